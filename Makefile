@@ -1,0 +1,69 @@
+# Every target sets up .venv on its own; all that must be there is Python 3.11 or newer.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# One thread per process: the tests and the demo run several on few cores.
+export OMP_NUM_THREADS ?= 1
+# Nothing here downloads a model or a data set.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help demo test test-all zoo lint format types bench docs clean distclean
+
+help:
+	@echo "make demo      train, fine-tune with LoRA, export and reload a small model on two processes"
+	@echo "make test      the default tests (test-all: the slow ones too; zoo: every architecture)"
+	@echo "make lint      ruff (format: apply it);  make types: mypy"
+	@echo "make bench     the benchmarks;  make docs: the documentation, into site/"
+	@echo "make clean     remove what these made, all but .venv (distclean: .venv too)"
+
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/pip
+	$(INSTALL) -e '.[dev]'
+	touch $@
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/pip
+	$(INSTALL) -e '.[docs]'
+	touch $@
+
+demo: $(VENV)/.dev
+	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/finetune_lora.py
+
+test: $(VENV)/.dev
+	$(BIN)/pytest
+
+test-all: $(VENV)/.dev
+	$(BIN)/pytest -m ''
+
+zoo: $(VENV)/.dev
+	$(BIN)/pytest -m '' tests/zoo
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev
+	@set -e; for file in $(sort $(wildcard benchmarks/bench_*.py)); do \
+		echo "== $$file"; $(BIN)/python $$file; \
+	done
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf build dist site runs .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

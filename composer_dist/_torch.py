@@ -1,0 +1,173 @@
+"""Every private torch import of this library, each with why it is needed and since when it exists.
+
+Nothing else imports a name with an underscore from torch. `tests/test_torch.py` imports each one and
+says which feature falls if it goes. Code that differs by torch version lives here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+
+def clear_dtensor_caches() -> None:
+    """Forgets the meshes that DTensor's sharding propagation has seen; called on `destroy`.
+
+    The caches are keyed by equality of meshes, which leaves out the groups, and hand back the mesh
+    they saw first. After `destroy_process_group` and a new `init_process_group` an equal mesh has
+    groups of other names, so the first redistribution fails or talks to the wrong ranks. Torch's own
+    tests call this for the same reason. The name exists since torch 2.0; since 2.10 it clears the
+    C++ cache too.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+# A wrap policy as Composer and FSDP1 users write it; only its function is read. Since torch 2.1.
+from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
+
+# The store behind the default process group: ranks agree through it, because a store answers where a
+# collective would hang on a dead peer. Since torch 2.0.
+from torch.distributed.distributed_c10d import Store as Store
+from torch.distributed.distributed_c10d import _get_default_store as _get_default_store
+
+# Activation checkpointing by a wrapper module, as Composer, Lightning and torchtune users know it.
+# Since torch 1.12; the path is private, the function universal.
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper as CheckpointWrapper,
+)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper as checkpoint_wrapper,
+)
+
+# Data parallelism by hooks, over DDP's reducer, and the class that it mixes into a module's own.
+# Since torch 2.0.
+from torch.distributed._composable.replicate import DDP as ComposableDDP
+from torch.distributed._composable.replicate import replicate as replicate
+
+# Fused elementwise kernels over lists of tensors; torch.nn.utils.clip_grad uses them, and offers no
+# public way to ask for the dtype of a norm. `dtype=` since torch 2.2.
+from torch import _foreach_mul_ as _foreach_mul_
+from torch import _foreach_norm as _foreach_norm
+
+
+def fsdp_param_groups(module: FSDPModule) -> list[Any]:
+    """The communication groups of one FSDP2 module, none where it manages no parameter.
+
+    Since torch 2.4; several groups per module since 2.12.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return list(groups)
+
+
+def gradient_sync_flags(module: nn.Module) -> list[tuple[object, str, bool]]:
+    """Where `module` itself keeps whether backward synchronises its gradients.
+
+    FSDP2 and composable replicate have a setter for it but no public way to read it back.
+
+    Returns:
+        (owner, attribute, the value that means yes), for FSDP2, DDP and composable replicate.
+    """
+    flags: list[tuple[object, str, bool]] = []
+    if isinstance(module, FSDPModule):
+        for group in fsdp_param_groups(module):
+            flags += [(group, "reduce_grads", True), (group, "all_reduce_grads", True)]
+    if isinstance(module, DistributedDataParallel):
+        flags.append((module, "require_backward_grad_sync", True))
+    if isinstance(module, ComposableDDP):
+        flags.append((replicate.state(module), "_no_sync", False))
+    return flags
+
+
+def current_backward() -> int:
+    """The number of the backward pass that this thread is in, -1 outside. Since torch 2.1."""
+    return torch._C._current_graph_task_id()
+
+
+def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """`tensor.register_hook`, which is public but has no types (torch 2.13)."""
+    handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def after_accumulation(
+    parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
+) -> RemovableHandle:
+    """`parameter.register_post_accumulate_grad_hook`, public but untyped (torch 2.13)."""
+    register: Any = parameter.register_post_accumulate_grad_hook
+    handle: RemovableHandle = register(hook)
+    return handle
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs `callback` once when the current backward pass is over, before it returns.
+
+    DDP and FSDP2 finish their gradients this way; callbacks run in the order in which they were
+    queued, on the streams of the caller. Since torch 1.0; there is no public name for it.
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+# FSDP2 keeps what it knows of each parameter in private objects, reachable from the sharded module.
+# They are what lets a shard be allocated once, padded as the all-gather wants it, and filled in place.
+# `_fsdp_param_groups` (plural) exists since torch 2.12; before, there is one group per module.
+
+
+def fsdp_params(module: FSDPModule) -> list[Any]:
+    """The `FSDPParam` objects of the unit that `module` is, or leads."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return [param for group in groups for param in group.fsdp_params]
+
+
+def fsdp_param_place(param: Any) -> tuple[nn.Module, str]:
+    """The module, and the key there, under which FSDP2 knows a parameter."""
+    return param._module_info.module, param._module_info.param_name
+
+
+def materialise_shard(param: Any, device: torch.device, pin_memory: bool) -> tuple[nn.Parameter, torch.Tensor]:
+    """Give an `FSDPParam` that was sharded on the meta device real storage on `device`.
+
+    Returns the registered parameter, a DTensor, and its local tensor: `(rows, ...)`, uninitialised.
+    The storage ends in FSDP2's padding, zeroed, so that no later step has to copy the shard.
+    """
+    size, dim = param.padded_sharded_param_size, param.fsdp_placement.dim
+    dtype, requires_grad = param.sharded_param.dtype, param.sharded_param.requires_grad
+    padded = torch.empty(size, dtype=dtype, device=device, pin_memory=pin_memory)
+    length = param.sharded_size[dim] if param.sharded_size.numel() else 0
+    if length < size[dim]:
+        padded.narrow(dim, length, size[dim] - length).zero_()
+    local = padded.narrow(dim, 0, length)
+    parameter = nn.Parameter(param.to_sharded_dtensor(local), requires_grad=requires_grad)
+    param._sharded_param_data = padded.view(-1)
+    param.sharded_param = parameter
+    param._setattr_on_modules(parameter)
+    return parameter, local
+
+
+def finish_lazily(root: FSDPModule) -> None:
+    """Run FSDP2's lazy initialisation now, so that its checks speak before the first forward.
+
+    It also settles which module is the root, so that a submodule may be called first (an encoder by
+    `generate`, say) without becoming a root of its own.
+    """
+    root._get_fsdp_state()._lazy_init()
+
+# The mode under which an operation's arguments are seen: how initialisers are traced. Since torch 1.13.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+
+def original_class(sharded: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module had before `fully_shard` put `FSDPModule` in front of it."""
+    return sharded.__mro__[2]

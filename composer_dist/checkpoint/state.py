@@ -1,0 +1,234 @@
+"""A model's full state by name: out of its shards, and into them.
+
+Names are those of the plain model's `state_dict()`. Tensors move one at a time, so that no rank
+holds more than one full tensor beyond what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer_dist.checkpoint.adapters import adapter_keys, whole_state
+from composer_dist.distributed.agreement import Agreement
+from composer_dist.distributed.names import canonical_name, reshard
+from composer_dist.distributed.process_group import broadcast, device_of_group, world_and_rank
+from composer_dist.distributed.summon import broadcast_full, gather, scatter_into
+from composer_dist.errors import (
+    CheckpointKeyError,
+    CheckpointValueError,
+    ParallelismError,
+    ParallelismValueError,
+)
+
+Select = Literal["trainable", "adapters"] | Callable[[str, Tensor], bool] | None
+
+
+def full_model_state(
+    model: nn.Module,
+    *,
+    select: Select = None,
+    ranks: Literal["zero", "all"] = "zero",
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """The keys and full values of the plain model's `state_dict()`, copied to the CPU.
+
+    A collective on a sharded model. What is not selected is not gathered.
+
+    Args:
+        model: sharded or not.
+        select: None for all; "trainable" parameters; "adapters", by peft's rules; or a function
+            `(name, tensor) -> bool`, which sees a shard with its full shape and must answer alike on
+            every rank.
+        ranks: which ranks get the state; the others get `{}`.
+        dtype: floating-point tensors are cast to it; None keeps their own.
+
+    Raises:
+        CheckpointValueError: "adapters" without any, or a selected tensor is on the meta device.
+        ParallelismValueError: an unknown option, or ranks select different names.
+    """
+    if ranks not in ("zero", "all"):
+        raise ParallelismValueError(f'ranks must be "zero" or "all", not {ranks!r}.')
+    state = _state(model)
+    chosen: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        chosen = _select(model, state, select)
+    except Exception as caught:  # the user's function, on this rank alone perhaps
+        error = caught
+    if any(isinstance(tensor, DTensor) for tensor in state.values()):
+        Agreement().reach("full_model_state", list(chosen), _alike, error)
+    elif error is not None:
+        raise error
+    keep = ranks == "all" or world_and_rank()[1] == 0
+    full: dict[str, Any] = {}
+    seen: dict[int, str] = {}
+    for name, value in chosen.items():
+        if id(value) in seen:  # tied: one tensor under several names, as in state_dict()
+            full[name] = full.get(seen[id(value)])
+            continue
+        seen[id(value)] = name
+        copy = _on_cpu(value, dtype, keep)
+        if keep:
+            full[name] = copy
+    return full if keep else {}
+
+
+class LoadResult(NamedTuple):
+    """What did not match between a state and a model."""
+
+    missing: list[str]
+    """Names that the model saves and the state lacks; a tied tensor counts once any name is there."""
+    unexpected: list[str]
+    """Names in the state that the model has no place for."""
+
+
+def load_full_model_state(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    source: Literal["rank0", "all"] = "rank0",
+) -> LoadResult:
+    """Write a full state into `model`, sharded or not, on the meta device or not; a collective.
+
+    Tensors take the model's dtype. A parameter on the meta device becomes real on its mesh's device
+    and stays the same object; what the state lacks stays on meta. Nothing is written where anything
+    is refused.
+
+    Args:
+        model: as prepared, or plain.
+        state: full tensors by name, as from `full_model_state`; wrapper segments are understood.
+        strict: missing or unexpected names are an error.
+        source: "rank0" reads rank 0's `state` and ignores the others'; "all" lets every rank read
+            its own, equal one, without communication of tensors.
+
+    Raises:
+        CheckpointKeyError: `strict`, and names are missing or unexpected: all of them are listed.
+        CheckpointValueError: shapes differ: all of them are listed.
+    """
+    if source not in ("rank0", "all"):
+        raise ParallelismValueError(f'source must be "rank0" or "all", not {source!r}.')
+    with whole_state(model):
+        targets = _state(model)
+    given: dict[str, Any] = {}
+    plan: dict[str, Any] = {}
+    error: Exception | None = None
+    if source == "all" or world_and_rank()[1] == 0:
+        try:
+            given = {canonical_name(name): value for name, value in state.items()}
+            plan = _plan_load(list(_state(model)), targets, given, strict)
+        except Exception as caught:
+            error = caught
+    plan = Agreement().reach("load_full_model_state", plan, lambda plans: plans[0], error)
+    broadcasts = source == "rank0" and world_and_rank()[0] > 1
+    for name, dtype in plan["tensors"]:
+        target, full = targets[name], given.get(name)
+        _materialize(target)
+        if broadcasts:
+            full = broadcast_full(full, target.shape, getattr(torch, dtype))
+        scatter_into(target, full)
+    for name in plan["objects"]:
+        value = given.get(name)
+        _owner(model, name).set_extra_state(broadcast(value) if broadcasts else value)
+    return LoadResult(plan["missing"], plan["unexpected"])
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """Clean names to the model's own tensors (the shards), and to extra state where there is any."""
+    reshard(model)
+    return {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+
+
+def _select(model: nn.Module, state: dict[str, Any], select: Select) -> dict[str, Any]:
+    if select is None:
+        chosen = state
+    elif select == "trainable":
+        chosen = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.requires_grad}
+    elif select == "adapters":
+        keys = adapter_keys(model)
+        chosen = {name: value for name, value in state.items() if name in keys}
+    elif callable(select):
+        chosen = {n: v for n, v in state.items() if isinstance(v, Tensor) and select(n, v)}
+    else:
+        raise ParallelismValueError(
+            f'select must be "trainable", "adapters", a function or None, not {select!r}.'
+        )
+    if meta := [name for name, value in chosen.items() if isinstance(value, Tensor) and value.is_meta]:
+        raise CheckpointValueError(f"These tensors are on the meta device: {', '.join(meta)}.")
+    return chosen
+
+
+def _alike(selections: list[list[str]]) -> None:
+    for rank, names in enumerate(selections):
+        if odd := sorted(set(names) ^ set(selections[0])):
+            raise ParallelismValueError(
+                f"Ranks 0 and {rank} select different names: {', '.join(odd)}. Make select answer alike "
+                "on every rank."
+            )
+
+
+def _on_cpu(value: Any, dtype: torch.dtype | None, keep: bool) -> Any:
+    """A copy on the CPU; None where this rank only takes part in the gathering."""
+    if not isinstance(value, Tensor):
+        return value
+    sharded = isinstance(value, DTensor)
+    full = gather(value) if sharded else value.detach()
+    if not keep:
+        return None
+    return full.to("cpu", dtype if dtype and full.is_floating_point() else full.dtype, copy=not sharded)
+
+
+def _plan_load(
+    expected: list[str], targets: Mapping[str, Any], given: Mapping[str, Any], strict: bool
+) -> dict[str, Any]:
+    """Which names are loaded (each tensor once), and what does not match; raises for all faults."""
+    present = {id(targets[name]) for name in given if name in targets}
+    missing = [name for name in expected if id(targets[name]) not in present]
+    unexpected = [name for name in given if name not in targets]
+    tensors: dict[int, str] = {}
+    objects, misfits = [], []
+    for name, value in given.items():
+        target = targets.get(name)
+        if isinstance(target, Tensor) and isinstance(value, Tensor):
+            if target.shape != value.shape:
+                misfits.append(f"{name}: {tuple(value.shape)} in the state, {tuple(target.shape)} here")
+            tensors[id(target)] = name  # of tied names the last one counts, as in load_state_dict()
+        elif isinstance(target, Tensor):
+            misfits.append(f"{name}: {type(value).__name__} in the state, a tensor here")
+        elif name in targets:
+            objects.append(name)
+    faults = [f"shapes differ: {'; '.join(misfits)}"] if misfits else []
+    if strict and missing:
+        faults.append(f"missing: {', '.join(missing)}")
+    if strict and unexpected:
+        faults.append(f"unexpected: {', '.join(unexpected)}")
+    if faults:
+        kind: type[ParallelismError] = CheckpointValueError if misfits else CheckpointKeyError
+        raise kind(f"The state does not fit the model: {'. '.join(faults)}.")
+    loads = [(name, str(given[name].dtype).removeprefix("torch.")) for name in tensors.values()]
+    return {"tensors": loads, "objects": objects, "missing": missing, "unexpected": unexpected}
+
+
+@torch.no_grad()
+def _materialize(target: Tensor) -> None:
+    """Give a tensor on the meta device real, unset memory; the object, its ties and owners stay."""
+    if not target.is_meta:
+        return
+    sharded = isinstance(target, DTensor)
+    device = target.device_mesh.device_type if sharded else device_of_group()
+    real: Tensor = torch.empty_like(target, device=device)
+    if isinstance(target, nn.Parameter):
+        real = nn.Parameter(real, requires_grad=target.requires_grad)
+    real.__dict__.update(target.__dict__)
+    torch.utils.swap_tensors(target, real)
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """The module whose extra state is called `name`."""
+    modules = {canonical_name(path): module for path, module in model.named_modules()}
+    return modules[name.rpartition(".")[0]]

@@ -1,0 +1,55 @@
+"""Planning, sharding, delivering weights, following the optimizer, agreeing across ranks."""
+
+from typing import TYPE_CHECKING
+
+from composer_dist._lazy import lazy_names
+
+_HERE = "composer_dist.distributed"
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "parallelize_model": f"{_HERE}.prepare",
+        "parallelize_composer_model": f"{_HERE}.prepare",
+        "plan_parallelism": f"{_HERE}.plan",
+        "ParallelPlan": f"{_HERE}.plan",
+        "Preparation": f"{_HERE}.preparation",
+        "init_context": f"{_HERE}.steps",
+        "meta_init": f"{_HERE}.steps",
+        "prepare_fully_shard": f"{_HERE}.steps",
+        "sync_module_states": f"{_HERE}.steps",
+        "apply_ac": f"{_HERE}.activation_checkpointing",
+        "assert_no_meta": f"{_HERE}.initialize",
+        "summon_full_params": f"{_HERE}.summon",
+        "no_sync": f"{_HERE}.gradients",
+        "clip_grad_norm": f"{_HERE}.gradients",
+        "clip_grad_value": f"{_HERE}.gradients",
+        "named_parameters_canonical": f"{_HERE}.names",
+        "build_mesh": f"{_HERE}.mesh",
+        "sampler_kwargs": f"{_HERE}.mesh",
+    },
+)
+
+if TYPE_CHECKING:
+    from composer_dist.distributed.activation_checkpointing import apply_ac as apply_ac
+    from composer_dist.distributed.gradients import clip_grad_norm as clip_grad_norm
+    from composer_dist.distributed.gradients import clip_grad_value as clip_grad_value
+    from composer_dist.distributed.gradients import no_sync as no_sync
+    from composer_dist.distributed.initialize import assert_no_meta as assert_no_meta
+    from composer_dist.distributed.mesh import build_mesh as build_mesh
+    from composer_dist.distributed.mesh import sampler_kwargs as sampler_kwargs
+    from composer_dist.distributed.names import (
+        named_parameters_canonical as named_parameters_canonical,
+    )
+    from composer_dist.distributed.plan import ParallelPlan as ParallelPlan
+    from composer_dist.distributed.plan import plan_parallelism as plan_parallelism
+    from composer_dist.distributed.preparation import Preparation as Preparation
+    from composer_dist.distributed.prepare import (
+        parallelize_composer_model as parallelize_composer_model,
+    )
+    from composer_dist.distributed.prepare import parallelize_model as parallelize_model
+    from composer_dist.distributed.steps import init_context as init_context
+    from composer_dist.distributed.steps import meta_init as meta_init
+    from composer_dist.distributed.steps import prepare_fully_shard as prepare_fully_shard
+    from composer_dist.distributed.steps import sync_module_states as sync_module_states
+    from composer_dist.distributed.summon import summon_full_params as summon_full_params

@@ -1,0 +1,299 @@
+"""What a user asks for: frozen dataclasses, never changed by the library.
+
+From Python they are built by name; from YAML or a dictionary by `from_dict`, which refuses unknown
+keys. `resolve_config` turns everything that `parallelize_model` accepts into one `ParallelismConfig`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+
+ActivationCheckpointing = bool | str | tuple[str, Mapping[str, Any] | None] | list[Any] | None
+Sync = Literal["auto", "rank0", "verify"]
+
+MIB = 1 << 20
+
+
+class _FromDict:
+    """`from_dict`, the validated way in from YAML and dictionaries."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "arbitrary_types_allowed": True,
+    }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build this configuration from a dictionary (nested ones included).
+
+        Raises:
+            ParallelismValueError: an unknown key (with its nearest neighbour) or a value of the
+                wrong type; all of them at once.
+        """
+        import pydantic  # only where a dictionary comes in: importing it costs 0.1 s
+
+        try:
+            return pydantic.TypeAdapter(cls).validate_python(dict(values))
+        except pydantic.ValidationError as error:
+            raise ParallelismValueError(_explain(cls, error.errors())) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig(_FromDict):
+    """The sizes of the device mesh's dimensions; their product is the world size.
+
+    At most one size may be -1: it takes what the others leave.
+    """
+
+    dp_replicate: int = 1
+    """Replicas of the sharded model (data parallel across groups; HSDP when dp_shard > 1)."""
+    dp_shard: int = -1
+    """Ranks over which every parameter is sharded (fully sharded data parallel)."""
+    cp: int = 1
+    """Context-parallel ranks, which split the sequence."""
+    tp: int = 1
+    """Tensor-parallel ranks, which split the matrices."""
+    device_type: str | None = None
+    """"cpu", "cuda", ...; None takes the process group's own."""
+
+    def __post_init__(self) -> None:
+        bad = {k: v for k, v in self.sizes().items() if v < 1 and v != -1}
+        if bad:
+            raise ParallelismValueError(
+                f"Mesh sizes must be positive, or -1 for 'the rest', but got {_spell(bad)}."
+            )
+        rest = [k for k, v in self.sizes().items() if v == -1]
+        if len(rest) > 1:
+            raise ParallelismValueError(
+                f"Only one mesh size may be -1, but {' and '.join(rest)} are; give the others a number."
+            )
+
+    def sizes(self) -> dict[str, int]:
+        """Dimension name to size, outermost first."""
+        return {
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "cp": self.cp,
+            "tp": self.tp,
+        }
+
+    def resolve(self, world_size: int) -> dict[str, int]:
+        """The sizes with -1 filled in.
+
+        Raises:
+            ParallelismValueError: the product is not, or cannot become, `world_size`.
+        """
+        sizes = self.sizes()
+        known = 1
+        for size in sizes.values():
+            known *= 1 if size == -1 else size
+        for name, size in sizes.items():
+            if size == -1 and world_size % known == 0 and world_size >= known:
+                sizes[name] = world_size // known
+                known = world_size
+        if known != world_size or -1 in sizes.values():
+            raise ParallelismValueError(
+                f"The mesh {_spell(self.sizes())} does not fit a world of {world_size} ranks: its sizes "
+                f"multiply to {known}. Change a size, set one to -1, or start {known} processes."
+            )
+        return sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2Config(_FromDict):
+    """Fully sharded data parallelism, with Composer's field names."""
+
+    device_mesh: DeviceMesh | None = None
+    """A mesh of your own, 1-D (shard) or 2-D (replicate, shard); None builds it from `MeshConfig`."""
+    reshard_after_forward: bool | int = True
+    """Free the gathered parameters after forward (True), keep them (False), or keep a smaller shard
+    over this many ranks (an int that divides the shard dimension)."""
+    activation_checkpointing: bool = False
+    """Composer's name for `ParallelismConfig.activation_checkpointing="composable"`."""
+    activation_cpu_offload: bool = False
+    """Keep saved activations in host memory between forward and backward."""
+    cpu_offload: bool | Literal["pinned", "pageable"] = False
+    """Keep shards, gradients and optimizer state in host memory; True pins it where there is an
+    accelerator, "pinned" insists."""
+    state_dict_type: Literal["sharded", "full"] = "sharded"
+    """Which form the Trainer saves."""
+    load_monolith_rank0_only: bool = False
+    """A single-file checkpoint is read by rank 0 alone and delivered from there."""
+    mixed_precision: str | Mapping[str, Any] = "DEFAULT"
+    """"DEFAULT", "PURE", "FULL" or a mapping of dtypes: see `composer_dist.precision`."""
+    verbose: bool = False
+    """Print the plan and the preparation's report on rank 0."""
+
+    @classmethod
+    def from_compatible_attrs(cls, attrs: Mapping[str, Any]) -> Self:
+        """Build the configuration from a dictionary of Composer's, for FSDP1 or FSDP2.
+
+        Keys that have no meaning here are dropped, each with one warning. FSDP1's
+        `sharding_strategy` becomes `reshard_after_forward`.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        values = {key: value for key, value in attrs.items() if key in known}
+        strategy = str(attrs.get("sharding_strategy", "")).upper()
+        if strategy in {"FULL_SHARD", "SHARD_GRAD_OP"} and "reshard_after_forward" not in values:
+            values["reshard_after_forward"] = strategy == "FULL_SHARD"
+        for key in attrs:
+            if key not in known and not (
+                key == "sharding_strategy" and "reshard_after_forward" in values
+            ):
+                warnings.warn(
+                    f"FSDP2Config has no {key!r}; the key is ignored.", UserWarning, stacklevel=2
+                )
+        return cls.from_dict(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TPConfig(_FromDict):
+    """Tensor parallelism."""
+
+    plan: Literal["auto"] | Mapping[str, Any] = "auto"
+    """"auto", or module name (or "re:...") to style."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPConfig(_FromDict):
+    """Replicated data parallelism."""
+
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    broadcast_buffers: bool = True
+    bucket_cap_mb: float | None = None
+    gradient_as_bucket_view: bool = False
+
+
+Match = Any  # str | re.Pattern | type[nn.Module] | Callable[[str, nn.Module], bool] | list of these
+
+
+@dataclass(frozen=True)
+class Rule(_FromDict):
+    """What is to happen to the modules that `match` selects; None leaves a field to others.
+
+    Rules merge per field, later ones win.
+    """
+
+    match: Match
+    """An exact module name, "re:..." or a compiled pattern (both fullmatch), a module type, a
+    callable `(name, module) -> bool`, or a list of these. "" is the root."""
+    shard: bool | None = None
+    """True makes each match a unit; False leaves its parameters replicated, gradients averaged."""
+    reshard_after_forward: bool | int | None = None
+    mixed_precision: str | Mapping[str, Any] | None = None
+    offload: bool | None = None
+    act_ckpt: ActivationCheckpointing = None
+    tp: Any = None
+    optional: bool = False
+    """No error where nothing matches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelismConfig(_FromDict):
+    """Everything about how a model is made parallel; the one home of what several modes need."""
+
+    mesh: MeshConfig = MeshConfig()
+    fsdp2: FSDP2Config | None = None
+    tp: TPConfig | None = None
+    ddp: DDPConfig | None = None
+    rules: Sequence[Rule] = ()
+    containers: Literal["expand", "skip"] = "expand"
+    """A selected ModuleList or ModuleDict stands for its children, or for nothing."""
+    activation_checkpointing: ActivationCheckpointing = None
+    """"composable" (renames nothing), "wrapped", "offload", or (mode, options); True is
+    "composable"."""
+    sync: Sync = "auto"
+    """Whose weights count: "auto" delivers rank 0's where other ranks are on meta and otherwise
+    verifies that all are equal; "rank0" always takes rank 0's; "verify" only compares."""
+    compile: bool = False
+    strict: bool = True
+    """False turns errors about options without effect into warnings."""
+    bucket_bytes: int = 256 * MIB
+    """Most bytes that travel, or lie in a staging buffer, at one time."""
+
+    def __post_init__(self) -> None:
+        fsdp2 = self.fsdp2
+        if fsdp2 and (fsdp2.activation_checkpointing or fsdp2.activation_cpu_offload):
+            if self.activation_checkpointing is not None:
+                raise ParallelismValueError(
+                    "activation_checkpointing is set twice, in ParallelismConfig and (by Composer's "
+                    "alias) in FSDP2Config; keep one."
+                )
+        if self.bucket_bytes < 1:
+            raise ParallelismValueError(f"bucket_bytes must be positive, not {self.bucket_bytes}.")
+
+
+_STRATEGIES: dict[str, Callable[[], ParallelismConfig]] = {
+    "fsdp": lambda: ParallelismConfig(fsdp2=FSDP2Config()),
+}
+
+
+def resolve_config(
+    config: FSDP2Config | DDPConfig | ParallelismConfig | Mapping[str, Any] | str,
+) -> ParallelismConfig:
+    """One `ParallelismConfig` from whatever the caller has: itself, a part, a dictionary, a name."""
+    match config:
+        case ParallelismConfig():
+            return config
+        case FSDP2Config():
+            return ParallelismConfig(fsdp2=config)
+        case DDPConfig():
+            return ParallelismConfig(mesh=MeshConfig(dp_replicate=-1, dp_shard=1), ddp=config)
+        case Mapping():
+            return ParallelismConfig.from_dict(config)
+        case str():
+            if config not in _STRATEGIES:
+                raise ParallelismValueError(
+                    f"There is no strategy {config!r}; there are: {', '.join(sorted(_STRATEGIES))}."
+                )
+            return _STRATEGIES[config]()
+    raise ParallelismTypeError(
+        "config must be an FSDP2Config, DDPConfig, ParallelismConfig, ParallelPlan, a dictionary or "
+        f"the name of a strategy, not {type(config).__name__}."
+    )
+
+
+def near_miss(name: str, candidates: Sequence[str] | set[str]) -> str:
+    """ " Did you mean 'x'?" for the closest candidate, or nothing."""
+    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _spell(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _explain(cls: type, errors: Sequence[Any]) -> str:
+    """pydantic's findings in our words: the path, the fault, the nearest known key."""
+    lines = []
+    for error in errors:
+        path = [str(part) for part in error["loc"]]
+        if error["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
+            known = _field_names(cls, path[:-1])
+            lines.append(f"unknown key {'.'.join(path)!r}.{near_miss(path[-1], known)}")
+        else:
+            lines.append(f"{'.'.join(path)}: {error['msg']} (got {error['input']!r})")
+    return f"{cls.__name__}: " + " ".join(lines)
+
+
+def _field_names(cls: type, path: Sequence[str]) -> set[str]:
+    """The fields of the dataclass that lies at `path` below `cls`."""
+    homes = {
+        "mesh": MeshConfig,
+        "fsdp2": FSDP2Config,
+        "tp": TPConfig,
+        "ddp": DDPConfig,
+        "rules": Rule,
+    }
+    home: Any = next((homes[part] for part in path if part in homes), cls)
+    return {field.name for field in dataclasses.fields(home)}

@@ -1,0 +1,354 @@
+"""Gradients after backward: when they are synchronised, how large they are, who averages the rest.
+
+FSDP2 and DDP reduce the gradients that they manage. What stays a plain parameter on purpose (a
+scalar, `Rule(shard=False)`) is averaged here, by `average_plain_gradients`. `no_sync` governs all
+of them, and the clipping functions see all of them as one gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from composer_dist import _torch
+from composer_dist.distributed.names import named_parameters_canonical
+from composer_dist.errors import (
+    ParallelismRuntimeError,
+    ParallelismTypeError,
+    ParallelismValueError,
+)
+
+Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
+
+_EPSILON = 1e-6  # from torch.nn.utils.clip_grad_norm_
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
+    """Accumulate gradients locally: backward inside this context communicates none.
+
+    Forward belongs inside too (DDP decides there). The next backward outside synchronises the sum.
+    Every module's own state from before is restored on the way out, also after an exception, so
+    that contexts nest. FSDP2, HSDP, DDP, composable replicate and `average_plain_gradients` obey.
+
+    Args:
+        model: the module under which gradients stay local.
+        enabled: False does the opposite: backward inside synchronises, whatever an outer context
+            says.
+    """
+    flags: list[tuple[object, str, bool]] = []
+    for module in model.modules():
+        flags += _torch.gradient_sync_flags(module)
+        flags += [(averaging, "sync", True) for averaging in _averagings.get(module, ())]
+    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in flags]
+    try:
+        for owner, attribute, synchronises in flags:
+            setattr(owner, attribute, synchronises != enabled)
+        yield
+    finally:
+        for owner, attribute, value in before:
+            setattr(owner, attribute, value)
+
+
+@torch.no_grad()
+def clip_grad_norm(model_or_parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients together so that their global norm is at most `max_norm`.
+
+    Sharded and plain parameters, of one mesh or several, count as one vector, each element once.
+    Every rank must call it with the same parameters; a gradient may be missing on some ranks only.
+
+    Args:
+        model_or_parameters: a model, whose parameters are all taken, or parameters.
+        max_norm: the largest norm to leave; `math.inf` only measures.
+        norm_type: the p of the p-norm, positive; `math.inf` for the largest absolute value.
+
+    Returns:
+        The norm before clipping, the same on every rank: a plain tensor, 0-dim, float32 (float64
+        if a parameter is), on the first parameter's device. Where it is not finite it is returned
+        as it is, and the gradients are scaled by what it gives, as torch does.
+
+    Raises:
+        ParallelismValueError: `norm_type` is not positive, or `max_norm` is negative.
+    """
+    norm_type, max_norm = float(norm_type), float(max_norm)
+    if not norm_type > 0 or not max_norm >= 0:
+        raise ParallelismValueError(
+            f"clip_grad_norm needs norm_type > 0 and max_norm >= 0, not {norm_type} and {max_norm}."
+        )
+    parameters = _parameters(model_or_parameters)
+    if not parameters:
+        return torch.tensor(0.0)
+    # Grouped by what the parameters are, not by which gradients exist: the collectives below are
+    # then the same on every rank.
+    groups: defaultdict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]]
+    groups = defaultdict(list)
+    for parameter in parameters:
+        groups[_sharding(parameter)] += _local_gradient(parameter)
+    device = parameters[0].device
+    sizes = [
+        _reduce_power(_power(gradients, norm_type, device), norm_type, mesh, dims)
+        for (mesh, dims), gradients in groups.items()
+    ]
+    total = torch.stack([size.to(device) for size in sizes])
+    norm = total.amax() if math.isinf(norm_type) else total.sum() ** (1 / norm_type)
+    double = any(parameter.dtype is torch.float64 for parameter in parameters)
+    norm = norm.to(torch.float64 if double else torch.float32)
+    scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+    for tensors in _alike([gradient for group in groups.values() for gradient in group]):
+        _torch._foreach_mul_(tensors, scale.to(tensors[0].device))
+    return norm
+
+
+@torch.no_grad()
+def clip_grad_value(model_or_parameters: Parameters, max_value: float) -> None:
+    """Limit every element of every gradient to [-max_value, max_value]; needs no communication."""
+    for parameter in _parameters(model_or_parameters):
+        for gradient in _local_gradient(parameter):
+            gradient.clamp_(-max_value, max_value)
+
+
+def average_plain_gradients(
+    root: nn.Module, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh | None
+) -> PlainGradientAveraging:
+    """Average the gradients of parameters that nothing shards, over all ranks of `mesh`.
+
+    Once per backward through an output of `root`, when all local gradients are there, in one
+    all-reduce per dtype and mesh dimension. Every rank that runs such a backward takes part. A
+    parameter that this rank did not use counts as zero; one that no rank used keeps no gradient.
+    `no_sync` postpones it to the next synchronised backward.
+
+    Args:
+        root: the module whose outputs the loss is computed from.
+        parameters: plain parameters by name, the same on every rank, none of them a DTensor.
+        mesh: the data-parallel mesh, of any number of dimensions; None is the whole world.
+
+    Returns:
+        A handle; its `remove()` ends the averaging.
+
+    Raises:
+        ParallelismTypeError: a parameter is sharded.
+        ParallelismRuntimeError: from backward, if it reached one of the parameters but no output
+            of `root`, so that the gradient would differ between ranks.
+    """
+    sharded = [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]
+    if sharded:
+        raise ParallelismTypeError(
+            f"Only plain parameters can be averaged here, but {', '.join(sharded)} are DTensors, "
+            "whose gradients FSDP2 reduces."
+        )
+    return PlainGradientAveraging(root, parameters, mesh)
+
+
+class PlainGradientAveraging:
+    """The handle of `average_plain_gradients`.
+
+    A callback per backward, not hooks per parameter: ranks may produce their gradients in another
+    order, or some not at all, but the callback runs once on each. It is queued when the gradient
+    arrives at an output of the root. FSDP2 queues its own final callback there too; hooks of one
+    tensor fire in the order of registration, so the order of all collectives is one everywhere.
+    """
+
+    sync: bool = True
+    """Whether backward averages; `no_sync` sets it."""
+
+    def __init__(
+        self, root: nn.Module, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh | None
+    ) -> None:
+        self._names: dict[torch.Tensor, str] = {p: name for name, p in parameters.items()}
+        self._mesh = mesh
+        self._backward = -1
+        self._pending = False
+        self._handles: list[RemovableHandle] = [root.register_forward_hook(self._watch)]
+        for parameter in self._names:
+            if parameter.requires_grad:
+                self._handles.append(_torch.after_accumulation(parameter, self._expect_average))
+        _averagings.setdefault(root, []).append(self)
+
+    def remove(self) -> None:
+        """Ends the averaging and takes all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        for averagings in _averagings.values():
+            if self in averagings:
+                averagings.remove(self)
+
+    def _watch(self, root: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                _torch.on_gradient(tensor, self._queue)
+
+    def _queue(self, gradient: torch.Tensor) -> None:
+        # By the number of the pass: a flag would stay set after a backward that raised.
+        if self._backward != _torch.current_backward():
+            self._backward = _torch.current_backward()
+            self._pending = True
+            _torch.at_end_of_backward(self._average)
+
+    def _expect_average(self, parameter: torch.Tensor) -> None:
+        if self.sync and not self._pending and _groups(self._mesh):
+            backward = _torch.current_backward()
+            # At the end: an output may get its gradient after this parameter got its own.
+            _torch.at_end_of_backward(lambda: self._refuse(parameter, backward))
+
+    def _refuse(self, parameter: torch.Tensor, backward: int) -> None:
+        if self._backward != backward and not self._pending:
+            raise ParallelismRuntimeError(
+                f"Backward reached the parameter {self._names[parameter]!r} but no output of the "
+                "prepared model, so its gradient would not be averaged over the ranks. Call the "
+                "prepared model itself, and let it return the tensors that the loss needs (in "
+                "tuples, lists, mappings or dataclasses)."
+            )
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Replaces each gradient by its mean over the ranks.
+
+        Gradients are sums over micro-batches, and the mean is linear: what `no_sync` left
+        unsynchronised is averaged here together with the new part. What was averaged before is
+        equal on all ranks, hence its own mean, and stays what it is.
+        """
+        self._pending = False
+        groups = _groups(self._mesh)
+        if not self.sync or not groups:
+            return
+        world_size = math.prod(dist.get_world_size(group) for group in groups)
+        by_dtype: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        for parameter in self._names:
+            if parameter.requires_grad:
+                # Half precision is summed in float32: there are few of these, and many ranks.
+                by_dtype[torch.promote_types(parameter.dtype, torch.float32)].append(parameter)
+        for dtype, parameters in by_dtype.items():
+            device = torch.device(self._mesh.device_type) if self._mesh else parameters[0].device
+            parts = [_dense_gradient(p).to(device, dtype).flatten() for p in parameters]
+            parts.append(torch.tensor([p.grad is not None for p in parameters]).to(device, dtype))
+            flat = torch.cat(parts)
+            for group in groups:
+                dist.all_reduce(flat, group=group)
+            *means, used = torch.split(flat.div_(world_size), [*map(len, parts)])
+            for index, (parameter, mean) in enumerate(zip(parameters, means, strict=True)):
+                _store_gradient(parameter, mean, used[index])
+
+
+_averagings: WeakKeyDictionary[nn.Module, list[PlainGradientAveraging]] = WeakKeyDictionary()
+
+
+def _groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """The groups whose all-reduces, one after the other, span all ranks of `mesh`."""
+    if mesh is not None:
+        return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return [dist.group.WORLD] if dist.group.WORLD else []
+    return []
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a module's output, also in subclasses of dict and in any dataclass."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from _tensors(getattr(output, field.name))
+
+
+def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+
+
+def _store_gradient(parameter: torch.Tensor, mean: torch.Tensor, used: torch.Tensor) -> None:
+    """Keeps the gradient tensor where there is one; only else reads `used`, a wait on a GPU."""
+    mean = mean.view(parameter.shape)
+    if parameter.grad is not None and not parameter.grad.is_sparse:
+        parameter.grad.copy_(mean)
+    elif parameter.grad is not None or used:
+        parameter.grad = mean.to(parameter.device, parameter.dtype, copy=True)
+
+
+def _parameters(model_or_parameters: Parameters) -> list[torch.Tensor]:
+    """The parameters, each once, as shards where a model is given."""
+    if isinstance(model_or_parameters, nn.Module):
+        return [parameter for _, parameter in named_parameters_canonical(model_or_parameters)]
+    if isinstance(model_or_parameters, torch.Tensor):
+        return [model_or_parameters]
+    return list(dict.fromkeys(model_or_parameters))
+
+
+def _local_gradient(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """This rank's part of the gradient, sharing its memory; nothing where there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return []
+    if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+        return [gradient]
+    if gradient.placements != parameter.placements:  # a partial sum, after tensor parallelism
+        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+    return [gradient.to_local()]
+
+
+def _sharding(parameter: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """The mesh dimensions over whose ranks a parameter's elements are spread."""
+    if not isinstance(parameter, DTensor):
+        return None, ()
+    dims = (dim for dim, place in enumerate(parameter.placements) if not place.is_replicate())
+    return parameter.device_mesh, tuple(dims)
+
+
+def _alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Non-empty tensors by device and dtype, as the fused kernels want them."""
+    alike: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel():
+            alike[tensor.device, tensor.dtype].append(tensor)
+    return alike.values()
+
+
+def _power(tensors: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+    """The p-th power of the tensors' common norm, or the norm itself for infinity; 0-dim.
+
+    In float64, where a power of a float32 norm neither overflows nor loses digits.
+    """
+    norms = [torch.zeros(1, dtype=torch.float64, device=device)]
+    for alike in _alike(tensors):
+        half = alike[0].dtype in (torch.float16, torch.bfloat16)
+        wide = torch.float32 if half else None
+        each = torch.stack(_torch._foreach_norm(alike, p, dtype=wide))
+        norms.append(each.to(device, torch.float64))
+    norm = torch.cat(norms)
+    return norm.amax() if math.isinf(p) else (norm**p).sum()
+
+
+def _reduce_power(
+    power: torch.Tensor, p: float, mesh: DeviceMesh | None, dims: tuple[int, ...]
+) -> torch.Tensor:
+    """`_power` over all ranks that hold a part: a sum, or for infinity a maximum."""
+    if mesh is None:
+        return power
+    power = power.to(mesh.device_type)
+    for dim in dims:
+        if not math.isinf(p):
+            dist.all_reduce(power, group=mesh.get_group(dim))
+            continue
+        # Backends differ in what the maximum of a number and nan is; a flag carries the nan.
+        value = torch.stack([power.nan_to_num(nan=0.0, posinf=math.inf), power.isnan().to(power)])
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        power = torch.where(value[1] > 0, torch.nan, value[0])
+    return power

@@ -1,0 +1,237 @@
+"""Meta initialisation: the same bits on any number of ranks.
+
+Every module is initialised by one *initialiser*: the `param_init_fn` that the caller gave, or that the
+module or its nearest ancestor carries; else Hugging Face's `_init_weights` of the model it belongs to;
+else its own `reset_parameters`. Initialisers are first *traced* on the meta device, which shows what
+each one writes and reads, for some reach into other modules (T5's root rewrites embeddings). Those
+that touch a common tensor form a *component*, which some rank runs in full and delivers; components
+are independent of one another, and each initialiser draws from a generator seeded by the name of its
+module, so that neither the world size, nor the mesh, nor the order of components shows in the values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_dist.distributed.aliases import Held, Structure, ancestors, read_structure
+from composer_dist.distributed.policies import inherited
+from composer_dist.distributed.tracing import (
+    Initialiser,
+    as_constructed,
+    random_state_kept,
+    seed_all,
+    trace,
+)
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+
+InitFn = Callable[[nn.Module], Any]
+
+
+@dataclass(frozen=True)
+class Component:
+    """Initialisers that must run together, in this order, with their tensors whole."""
+
+    initialisers: tuple[Initialiser, ...]
+    tensors: tuple[str, ...]
+    nbytes: int
+    """Size of its tensors: what the rank that runs it needs on top of its shards."""
+
+
+def replace(held: Held, value: torch.Tensor) -> None:
+    """Hold `value` in every place of a tensor, as a parameter with the old one's attributes if it is one."""
+    if held.info.kind == "parameter":
+        old = held.get()
+        value = nn.Parameter(value, requires_grad=held.info.requires_grad)
+        value.__dict__.update(vars(old))
+    held.put(value)
+
+
+def assert_no_meta(model: nn.Module) -> None:
+    """Raise if anything of `model` is still on the meta device.
+
+    Raises:
+        ParallelismRuntimeError: names the parameters and buffers.
+    """
+    left = [
+        f"{held.info.kind} {name}"
+        for name, held in read_structure(model).tensors.items()
+        if held.get().is_meta and held.info.kind != "attribute"
+    ]
+    if left:
+        raise ParallelismRuntimeError(
+            f"Still on the meta device, without values: {', '.join(left[:20])}"
+            f"{' and others' if len(left) > 20 else ''}. Initialise or load them first."
+        )
+
+
+def find_components(
+    structure: Structure, needed: set[str], param_init_fn: InitFn | None = None
+) -> list[Component]:
+    """Trace the initialisers of a model and group them; the model is left as it was.
+
+    Args:
+        needed: names of the tensors that must get a value.
+
+    Raises:
+        ParallelismValueError: tensors in `needed` that no initialiser writes.
+    """
+    initialisers = list(_find_initialisers(structure, needed, param_init_fn))
+    trace(structure, initialisers)
+    written = {name for initialiser in initialisers for name in initialiser.writes}
+    missing: dict[str, list[str]] = {}
+    for name in sorted(needed - written):
+        owner = structure.modules[structure.tensors[name].info.owners[0]]
+        missing.setdefault(type(owner).__name__, []).append(name)
+    if missing:
+        listed = "; ".join(f"{kind}: {', '.join(names[:4])}" for kind, names in missing.items())
+        raise ParallelismValueError(
+            f"On the meta device, and nothing initialises them: {listed}. Give these classes a "
+            "reset_parameters method or a param_init_fn that writes them, pass param_init_fn, or hold "
+            "real weights on rank 0."
+        )
+    return list(_group(structure, initialisers, needed))
+
+
+def run_component(
+    component: Component,
+    structure: Structure,
+    seed: int,
+    device: torch.device,
+    real: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Run a component's initialisers on full tensors; the model holds the same tensors after as before.
+
+    Args:
+        seed: the model's; each initialiser's own is made of it and its module's name.
+        real: tensors that have values already. Initialisers see copies, and what they write is lost.
+
+    Returns:
+        The component's tensors, full, on `device`.
+    """
+    held = {name: structure.tensors[name] for name in component.tensors}
+    before = {name: [place.get() for place in one.places] for name, one in held.items()}
+    try:
+        for name, one in held.items():
+            value = torch.empty(one.info.shape, dtype=one.info.dtype, device=device)
+            if name in real:
+                value.copy_(real[name].detach())
+            one.put(
+                nn.Parameter(value, one.info.requires_grad)
+                if one.info.kind == "parameter"
+                else value
+            )
+        with random_state_kept(device), torch.no_grad(), as_constructed(structure):
+            for initialiser in component.initialisers:
+                seed_all(f"{seed}/{initialiser.module}")
+                with torch.device(device):
+                    initialiser.run()
+        return {name: one.get().detach() for name, one in held.items()}
+    finally:
+        for name, one in held.items():
+            for place, old in zip(one.places, before[name], strict=True):
+                place.put(old)
+
+
+def _find_initialisers(
+    structure: Structure, needed: set[str], param_init_fn: InitFn | None
+) -> Iterator[Initialiser]:
+    """The initialisers of all modules, children before parents, as `nn.Module.apply` goes."""
+    modules = structure.modules
+    bare = {owner for name in needed for owner in structure.tensors[name].info.owners}
+    concerned = {above for owner in bare for above in ancestors(owner)}
+    seen: set[int] = set()
+    for name in _post_order(modules):
+        module = modules[name]
+        if id(module) in seen or name not in concerned:
+            continue
+        seen.add(id(module))
+        own = param_init_fn or inherited(name, modules, "param_init_fn")
+        hugging_face = None if own else _hugging_face_owner(name, modules)
+        if own is not None:
+            if name in bare:
+                yield Initialiser(name, "param_init_fn", partial(own, module))
+        elif _in_adapter(name, modules):
+            continue  # its tuner layer, which comes later, initialises it
+        elif hasattr(module, "adapter_layer_names") and hasattr(module, "reset_lora_parameters"):
+            yield Initialiser(name, "reset_lora_parameters", partial(_reset_lora, module))
+        elif hugging_face is not None:
+            yield Initialiser(name, "_init_weights", partial(hugging_face._init_weights, module))
+        elif name in bare:
+            reset = getattr(module, "reset_parameters", None) or getattr(
+                module, "_reset_parameters", None
+            )
+            if callable(reset):
+                yield Initialiser(name, "reset_parameters", reset)
+
+
+def _group(
+    structure: Structure, initialisers: list[Initialiser], needed: set[str]
+) -> Iterator[Component]:
+    """Connected components of initialisers over the tensors they touch, those without needed ones left out."""
+    leader: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while leader.setdefault(name, name) != name:
+            leader[name] = leader[leader[name]]
+            name = leader[name]
+        return name
+
+    for initialiser in initialisers:
+        first, *others = sorted(initialiser.touches) or [""]
+        for other in others:
+            leader[find(other)] = find(first)
+    members: dict[str, list[Initialiser]] = {}
+    for initialiser in initialisers:
+        if initialiser.touches:
+            members.setdefault(find(min(initialiser.touches)), []).append(initialiser)
+    for group in members.values():
+        tensors = tuple(dict.fromkeys(name for one in group for name in sorted(one.touches)))
+        if needed.intersection(tensors):
+            nbytes = sum(structure.tensors[name].info.nbytes for name in tensors)
+            yield Component(tuple(group), tensors, nbytes)
+
+
+def _post_order(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Names with children before their parents, siblings in order."""
+    stack: list[str] = []
+    for name in modules:  # parents come first in here
+        while stack and not _is_below(name, stack[-1]):
+            yield stack.pop()
+        stack.append(name)
+    yield from reversed(stack)
+
+
+def _is_below(name: str, ancestor: str) -> bool:
+    return ancestor == "" or name.startswith(f"{ancestor}.")
+
+
+def _hugging_face_owner(name: str, modules: Mapping[str, nn.Module]) -> Any:
+    """The innermost transformers model that the module is, or lies in."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is not None:
+        for above in ancestors(name):
+            if isinstance(modules.get(above), modeling.PreTrainedModel):
+                return modules[above]
+    return None
+
+
+def _in_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether the module is one of those that a peft tuner layer adds beside its base layer."""
+    for above in ancestors(name):
+        parent, _, _ = above.rpartition(".")
+        names = getattr(modules.get(parent), "adapter_layer_names", ()) if above else ()
+        if above[len(parent) :].lstrip(".") in names:
+            return True
+    return False
+
+
+def _reset_lora(layer: Any) -> None:
+    for adapter in layer.r:
+        layer.reset_lora_parameters(adapter, init_lora_weights=True)

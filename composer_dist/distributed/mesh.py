@@ -1,0 +1,86 @@
+"""The device mesh: the one owner of its dimensions and their groups.
+
+The dimensions are named "dp_replicate", "dp_shard", "cp" and "tp", outermost first. A dimension of
+size 1 is left out, except that a replicated model keeps "dp_shard" beside "dp_replicate" (FSDP2 tells
+replication from sharding by the number of dimensions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composer_dist.distributed import process_group
+from composer_dist.distributed.config import MeshConfig, ParallelismConfig
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+
+_DATA_PARALLEL = ("dp_replicate", "dp_shard")
+
+
+def build_mesh(config: MeshConfig, world_size: int | None = None) -> DeviceMesh:
+    """The mesh over all ranks that `config` describes, on the process group's own device.
+
+    Raises:
+        ParallelismRuntimeError: used before the process group is initialized.
+        ParallelismValueError: the sizes do not multiply to the world size.
+    """
+    if not dist.is_initialized():
+        raise ParallelismRuntimeError(
+            "The mesh was asked for before the process group is initialized; call "
+            "composer_dist.distributed.process_group.init() first."
+        )
+    sizes = config.resolve(dist.get_world_size() if world_size is None else world_size)
+    names = mesh_dim_names(sizes)
+    device_type = config.device_type or process_group.device_of_group().type
+    return init_device_mesh(device_type, tuple(sizes[n] for n in names), mesh_dim_names=names)
+
+
+def mesh_dim_names(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The dimensions that a mesh of these sizes has."""
+    names = [name for name, size in sizes.items() if size > 1]
+    if "dp_shard" not in names and (not names or sizes["dp_replicate"] > 1):
+        names.append("dp_shard")
+    return tuple(name for name in sizes if name in names)
+
+
+def mesh_for(config: ParallelismConfig) -> DeviceMesh:
+    """The mesh that a configuration asks for: the user's own one, or one built from its sizes.
+
+    A 2-D mesh without names is rebuilt over the same ranks with names, which FSDP2 insists on.
+    """
+    own = config.fsdp2.device_mesh if config.fsdp2 else None
+    if own is None:
+        return build_mesh(config.mesh)
+    if config.mesh != MeshConfig():
+        raise ParallelismValueError(
+            "Both FSDP2Config.device_mesh and ParallelismConfig.mesh say what the mesh is; give one."
+        )
+    if own.ndim == 2 and own.mesh_dim_names is None:
+        return DeviceMesh(own.device_type, own.mesh, mesh_dim_names=_DATA_PARALLEL)
+    return own
+
+
+def data_parallel_dims(mesh: DeviceMesh) -> list[int]:
+    """Indices of the mesh dimensions over which data, and so gradients, differ.
+
+    All dimensions of a mesh that carries none of our names (a user's own 1-D or 2-D mesh).
+    """
+    names = mesh.mesh_dim_names or ()
+    ours = [index for index, name in enumerate(names) if name in _DATA_PARALLEL]
+    if ours or any(name in {"cp", "tp"} for name in names):
+        return ours
+    return list(range(mesh.ndim))
+
+
+def sampler_kwargs(mesh: DeviceMesh) -> dict[str, int]:
+    """`num_replicas` and `rank` for a `DistributedSampler`: ranks that must see the same data are equal."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ParallelismRuntimeError("This rank is not part of the mesh.")
+    replicas, rank = 1, 0
+    for dim in data_parallel_dims(mesh):
+        replicas *= mesh.size(dim)
+        rank = rank * mesh.size(dim) + coordinate[dim]
+    return {"num_replicas": replicas, "rank": rank}

@@ -1,0 +1,393 @@
+"""The plan: which module gets what, and why, before anything is touched.
+
+`plan_parallelism` reads a model (real or on the meta device) and a configuration and returns a
+`ParallelPlan`: pure data, built without a process group, for any world size. `parallelize_model`
+builds the same object and executes it, so what the plan says is what happens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from composer_dist.distributed.aliases import Structure, ancestors, read_structure
+from composer_dist.distributed.checkpoint_plan import Checkpointed, plan_checkpointing
+from composer_dist.distributed.config import (
+    DDPConfig,
+    FSDP2Config,
+    ParallelismConfig,
+    near_miss,
+    resolve_config,
+)
+from composer_dist.distributed.optimizer import check_optimizers
+from composer_dist.distributed.policies import Choices, WrapPolicy, choose_units
+from composer_dist.distributed.units import Assignment, Group, assign
+from composer_dist.errors import ParallelismKeyError, ParallelismValueError
+from composer_dist.precision import Precision, mixed_precision_policy
+
+Config = FSDP2Config | DDPConfig | ParallelismConfig | Mapping[str, Any] | str
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters are gathered, and whose gradients are reduced, together."""
+
+    modules: tuple[str, ...]
+    """Names of the modules, "" being the root; more than one where a tie joins them."""
+    parameters: tuple[str, ...]
+    """First names of the parameters it manages."""
+    nbytes: int
+    """Size of the gathered parameters in bytes, in their own dtypes."""
+    reshard_after_forward: bool | int
+    mp_policy: MixedPrecisionPolicy
+    offload: str | None
+    """None, or where the shards live in host memory: "auto", "pinned" or "pageable"."""
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """The first module's name."""
+        return self.modules[0]
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """What happens to one module."""
+
+    action: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """Everything that `parallelize_model` will do to a model."""
+
+    config: ParallelismConfig
+    world_size: int
+    mesh: Mapping[str, int]
+    """Mesh dimension to size, all four of them."""
+    structure: str
+    """Digest of the names, shapes, dtypes, `requires_grad` flags and ties planned for."""
+    units: tuple[Unit, ...]
+    """In the order in which they are applied: outer before inner."""
+    modules: Mapping[str, ModulePlan]
+    """Every module's action and reason, by name."""
+    plain: Mapping[str, str]
+    """Parameters that stay whole on every rank, each with the reason."""
+    ties: tuple[tuple[str, ...], ...]
+    """The names of each parameter that has several."""
+    checkpointing: tuple[Checkpointed, ...]
+    """Modules whose activations are recomputed or offloaded."""
+    warnings: tuple[str, ...] = ()
+    parameter_units: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Every parameter's unit by the unit's name, tied names included."""
+
+    def explain(self, name: str) -> str:
+        """In words: what happens to the module or parameter called `name`, and why.
+
+        Raises:
+            ParallelismKeyError: the model has nothing of this name.
+        """
+        if name in self.modules:
+            found = self.modules[name]
+            text = f"{name or 'the root'}: {found.action}, because {found.reason}"
+            unit = next((unit for unit in self.units if name in unit.modules), None)
+            if unit is not None:
+                text += (
+                    f". It gathers {unit.nbytes:,} bytes in {len(unit.parameters)} parameters; "
+                    f"reshard_after_forward={unit.reshard_after_forward}"
+                )
+            for one in self.checkpointing:
+                if one.module == name:
+                    text += f". Its activations are {'offloaded' if one.mode == 'offload' else 'recomputed'} ({one.mode}), because {one.reason}"
+            return text + "."
+        tie = next((tie for tie in self.ties if name in tie), ())
+        others = [other for other in tie if other != name]
+        tied = f", tied with {', '.join(others)}" if others else ""
+        first = tie[0] if tie else name
+        if first in self.plain:
+            return f"{name}: replicated on every rank{tied}, because {self.plain[first]}."
+        if first in self.parameter_units:
+            return f"{name}: sharded in unit {self.parameter_units[first] or 'root'}{tied}."
+        known = {*self.modules, *self.parameter_units, *self.plain}
+        raise ParallelismKeyError(f"The model has nothing called {name!r}.{near_miss(name, known)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in plain types, for JSON, comparison and the digest."""
+        return {
+            "world_size": self.world_size,
+            "mesh": dict(self.mesh),
+            "structure": self.structure,
+            "units": [
+                {
+                    "modules": list(unit.modules),
+                    "parameters": list(unit.parameters),
+                    "nbytes": unit.nbytes,
+                    "reshard_after_forward": unit.reshard_after_forward,
+                    "mixed_precision": str(unit.mp_policy),
+                    "offload": unit.offload,
+                    "reason": unit.reason,
+                }
+                for unit in self.units
+            ],
+            "modules": {
+                k: {"action": v.action, "reason": v.reason} for k, v in self.modules.items()
+            },
+            "plain": dict(self.plain),
+            "ties": [list(names) for names in self.ties],
+            "checkpointing": [
+                [one.module, one.mode, str(dict(one.options)), one.reason]
+                for one in self.checkpointing
+            ],
+            "sync": self.config.sync,
+            "bucket_bytes": self.config.bucket_bytes,
+            "warnings": list(self.warnings),
+        }
+
+    def digest(self) -> str:
+        """A hash that is equal on ranks which are about to do the same."""
+        return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        from composer_dist.reporting.tables import render_plan
+
+        return render_plan(self)
+
+
+def plan_parallelism(
+    model: nn.Module,
+    config: Config,
+    *,
+    world_size: int | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    precision: str | Precision | None = None,
+    fsdp_wrap_policy: WrapPolicy | None = None,
+    activation_checkpointing_check_fn: Callable[[nn.Module], bool] | None = None,
+    children: tuple[str, ...] = (),
+) -> ParallelPlan:
+    """Plan how `model` is made parallel, without changing it and without a process group.
+
+    Args:
+        model: real, or on the meta device.
+        config: as for `parallelize_model`.
+        world_size: ranks to plan for; None takes the process group's, or 1.
+        optimizer: checked against the plan if given.
+        precision: see `composer_dist.precision`.
+        fsdp_wrap_policy: `module -> bool | dict of options`, or a `CustomPolicy`.
+        activation_checkpointing_check_fn: `module -> bool`, the modules to checkpoint.
+        children: modules that are units unless somebody says no.
+
+    Raises:
+        ParallelismError: everything that can be known beforehand; see the errors of the steps.
+    """
+    config = resolve_config(config)
+    structure = read_structure(model)
+    return build_plan(
+        structure,
+        config,
+        world_size=_world_size(config) if world_size is None else world_size,
+        optimizers=as_tuple(optimizer),
+        precision=precision,
+        policy=fsdp_wrap_policy,
+        check_fn=activation_checkpointing_check_fn,
+        children=children,
+    )
+
+
+def build_plan(
+    structure: Structure,
+    config: ParallelismConfig,
+    *,
+    world_size: int,
+    optimizers: Sequence[Optimizer] = (),
+    precision: str | Precision | None = None,
+    policy: WrapPolicy | None = None,
+    check_fn: Callable[[nn.Module], bool] | None = None,
+    children: tuple[str, ...] = (),
+) -> ParallelPlan:
+    """`plan_parallelism` for a structure that has been read already."""
+    _refuse_unbuilt(config)
+    fsdp2 = config.fsdp2 or FSDP2Config()
+    sizes = mesh_sizes(config, world_size)
+    choices = choose_units(structure, config, policy, children)
+    assignment = assign(structure, choices)
+    pairs = [
+        _unit(group, structure, choices, fsdp2, sizes["dp_shard"], precision)
+        for group in assignment.groups
+    ]
+    blocks = _innermost(assignment)
+    last = blocks[-1] if blocks else None
+    units = tuple(
+        # The last block's backward comes next: gathered again, it would only cost time (torchtitan).
+        replace(unit, reshard_after_forward=False) if by_default and unit.name == last else unit
+        for unit, by_default in pairs
+    )
+    checkpointing = plan_checkpointing(structure.modules, config, check_fn, choices.rules, blocks)
+    owner = {name: unit.name for unit in units for name in unit.parameters}
+    check_optimizers(optimizers, structure, assignment.plain)
+    return ParallelPlan(
+        config=config,
+        world_size=world_size,
+        mesh=sizes,
+        structure=structure.digest(),
+        units=units,
+        modules=dict(_module_plans(structure, choices, assignment)),
+        plain=assignment.plain,
+        ties=tuple(h.info.names for h in structure.parameters.values() if len(h.info.names) > 1),
+        checkpointing=checkpointing,
+        warnings=assignment.warnings,
+        parameter_units=owner,
+    )
+
+
+def mesh_sizes(config: ParallelismConfig, world_size: int) -> dict[str, int]:
+    """The sizes of the mesh: those of the user's own mesh where there is one."""
+    own = config.fsdp2.device_mesh if config.fsdp2 else None
+    if own is None:
+        return config.mesh.resolve(world_size)
+    shape = tuple(own.mesh.shape)
+    if len(shape) > 2:
+        raise ParallelismValueError(
+            f"device_mesh has {len(shape)} dimensions; FSDP2 takes 1 (shard) or 2 (replicate, shard)."
+        )
+    return {
+        "dp_replicate": shape[0] if len(shape) == 2 else 1,
+        "dp_shard": shape[-1],
+        "cp": 1,
+        "tp": 1,
+    }
+
+
+def check_plan(plan: ParallelPlan, structure: Structure, world_size: int) -> ParallelPlan:
+    """A ready plan, if it was made for this model and this many ranks.
+
+    Raises:
+        ParallelismValueError: another structure or world size.
+    """
+    if plan.structure != structure.digest():
+        raise ParallelismValueError(
+            f"The plan was made for a model with structure {plan.structure}, but this one has "
+            f"{structure.digest()}: names, shapes, dtypes, frozen parameters or ties differ. Plan this model."
+        )
+    if plan.world_size != world_size:
+        raise ParallelismValueError(
+            f"The plan was made for {plan.world_size} ranks, but there are {world_size}."
+        )
+    return plan
+
+
+def as_tuple(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:
+    """None, one or several optimizers as a tuple."""
+    if optimizer is None:
+        return ()
+    return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+
+
+def _world_size(config: ParallelismConfig) -> int:
+    from composer_dist.distributed import process_group
+
+    own = config.fsdp2.device_mesh if config.fsdp2 else None
+    return own.size() if own is not None else process_group.world_and_rank()[0]
+
+
+def _refuse_unbuilt(config: ParallelismConfig) -> None:
+    asked = {
+        "cp": config.mesh.cp != 1,
+        "tp": config.mesh.tp != 1 or config.tp is not None or any(r.tp for r in config.rules),
+        "ddp": config.ddp is not None,
+        "compile": config.compile,
+    }
+    if any(asked.values()):
+        names = ", ".join(name for name, wanted in asked.items() if wanted)
+        raise ParallelismValueError(
+            f"This version shards (dp_shard) and replicates (dp_replicate); it does not do {names} yet. "
+            "Leave it at its default."
+        )
+
+
+def _unit(
+    group: Group,
+    structure: Structure,
+    choices: Choices,
+    fsdp2: FSDP2Config,
+    shards: int,
+    precision: str | Precision | None,
+) -> tuple[Unit, bool]:
+    """The unit, and whether its `reshard_after_forward` is True by nobody's explicit word."""
+    rules = choices.rules.get(group.modules[0], {})
+    mixed = rules.get("mixed_precision", (fsdp2.mixed_precision, ""))[0]
+    reshard = rules.get("reshard_after_forward", (fsdp2.reshard_after_forward, ""))[0]
+    is_default = "reshard_after_forward" not in rules
+    offload: str | None = {True: "auto", False: None}.get(
+        rules.get("offload", (fsdp2.cpu_offload, ""))[0],
+        fsdp2.cpu_offload,  # type: ignore[arg-type]
+    )
+    options = dict(group.choice.options)
+    if "reshard_after_forward" in options:
+        reshard, is_default = options["reshard_after_forward"], False
+    if group.modules == [""] and is_default and reshard is True:
+        reshard = False  # backward starts where forward ends: it would be gathered again at once
+    if not isinstance(reshard, bool) and (reshard < 1 or shards % reshard):
+        raise ParallelismValueError(
+            f"reshard_after_forward={reshard} for {group.modules[0] or 'the root'} must divide the "
+            f"{shards} ranks that share each parameter."
+        )
+    policy = options.get("offload_policy")
+    if policy is not None:
+        offload = None
+        if isinstance(policy, CPUOffloadPolicy):
+            offload = "pinned" if policy.pin_memory else "pageable"
+    unit = Unit(
+        modules=tuple(group.modules),
+        parameters=tuple(group.parameters),
+        nbytes=sum(structure.tensors[name].info.nbytes for name in group.parameters),
+        reshard_after_forward=reshard,
+        mp_policy=options.get("mp_policy") or mixed_precision_policy(precision, mixed),
+        offload=offload,
+        reason=group.choice.reason,
+    )
+    return unit, is_default and reshard is True
+
+
+def _innermost(assignment: Assignment) -> list[str]:
+    """The blocks of the model: units below the root that contain no other unit of their own kind."""
+    names = [
+        name for group in assignment.groups for name in group.modules if name and not group.split
+    ]
+    outer = {above for name in names for above in ancestors(name) if above != name}
+    return [name for name in names if name not in outer]
+
+
+def _module_plans(
+    structure: Structure, choices: Choices, assignment: Assignment
+) -> Iterator[tuple[str, ModulePlan]]:
+    units = {name: group for group in assignment.groups for name in group.modules}
+    names_of: dict[int, str] = {}
+    for name, module in structure.modules.items():
+        first = names_of.setdefault(id(module), name)
+        if name in units:
+            others = [other or "the root" for other in units[name].modules if other != name]
+            joined = f", one group with {', '.join(others)}" if others else ""
+            yield name, ModulePlan(f"unit{joined}", units[name].choice.reason)
+        elif first != name:
+            yield name, ModulePlan("duplicate", f"it is the same module as {first}")
+        elif name in assignment.skipped:
+            yield name, ModulePlan("no unit", assignment.skipped[name])
+        else:
+            home = next(
+                (above for above in ancestors(name) if above in units or above in choices.plain),
+                None,
+            )
+            if home is None:
+                yield name, ModulePlan("left alone", "no unit contains it")
+            elif home in choices.plain:
+                yield name, ModulePlan("replicated", choices.plain[home])
+            else:
+                yield name, ModulePlan(f"part of unit {home or 'root'}", "it lies inside it")

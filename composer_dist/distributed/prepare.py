@@ -1,0 +1,249 @@
+"""The recipe: from the model a user has to one that trains on many devices.
+
+    mesh -> plan -> agree -> activation checkpointing -> shard -> weights -> optimizer -> checks
+
+Up to the agreement nothing is touched, and whatever is wrong on one rank is raised on all. After it,
+a failure anywhere is raised everywhere too, and leaves the model marked as unusable.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from composer_dist.distributed import process_group
+from composer_dist.distributed.agreement import Agreement
+from composer_dist.distributed.aliases import Structure, read_structure
+from composer_dist.distributed.checkpoint_plan import apply_checkpointing
+from composer_dist.distributed.config import resolve_config
+from composer_dist.distributed.gradients import average_plain_gradients
+from composer_dist.distributed.initialize import (
+    Component,
+    InitFn,
+    assert_no_meta,
+    find_components,
+)
+from composer_dist.distributed.mesh import mesh_for
+from composer_dist.distributed.names import check_usable, mark_unusable
+from composer_dist.distributed.optimizer import (
+    Follower,
+    carry_attributes,
+    check_hooks,
+    check_refills,
+    describe_states,
+)
+from composer_dist.distributed.plan import Config, ParallelPlan, as_tuple, build_plan, check_plan
+from composer_dist.distributed.policies import WrapPolicy, composer_children
+from composer_dist.distributed.preparation import Preparation, peak, reset_peak
+from composer_dist.distributed.sharding import check_offload, finish, shard
+from composer_dist.distributed.sources import Sources, decide_sources
+from composer_dist.distributed.steps import meta_init
+from composer_dist.distributed.sync import device_of
+from composer_dist.distributed.weights import Filling
+from composer_dist.errors import ParallelismTypeError
+from composer_dist.precision import Precision
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
+
+def parallelize_model(
+    model: nn.Module,
+    config: Config | ParallelPlan,
+    optimizer: Optimizers = None,
+    precision: str | Precision | None = None,
+    fsdp_wrap_policy: WrapPolicy | None = None,
+    activation_checkpointing_check_fn: Callable[[nn.Module], bool] | None = None,
+    param_init_fn: InitFn | None = None,
+    *,
+    parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module | None] | None = None,
+) -> Preparation:
+    """Make `model` ready to train on all ranks, in place. Every rank must call it.
+
+    Weights come from rank 0 where other ranks hold theirs on the meta device; from each rank's own
+    copy where all are real, after a comparison by hash; from the initialisers where all are on meta.
+    `ParallelismConfig.sync` says otherwise. Without a process group one is made: the launcher's, or
+    one of a single rank.
+
+    Args:
+        model: any module, real or on the meta device; never replaced, and nothing in it renamed.
+        config: what to do, or a plan made by `plan_parallelism` for a model of the same structure.
+        optimizer: one or several, made before; they hold the sharded parameters afterwards, with
+            their groups, learning rates and state.
+        precision: dtype of the computation; None casts nothing (see `composer_dist.precision`).
+        fsdp_wrap_policy: `module -> bool | dict of options`, or a `CustomPolicy`; None takes rules,
+            attributes, or the model's repeated blocks.
+        activation_checkpointing_check_fn: `module -> bool`, which modules to checkpoint.
+        param_init_fn: initialises one module that holds meta tensors, in place of `reset_parameters`.
+        parallelize_fn: the caller's own step `(model, mesh) -> model | None`, run first.
+
+    Returns:
+        The account of what was done; `.model` is `model` unless `parallelize_fn` returned another.
+
+    Raises:
+        ParallelismError: the same on every rank: of kind ValueError, TypeError or KeyError before
+            anything is touched; afterwards (user functions, a lost peer) the model is unusable.
+    """
+    return _prepare(
+        model,
+        config,
+        optimizer,
+        precision,
+        fsdp_wrap_policy,
+        activation_checkpointing_check_fn,
+        param_init_fn,
+        parallelize_fn,
+    )
+
+
+def parallelize_composer_model(
+    composer_model: nn.Module,
+    optimizer: Optimizers = None,
+    config: Config | ParallelPlan = "fsdp",
+    precision: str | Precision | None = None,
+) -> Preparation:
+    """`parallelize_model` for a `ComposerModel`: its direct children are units, and it takes the rest.
+
+    Metrics are left out. Attributes on the model (`fsdp_wrap_fn`, `param_init_fn`,
+    `activation_checkpointing_fn` and their like) count as they do in `parallelize_model`.
+
+    Raises:
+        ParallelismTypeError: not a ComposerModel.
+    """
+    children = composer_children(composer_model)
+    return _prepare(composer_model, config, optimizer, precision, children=children)
+
+
+def _prepare(
+    model: nn.Module,
+    config: Config | ParallelPlan,
+    optimizer: Optimizers,
+    precision: str | Precision | None,
+    policy: WrapPolicy | None = None,
+    check_fn: Callable[[nn.Module], bool] | None = None,
+    param_init_fn: InitFn | None = None,
+    parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module | None] | None = None,
+    children: tuple[str, ...] = (),
+) -> Preparation:
+    process_group.init(reuse=True)
+    everyone = Agreement()
+    with everyone.together("the configuration"):
+        check_usable(model)
+        settings = config.config if isinstance(config, ParallelPlan) else resolve_config(config)
+        settings.mesh.resolve(len(everyone.ranks))
+    mesh = mesh_for(settings)
+    agreement = Agreement(mesh.mesh.flatten().tolist())
+    device = device_of(mesh)
+    reset_peak(device)
+    if parallelize_fn is not None:
+        model = _run_first(parallelize_fn, model, mesh, agreement)
+    optimizers = as_tuple(optimizer)
+
+    with agreement.together("the plan of the model"):
+        structure = read_structure(model)
+        if isinstance(config, ParallelPlan):
+            plan = check_plan(config, structure, mesh.size())
+        else:
+            plan = build_plan(
+                structure,
+                settings,
+                world_size=mesh.size(),
+                optimizers=optimizers,
+                precision=precision,
+                policy=policy,
+                check_fn=check_fn,
+                children=children,
+            )
+        check_offload(plan)
+        check_hooks(structure, plan.plain)
+        states = describe_states(optimizers, structure)
+    done = Preparation(model, plan, mesh)
+    with done.step("agree"):
+        sources = decide_sources(agreement, structure, plan, states)
+        components: list[Component] = []
+        with agreement.together("the initialisers"):
+            check_refills(optimizers, structure, sources.init)
+            if sources.init:
+                function = None if param_init_fn is meta_init else param_init_fn
+                components = find_components(structure, set(sources.init), function)
+    for warning in plan.warnings:
+        warnings.warn(warning, UserWarning, stacklevel=3)
+
+    with _usable_or_marked(model, agreement):
+        _execute(done, structure, sources, components, optimizers, agreement)
+    done.peak_memory = peak(device)
+    if (
+        settings.fsdp2 is not None
+        and settings.fsdp2.verbose
+        and agreement.rank == agreement.ranks[0]
+    ):
+        print(done)
+    return done
+
+
+def _execute(
+    done: Preparation,
+    structure: Structure,
+    sources: Sources,
+    components: Sequence[Component],
+    optimizers: Sequence[Optimizer],
+    agreement: Agreement,
+) -> None:
+    """Carry out the plan; from here on the model changes."""
+    plan, mesh = done.plan, done.mesh
+    with agreement.together("sharding"), done.step("shard"):
+        follower = Follower(optimizers, structure, sources.states, sources.states_here, mesh)
+        if plan.checkpointing:
+            apply_checkpointing(done.model, plan.checkpointing)
+            structure = read_structure(done.model)
+        shards = shard(structure, plan, mesh, device_of(mesh))
+    filling = Filling(structure, shards, sources, mesh, agreement, plan.config.bucket_bytes)
+    with done.step("weights"):
+        filling.deliver_weights()
+    if components:
+        with done.step("initialise"):
+            filling.initialise(components)
+    with done.step("optimizer"):
+        new = {name: held.get() for name, held in structure.parameters.items()} | shards.sharded
+        filling.deliver_states(follower, new)  # type: ignore[arg-type]
+        follower.rebind(new)  # type: ignore[arg-type]
+    with agreement.together("the final checks"), done.step("check"):
+        for name, parameter in shards.sharded.items():
+            carry_attributes(shards.originals[name], parameter)
+        done.plain_parameters = {name: new[name] for name in plan.plain}  # type: ignore[misc]
+        trainable = {n: p for n, p in done.plain_parameters.items() if p.requires_grad}
+        if trainable:
+            average_plain_gradients(done.model, trainable, mesh)
+        assert_no_meta(done.model)
+        finish(structure, plan)
+    done.bytes_moved = filling.moved
+
+
+def _run_first(
+    function: Callable[[nn.Module, DeviceMesh], nn.Module | None],
+    model: nn.Module,
+    mesh: DeviceMesh,
+    agreement: Agreement,
+) -> nn.Module:
+    """The caller's own step; it may change the model, so a failure makes it unusable."""
+    with _usable_or_marked(model, agreement), agreement.together("parallelize_fn"):
+        result = function(model, mesh)
+        if result is not None and not isinstance(result, nn.Module):
+            raise ParallelismTypeError(
+                f"parallelize_fn must return a module or None, but returned {type(result).__name__}."
+            )
+    return model if result is None else result
+
+
+@contextmanager
+def _usable_or_marked(model: nn.Module, agreement: Agreement) -> Iterator[None]:
+    """Whatever ends the body early leaves the model marked, so that nobody trains half of it."""
+    try:
+        yield
+    except BaseException as error:
+        mark_unusable(model, str(error) or type(error).__name__)
+        raise

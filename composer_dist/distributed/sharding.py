@@ -1,0 +1,126 @@
+"""FSDP2 from the plan.
+
+Sharding happens on the meta device, on every rank alike: each parameter is first replaced by a
+shadow without storage, the units are sharded from the outermost inwards, and only then do the shards
+get their storage, to be filled by `sync`, `initialize` or a checkpoint. So no rank needs more than
+its shards, the full tensors stay where they were until they have been delivered, and the layout of a
+parameter in memory (a transposed view, say) does not matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from composer_dist import _torch
+from composer_dist.distributed.aliases import Held, Structure
+from composer_dist.distributed.plan import ParallelPlan, Unit
+from composer_dist.errors import ParallelismRuntimeError
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What sharding has made of a model's parameters."""
+
+    originals: dict[str, torch.Tensor]
+    """The parameters as they were before, by first name: full, or on the meta device."""
+    sharded: dict[str, nn.Parameter]
+    """The new parameters, DTensors, with uninitialised storage."""
+    local: dict[str, torch.Tensor]
+    """Their local tensors, `(rows, ...)`: this rank's rows of dimension 0."""
+
+
+def check_offload(plan: ParallelPlan) -> None:
+    """Refuse pinned memory where no accelerator can pin it.
+
+    Raises:
+        ParallelismRuntimeError: a unit insists on pinned memory and there is no accelerator.
+    """
+    pinned = [unit.name or "the root" for unit in plan.units if unit.offload == "pinned"]
+    if pinned and not torch.accelerator.is_available():
+        raise ParallelismRuntimeError(
+            f"cpu_offload='pinned' (unit {pinned[0]}) needs an accelerator to pin memory for, and this "
+            "machine has none; use cpu_offload=True, which pins only where it can."
+        )
+
+
+def shard(
+    structure: Structure,
+    plan: ParallelPlan,
+    mesh: DeviceMesh,
+    device: torch.device,
+    only_real: bool = False,
+) -> Shards:
+    """Shard a model's parameters as planned; their values are yet to come.
+
+    Args:
+        device: where shards live; those of units with offload live in host memory instead.
+        only_real: parameters that are on the meta device stay there, as meta shards.
+    """
+    managed = {name: structure.tensors[name] for unit in plan.units for name in unit.parameters}
+    originals = {name: held.get() for name, held in managed.items()}
+    for held in managed.values():
+        held.put(_shadow(held))
+    for unit in plan.units:
+        _shard_unit(unit, structure, mesh)
+    sharded: dict[str, nn.Parameter] = {}
+    local: dict[str, torch.Tensor] = {}
+    for unit in plan.units:
+        home = torch.device("cpu") if unit.offload else device
+        known = fsdp_params_by_place(structure.modules[unit.name])
+        for name in unit.parameters:
+            if only_real and originals[name].is_meta:
+                continue
+            param = next(
+                known[place.key_of] for place in managed[name].places if place.key_of in known
+            )
+            sharded[name], local[name] = _torch.materialise_shard(param, home, pins_memory(unit))
+    return Shards(originals, sharded, local)
+
+
+def fsdp_params_by_place(module: nn.Module) -> dict[tuple[int, str], Any]:
+    """FSDP2's own record of each parameter of the unit that `module` leads, by where it is held."""
+    found = {}
+    for param in _torch.fsdp_params(module) if isinstance(module, FSDPModule) else ():
+        owner, key = _torch.fsdp_param_place(param)
+        found[id(owner), key] = param
+    return found
+
+
+def pins_memory(unit: Unit) -> bool:
+    """Whether a unit's shards lie in pinned host memory."""
+    return unit.offload == "pinned" or (unit.offload == "auto" and torch.accelerator.is_available())
+
+
+def _shadow(held: Held) -> nn.Parameter:
+    """A parameter on the meta device, contiguous, like `held` in everything that FSDP2 looks at."""
+    empty = torch.empty(held.info.shape, dtype=held.info.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=held.info.requires_grad)
+
+
+def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
+    modules = [structure.modules[name] for name in unit.modules]
+    mine = {structure.tensors[name].get() for name in unit.parameters}
+    others = {p for module in modules for p in module.parameters() if p not in mine}
+    offload = CPUOffloadPolicy(pin_memory=pins_memory(unit)) if unit.offload else OffloadPolicy()
+    fully_shard(
+        modules if len(modules) > 1 else modules[0],
+        mesh=mesh,
+        reshard_after_forward=unit.reshard_after_forward,
+        mp_policy=unit.mp_policy,
+        offload_policy=offload,
+        ignored_params=others,
+    )
+
+
+def finish(structure: Structure, plan: ParallelPlan) -> None:
+    """Let FSDP2 run its own final checks now, from the outermost units."""
+    for unit in plan.units:
+        module = structure.modules[unit.name]
+        if isinstance(module, FSDPModule) and len(unit.modules) == 1:
+            _torch.finish_lazily(module)

@@ -1,0 +1,195 @@
+"""Whose values count: where each tensor of a model gets its value from.
+
+Ranks may hold a model differently: rank 0 real and the others on the meta device, all real, all on
+meta, or a mixture tensor by tensor. They exchange what they have, are told by name what differs, and
+come to one decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from composer_dist.distributed.agreement import Agreement
+from composer_dist.distributed.aliases import Structure, describe
+from composer_dist.distributed.optimizer import Description
+from composer_dist.distributed.plan import ParallelPlan
+from composer_dist.distributed.sync import fingerprint
+from composer_dist.errors import ParallelismValueError
+
+_SHOWN = 5
+"""How many differences an error lists."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The decision, equal on all ranks. Tensors that are not listed keep each rank's own value."""
+
+    rank0: frozenset[str] = frozenset()
+    """Delivered from the first rank."""
+    init: frozenset[str] = frozenset()
+    """On meta everywhere: initialised."""
+    local: frozenset[str] = frozenset()
+    """Real and equal everywhere: every rank takes its part of its own."""
+    seed: int = 0
+    """The first rank's, for initialisation."""
+    states: Description = field(default_factory=dict)
+    """The optimizer state to build."""
+    states_here: bool = True
+    """Whether this rank has that state's tensors."""
+
+
+def decide_sources(
+    agreement: Agreement, structure: Structure, plan: ParallelPlan, states: Description
+) -> Sources:
+    """Exchange what every rank has, and decide; nothing has been changed when this raises.
+
+    Raises:
+        ParallelismValueError: ranks differ in structure, dtype, `requires_grad`, plan or values, the
+            first rank lacks what others have, or `sync` asks for what cannot be; the same everywhere.
+    """
+    on_meta = [name for name, held in structure.tensors.items() if held.get().is_meta]
+    mine = {
+        "structure": structure.digest(),
+        "plan": plan.digest(),
+        "meta": "all" if len(on_meta) == len(structure.tensors) else on_meta,
+        "seed": torch.initial_seed(),
+        "states": states,
+    }
+
+    def judge(findings: list[dict[str, Any]]) -> dict[str, Any]:
+        for what in ("structure", "plan"):
+            if any(finding[what] != findings[0][what] for finding in findings):
+                return {"differs": what}
+        found = _sort(structure, plan.config.sync, [finding["meta"] for finding in findings])
+        found["seed"] = findings[0]["seed"]
+        found["states"] = findings[0]["states"]
+        found["same_states"] = all(f["states"] == findings[0]["states"] for f in findings)
+        if not found["same_states"] and not found["rank0"]:
+            raise ParallelismValueError(
+                "The ranks' optimizers hold different state, or gradients for different parameters; bring "
+                "all ranks to the same step, or let rank 0's count with sync='rank0'."
+            )
+        return found
+
+    verdict = agreement.reach("the plan", mine, judge)
+    if differs := verdict.get("differs"):
+        facts = (
+            [describe(held.info) for held in structure.tensors.values()]
+            if differs == "structure"
+            else [[unit["modules"], unit] for unit in plan.to_dict()["units"]]
+            + [["config", plan.to_dict()]]
+        )
+        agreement.reach(f"what differs in the {differs}", facts, _explain(differs, agreement.ranks))
+    rank0, init = frozenset(verdict["rank0"]), frozenset(verdict["init"])
+    kept = frozenset(verdict["kept"])
+    local = frozenset(structure.tensors) - rank0 - init - kept
+    _verify(agreement, structure, sorted(local))
+    return Sources(
+        rank0=rank0,
+        init=init,
+        local=local,
+        seed=verdict["seed"],
+        states=verdict["states"],
+        states_here=verdict["same_states"] or agreement.rank == agreement.ranks[0],
+    )
+
+
+def _sort(structure: Structure, sync: str, metas: Sequence[Any]) -> dict[str, Any]:
+    """From who has what on meta to where each tensor's value comes from."""
+    everything = set(structure.tensors)
+    per_rank = [everything if meta == "all" else set(meta) for meta in metas]
+    nowhere = set.intersection(*per_rank)
+    somewhere = set.union(*per_rank)
+    lacking = sorted(per_rank[0] - nowhere)
+    if lacking:
+        raise ParallelismValueError(
+            f"Rank 0 holds {_list(lacking)} on the meta device while other ranks hold real values. Weights "
+            "are delivered from rank 0: build them there, or put them on meta everywhere."
+        )
+    mixed = somewhere - nowhere
+    if sync == "verify" and mixed:
+        raise ParallelismValueError(
+            f"sync='verify' compares values, but some ranks hold {_list(sorted(mixed))} on the meta device; "
+            "use sync='auto', which delivers rank 0's."
+        )
+    real = everything - somewhere
+    attributes = {name for name in real if structure.tensors[name].info.kind == "attribute"}
+    rank0 = mixed | (real - attributes if sync == "rank0" else set())
+    return {"rank0": sorted(rank0), "init": sorted(nowhere), "kept": sorted(attributes)}
+
+
+def _verify(agreement: Agreement, structure: Structure, names: Sequence[str]) -> None:
+    """All ranks hold the same values of these tensors, by hash, or all raise."""
+    if len(agreement.ranks) == 1:
+        return
+    hashes = [fingerprint(structure.tensors[name].get()) for name in names]
+    total = str(hash(tuple(hashes)))
+    equal = agreement.reach("the values", total, lambda totals: len(set(totals)) == 1)
+    if equal:
+        return
+
+    def name_them(findings: list[list[int]]) -> None:
+        different = [
+            n
+            for n, row in zip(names, zip(*findings, strict=True), strict=True)
+            if len(set(row)) > 1
+        ]
+        raise ParallelismValueError(
+            f"The ranks hold different values of {_list(different)}. Seed all ranks alike before building "
+            "the model, or let rank 0's values count with sync='rank0'."
+        )
+
+    agreement.reach("which values differ", hashes, name_them)
+
+
+def _explain(what: str, ranks: Sequence[int]) -> Callable[[list[list[Any]]], None]:
+    def explain(findings: list[list[Any]]) -> None:
+        lines: list[str] = []
+        first = {str(fact[0]): fact for fact in findings[0]}
+        for rank, facts in zip(ranks[1:], findings[1:], strict=True):
+            theirs = {str(fact[0]): fact for fact in facts}
+            for key in [*first, *(key for key in theirs if key not in first)]:
+                if first.get(key) != theirs.get(key) and len(lines) < _SHOWN:
+                    lines.append(_difference(what, rank, first.get(key), theirs.get(key)))
+        raise ParallelismValueError(
+            f"The ranks were given a different {'model' if what == 'structure' else 'configuration'}:\n"
+            + "\n".join(lines)
+            + "\nBuild the model, its frozen parameters and its configuration alike on every rank."
+        )
+
+    return explain
+
+
+def _difference(what: str, rank: int, first: Any, theirs: Any) -> str:
+    """One line: what rank 0 has here, and what this rank has."""
+    if what == "plan":
+        return f"  rank {rank}: {_plan_difference(first, theirs)}"
+    if first is None or theirs is None:
+        names = (first or theirs)[0]
+        return f"  {names[0]}: rank {0 if theirs is None else rank} has it, rank {rank if theirs is None else 0} has not"
+    for label, mine, other in zip(
+        ("names", "kind", "shape", "dtype", "requires_grad"), first, theirs, strict=True
+    ):
+        if mine != other:
+            return f"  {first[0][0]}: {label} is {mine} on rank 0, {other} on rank {rank}"
+    return f"  {first[0][0]}"
+
+
+def _plan_difference(first: Any, theirs: Any) -> str:
+    if first is None or theirs is None:
+        return f"unit {(first or theirs)[0]} is there on one rank only"
+    mine, other = first[1], theirs[1]
+    keys = [key for key in mine if mine[key] != other.get(key) and key not in {"units", "modules"}]
+    return (
+        "; ".join(f"{key} is {mine[key]} on rank 0 and {other[key]} here" for key in keys)
+        or f"{first[0]} differs"
+    )
+
+
+def _list(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown + (f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else "")

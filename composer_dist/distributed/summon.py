@@ -1,0 +1,213 @@
+"""Full parameters in place of shards, for a while.
+
+`gather` and `scatter_into` move one tensor between its shards and its full value; everything that
+needs full values (`summon_full_params` here, the states in `checkpoint/`) is built on these two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from composer_dist.distributed.agreement import Agreement
+from composer_dist.distributed.names import canonical_name, reshard
+from composer_dist.distributed.process_group import device_of_group, world_and_rank
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The full value of `tensor` on every rank, in memory of its own; a collective for a DTensor.
+
+    An offloaded shard travels through its mesh's device, where the result stays.
+    """
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    full: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    exact = full.untyped_storage().nbytes() == full.numel() * full.element_size()
+    shared = full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
+    # On one rank, or replicated, the full tensor is the shard itself; uneven ones end in padding.
+    return full if exact and not shared else full.clone(memory_format=torch.contiguous_format)
+
+
+@torch.no_grad()
+def scatter_into(target: Tensor, full: Tensor | None) -> None:
+    """Write this rank's part of `full` into `target`, in the target's dtype; no communication.
+
+    Args:
+        target: a plain tensor or a DTensor of any placement, changed in place.
+        full: the full value, on any device; None writes nothing.
+    """
+    if full is None:
+        return
+    if isinstance(target, DTensor):
+        # src_data_rank=None slices what is here; the default would scatter rank 0's.
+        full = full.detach().to(target.device_mesh.device_type)
+        shard = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(shard.to_local())
+    else:
+        target.copy_(full)
+
+
+def broadcast_full(full: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Rank 0's `full` on every rank, on the device of the default group."""
+    device = device_of_group()
+    if world_and_rank()[1] != 0 or full is None:
+        full = torch.empty(shape, dtype=dtype, device=device)
+    full = full.detach().to(device).contiguous()
+    if dist.is_initialized():
+        dist.broadcast(full, src=0)
+    return full
+
+
+@dataclass
+class _Summoned:
+    """One sharded parameter, wherever it is registered, and the full one that stands in."""
+
+    shard: nn.Parameter
+    places: list[tuple[nn.Module, str]]
+    name: str
+    full: nn.Parameter | None = None
+
+
+@contextmanager
+def summon_full_params(
+    model: nn.Module,
+    writeback: bool = True,
+    recurse: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Inside, the modules below `model` hold full, plain parameters; after it, their shards again.
+
+    The shards are the same objects before and after, so optimizers stay bound; ties are kept. Read
+    or change the parameters inside, or call modules that are no unit; a forward of a unit would
+    gather anew, past the changes, and is refused. `model` may be any part of a prepared model.
+
+    Args:
+        writeback: what each rank changed in the part that it owns is in its shards afterwards.
+        recurse: False leaves out the units below `model`, not the plain modules.
+        rank0_only: only rank 0 gets full parameters, the others keep their shards; with
+            `writeback`, rank 0's changes reach all.
+        offload_to_cpu: the full parameters lie in host memory.
+        with_grads: full gradients too, written back like the parameters.
+
+    Raises:
+        ParallelismValueError: a parameter has another shape afterwards.
+        ParallelismRuntimeError: a unit's forward inside, or a parameter removed.
+    """
+    reshard(model)
+    summoned = list(_sharded_parameters(model, recurse))
+    present = not rank0_only or world_and_rank()[1] == 0
+    for one in summoned:
+        one.full = _summon(one.shard, present, offload_to_cpu, with_grads)
+    units = [module for _, module in _modules(model, "", recurse) if isinstance(module, FSDPModule)]
+    hooks = [unit.register_forward_pre_hook(_refuse_forward, prepend=True) for unit in units]
+    try:
+        for one in summoned:
+            if one.full is not None:
+                _register(one.places, one.full)
+        yield
+        if writeback and summoned:
+            _write_back(summoned, rank0_only, with_grads)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        reshard(model)
+        for one in summoned:
+            _register(one.places, one.shard)
+
+
+def _refuse_forward(module: nn.Module, arguments: object) -> None:
+    raise ParallelismRuntimeError(
+        f"The forward of {type(module).__name__}, which is sharded, was called inside "
+        "summon_full_params; call it outside."
+    )
+
+
+def _sharded_parameters(model: nn.Module, recurse: bool) -> Iterator[_Summoned]:
+    """Each sharded parameter once, with all its places."""
+    found: dict[int, _Summoned] = {}
+    for prefix, module in _modules(model, "", recurse):
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                one = _Summoned(parameter, [], canonical_name(f"{prefix}{name}"))
+                found.setdefault(id(parameter), one).places.append((module, name))
+    yield from found.values()
+
+
+def _modules(module: nn.Module, prefix: str, recurse: bool) -> Iterator[tuple[str, nn.Module]]:
+    yield prefix, module
+    for name, child in module.named_children():
+        if recurse or not isinstance(child, FSDPModule):
+            yield from _modules(child, f"{prefix}{name}.", recurse)
+
+
+def _summon(
+    shard: nn.Parameter, present: bool, offload_to_cpu: bool, with_grads: bool
+) -> nn.Parameter | None:
+    """The full parameter that stands in for `shard`; None where this rank gets none."""
+
+    def full(tensor: Tensor) -> Tensor | None:
+        value = gather(tensor)  # a collective: on every rank, whether or not it keeps the value
+        return (value.cpu() if offload_to_cpu else value) if present else None
+
+    value = full(shard)
+    gradient = full(shard.grad) if with_grads and shard.grad is not None else None
+    if value is None:
+        return None
+    parameter = nn.Parameter(value, requires_grad=shard.requires_grad)
+    parameter.grad = gradient
+    return parameter
+
+
+def _register(places: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
+    for module, name in places:
+        module._parameters[name] = parameter
+
+
+def _write_back(summoned: list[_Summoned], rank0_only: bool, with_grads: bool) -> None:
+    """What the modules hold now goes into the shards; checked for all before the first is written."""
+    with Agreement().together("summon_full_params"):
+        for one in summoned:
+            if one.full is not None:
+                one.full = _held(one, with_grads)
+    for one in summoned:
+        _deliver(one.shard, one.full, rank0_only)
+        if with_grads and one.shard.grad is not None:
+            _deliver(one.shard.grad, None if one.full is None else one.full.grad, rank0_only)
+
+
+def _held(one: _Summoned, with_grads: bool) -> nn.Parameter:
+    """The full parameter that is registered now, which the user may have replaced."""
+    module, name = one.places[0]
+    now = module._parameters[name]
+    if now is None or isinstance(now, DTensor):
+        raise ParallelismRuntimeError(
+            f"{one.name} is no full parameter any more at the end of summon_full_params: it was "
+            "removed, or a forward of a module around it replaced it; call that outside."
+        )
+    wanted = [("", now)]
+    if with_grads and one.shard.grad is not None:
+        wanted.append(("The gradient of ", now.grad))
+    for what, tensor in wanted:
+        if tensor is None or tensor.shape != one.shard.shape:
+            raise ParallelismValueError(
+                f"{what}{one.name} has shape {None if tensor is None else tuple(tensor.shape)} at the "
+                f"end of summon_full_params, {tuple(one.shard.shape)} before; change values only."
+            )
+    return now
+
+
+def _deliver(shard: Tensor, full: Tensor | None, rank0_only: bool) -> None:
+    if rank0_only:
+        full = broadcast_full(full, shard.shape, shard.dtype)
+    scatter_into(shard, full)

@@ -1,0 +1,149 @@
+"""Every tensor of a sharded model gets its value, on every rank: delivered, sliced or initialised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_dist.distributed.agreement import Agreement
+from composer_dist.distributed.aliases import Held, Structure
+from composer_dist.distributed.initialize import Component, replace, run_component
+from composer_dist.distributed.optimizer import Follower
+from composer_dist.distributed.sharding import Shards
+from composer_dist.distributed.sources import Sources
+from composer_dist.distributed.sync import Cargo, deliver, device_of, take_slice
+
+
+@dataclass
+class Filling:
+    """A sharded model whose tensors are being filled.
+
+    Attributes:
+        moved: bytes that this rank has sent and received so far.
+    """
+
+    structure: Structure
+    shards: Shards
+    sources: Sources
+    mesh: DeviceMesh
+    agreement: Agreement
+    bucket_bytes: int
+    moved: int = 0
+
+    def __post_init__(self) -> None:
+        self.device = device_of(self.mesh)
+        self.first = self.agreement.ranks[0]
+        self.values = {
+            name: self.shards.originals.get(name, held.get())
+            for name, held in self.structure.tensors.items()
+        }
+
+    def deliver_weights(self) -> None:
+        """Bring over what rank 0 has, and slice what every rank has."""
+        here = self.agreement.rank == self.first
+        delivered = [
+            self._cargo(name, self.values[name] if here else None)
+            for name in sorted(self.sources.rank0)
+        ]
+        self._send({self.first: delivered})
+        for name in sorted(self.sources.local):
+            if name in self.shards.local:
+                take_slice(self._cargo(name, self.values[name]), self.mesh)
+            elif self.values[name].device.type != self.device.type:
+                replace(self.structure.tensors[name], self.values[name].detach().to(self.device))
+
+    def initialise(self, components: Sequence[Component]) -> None:
+        """Run the initialisers, each component on one rank, and deliver what they write.
+
+        Components are dealt out by size. In each round every rank runs components of up to a bucket
+        together, or a single larger one, and then all of them are delivered.
+        """
+        real = {name: value for name, value in self.values.items() if name not in self.sources.init}
+        owners = deal_out(components, self.agreement.ranks, real)
+        rounds = {rank: list(_rounds(mine, self.bucket_bytes)) for rank, mine in owners.items()}
+        for number in range(max(map(len, rounds.values()), default=0)):
+            turn = {rank: mine[number] for rank, mine in rounds.items() if number < len(mine)}
+            made: dict[str, torch.Tensor] = {}
+            with self.agreement.together("initialisation"):
+                for component in turn.get(self.agreement.rank, ()):
+                    made |= run_component(
+                        component, self.structure, self.sources.seed, self.device, real
+                    )
+            self._send(
+                {
+                    rank: [
+                        self._cargo(name, made.get(name))
+                        for component in mine
+                        for name in component.tensors
+                        if name in self.sources.init
+                    ]
+                    for rank, mine in turn.items()
+                }
+            )
+
+    def deliver_states(self, follower: Follower, new: Mapping[str, nn.Parameter]) -> None:
+        """Bring over, or slice, the optimizer's state and pending gradients."""
+        cargoes = follower.cargoes(new)
+        if self.sources.rank0 and self.sources.states:
+            self._send({self.first: cargoes})
+        else:
+            for cargo in cargoes:
+                take_slice(cargo, self.mesh)
+
+    def _send(self, cargoes: dict[int, list[Cargo]]) -> None:
+        if any(cargoes.values()):
+            self.moved += deliver(cargoes, self.mesh, self.bucket_bytes)
+
+    def _cargo(self, name: str, source: torch.Tensor | None) -> Cargo:
+        """A tensor and where it goes: its shard, or a whole tensor that the model holds from now on."""
+        held = self.structure.tensors[name]
+        target = self.shards.local.get(name)
+        if target is None:
+            target = self._whole(held, source)
+        sharded = name in self.shards.local
+        return Cargo(name, held.info.shape, held.info.dtype, sharded, target, source)
+
+    def _whole(self, held: Held, source: torch.Tensor | None) -> torch.Tensor:
+        now = held.get()
+        if now is source and now.device.type == self.device.type and now.is_contiguous():
+            return now.detach()
+        whole = torch.empty(held.info.shape, dtype=held.info.dtype, device=self.device)
+        replace(held, whole)
+        return whole
+
+
+def deal_out(
+    components: Sequence[Component], ranks: Sequence[int], real: Mapping[str, torch.Tensor]
+) -> dict[int, list[Component]]:
+    """Give each component to a rank, the largest first to the rank with the least so far.
+
+    Those that look at tensors which have values already run on the first rank, which has them.
+    """
+    load = dict.fromkeys(ranks, 0)
+    dealt: dict[int, list[Component]] = {rank: [] for rank in ranks}
+    for component in sorted(components, key=lambda component: -component.nbytes):
+        rank = (
+            ranks[0]
+            if any(name in real for name in component.tensors)
+            else min(load, key=lambda r: load[r])
+        )
+        dealt[rank].append(component)
+        load[rank] += component.nbytes
+    return dealt
+
+
+def _rounds(components: Iterable[Component], limit: int) -> Iterable[list[Component]]:
+    batch: list[Component] = []
+    size = 0
+    for component in components:
+        if batch and size + component.nbytes > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(component)
+        size += component.nbytes
+    if batch:
+        yield batch

@@ -1,0 +1,260 @@
+"""Any transformers model, with or without peft, as a `ComposerModel`."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from composer_dist._torch import finish_lazily, fsdp_param_groups
+from composer_dist.checkpoint.adapters import adapter_keys
+from composer_dist.distributed.names import canonical_name
+from composer_dist.distributed.process_group import world_and_rank
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.models.base import ComposerModel
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from torchmetrics import Metric
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100
+"""The label that losses and metrics skip, as everywhere in transformers."""
+
+
+class HuggingFaceModel(ComposerModel):
+    """A transformers or peft model, for batches that are mappings of its forward's arguments.
+
+    Args:
+        model: a transformers model or a `PeftModel`, real or on the meta device.
+        tokenizer: travels with exports; gives `generate` its padding token.
+        use_logits: metrics get logits instead of the model's whole output.
+        metrics: torchmetrics to follow while training.
+        eval_metrics: torchmetrics to follow while evaluating; copies of `metrics` by default.
+        shift_labels: metrics compare position i with label i + 1, and the last with nothing; None
+            does so for causal language models.
+        allow_embedding_resizing: embeddings grow to a larger tokenizer.
+        peft_config: adds an adapter to `model`, on the meta device where `model` is.
+        should_save_peft_only: `state_dict()` has the adapters alone, by peft's rules, and loads so.
+
+    Raises:
+        ParallelismValueError: the tokenizer has more tokens than the model.
+        CheckpointValueError: there is nothing to save but adapters, and one has no tensors.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        use_logits: bool = False,
+        metrics: Sequence[Metric] | None = None,
+        eval_metrics: Sequence[Metric] | None = None,
+        shift_labels: bool | None = None,
+        allow_embedding_resizing: bool = False,
+        peft_config: PeftConfig | None = None,
+        should_save_peft_only: bool = True,
+    ) -> None:
+        super().__init__()
+        if tokenizer is not None:
+            _fit_vocabulary(model, len(tokenizer), allow_embedding_resizing)
+        if peft_config is not None:
+            model = _adapted(model, peft_config)
+        self.model: Any = model
+        self.tokenizer = tokenizer
+        self.use_logits = use_logits
+        self.shift_labels = _is_causal(_base(model)) if shift_labels is None else shift_labels
+        self.using_peft = isinstance(getattr(model, "peft_config", None), Mapping)
+        self.should_save_peft_only = should_save_peft_only and self.using_peft
+        # Dictionaries, so that nn.Module does not take the metrics for submodules.
+        self.train_metrics = {type(metric).__name__: metric for metric in metrics or ()}
+        chosen = deepcopy(list(metrics or ())) if eval_metrics is None else eval_metrics
+        self.val_metrics = {type(metric).__name__: metric for metric in chosen}
+        self._arguments = frozenset(inspect.signature(type(_base(model)).forward).parameters)
+        if self.should_save_peft_only:
+            adapter_keys(model)  # an empty adapter is refused now, not after the training
+        self._loading_prefix = ""
+        self.register_state_dict_post_hook(_drop_base)
+        self.register_load_state_dict_pre_hook(_note_prefix)
+        self.register_load_state_dict_post_hook(_expect_no_base)
+
+    @property
+    def config(self) -> Any:
+        """The transformers configuration."""
+        return self.model.config
+
+    def forward(self, batch: Any) -> Any:
+        """The model's output for those entries of the batch that its forward takes."""
+        if not isinstance(batch, Mapping):
+            raise ParallelismTypeError(
+                f"HuggingFaceModel takes batches that are mappings, not {type(batch).__name__}; have "
+                "the collate function name its tensors (input_ids, labels, ...)."
+            )
+        return self.model(**{key: value for key, value in batch.items() if key in self._arguments})
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        """The loss that the model computed from the batch's labels."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+        if loss is None:
+            raise ParallelismValueError(
+                f"{type(self.model).__name__} computed no loss: the batch needs labels; it has "
+                f"{', '.join(batch)}."
+            )
+        return loss
+
+    def loss_weight(self, batch: Any) -> float | None:
+        """The number of labels that the loss averages over."""
+        labels = batch.get("labels")
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return None
+        if self.shift_labels:
+            labels = labels[..., 1:]
+        return float((labels != IGNORED).sum())
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        """The model's output, or with `use_logits` the logits `(batch, ..., classes)`."""
+        outputs = self(batch) if outputs is None else outputs
+        if not self.use_logits or isinstance(outputs, Tensor):
+            return outputs
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else _first_logits(outputs)
+        return logits.squeeze(1) if logits.ndim == 2 and logits.shape[1] == 1 else logits
+
+    def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
+        """The metrics given at construction, by class name."""
+        return self.train_metrics if is_train else self.val_metrics
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> None:
+        """Adds the batch's outputs and labels, shifted where the model shifts them."""
+        labels = batch["labels"]
+        if self.shift_labels:
+            labels = labels.roll(-1, dims=-1)
+            labels[..., -1] = IGNORED
+        metric.to(labels.device).update(outputs, labels)
+
+    def generate(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        """transformers' `generate`, on a prepared model too; a collective there.
+
+        Every rank may have prompts of its own, of its own lengths. A rank that is done keeps taking
+        part until all are. Parameters of the root unit stay gathered until the end, because
+        `generate` calls encoders, and the base of a `PeftModel`, past the root's forward.
+
+        Args:
+            input_ids: prompts `(batch, length)`; None where `kwargs` name other inputs.
+            **kwargs: as for transformers' `generate`.
+        """
+        if input_ids is not None:
+            kwargs["input_ids"] = input_ids
+        if self.tokenizer is not None and self.tokenizer.pad_token_id is not None:
+            kwargs.setdefault("pad_token_id", self.tokenizer.pad_token_id)
+        if not any(isinstance(module, FSDPModule) for module in self.modules()):
+            return self.model.generate(**kwargs)
+        if world_and_rank()[0] > 1:
+            kwargs.setdefault("synced_gpus", True)
+        with _as_forward(self, self.model, _base(self.model)) as generate:
+            return generate(**kwargs)
+
+    def _generate(self, **kwargs: Any) -> Any:
+        """What `generate` runs where this module itself is the root unit."""
+        return self.model.generate(**kwargs)
+
+
+def _base(model: nn.Module) -> Any:
+    """The transformers model inside a `PeftModel`, or `model` itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _adapted(model: nn.Module, peft_config: PeftConfig) -> nn.Module:
+    from peft import PeftModel, get_peft_model
+
+    if isinstance(model, PeftModel):
+        raise ParallelismValueError(
+            "The model is a PeftModel already; add another adapter with model.add_adapter, or leave "
+            "out peft_config."
+        )
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    device = torch.device("meta") if on_meta else nullcontext()
+    with device, warnings.catch_warnings():
+        # peft 0.21 reads an attribute that transformers 5.23 deprecates; nothing a user can change.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return get_peft_model(model, peft_config)  # type: ignore[arg-type]
+
+
+def _fit_vocabulary(model: Any, tokens: int, allow_resizing: bool) -> None:
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if tokens <= vocabulary:
+        return
+    if not allow_resizing:
+        raise ParallelismValueError(
+            f"The tokenizer has {tokens} tokens, the model's embedding {vocabulary}; pass "
+            "allow_embedding_resizing=True to let it grow."
+        )
+    model.resize_token_embeddings(tokens)
+
+
+def _is_causal(base: nn.Module) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = {cls.__name__ for cls in type(base).__mro__}
+    return not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+
+
+def _first_logits(outputs: Sequence[Any]) -> Any:
+    """A tuple's logits: its first entry that is no scalar loss."""
+    return outputs[1] if outputs[0].ndim == 0 else outputs[0]
+
+
+@contextmanager
+def _as_forward(*chain: Any) -> Iterator[Any]:
+    """`generate` of the model, run as a forward of the first unit along `chain`, which is the root.
+
+    That sets up FSDP2, gathers the root unit first and lets inner units gather as they always do.
+    """
+    wrapper = chain[0]
+    root = next((module for module in chain if isinstance(module, FSDPModule)), None)
+    if root is None:
+        yield wrapper._generate
+        return
+    method = "_generate" if root is wrapper else "generate"
+    register_fsdp_forward_method(root, method)  # on the instance, so that it can be taken off again
+    finish_lazily(root)
+    after_forward = [(group, group.post_forward_mesh_info) for group in fsdp_param_groups(root)]
+    root.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield wrapper._generate
+    finally:
+        delattr(root, method)
+        for group, mesh_info in after_forward:
+            group.post_forward_mesh_info = mesh_info
+        root.reshard()
+
+
+def _drop_base(module: HuggingFaceModel, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Of this module's part of a state dict, keep what belongs to adapters."""
+    if module.should_save_peft_only:
+        for name in _of_the_base(module, prefix, state):
+            del state[name]
+
+
+def _note_prefix(module: HuggingFaceModel, state: Any, prefix: str, *rest: Any) -> None:
+    module._loading_prefix = prefix
+
+
+def _expect_no_base(module: HuggingFaceModel, incompatible: Any) -> None:
+    """A state of adapters alone loads strictly: the base is not missing."""
+    if module.should_save_peft_only:
+        missing = incompatible.missing_keys
+        base = set(_of_the_base(module, module._loading_prefix, missing))
+        missing[:] = [name for name in missing if name not in base]
+
+
+def _of_the_base(module: HuggingFaceModel, prefix: str, names: Iterable[str]) -> list[str]:
+    """Those of `names` that are of `module`, which is called `prefix`, and of none of its adapters."""
+    kept = adapter_keys(module)
+    own = [name for name in names if name.startswith(prefix)]
+    return [name for name in own if canonical_name(name.removeprefix(prefix)) not in kept]

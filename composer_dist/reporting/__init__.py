@@ -1,0 +1,1 @@
+"""What people see: tables of plans and preparations."""

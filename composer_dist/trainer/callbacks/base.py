@@ -1,0 +1,124 @@
+"""The base of all callbacks: one method per event, each doing nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from composer_dist.trainer.events import Event
+
+if TYPE_CHECKING:
+    from composer_dist.trainer.loggers.logger import Logger
+    from composer_dist.trainer.state import State
+
+
+class Callback:
+    """Code that runs at the Trainer's events, on every rank: override the methods you need.
+
+    A method that communicates must do so on all ranks.
+    """
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        """Calls the method of `event`; override it to see all events in one place."""
+        getattr(self, event.value)(state, logger)
+
+    def init(self, state: State, logger: Logger) -> None:
+        """The Trainer is set up: the model is prepared, nothing has run."""
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """A `fit` begins."""
+
+    def epoch_start(self, state: State, logger: Logger) -> None:
+        """An epoch begins."""
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        """The next training batch is about to be fetched."""
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        """`state.batch` holds it."""
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """A training batch begins."""
+
+    def before_train_batch(self, state: State, logger: Logger) -> None:
+        """The first microbatch is about to begin."""
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        """`state.batch` is the microbatch that the model gets next."""
+
+    def after_forward(self, state: State, logger: Logger) -> None:
+        """`state.outputs` is what the model returned."""
+
+    def before_loss(self, state: State, logger: Logger) -> None:
+        """The loss is about to be computed."""
+
+    def after_loss(self, state: State, logger: Logger) -> None:
+        """`state.loss` is the microbatch's loss."""
+
+    def before_backward(self, state: State, logger: Logger) -> None:
+        """The gradients are about to be computed."""
+
+    def after_backward(self, state: State, logger: Logger) -> None:
+        """The microbatch's gradients have been added."""
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """The batch's gradients are complete, not yet clipped; the optimizers step next."""
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """The optimizers have stepped, and the timestamp has moved on."""
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """After `batch_end` and the evaluation that may follow it."""
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """An epoch has ended, and the timestamp has moved on."""
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        """After `epoch_end` and the evaluation that may follow it."""
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """A `fit` has come to its end."""
+
+    def eval_before_all(self, state: State, logger: Logger) -> None:
+        """Evaluation begins."""
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        """A dataloader's evaluation begins."""
+
+    def eval_batch_start(self, state: State, logger: Logger) -> None:
+        """`state.batch` is the batch to evaluate."""
+
+    def eval_before_forward(self, state: State, logger: Logger) -> None:
+        """The model is about to get it."""
+
+    def eval_after_forward(self, state: State, logger: Logger) -> None:
+        """`state.outputs` is what the model returned."""
+
+    def eval_batch_end(self, state: State, logger: Logger) -> None:
+        """The metrics have been updated."""
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """A dataloader's metrics are computed and logged."""
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        """Evaluation has ended."""
+
+    def predict_start(self, state: State, logger: Logger) -> None:
+        """A prediction begins."""
+
+    def predict_batch_start(self, state: State, logger: Logger) -> None:
+        """`state.batch` is the batch to predict."""
+
+    def predict_before_forward(self, state: State, logger: Logger) -> None:
+        """The model is about to get it."""
+
+    def predict_after_forward(self, state: State, logger: Logger) -> None:
+        """`state.outputs` is what the model returned."""
+
+    def predict_batch_end(self, state: State, logger: Logger) -> None:
+        """The outputs have been kept."""
+
+    def predict_end(self, state: State, logger: Logger) -> None:
+        """A prediction has come to its end."""
+
+    def close(self, state: State, logger: Logger) -> None:
+        """The last call, also after an error or Ctrl-C: release what you hold."""

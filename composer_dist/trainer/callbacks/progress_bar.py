@@ -1,0 +1,250 @@
+"""How far training is, how well it goes and how long it takes, on rank 0.
+
+A bar on a terminal; a line every few seconds in a log file and under torchrun, where several
+processes share the terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.time import Timestamp, TimeUnit
+
+if TYPE_CHECKING:
+    from composer_dist.trainer.loggers.logger import Logger
+    from composer_dist.trainer.state import State
+
+BAR_INTERVAL = 0.25
+"""Seconds between two looks at the loss; each look waits for the device."""
+
+
+class ProgressBar(Callback):
+    """Shows epoch and batch, loss, samples or tokens per second, and the time left.
+
+    Args:
+        bar: a bar that moves (True) or lines (False); None finds out what the stream can show.
+        interval: seconds between two lines.
+        stream: where to write; standard error if None.
+        clock: gives the seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        bar: bool | None = None,
+        interval: float = 5.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bar = bar
+        self._lines_interval = interval
+        self._stream = stream
+        self._clock = clock
+        self._display: _Display | None = None
+        self._began = 0.0
+        self._shown: float | None = None
+        self._at = Timestamp()
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Opens the display."""
+        self._began = self._clock()
+        self._shown = None
+        self._at = state.timestamp
+        self._open(state)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Shows the new state, if it is time to."""
+        self._at = state.timestamp
+        if self._due():
+            self._show_training(state)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Shows the last state."""
+        self._show_training(state)
+        self.close(state, logger)
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        """Opens the display, where the evaluation stands alone."""
+        self._open(state)
+
+    def eval_batch_end(self, state: State, logger: Logger) -> None:
+        """Shows how far the evaluation, or prediction, is."""
+        if self._display and self._due():
+            done, total = state.eval_batch, state.dataloader_len
+            share = done / total if total else None
+            self._display.show(state.dataloader_label or "", share, f"batch {_of(done, total)}")
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Shows the metrics."""
+        if not self._display:
+            return
+        label = state.dataloader_label or ""
+        marks = (f"loss/{label}/", f"metrics/{label}/")
+        parts = [
+            f"{'loss' if name.startswith('loss') else name.rpartition('/')[2]} {float(value):.4f}"
+            for name, value in state.metric_values.items()
+            if name.startswith(marks)
+        ]
+        where = [_where(state, self._at)] if self._at.batch else []
+        self._display.leave(label, "  ".join(where + parts))
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        """Closes the display, unless training goes on."""
+        if state.dataloader_label != "train":
+            self.close(state, logger)
+
+    predict_start = eval_start
+    predict_batch_end = eval_batch_end
+
+    def predict_end(self, state: State, logger: Logger) -> None:
+        """Closes the display."""
+        self.close(state, logger)
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Gives the terminal back."""
+        if self._display:
+            self._display.close()
+        self._display = None
+
+    def _open(self, state: State) -> None:
+        if state.rank == 0 and self._display is None:
+            stream = self._stream or sys.stderr
+            bar = _can_show_a_bar(stream) if self._bar is None else self._bar
+            self._display = _Bar(stream) if bar else _Lines(stream)
+
+    def _due(self) -> bool:
+        now = self._clock()
+        interval = self._lines_interval if isinstance(self._display, _Lines) else BAR_INTERVAL
+        if self._shown is not None and now - self._shown < interval:
+            return False
+        self._shown = now
+        return True
+
+    def _show_training(self, state: State) -> None:
+        if not self._display:
+            return
+        share = state.elapsed_duration(self._at)
+        parts = [_where(state, self._at)]
+        if (loss := state.metric_values.get("loss/train/total")) is not None:
+            parts.append(f"loss {float(loss):.4f}")
+        if rates := state.throughput.rates():
+            speed, what = (rates.tokens, "tokens") if rates.tokens else (rates.samples, "samples")
+            parts.append(f"{_short(speed)} {what}/s")
+        done = (share or 0) - (state.elapsed_duration(state.fit_start) or 0)
+        if share and done > 0:
+            left = (self._clock() - self._began) * max(1 - share, 0) / done
+            parts.append(f"{_clock(left)} left")
+        self._display.show("train", share, "  ".join(parts))
+
+
+class _Display(Protocol):
+    """Where the progress appears."""
+
+    def show(self, label: str, share: float | None, text: str) -> None:
+        """Shows the present state of one activity."""
+
+    def leave(self, label: str, text: str) -> None:
+        """Ends an activity with a line that stays."""
+
+    def close(self) -> None:
+        """Gives the terminal back."""
+
+
+class _Lines:
+    """One line per look."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def show(self, label: str, share: float | None, text: str) -> None:
+        percent = "" if share is None else f"{min(share, 1):.0%}"
+        print(f"{label:<5} {percent:>4}  {text}", file=self._stream, flush=True)
+
+    def leave(self, label: str, text: str) -> None:
+        self.show(label, 1.0, text)
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar:
+    """A bar for each activity, drawn in place by rich."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+
+        self._progress = Progress(
+            TextColumn("[bold]{task.description:<5}"),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=Console(file=stream),
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._progress.start()
+
+    def show(self, label: str, share: float | None, text: str) -> None:
+        if label not in self._tasks:
+            self._tasks[label] = self._progress.add_task(label, total=None, text="")
+        self._progress.update(
+            self._tasks[label],
+            total=None if share is None else 1.0,
+            completed=min(share or 0, 1.0),
+            text=text,
+        )
+
+    def leave(self, label: str, text: str) -> None:
+        if label in self._tasks:
+            self._progress.remove_task(self._tasks.pop(label))
+        self._progress.console.print(f"[bold]{label:<5}[/bold] {text}", highlight=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _can_show_a_bar(stream: TextIO) -> bool:
+    return stream.isatty() and "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def _where(state: State, at: Timestamp) -> str:
+    """The place in the run, in the words of its duration."""
+    until = state.max_duration
+    if until is None:
+        return f"epoch {at.epoch}  batch {at.batch}"
+    length = state.train_length
+    match until.unit:
+        case TimeUnit.EPOCH:
+            epoch = min(at.epoch + 1, int(until.value))
+            return f"epoch {epoch}/{until.value}  batch {_of(at.batch_in_epoch, length)}"
+        case TimeUnit.BATCH:
+            return f"batch {at.batch}/{until.value}"
+        case TimeUnit.SAMPLE | TimeUnit.TOKEN:
+            done = _short(at.get(until.unit).value)
+            words = {TimeUnit.SAMPLE: "samples", TimeUnit.TOKEN: "tokens"}
+            return f"batch {at.batch}  {done}/{_short(until.value)} {words[until.unit]}"
+    return f"batch {at.batch}  {_clock(at.seconds)}/{_clock(until.value)}"
+
+
+def _of(done: int, total: int | None) -> str:
+    return f"{done}/{total}" if total else str(done)
+
+
+def _short(number: float) -> str:
+    """Three figures and a suffix: 12345 is 12.3k."""
+    for suffix in ("", "k", "M", "G"):
+        if abs(number) < 999.5:
+            return f"{number:.3g}{suffix}"
+        number /= 1000
+    return f"{number:.3g}T"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

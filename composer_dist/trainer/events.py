@@ -1,0 +1,63 @@
+"""The moments of a run at which callbacks are called."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Event(StrEnum):
+    """A moment of a run, in the order in which they come; names and order are Composer's.
+
+    The value is the name of the `Callback` method. What happens between them:
+
+    ```
+    INIT                                        the Trainer is set up
+    FIT_START
+    EPOCH_START
+        BEFORE_DATALOADER, AFTER_DATALOADER     state.batch is there; its size is counted
+        BATCH_START, BEFORE_TRAIN_BATCH
+            BEFORE_FORWARD, AFTER_FORWARD       once per microbatch, as the next four
+            BEFORE_LOSS, AFTER_LOSS
+            BEFORE_BACKWARD, AFTER_BACKWARD
+        AFTER_TRAIN_BATCH                       gradients are complete; then clipping and the step
+        BATCH_END, (evaluation,) BATCH_CHECKPOINT       the timestamp has moved on
+    EPOCH_END, (evaluation,) EPOCH_CHECKPOINT
+    FIT_END
+    ```
+    """
+
+    INIT = "init"
+    FIT_START = "fit_start"
+    EPOCH_START = "epoch_start"
+    BEFORE_DATALOADER = "before_dataloader"
+    AFTER_DATALOADER = "after_dataloader"
+    BATCH_START = "batch_start"
+    BEFORE_TRAIN_BATCH = "before_train_batch"
+    BEFORE_FORWARD = "before_forward"
+    AFTER_FORWARD = "after_forward"
+    BEFORE_LOSS = "before_loss"
+    AFTER_LOSS = "after_loss"
+    BEFORE_BACKWARD = "before_backward"
+    AFTER_BACKWARD = "after_backward"
+    AFTER_TRAIN_BATCH = "after_train_batch"
+    BATCH_END = "batch_end"
+    BATCH_CHECKPOINT = "batch_checkpoint"
+    EPOCH_END = "epoch_end"
+    EPOCH_CHECKPOINT = "epoch_checkpoint"
+    FIT_END = "fit_end"
+
+    EVAL_BEFORE_ALL = "eval_before_all"
+    EVAL_START = "eval_start"
+    EVAL_BATCH_START = "eval_batch_start"
+    EVAL_BEFORE_FORWARD = "eval_before_forward"
+    EVAL_AFTER_FORWARD = "eval_after_forward"
+    EVAL_BATCH_END = "eval_batch_end"
+    EVAL_END = "eval_end"
+    EVAL_AFTER_ALL = "eval_after_all"
+
+    PREDICT_START = "predict_start"
+    PREDICT_BATCH_START = "predict_batch_start"
+    PREDICT_BEFORE_FORWARD = "predict_before_forward"
+    PREDICT_AFTER_FORWARD = "predict_after_forward"
+    PREDICT_BATCH_END = "predict_batch_end"
+    PREDICT_END = "predict_end"

@@ -1,0 +1,74 @@
+"""A logger that prints lines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+from torch import Tensor
+
+from composer_dist.trainer.loggers.logger import Logger, LoggerDestination, Metrics
+from composer_dist.trainer.time import Time, Timestamp
+
+if TYPE_CHECKING:
+    from composer_dist.trainer.state import State
+
+
+class ConsoleLogger(LoggerDestination):
+    """Prints the latest values every so often, on rank 0.
+
+    Args:
+        interval: time between two printouts, such as "10ba" or "1ep"; an integer means epochs.
+            What is logged by an evaluation is printed at once.
+        stream: where to print; standard error if None.
+    """
+
+    def __init__(self, interval: Time | str | int = "1ba", stream: TextIO | None = None) -> None:
+        self._interval = Time.of(interval)
+        self._stream = stream
+        self._printed = Timestamp()
+        self._pending: dict[str, Any] = {}
+
+    def log_metrics(self, metrics: Metrics, state: State) -> None:
+        """Keeps the values until their turn to be printed."""
+        self._pending.update(metrics)
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Keeps them for the first printout."""
+        self._pending.update(hyperparameters)
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Prints the hyperparameters."""
+        self._print(state)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Prints, if the interval has passed."""
+        if state.intervals(self._interval) > state.intervals(self._interval, self._printed):
+            self._print(state)
+
+    epoch_end = batch_end
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Prints the evaluation's metrics."""
+        self._print(state)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Prints what is left."""
+        self._print(state)
+
+    def _print(self, state: State) -> None:
+        self._printed = state.timestamp
+        if state.rank == 0 and self._pending:
+            at = state.timestamp
+            width = max(map(len, self._pending))
+            lines = [f"[epoch {at.epoch}, batch {at.batch}]"]
+            lines += [
+                f"  {name:<{width}}  {_spell(value)}" for name, value in self._pending.items()
+            ]
+            print("\n".join(lines), file=self._stream or sys.stderr, flush=True)
+        self._pending.clear()
+
+
+def _spell(value: Any) -> str:
+    return f"{float(value):.6g}" if isinstance(value, float | Tensor) else str(value)

@@ -1,0 +1,188 @@
+"""The training loop: epochs, batches, schedulers, and evaluation in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from composer_dist.trainer.evaluation import compute_metrics, fresh_metrics
+from composer_dist.trainer.events import Event
+from composer_dist.trainer.feed import Fed, Feed
+from composer_dist.trainer.loggers import Logger
+from composer_dist.trainer.options import GradientClipping
+from composer_dist.trainer.sampling import set_epoch
+from composer_dist.trainer.state import State
+from composer_dist.trainer.step import measure, train_batch
+from composer_dist.trainer.time import Time
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """How to train; see the Trainer's arguments."""
+
+    microbatch_size: int | None
+    clipping: GradientClipping | None
+    schedule_batches: bool
+    eval_interval: Time | None
+    replicas: int
+    """Ranks with different data."""
+
+
+class TrainingLoop:
+    """Trains until the state's `max_duration`; a later `run` goes on in the middle of the epoch.
+
+    Every decision is taken from what all ranks know alike, so that they take it together.
+
+    Args:
+        run_event: calls the callbacks.
+        evaluate: evaluates everything there is to evaluate.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        logger: Logger,
+        options: LoopOptions,
+        run_event: Callable[[Event], None],
+        evaluate: Callable[[], object],
+    ) -> None:
+        self._state = state
+        self._logger = logger
+        self._options = options
+        self._run_event = run_event
+        self._evaluate = evaluate
+        self._feed: Feed | None = None
+        self._began = 0.0
+        self._evaluated: tuple[int, int | None] = (0, None)
+        """Intervals passed, and the batch, at the last evaluation."""
+
+    def restart_epoch(self) -> None:
+        """Forgets the place in the dataloader, because it is another one now."""
+        self._feed = None
+
+    def run(self) -> None:
+        """Trains, with the events from FIT_START to FIT_END."""
+        state = self._state
+        state.model.train()
+        state.stop_requested = False
+        state.fit_start = state.timestamp
+        state.train_metrics = fresh_metrics(state.model.get_metrics(is_train=True), state.device)
+        state.dataloader, state.dataloader_label = state.train_dataloader, "train"
+        state.dataloader_len = state.train_length
+        self._evaluated = (self._intervals(), self._evaluated[1])
+        self._began = time.monotonic() - state.timestamp.seconds
+        self._run_event(Event.FIT_START)
+        state.throughput.start(state.timestamp)
+        while not state.finished and self._epoch():
+            pass
+        if self._options.eval_interval and self._evaluated[1] != state.timestamp.batch:
+            self._evaluate_now()
+        self._run_event(Event.FIT_END)
+        state.dataloader, state.dataloader_label, state.dataloader_len = None, None, None
+
+    def _epoch(self) -> bool:
+        """Trains to the end of the epoch or of the fit; False if a rank wished to stop."""
+        state = self._state
+        if self._feed is None:
+            self._feed = self._open_feed()
+            self._run_event(Event.EPOCH_START)
+        feed = self._feed
+        while not state.finished:
+            self._run_event(Event.BEFORE_DATALOADER)
+            fed = feed.next(state.stop_requested)
+            if fed is None:
+                break
+            self._batch(fed, feed)
+        # A fit may end on the last batch, before the feed has been asked for one more.
+        if feed.ended or state.timestamp.batch_in_epoch == feed.length:
+            self._end_epoch()
+        return not feed.stopped
+
+    def _open_feed(self) -> Feed:
+        dataloader = self._state.train_dataloader
+        assert dataloader is not None  # Trainer.fit has checked
+        set_epoch(dataloader, self._state.timestamp.epoch)
+        return Feed(
+            dataloader,
+            "train",
+            partial(measure, self._state, self._options.microbatch_size),
+            clock=lambda: time.monotonic() - self._began,
+            replicas=self._options.replicas,
+        )
+
+    def _batch(self, fed: Fed, feed: Feed) -> None:
+        state = self._state
+        state.batch = fed.batch
+        state.dataloader_len = state.train_length = feed.length
+        self._run_event(Event.AFTER_DATALOADER)
+        self._run_event(Event.BATCH_START)
+        metrics: dict[str, float | Tensor] = {**_learning_rates(state.optimizers)}
+        for metric in state.train_metrics.values():
+            metric.reset()
+        metrics |= train_batch(state, fed, self._run_event, self._options.clipping)
+        if self._options.schedule_batches:
+            self._step_schedulers()
+        state.timestamp = state.timestamp.next_batch(
+            samples=fed.samples, tokens=fed.tokens, seconds=fed.seconds
+        )
+        state.throughput.update(state.timestamp)
+        metrics |= compute_metrics(state.train_metrics, "train")
+        metrics |= self._speed()
+        self._logger.log_metrics(metrics)
+        self._run_event(Event.BATCH_END)
+        self._evaluate_if_due()
+        self._run_event(Event.BATCH_CHECKPOINT)
+
+    def _end_epoch(self) -> None:
+        self._feed = None
+        self._state.timestamp = self._state.timestamp.next_epoch()
+        if not self._options.schedule_batches:
+            self._step_schedulers()
+        self._run_event(Event.EPOCH_END)
+        self._evaluate_if_due()
+        self._run_event(Event.EPOCH_CHECKPOINT)
+
+    def _step_schedulers(self) -> None:
+        for scheduler in self._state.schedulers:
+            scheduler.step()
+
+    def _evaluate_if_due(self) -> None:
+        if self._intervals() > self._evaluated[0]:
+            self._evaluate_now()
+
+    def _evaluate_now(self) -> None:
+        self._evaluated = (self._intervals(), self._state.timestamp.batch)
+        with self._state.throughput.pause():
+            self._evaluate()
+
+    def _intervals(self) -> int:
+        interval = self._options.eval_interval
+        return self._state.intervals(interval) if interval else 0
+
+    def _speed(self) -> dict[str, float]:
+        rates = self._state.throughput.rates()
+        if rates is None:
+            return {}
+        speed = {
+            "throughput/batches_per_sec": rates.batches,
+            "throughput/samples_per_sec": rates.samples,
+        }
+        return speed | ({"throughput/tokens_per_sec": rates.tokens} if rates.tokens else {})
+
+
+def _learning_rates(optimizers: Sequence[Optimizer]) -> dict[str, float]:
+    """The rates that the next step uses, by Composer's names: `lr-AdamW/group0`."""
+    rates: dict[str, float] = {}
+    seen: dict[str, int] = {}
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        seen[name] = seen.get(name, 0) + 1
+        suffix = "" if seen[name] == 1 else str(seen[name])
+        for index, group in enumerate(optimizer.param_groups):
+            rates[f"lr-{name}{suffix}/group{index}"] = float(group["lr"])
+    return rates

@@ -1,0 +1,92 @@
+"""What the Trainer knows at a moment of the run; callbacks read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from composer_dist.models.base import ComposerModel
+from composer_dist.precision import Precision
+from composer_dist.trainer.throughput import Throughput
+from composer_dist.trainer.time import Time, Timestamp, TimeUnit
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+@dataclass(kw_only=True)
+class State:
+    """The state of a run. The Trainer writes it, callbacks read it."""
+
+    model: ComposerModel
+    device: torch.device
+    optimizers: Sequence[Optimizer] = ()
+    schedulers: Sequence[LRScheduler] = ()
+    precision: Precision | None = None
+    rank: int = 0
+    world_size: int = 1
+
+    max_duration: Time | None = None
+    """Where the current `fit` ends, counted from the start of the run."""
+    timestamp: Timestamp = field(default_factory=Timestamp)
+    fit_start: Timestamp = field(default_factory=Timestamp)
+    """Where the current `fit` began."""
+    throughput: Throughput = field(default_factory=Throughput)
+
+    train_dataloader: Iterable[Any] | None = None
+    train_length: int | None = None
+    """Batches in an epoch: the most that any rank has, where all know it."""
+    dataloader: Iterable[Any] | None = None
+    """The one that is being read."""
+    dataloader_label: str | None = None
+    """`"train"`, `"eval"`, `"predict"`, or None between runs."""
+    dataloader_len: int | None = None
+    """Its number of batches, likewise."""
+    eval_batch: int = 0
+    """Batches done of the current evaluation or prediction."""
+
+    batch: Any = None
+    """This rank's batch; between BEFORE_FORWARD and AFTER_BACKWARD its current microbatch."""
+    outputs: Any = None
+    """What the model made of it."""
+    loss: torch.Tensor | None = None
+    """The microbatch's loss; from AFTER_TRAIN_BATCH the mean over the batches of all ranks."""
+    train_metrics: dict[str, Metric] = field(default_factory=dict)
+    eval_metrics: dict[str, dict[str, Metric]] = field(default_factory=dict)
+    """By dataloader label and name."""
+    metric_values: dict[str, float | torch.Tensor] = field(default_factory=dict)
+    """The last value of everything that was logged, by name, equal on all ranks."""
+    stop_requested: bool = False
+
+    def stop_training(self) -> None:
+        """Ends the run before the next batch, on every rank, whichever rank asked."""
+        self.stop_requested = True
+
+    @property
+    def finished(self) -> bool:
+        """Whether the current `fit` has come to its end."""
+        return self.max_duration is not None and self.timestamp.reached(self.max_duration)
+
+    def elapsed_duration(self, at: Timestamp | None = None) -> float | None:
+        """The share of `max_duration` that has passed; within an epoch by its batches, if known."""
+        at = at or self.timestamp
+        if self.max_duration is None or not self.max_duration:
+            return None
+        value: float = at.get(self.max_duration.unit).value
+        if self.max_duration.unit is TimeUnit.EPOCH and self.train_length:
+            value += min(at.batch_in_epoch / self.train_length, 1.0)
+        return value / self.max_duration.value
+
+    def intervals(self, interval: Time, at: Timestamp | None = None) -> int:
+        """How often `interval` has passed since the start of the run."""
+        at = at or self.timestamp
+        if interval.unit is TimeUnit.DURATION:
+            value = self.elapsed_duration(at) or 0.0
+        else:
+            value = at.get(interval.unit).value
+        return int(value / interval.value + 1e-9)  # 0.3 / 0.1 is 2.9999999999999996

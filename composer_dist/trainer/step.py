@@ -1,0 +1,150 @@
+"""One training batch: forward and backward of its microbatches, clipping, the optimizers' step.
+
+Gradients are those of the mean loss over the batches of all ranks together, whatever their sizes.
+FSDP2 and DDP average gradients over ranks; so a microbatch whose loss is a mean over `w` terms
+counts `w / W`, where `W` is the mean over ranks of a rank's terms in this batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composer_dist.distributed import process_group
+from composer_dist.distributed.gradients import clip_grad_norm, clip_grad_value, no_sync
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.trainer.autocast import autocast
+from composer_dist.trainer.batch import num_samples, num_tokens, split, to_device
+from composer_dist.trainer.events import Event
+from composer_dist.trainer.feed import Fed, Size
+from composer_dist.trainer.options import GradientClipping
+from composer_dist.trainer.state import State
+
+
+def measure(state: State, microbatch_size: int | None, batch: Any) -> Size:
+    """What a batch contributes, and how many microbatches of at most `microbatch_size` it needs."""
+    samples = num_samples(batch)
+    return Size(
+        samples=samples,
+        tokens=num_tokens(batch),
+        weight=weight_of(state, batch),
+        parts=-(-samples // microbatch_size) if microbatch_size else 1,
+    )
+
+
+def weight_of(state: State, batch: Any) -> float:
+    """The number of terms that the model's loss averages over in this batch."""
+    weight = state.model.loss_weight(batch)
+    return float(num_samples(batch) if weight is None else weight)
+
+
+def train_batch(
+    state: State, fed: Fed, run_event: Callable[[Event], None], clipping: GradientClipping | None
+) -> dict[str, Tensor]:
+    """Trains on one batch; `state.loss` is then the mean loss over the batches of all ranks.
+
+    Returns:
+        Metrics by name: the loss, and the gradients' norm before clipping if it is clipped.
+
+    Raises:
+        ParallelismValueError: no batch of any rank has a term that the loss counts.
+    """
+    if not fed.mean_weight > 0:
+        raise ParallelismValueError(
+            f"The loss of batch {state.timestamp.batch} has no terms on any rank (are all labels "
+            "-100?), so it has no gradient; leave such batches out."
+        )
+    for optimizer in state.optimizers:
+        optimizer.zero_grad()
+    run_event(Event.BEFORE_TRAIN_BATCH)
+    total = torch.zeros((), device=state.device)
+    for batch, weight, last in _microbatches(state, fed):
+        state.batch = to_device(batch, state.device)
+        with no_sync(state.model, enabled=not last):
+            loss = _forward_backward(state, run_event, weight / fed.mean_weight)
+        if weight:  # the mean over no terms is nan
+            total += loss * (weight / fed.mean_weight)
+    state.batch = fed.batch
+    state.loss = process_group.all_reduce(total, "mean")
+    run_event(Event.AFTER_TRAIN_BATCH)
+    metrics = {"loss/train/total": state.loss}
+    if clipping is not None:
+        metrics |= _clip(state, clipping)
+    for optimizer in state.optimizers:
+        optimizer.step()
+    return metrics
+
+
+def total_loss(loss: Any) -> Tensor:
+    """What a model's `loss` returned, as one scalar: the sum of its parts."""
+    parts: Sequence[Any] = [loss]
+    if isinstance(loss, Mapping):
+        parts = list(loss.values())
+    elif isinstance(loss, Sequence):
+        parts = loss
+    if not parts or not all(isinstance(part, Tensor) and part.numel() == 1 for part in parts):
+        raise ParallelismTypeError(
+            "A model's loss must be a scalar tensor, or a sequence or mapping of them, not "
+            f"{type(loss).__name__}."
+        )
+    return torch.stack([part.reshape(()) for part in parts]).sum()
+
+
+def _microbatches(state: State, fed: Fed) -> Iterator[tuple[Any, float, bool]]:
+    """Microbatch, weight, and whether it is the last; as many as any rank needs.
+
+    A rank with fewer samples than microbatches repeats its first one at weight 0, as does a rank
+    that has run out, so that all ranks communicate alike.
+    """
+    parts = split(fed.batch, fed.parts)
+    weights = [0.0 if fed.filler else weight_of(state, part) for part in parts]
+    missing = fed.parts - len(parts)
+    parts, weights = parts + parts[:1] * missing, weights + [0.0] * missing
+    for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        yield part, weight, index == fed.parts - 1
+
+
+def _forward_backward(state: State, run_event: Callable[[Event], None], scale: float) -> Tensor:
+    """The microbatch's loss, detached, unscaled; its gradients are added, scaled."""
+    with autocast(state.precision, state.device):
+        run_event(Event.BEFORE_FORWARD)
+        state.outputs = state.model(state.batch)
+        run_event(Event.AFTER_FORWARD)
+        run_event(Event.BEFORE_LOSS)
+        state.loss = total_loss(state.model.loss(state.outputs, state.batch))
+        run_event(Event.AFTER_LOSS)
+    loss = state.loss.detach()
+    if scale and state.train_metrics:
+        _update_metrics(state)
+    run_event(Event.BEFORE_BACKWARD)
+    (state.loss * scale).backward()  # type: ignore[no-untyped-call]
+    run_event(Event.AFTER_BACKWARD)
+    state.outputs, state.loss = None, loss  # frees the graph before the next forward
+    return loss
+
+
+@torch.no_grad()
+def _update_metrics(state: State) -> None:
+    outputs = state.model.eval_forward(state.batch, state.outputs)
+    for metric in state.train_metrics.values():
+        state.model.update_metric(state.batch, outputs, metric)
+
+
+def _clip(state: State, clipping: GradientClipping) -> dict[str, Tensor]:
+    parameters = list(optimized_parameters(state))
+    if clipping.value is not None:
+        clip_grad_value(parameters, clipping.value)
+    if clipping.norm is None:
+        return {}
+    norm = clip_grad_norm(parameters, clipping.norm, clipping.norm_type)
+    return {"l2_norm/grad/global" if clipping.norm_type == 2 else "norm/grad/global": norm}
+
+
+def optimized_parameters(state: State) -> Iterator[nn.Parameter]:
+    """The parameters that the optimizers hold: the shards."""
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]

@@ -1,0 +1,280 @@
+"""The Trainer: sets a run up, and then trains, evaluates and predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from composer_dist.distributed import process_group
+from composer_dist.distributed.preparation import Preparation
+from composer_dist.distributed.prepare import parallelize_composer_model
+from composer_dist.errors import ParallelismValueError
+from composer_dist.models.base import ComposerModel
+from composer_dist.precision import Precision, as_precision
+from composer_dist.trainer import checks, setup
+from composer_dist.trainer.batch import num_samples
+from composer_dist.trainer.callbacks import Callback, ProgressBar
+from composer_dist.trainer.evaluation import evaluate, predict
+from composer_dist.trainer.events import Event
+from composer_dist.trainer.feed import Feed, Size, length_of
+from composer_dist.trainer.loggers import Logger, LoggerDestination
+from composer_dist.trainer.loop import LoopOptions, TrainingLoop
+from composer_dist.trainer.options import GradientClipping
+from composer_dist.trainer.sampling import check_sampler
+from composer_dist.trainer.seeding import seed_all
+from composer_dist.trainer.state import State
+from composer_dist.trainer.step import measure
+from composer_dist.trainer.time import Time, TimeUnit
+
+
+class Trainer:
+    """Trains, evaluates and predicts with a `ComposerModel`, on one process or many.
+
+    Gradients are those of the mean loss over the batches of all ranks together, whatever the
+    microbatch size, and however samples and tokens are spread. Losses, metrics and counts are those
+    of all ranks together, and equal on all of them.
+
+    Args:
+        model: the model; with a `parallelism_config` it is prepared in place.
+        train_dataloader: gives this rank's batches; may be given to `fit` instead.
+        eval_dataloader: gives this rank's batches of the data held out.
+        max_duration: where `fit` ends, such as "3ep", "100ba", "3e4tok" or "1h30m"; an integer
+            means epochs.
+        optimizers: of the model's parameters as they are now; preparation rebinds them.
+        schedulers: torch's learning-rate schedulers.
+        step_schedulers_every_batch: step them after each batch (True) or each epoch (False; also
+            None, with a warning if the run is too short for that).
+        parallelism_config: whatever `parallelize_composer_model` takes as its config; None trains
+            the model as it is: in one process, or prepared already.
+        precision: "fp32" or "amp_bf16"; None computes in the parameters' own dtype.
+        device: where to train; by default the process group's device, else the accelerator.
+        device_train_microbatch_size: the most samples in one forward and backward; None takes the
+            whole batch.
+        gradient_clipping: the largest global norm, or a `GradientClipping`.
+        seed: for Python, torch, and numpy where it is in use: the same on all ranks during
+            preparation; afterwards a rank's own, equal where the data is equal. None leaves the
+            generators alone.
+        eval_interval: how often `fit` evaluates, beside at its end; None: never.
+        eval_loss: whether evaluation computes the model's loss.
+        check_sampler: refuse dataloaders that give all ranks the same samples.
+        callbacks: called at every event, in this order.
+        loggers: where metrics go.
+        progress_bar: show one, on rank 0.
+
+    Raises:
+        ParallelismValueError: several ranks and neither a `parallelism_config` nor a prepared
+            model; a sampler that is not distributed; an option that cannot work here.
+        ParallelismTypeError: the model is no `ComposerModel`; an argument of another kind.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ComposerModel,
+        train_dataloader: Iterable[Any] | None = None,
+        eval_dataloader: Iterable[Any] | None = None,
+        max_duration: Time | str | int | None = None,
+        optimizers: Optimizer | Sequence[Optimizer] | None = None,
+        schedulers: LRScheduler | Sequence[LRScheduler] | None = None,
+        step_schedulers_every_batch: bool | None = None,
+        parallelism_config: Any = None,
+        precision: str | Precision | None = None,
+        device: str | torch.device | None = None,
+        device_train_microbatch_size: int | None = None,
+        gradient_clipping: float | GradientClipping | None = None,
+        seed: int | None = None,
+        eval_interval: Time | str | int | None = "1ep",
+        eval_loss: bool = True,
+        check_sampler: bool = True,
+        callbacks: Callback | Sequence[Callback] = (),
+        loggers: LoggerDestination | Sequence[LoggerDestination] = (),
+        progress_bar: bool = True,
+    ) -> None:
+        checks.check_model(model)
+        checks.check_microbatch_size(device_train_microbatch_size)
+        self._precision = as_precision(precision)
+        checks.check_precision(self._precision)
+        self._max_duration = checks.positive("max_duration", max_duration)
+        self._schedule_batches = step_schedulers_every_batch
+        self._check_sampler = check_sampler
+        self._eval_dataloader = eval_dataloader
+        self._eval_loss = eval_loss
+        interval = checks.positive("eval_interval", eval_interval)
+        clipping = GradientClipping.of(gradient_clipping)
+        optimizers = checks.listed("optimizers", optimizers, Optimizer)
+        destinations = checks.listed("loggers", loggers, LoggerDestination)
+        self.callbacks = checks.listed("callbacks", callbacks, Callback)
+        self.callbacks += [ProgressBar()] if progress_bar else []
+
+        if process_group.is_distributed() or parallelism_config is not None:
+            process_group.init(device=device, reuse=True)
+        if seed is not None:
+            seed_all(seed)
+        self.preparation: Preparation | None = None
+        """What the preparation of the model did, if this Trainer prepared it."""
+        if parallelism_config is not None:
+            self.preparation = parallelize_composer_model(
+                model, optimizers or None, parallelism_config, self._precision
+            )
+        mesh = self.preparation.mesh if self.preparation else setup.mesh_of(model)
+        self._data_part = setup.data_part(mesh)
+        if seed is not None:
+            seed_all(seed + self._data_part["rank"])
+        world, rank = process_group.world_and_rank()
+        self.state = State(
+            model=model,
+            device=setup.settle(model, mesh, device),
+            optimizers=optimizers,
+            schedulers=checks.listed("schedulers", schedulers, LRScheduler),
+            precision=self._precision,
+            rank=rank,
+            world_size=world,
+        )
+        self.logger = Logger(self.state, destinations)
+        options = LoopOptions(
+            microbatch_size=device_train_microbatch_size,
+            clipping=clipping,
+            schedule_batches=bool(step_schedulers_every_batch),
+            eval_interval=interval if eval_dataloader is not None else None,
+            replicas=self._data_part["num_replicas"],
+        )
+        self._loop = TrainingLoop(self.state, self.logger, options, self.run_event, self.eval)
+        if train_dataloader is not None:
+            self._read(train_dataloader)
+        self.logger.log_hyperparameters(
+            {
+                "world_size": world,
+                "max_duration": str(self._max_duration),
+                "precision": str(self._precision),
+                "device_train_microbatch_size": device_train_microbatch_size,
+                "gradient_clipping": str(clipping),
+                "seed": seed,
+            }
+        )
+        self.run_event(Event.INIT)
+
+    def fit(
+        self,
+        *,
+        duration: Time | str | int | None = None,
+        train_dataloader: Iterable[Any] | None = None,
+    ) -> None:
+        """Trains until `max_duration`, or for `duration` more; call it again to go on.
+
+        After a fit that ended in the middle of an epoch, the next one goes on there.
+
+        Args:
+            duration: how long; `dur` means a share of `max_duration`.
+            train_dataloader: takes the place of the one that was there.
+
+        Raises:
+            ParallelismValueError: there is nothing to train on or with, or no time left.
+        """
+        if train_dataloader is not None:
+            self._read(train_dataloader)
+        state = self.state
+        if state.train_dataloader is None:
+            raise ParallelismValueError("Training needs a train_dataloader.")
+        state.max_duration = self._end_of_fit(checks.positive("duration", duration))
+        checks.check_trainable(state)
+        checks.check_schedule(state, self._schedule_batches, length_of(state.train_dataloader))
+        with self._closing_on_error():
+            self._loop.run()
+
+    def eval(
+        self, eval_dataloader: Iterable[Any] | None = None, label: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluates; every module is afterwards in the mode in which it was.
+
+        Args:
+            eval_dataloader: by default the Trainer's.
+            label: what the results are called by.
+
+        Returns:
+            `loss/<label>/total` and `metrics/<label>/<name>` over the data of all ranks.
+
+        Raises:
+            ParallelismValueError: there is nothing to evaluate.
+        """
+        dataloader = self._eval_dataloader if eval_dataloader is None else eval_dataloader
+        if dataloader is None:
+            raise ParallelismValueError("Evaluation needs an eval_dataloader.")
+        with self._closing_on_error():
+            self.run_event(Event.EVAL_BEFORE_ALL)
+            feed = Feed(dataloader, label, partial(measure, self.state, None))
+            results = evaluate(
+                self.state, feed, label, self.logger, self.run_event, self._eval_loss
+            )
+            self.run_event(Event.EVAL_AFTER_ALL)
+        return results
+
+    def predict(self, dataloader: Iterable[Any], *, return_outputs: bool = True) -> list[Any]:
+        """The model's `eval_forward` of each batch of this rank's dataloader.
+
+        Args:
+            dataloader: gives the batches; it may be longer on some ranks than on others.
+            return_outputs: False keeps nothing: callbacks see the outputs.
+
+        Returns:
+            One entry per batch, its tensors on the CPU.
+        """
+        with self._closing_on_error():
+            feed = Feed(dataloader, "predict", lambda batch: Size(samples=num_samples(batch)))
+            return predict(self.state, feed, self.run_event, return_outputs)
+
+    def run_event(self, event: Event) -> None:
+        """Calls every callback, then every logger."""
+        for callback in (*self.callbacks, *self.logger.destinations):
+            callback.run_event(event, self.state, self.logger)
+
+    def close(self) -> None:
+        """Closes callbacks and loggers, the last one first."""
+        for callback in reversed((*self.callbacks, *self.logger.destinations)):
+            callback.close(self.state, self.logger)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _read(self, dataloader: Iterable[Any]) -> None:
+        """Takes a training dataloader."""
+        if self._check_sampler:
+            check_sampler(dataloader, self._data_part)
+        self.state.train_dataloader = dataloader
+        self._loop.restart_epoch()
+
+    def _end_of_fit(self, duration: Time | None) -> Time:
+        now = self.state.timestamp
+        if duration is None:
+            if self._max_duration is None:
+                raise ParallelismValueError("How long? Pass max_duration or fit(duration=...).")
+            if now.reached(self._max_duration):
+                raise ParallelismValueError(
+                    f"Training has reached max_duration='{self._max_duration}' already; go on with "
+                    "fit(duration=...)."
+                )
+            return self._max_duration
+        if duration.unit is TimeUnit.DURATION:
+            if self._max_duration is None:
+                raise ParallelismValueError(
+                    f"'{duration}' is a share of max_duration, which is None."
+                )
+            duration = self._max_duration * duration.value
+        return now.get(duration.unit) + duration
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        """Closes what is open, the terminal's bar among it, also on Ctrl-C, and lets it pass."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise

@@ -1,0 +1,103 @@
+"""Small models with everything that a state can contain, built alike wherever they are built."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+M = TypeVar("M", bound=nn.Module)
+
+TOKENS, WIDTH, UNEVEN = 16, 8, 5
+
+
+class Block(nn.Module):
+    """A unit: an uneven pair of matrices, a norm with integer state, extra state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, UNEVEN)
+        self.norm = nn.BatchNorm1d(UNEVEN)
+        self.down = nn.Linear(UNEVEN, WIDTH, bias=False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.down(self.norm(self.up(x)).relu())
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state
+
+
+class Toy(nn.Module):
+    """Embedding, blocks, a head tied to the embedding, a frozen scale and two kinds of buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.scale = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("shift", torch.randn(TOKENS))
+        self.register_buffer("table", torch.randn(3), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x * self.scale) + self.shift
+        return logits
+
+
+def toy(seed: int = 0) -> Toy:
+    """The model that every rank, and the reference, builds from the same seed."""
+    torch.manual_seed(seed)
+    return Toy()
+
+
+def tokens() -> Tensor:
+    """A batch `(6,)`."""
+    return torch.arange(6) % TOKENS
+
+
+def sharded(
+    model: M, *, replicas: int = 1, reshard_after_forward: bool | int = True
+) -> M:
+    """`model` under plain FSDP2: a unit per layer, the rest in the root's."""
+    world = torch.distributed.get_world_size()
+    shape, names = ((world,), ("dp_shard",))
+    if replicas > 1:
+        shape, names = ((replicas, world // replicas), ("dp_replicate", "dp_shard"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for layer in module:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def train_step(model: nn.Module) -> None:
+    """One SGD step, the same on every rank."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model(tokens()).logsumexp(-1).mean().backward()
+    optimizer.step()
+
+
+def assert_equal(state: dict[str, Any], reference: dict[str, Any]) -> None:
+    """Same names in the same order, same dtypes, bit-equal CPU values."""
+    assert list(state) == list(reference)
+    for name, expected in reference.items():
+        if isinstance(expected, Tensor):
+            assert type(state[name]) is Tensor and state[name].device.type == "cpu", name
+            assert state[name].dtype == expected.dtype, name
+            assert torch.equal(state[name], expected), name
+        else:
+            assert state[name] == expected, name

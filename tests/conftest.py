@@ -1,0 +1,69 @@
+"""Fixtures and markers that the whole suite shares."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported, here and in the workers, which inherit the environment.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import world
+
+World = Callable[..., list[Any]]
+
+
+def _on(world_size: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    return world.run(fn, world_size, *args, **kwargs)
+
+
+@pytest.fixture
+def world1(workers: None) -> World:
+    """`world1(fn, *args, timeout=60, setup="group", **kwargs)`: `fn` in one worker."""
+    return partial(_on, 1)
+
+
+@pytest.fixture
+def world2(workers: None) -> World:
+    """`world2(fn, *args, timeout=60, setup="group", **kwargs)`: `fn` on two ranks."""
+    return partial(_on, 2)
+
+
+@pytest.fixture
+def world4(workers: None) -> World:
+    """`world4(fn, *args, timeout=60, setup="group", **kwargs)`: `fn` on four ranks."""
+    return partial(_on, 4)
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[None]:
+    """Ends the workers with the session."""
+    yield
+    world.stop()
+
+
+@pytest.fixture(autouse=True)
+def same_start() -> Iterator[None]:
+    """Every test starts from one seed and leaves no process group behind in this process."""
+    torch.manual_seed(0)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

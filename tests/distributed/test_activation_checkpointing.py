@@ -1,0 +1,503 @@
+"""Activation checkpointing: the same gradients from fewer saved tensors, names untouched."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from composer_dist.distributed import activation_checkpointing
+from composer_dist.distributed.activation_checkpointing import (
+    ac_from_flags,
+    ac_mode,
+    apply_ac,
+    checkpoint_modules,
+    checkpointed_modules,
+    is_checkpointed,
+)
+from composer_dist.distributed.names import named_parameters_canonical
+from composer_dist.errors import (
+    ParallelismRuntimeError,
+    ParallelismTypeError,
+    ParallelismValueError,
+)
+
+World = Callable[..., list[Any]]
+
+MODES: list[Any] = [
+    "composable",
+    ("composable", None),
+    "wrapped",
+    ("wrapped", {"preserve_rng_state": True}),
+    "offload",
+    ["composable", {"offload": True}],
+    ("wrapped", {"offload": True}),
+]
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.attention = nn.Linear(8, 8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 8))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.calls += 1
+        return x + scale * self.mlp(torch.tanh(self.attention(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return self.head(x).clone()  # FSDP2 warns of a unit that returns a view
+
+
+BLOCKS = ["layers.0", "layers.1", "layers.2"]
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(5)  # the dropout masks
+    model(ids()).square().mean().backward()
+    named = named_parameters_canonical(model)
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+def checkpointed(value: Any, names: list[str] | None = None) -> tuple[Model, Model]:
+    """A model with activation checkpointing, and its copy without."""
+    model = Model()
+    plain = copy.deepcopy(model)
+    chosen = ac_mode(value)
+    assert chosen is not None
+    checkpoint_modules(model, BLOCKS if names is None else names, *chosen)
+    return model, plain
+
+
+@pytest.mark.parametrize("value", MODES, ids=str)
+def test_p26_gradients_equal_those_without_and_dropout_repeats(value: Any) -> None:
+    model, plain = checkpointed(value)
+    assert_same(gradients(model), gradients(plain))
+    runs = 1 if value == "offload" else 2
+    assert [layer.calls for layer in model.layers] == [runs] * 3
+    assert [layer.calls for layer in plain.layers] == [1] * 3
+
+
+@pytest.mark.parametrize("value", MODES, ids=str)
+def test_p26_no_grad_runs_forward_once(value: Any) -> None:
+    model, plain = checkpointed(value)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids()), plain.eval()(ids()))
+    assert [layer.calls for layer in model.layers] == [1] * 3
+
+
+@pytest.mark.parametrize("value", MODES, ids=str)
+def test_p28_names_are_the_users(value: Any) -> None:
+    model, plain = checkpointed(value)
+    assert dict(named_parameters_canonical(model)).keys() == dict(plain.named_parameters()).keys()
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    renamed = any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
+    assert renamed == ("wrapped" in (value, value[0]))
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+
+
+def test_p26_composable_keeps_objects_signatures_and_deep_copies() -> None:
+    model, plain = checkpointed("composable")
+    blocks = list(model.layers)
+    assert [type(block) for block in blocks] == [Block] * 3
+    assert inspect.signature(blocks[0].forward) == inspect.signature(plain.layers[0].forward)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert_same(gradients(copied), gradients(plain))
+    assert [layer.calls for layer in copied.layers] == [2] * 3
+
+
+@pytest.mark.parametrize("value", ["composable", "wrapped", "offload"])
+def test_p26_two_backwards_over_one_forward(value: str) -> None:
+    model, plain = checkpointed(value)
+    for each in (model, plain):
+        torch.manual_seed(5)
+        output = each(ids())
+        output.mean().backward(retain_graph=True)
+        output.square().mean().backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    named = named_parameters_canonical(model)
+    assert_same({name: p.grad for name, p in named if p.grad is not None}, expected)
+
+
+def test_p26_hooks_of_the_user_run_once_and_may_change_inputs() -> None:
+    model, plain = checkpointed("composable", [])
+    for each in (model, plain):
+        each.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        each.layers[1].register_forward_hook(lambda module, args, output: output * 3)
+    checkpoint_modules(model, BLOCKS, "composable", {})
+    assert_same(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("value", MODES, ids=str)
+def test_p26_nested_modules(value: Any) -> None:
+    model, plain = checkpointed(value, [*BLOCKS, "layers.0.mlp", "layers.0.mlp.0"])
+    assert_same(gradients(model), gradients(plain))
+
+
+def test_p26_a_module_under_two_names_is_wrapped_as_one() -> None:
+    model, plain = Model(), Model()
+    for each in (model, plain):
+        each.layers.append(each.layers[0])
+    plain.load_state_dict(model.state_dict())
+    checkpoint_modules(model, ["layers.0"], "wrapped", {})
+    assert model.layers[3] is model.layers[0]
+    assert_same(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("value", ["composable", "offload", ("wrapped", {"offload": True})])
+def test_p26_an_error_in_forward_leaves_nothing_open(value: Any) -> None:
+    model, plain = checkpointed(value)
+    fails = mock.patch.object(nn.GELU, "forward", side_effect=ZeroDivisionError)
+    with fails, pytest.raises(ZeroDivisionError):
+        model(ids())
+    for layer in model.layers:
+        layer.calls = 0
+    assert_same(gradients(model), gradients(plain))
+
+
+# Modes
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        (False, None),
+        (True, ("composable", {})),
+        ("wrapped", ("wrapped", {})),
+        (("composable", None), ("composable", {})),
+        (["offload", {"pin_memory": False}], ("offload", {"pin_memory": False})),
+        (("wrapped", {"early_stop": False}), ("wrapped", {"early_stop": False})),
+    ],
+)
+def test_p26_every_spelling_of_a_mode(value: Any, expected: Any) -> None:
+    assert ac_mode(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "offload", "expected"),
+    [
+        (False, False, None),
+        (True, False, ("composable", {})),
+        (False, True, ("offload", {})),
+        (True, True, ("composable", {"offload": True})),
+    ],
+)
+def test_p86_composers_flags(checkpointing: bool, offload: bool, expected: Any) -> None:
+    assert ac_mode(ac_from_flags(checkpointing, offload)) == expected
+
+
+def test_p27_unknown_mode_lists_the_modes() -> None:
+    with pytest.raises(ParallelismValueError, match="'composable', 'wrapped', 'offload'"):
+        ac_mode("selective")
+    with pytest.raises(ParallelismValueError, match="Did you mean 'wrapped'"):
+        ac_mode(("wraped", {}))
+
+
+def test_p27_not_strict_warns_and_takes_composable() -> None:
+    with pytest.warns(UserWarning, match="'selective'.*Taking 'composable'"):
+        assert ac_mode(("selective", {"a": 1}), strict=False) == ("composable", {})
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (("composable", {"use_reentrant": True}), "no option 'use_reentrant'; it has context_fn"),
+        (("offload", {"early_stop": True}), "'offload' has no option 'early_stop'; it has pin_"),
+    ],
+)
+def test_p27_unknown_options_are_named(value: Any, says: str) -> None:
+    with pytest.raises(ParallelismValueError, match=says):
+        ac_mode(value)
+
+
+@pytest.mark.parametrize("value", [3, ("composable",), ("composable", {}, 1), ("wrapped", 1)])
+def test_p27_other_kinds_of_values_are_refused(value: Any) -> None:
+    with pytest.raises(ParallelismTypeError, match="a pair of a mode and its options"):
+        ac_mode(value)
+
+
+def test_p27_faults_are_all_named_before_anything_changes() -> None:
+    model, plain = checkpointed("composable", ["layers.0"])
+    with pytest.raises(ParallelismValueError, match="no module 'x'.*root.*'layers.0' is check"):
+        checkpoint_modules(model, ["layers.1", "x", "", "layers.0"], "wrapped", {})
+    assert [is_checkpointed(layer) for layer in model.layers] == [True, False, False]
+    assert_same(gradients(model), gradients(plain))
+
+
+# Which modules
+
+
+def is_block(module: nn.Module) -> bool:
+    return isinstance(module, Block)
+
+
+def test_p86_check_fn_decides_alone() -> None:
+    model = Model()
+    model.head._activation_checkpointing = True
+    assert checkpointed_modules(model, is_block) == BLOCKS
+    assert checkpointed_modules(model, lambda module: module is model) == []
+
+
+def test_p86_attributes_and_the_nearest_function_are_honoured() -> None:
+    model = Model()
+    assert checkpointed_modules(model) == []
+    model.layers[1]._activation_checkpointing = True
+    assert checkpointed_modules(model) == ["layers.1"]
+    model.activation_checkpointing_fn = is_block
+    model.layers[0]._activation_checkpointing = False
+    assert checkpointed_modules(model) == BLOCKS[1:]
+    model.layers[2].activation_checkpointing_fn = lambda module: isinstance(module, nn.GELU)
+    assert checkpointed_modules(model) == ["layers.1", "layers.2.mlp.1"]
+
+
+def test_p86_a_container_stands_for_its_children() -> None:
+    model = Model()
+    model.layers._activation_checkpointing = True
+    assert checkpointed_modules(model) == BLOCKS
+    everything = checkpointed_modules(model, lambda module: True)
+    assert "layers" not in everything
+    assert {*BLOCKS, "embed", "layers.0.mlp", "layers.0.mlp.0"} < set(everything)
+
+
+# apply_ac
+
+
+def test_p86_check_fn_without_checkpointing_or_offload_is_an_error() -> None:
+    with pytest.raises(ParallelismValueError, match="activation_checkpointing_check_fn"):
+        apply_ac(Model(), False, False, is_block)
+    apply_ac(Model(), False, False)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "offload", "runs"), [(True, False, 2), (True, True, 2), (False, True, 1)]
+)
+@pytest.mark.parametrize("mode", ["composable", "wrapped"])
+def test_p86_apply_ac_runs_a_block_twice(checkpointing: bool, offload: bool, runs: int, mode: Any) -> None:
+    model = Model()
+    plain = copy.deepcopy(model)
+    apply_ac(model, checkpointing, offload, is_block, mode=mode)
+    assert_same(gradients(model), gradients(plain))
+    assert [layer.calls for layer in model.layers] == [runs] * 3
+
+
+def test_p86_apply_ac_warns_where_nothing_is_marked() -> None:
+    with pytest.warns(UserWarning, match="No module is marked"):
+        apply_ac(Model(), True, False)
+
+
+# Offload
+
+
+def count_packed(value: Any) -> tuple[int, int]:
+    """How many activations of two blocks pass through the host, out and back."""
+    model, _ = checkpointed(value, BLOCKS[:2])
+    packed, unpacked = [], []
+    pack, unpack = activation_checkpointing.pack, activation_checkpointing.unpack
+
+    def packing(tensor: torch.Tensor, kept: set[int], pin_memory: bool) -> Any:
+        if tensor.untyped_storage().data_ptr() not in kept:
+            packed.append(tensor)
+        return pack(tensor, kept, pin_memory)
+
+    def unpacking(item: Any) -> torch.Tensor:
+        unpacked.append(item)
+        return unpack(item)
+
+    with (
+        mock.patch.object(activation_checkpointing, "pack", packing),
+        mock.patch.object(activation_checkpointing, "unpack", unpacking),
+    ):
+        gradients(model)
+    return len(packed), len(unpacked)
+
+
+def test_p86_offload_sees_every_saved_tensor_and_both_only_the_inputs() -> None:
+    offloaded, restored = count_packed("offload")
+    assert offloaded >= 2 * 6  # input, tanh, two linears, GELU, dropout's mask
+    assert restored >= offloaded
+    assert count_packed(("composable", {"offload": True}))[0] == 2
+    assert count_packed(("wrapped", {"offload": True}))[0] == 2
+    assert count_packed("composable") == (0, 0)
+
+
+def test_p86_saved_tensors_are_copied_to_the_host_but_parameters_are_not() -> None:
+    source = torch.randn(3, 4).t()
+    with mock.patch("torch.Tensor.device", torch.device("cuda")):  # a stand-in for another device
+        copied, device, _ = activation_checkpointing.pack(source, set(), False)
+        kept = activation_checkpointing.pack(source, {source.untyped_storage().data_ptr()}, False)
+    assert device == torch.device("cuda")
+    assert copied.device.type == "cpu"
+    assert copied.stride() == source.stride()
+    assert copied.data_ptr() != source.data_ptr()
+    assert torch.equal(copied, source)
+    assert kept[0] is source
+
+
+def test_p86_a_saved_tensor_changed_in_place_is_noticed() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.exp()
+            z = y.sin()
+            y.add_(1)
+            return z
+
+    model = nn.Sequential(InPlace())
+    checkpoint_modules(model, ["0"], "offload", {})
+    output = model(torch.ones(2, requires_grad=True))
+    with pytest.raises(ParallelismRuntimeError, match=r"shape \(2,\) .* changed in place"):
+        output.sum().backward()
+
+
+def test_p29_pinning_without_an_accelerator_is_refused() -> None:
+    with mock.patch("torch.accelerator.is_available", return_value=False):
+        with pytest.raises(ParallelismRuntimeError, match="pin_memory=True needs an accelerator"):
+            checkpoint_modules(Model(), BLOCKS, "offload", {"pin_memory": True})
+        checkpoint_modules(Model(), BLOCKS, "offload", {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("value", ["offload", "composable", "wrapped"])
+def test_p86_offload_frees_device_memory(value: str, pin_memory: bool) -> None:
+    block = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(4)))
+    plain, model = copy.deepcopy(block).cuda(), block.cuda()
+    options = {} if value == "offload" else {"offload": True}
+    names = [str(index) for index in range(4)]
+    checkpoint_modules(model, names, value, {**options, "pin_memory": pin_memory})
+    x = torch.randn(4096, 1024, device="cuda", requires_grad=True)
+    held = {}
+    for name, each in (("plain", plain), ("model", model)):
+        before = torch.cuda.memory_allocated()
+        output = each(x)
+        held[name] = torch.cuda.memory_allocated() - before
+        output.sum().backward()
+        del output
+    assert held["model"] <= x.nbytes + (1 << 20)
+    assert held["plain"] >= 4 * x.nbytes
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+# Sharded
+
+
+def sharded(value: Any, reshard: bool | int) -> None:
+    model, plain = checkpointed(value)
+    plain = plain.eval()
+    model.eval()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    rank = dist.get_rank()
+    for step in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        plain(ids() // (step + 1)).square().mean().backward()
+        model((ids() // (step + 1)).chunk(2)[rank]).square().mean().backward()
+        expected = dict(plain.named_parameters())
+        for name, p in named_parameters_canonical(model):
+            assert isinstance(p.grad, DTensor)
+            torch.testing.assert_close(p.grad.full_tensor(), expected[name].grad)
+    runs = 2 if value == "offload" else 4
+    assert [layer.calls for layer in model.layers] == [runs] * 3
+
+
+@pytest.mark.parametrize("value", MODES[::2], ids=str)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_p26_under_fully_shard(world2: World, value: Any, reshard: bool) -> None:
+    world2(sharded, value, reshard)
+
+
+# Hugging Face
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    config = T5Config(vocab_size=16, dropout_rate=0.1, decoder_start_token_id=0, **sizes)
+    return T5ForConditionalGeneration(config)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=16, num_attention_heads=4, **sizes))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=16, n_embd=16, n_layer=2, n_head=4))
+
+
+@pytest.mark.parametrize("build", [t5, llama, gpt2])
+@pytest.mark.parametrize("mode", ["composable", "wrapped"])
+def test_p26_models_with_a_cache_recompute_the_same(build: Any, mode: Any) -> None:
+    model = build().train()
+    plain = copy.deepcopy(model)
+    names = checkpointed_modules(
+        model, lambda module: type(module).__name__.endswith(("Block", "DecoderLayer"))
+    )
+    checkpoint_modules(model, names, mode, {})
+    results = []
+    for each in (model, plain):
+        torch.manual_seed(2)
+        output = each(input_ids=ids(), labels=ids(), use_cache=True)
+        output.loss.backward()
+        results.append({n: p.grad for n, p in named_parameters_canonical(each) if p.grad is not None})
+    assert_same(*results)
+    tokens = [
+        each.eval().generate(ids(), max_new_tokens=4, do_sample=False, pad_token_id=0)
+        for each in (model, plain)
+    ]
+    assert torch.equal(*tokens)
+
+
+def test_p26_a_filled_cache_is_refused_under_grad() -> None:
+    model = llama().train()
+    with torch.no_grad():
+        cache = model(input_ids=ids(), use_cache=True).past_key_values
+    checkpoint_modules(model, ["model.layers.0", "model.layers.1"], "composable", {})
+    with pytest.raises(ParallelismValueError, match="LlamaDecoderLayer got a key-value cache"):
+        model(input_ids=ids(), past_key_values=cache)

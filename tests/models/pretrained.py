@@ -1,0 +1,136 @@
+"""Tiny transformers models, adapters of many kinds, and a tokenizer, built without a download."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+VOCABULARY = 64
+SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def llama(tied: bool = False) -> Any:
+    """A causal language model of two blocks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            tie_word_embeddings=tied,
+            initializer_range=0.4,
+            **SIZES,
+        )
+    ).eval()
+
+
+def gpt2() -> Any:
+    """A causal language model with biases, Conv1D layers and tied embeddings."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.4, **SIZES)
+    ).eval()
+
+
+def t5() -> Any:
+    """An encoder and decoder that share their embedding."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, initializer_factor=3.0)
+    config.update({**SIZES, "decoder_start_token_id": 0})
+    return T5ForConditionalGeneration(config).eval()
+
+
+def adapter(kind: str) -> Any:
+    """A peft configuration by name; see `ADAPTERS`."""
+    return ADAPTERS[kind]()
+
+
+def _peft(name: str, **options: Any) -> Callable[[], Any]:
+    def build() -> Any:
+        import peft
+
+        return getattr(peft, name)(**options)
+
+    return build
+
+
+CAUSAL = {"task_type": "CAUSAL_LM"}
+ADAPTERS: dict[str, Callable[[], Any]] = {
+    "lora": _peft("LoraConfig", r=4, init_lora_weights=False, **CAUSAL),
+    "dora": _peft("LoraConfig", r=4, use_dora=True, init_lora_weights=False),
+    "modules_to_save": _peft("LoraConfig", r=4, modules_to_save=["lm_head"], **CAUSAL),
+    "embedding": _peft("LoraConfig", r=4, target_modules=["embed_tokens", "v_proj"], **CAUSAL),
+    "tokens": _peft("LoraConfig", r=4, trainable_token_indices=[1, 5], **CAUSAL),
+    "bias_all": _peft("LoraConfig", r=4, bias="all", target_modules=["c_attn"], fan_in_fan_out=True),
+    "bias_lora_only": _peft(
+        "LoraConfig", r=4, bias="lora_only", target_modules=["c_attn"], fan_in_fan_out=True
+    ),
+    "ia3": _peft("IA3Config", init_ia3_weights=False, **CAUSAL),
+    "adalora": _peft("AdaLoraConfig", total_step=10, **CAUSAL),
+    "vera": _peft("VeraConfig", r=4, **CAUSAL),
+    "vblora": _peft(
+        "VBLoRAConfig", num_vectors=16, vector_length=8, save_only_topk_weights=True, **CAUSAL
+    ),
+    "oft": _peft("OFTConfig", oft_block_size=8, **CAUSAL),
+    "prompt": _peft("PromptTuningConfig", num_virtual_tokens=3, **CAUSAL),
+    "p_tuning": _peft("PromptEncoderConfig", num_virtual_tokens=3, encoder_hidden_size=8, **CAUSAL),
+    "prefix": _peft("PrefixTuningConfig", num_virtual_tokens=3, **CAUSAL),
+}
+NEEDS_BIASES = {"bias_all", "bias_lora_only"}
+
+
+def base_for(kind: str) -> Any:
+    """The model that an adapter of this kind is made for."""
+    return gpt2() if kind in NEEDS_BIASES else llama()
+
+
+def tokenizer() -> Any:
+    """One token per letter."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]
+    model = WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    letters = Tokenizer(model)
+    letters.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=letters, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+BLOCKS = {"LlamaDecoderLayer", "GPT2Block", "T5Block"}
+
+
+def sharded(model: Any, *, root: bool | None = None) -> Any:
+    """`model` under plain FSDP2: a unit per transformer block, the rest in the root's.
+
+    Args:
+        root: the root's `reshard_after_forward`.
+    """
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
+    for module in list(model.modules()):
+        if type(module).__name__ in BLOCKS:
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=root)
+    return model
+
+
+def prompt(rank: int) -> Tensor:
+    """Prompts `(2, length)` that differ from rank to rank, in length too."""
+    return torch.randint(3, 30, (2, 4 + 3 * rank), generator=torch.Generator().manual_seed(rank))

@@ -1,0 +1,318 @@
+"""`HuggingFaceModel`: a transformers model's loss, metrics, adapters and generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from composer_dist._torch import checkpoint_wrapper
+from composer_dist.checkpoint import full_model_state, load_full_model_state
+from composer_dist.errors import CheckpointError, ParallelismTypeError, ParallelismValueError
+from composer_dist.models import ComposerModel, HuggingFaceModel
+from tests.models.pretrained import (
+    ADAPTERS,
+    adapter,
+    base_for,
+    gpt2,
+    llama,
+    prompt,
+    sharded,
+    t5,
+    tokenizer,
+)
+
+World = Callable[..., list[Any]]
+
+# peft 0.21 reads an attribute that transformers 5.23 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+
+def batch() -> dict[str, Tensor]:
+    ids = prompt(0)
+    labels = ids.clone()
+    labels[0, :2] = -100
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+# The ComposerModel
+
+
+def test_forward_and_loss_are_the_models_own() -> None:
+    model = HuggingFaceModel(llama())
+    assert isinstance(model, ComposerModel)
+    given = batch() | {"of no use": torch.zeros(1)}
+    before = dict(given)
+    outputs = model(given)
+    expected = llama()(**batch())
+    assert torch.equal(outputs.logits, expected.logits)
+    assert torch.equal(model.loss(outputs, given), expected.loss)
+    assert given == before, "the batch is not changed"
+
+
+def test_the_loss_is_weighted_by_the_labels_that_count() -> None:
+    assert HuggingFaceModel(llama()).loss_weight(batch()) == 2 + 3
+    assert HuggingFaceModel(t5()).loss_weight(batch()) == 2 + 4
+    assert HuggingFaceModel(llama()).loss_weight({"input_ids": torch.ones(1, 2)}) is None
+
+
+def test_batches_and_losses_are_checked() -> None:
+    model = HuggingFaceModel(llama())
+    with pytest.raises(ParallelismTypeError, match="tuple"):
+        model((prompt(0),))
+    with pytest.raises(ParallelismValueError, match="needs labels; it has input_ids"):
+        given = {"input_ids": prompt(0)}
+        model.loss(model(given), given)
+
+
+@pytest.mark.parametrize(("build", "shifts"), [(llama, True), (t5, False)])
+def test_metrics_see_logits_and_shifted_labels(build: Callable[[], Any], shifts: bool) -> None:
+    from torchmetrics.text import Perplexity
+
+    model = HuggingFaceModel(build(), use_logits=True, metrics=[Perplexity(ignore_index=-100)])
+    given = batch()
+    outputs = model(given)
+    logits = model.eval_forward(given, outputs)
+    assert torch.equal(logits, outputs.logits)
+    assert torch.equal(model.eval_forward(given), logits)
+    metric = model.get_metrics(is_train=False)["Perplexity"]
+    assert metric is not model.get_metrics(is_train=True)["Perplexity"]
+    labels = given["labels"].clone()
+    model.update_metric(given, logits, metric)
+    assert torch.equal(given["labels"], labels)
+    torch.testing.assert_close(metric.compute().log(), outputs.loss.detach())
+    assert model.shift_labels is shifts
+    assert not any("metric" in name.lower() for name, _ in model.named_modules())
+
+
+def test_a_larger_tokenizer_needs_leave_to_resize() -> None:
+    large = tokenizer()
+    large.add_tokens([f"word{i}" for i in range(60)])
+    with pytest.raises(ParallelismValueError, match=f"{len(large)} tokens, .* 64"):
+        HuggingFaceModel(llama(), large)
+    model = HuggingFaceModel(llama(), large, allow_embedding_resizing=True)
+    assert model.model.get_input_embeddings().num_embeddings == len(large)
+    assert model.config.vocab_size == len(large)
+
+
+# P92: adapters
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_p92_the_state_dict_is_what_peft_would_save(kind: str) -> None:
+    from peft import get_peft_model_state_dict
+
+    model = HuggingFaceModel(base_for(kind), peft_config=adapter(kind))
+    state = model.state_dict()
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    whole |= dict(model.named_buffers(remove_duplicate=False))
+    assert 0 < len(state) < len(whole)
+    model.model.peft_config["default"].save_only_topk_weights = False  # it would save them changed
+    saved = {tensor.data_ptr() for tensor in get_peft_model_state_dict(model.model).values()}
+    if not model.model.peft_config["default"].is_prompt_learning:
+        assert {tensor.data_ptr() for tensor in state.values()} == saved
+    kept = {tensor.data_ptr() for tensor in state.values()}
+    assert [n for n, p in model.named_parameters() if p.requires_grad and p.data_ptr() not in kept] == []
+    for name, tensor in state.items():
+        assert torch.equal(tensor, whole[name]), name
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "modules_to_save", "bias_all", "prompt"])
+def test_p92_that_state_dict_loads_strictly(kind: str) -> None:
+    model = HuggingFaceModel(base_for(kind), peft_config=adapter(kind))
+    state = {name: torch.full_like(tensor, 2) for name, tensor in model.state_dict().items()}
+    assert model.load_state_dict(state) == ([], [])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    missing = next(iter(state))
+    del state[missing]
+    assert model.load_state_dict(state, strict=False).missing_keys == [missing]
+
+
+class Outer(nn.Module):
+    """Two adapted models and a head beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = HuggingFaceModel(llama(), peft_config=adapter("lora"))
+        self.critic = nn.ModuleDict({"inner": HuggingFaceModel(base_for("ia3"), peft_config=adapter("ia3"))})
+        self.head = nn.Linear(2, 2)
+
+
+def test_p92_nested_anywhere() -> None:
+    outer = Outer()
+    state = outer.state_dict()
+    heads = {"head.weight", "head.bias"}
+    assert all("lora_" in n or "ia3_" in n for n in state if n not in heads)
+    assert set(full_model_state(outer, select="adapters")) == set(state) - heads
+    assert outer.load_state_dict(state) == ([], [])
+    del state["head.bias"]
+    assert outer.load_state_dict(state, strict=False).missing_keys == ["head.bias"]
+
+
+def test_p92_several_adapters_of_any_name() -> None:
+    from peft import LoraConfig
+
+    model = HuggingFaceModel(llama(), peft_config=adapter("lora"))
+    model.model.add_adapter("second", LoraConfig(r=2, target_modules=["o_proj"]))
+    names = list(model.state_dict())
+    assert len([n for n in names if ".default." in n]) == 8
+    assert len([n for n in names if n.endswith("o_proj.lora_A.second.weight")]) == 2
+
+
+def test_p92_peft_without_a_peft_model() -> None:
+    base = llama()
+    base.add_adapter(adapter("lora"))
+    model = HuggingFaceModel(base)
+    assert len(model.state_dict()) == 8
+    assert all("lora_" in name for name in model.state_dict())
+
+
+def test_p92_everything_on_request() -> None:
+    model = HuggingFaceModel(llama(), peft_config=adapter("lora"), should_save_peft_only=False)
+    assert "model.base_model.model.lm_head.weight" in model.state_dict()
+    with pytest.raises(RuntimeError, match=r"lm_head\.weight"):
+        model.load_state_dict(full_model_state(model, select="adapters"))
+    with pytest.raises(ParallelismValueError, match="PeftModel already"):
+        HuggingFaceModel(model.model, peft_config=adapter("lora"))
+
+
+def test_p92_an_empty_adapter_is_refused() -> None:
+    model = HuggingFaceModel(llama(), peft_config=adapter("lora"))
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            del module.lora_A["default"], module.lora_B["default"]
+    with pytest.raises(CheckpointError, match="'default' of model"):
+        model.state_dict()
+    with pytest.raises(CheckpointError, match="'default' of the model"):
+        HuggingFaceModel(model.model)
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_an_adapter_on_a_meta_base_is_on_meta_too(kind: str) -> None:
+    with torch.device("meta"):
+        base = base_for(kind)
+    model = HuggingFaceModel(base, peft_config=adapter(kind))
+    real = HuggingFaceModel(base_for(kind), peft_config=adapter(kind))
+    parameters = dict(model.named_parameters())
+    assert [name for name, p in parameters.items() if not p.is_meta] == []
+    assert list(model.state_dict()) == list(real.state_dict())
+    for name, parameter in real.named_parameters():
+        assert parameters[name].shape == parameter.shape, name
+        assert parameters[name].requires_grad == parameter.requires_grad, name
+
+
+def adapter_states(kind: str, wrapped: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(1)
+    model = HuggingFaceModel(base_for(kind), peft_config=adapter(kind))
+    if wrapped:
+        layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == 2)
+        for i in range(2):
+            layers[i] = checkpoint_wrapper(layers[i])
+    sharded(model)
+    return full_model_state(model), full_model_state(model, select="adapters")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "dora", "modules_to_save", "bias_lora_only", "adalora"])
+def test_p92_the_same_from_shards(world2: World, kind: str, wrapped: bool) -> None:
+    torch.manual_seed(1)
+    reference = HuggingFaceModel(base_for(kind), peft_config=adapter(kind)).state_dict()
+    for state in world2(adapter_states, kind, wrapped)[0]:
+        assert list(state) == list(reference)
+        for name, tensor in reference.items():
+            assert torch.equal(state[name], tensor), name
+
+
+def loaded_adapters() -> tuple[Any, dict[str, Tensor]]:
+    torch.manual_seed(1)
+    state = HuggingFaceModel(llama(), peft_config=adapter("lora")).state_dict()
+    torch.manual_seed(2)
+    model = sharded(HuggingFaceModel(llama(), peft_config=adapter("lora")))
+    result = load_full_model_state(model, state if dist.get_rank() == 0 else {})
+    return result, full_model_state(model, ranks="all")
+
+
+def test_p92_adapters_load_into_shards_strictly(world2: World) -> None:
+    torch.manual_seed(1)
+    expected = HuggingFaceModel(llama(), peft_config=adapter("lora")).state_dict()
+    for result, state in world2(loaded_adapters):
+        assert result == ([], [])
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+# P97: generation
+
+OPTIONS = {
+    "greedy": {"max_new_tokens": 8, "do_sample": False},
+    "beams": {"max_new_tokens": 6, "num_beams": 3, "do_sample": False},
+}
+BUILDS: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "gpt2": gpt2,
+    "t5": t5,
+    "lora": lambda: HuggingFaceModel(llama(), peft_config=adapter("lora")).model,
+    "prompt": lambda: HuggingFaceModel(llama(), peft_config=adapter("prompt")).model,
+}
+
+
+def build(kind: str) -> HuggingFaceModel:
+    torch.manual_seed(3)
+    return HuggingFaceModel(BUILDS[kind]()).eval()
+
+
+def generated(kind: str, place: str, root: bool | None, mode: str) -> list[Tensor]:
+    model = build(kind)
+    sharded(model if place == "wrapper" else model.model, root=root)
+    rank = dist.get_rank()
+    first = model.generate(prompt(rank), **OPTIONS[mode])
+    assert "generate" not in vars(model.model)
+    with torch.no_grad():
+        model({"input_ids": prompt(0), "labels": prompt(0)})  # an ordinary forward goes on working
+    again = model.generate(input_ids=prompt(rank), **OPTIONS[mode])
+    return [first, again]
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")  # peft's prompts
+@pytest.mark.parametrize("mode", OPTIONS)
+@pytest.mark.parametrize("root", [None, True])
+@pytest.mark.parametrize("place", ["wrapper", "model"])
+@pytest.mark.parametrize("kind", BUILDS)
+def test_p97_the_unsharded_models_tokens(
+    world2: World, kind: str, place: str, root: bool | None, mode: str
+) -> None:
+    if kind == "gpt2" and mode == "beams":
+        mode = "greedy"
+    for rank, results in enumerate(world2(generated, kind, place, root, mode)):
+        expected = build(kind).generate(prompt(rank), **OPTIONS[mode])
+        for tokens in results:
+            assert torch.equal(tokens, expected), rank
+
+
+def stops_early() -> tuple[Tensor, bool]:
+    model = build("llama")
+    sharded(model.model)
+    tokens = model.generate(prompt(0), max_new_tokens=2 + 10 * dist.get_rank(), do_sample=False)
+    sizes = [isinstance(module, FSDPModule) for module in model.model.modules()]
+    return tokens, any(sizes)
+
+
+def test_p97_ranks_may_stop_at_other_lengths(world2: World) -> None:
+    for rank, (tokens, still_sharded) in enumerate(world2(stops_early)):
+        expected = build("llama").generate(
+            prompt(0), max_new_tokens=2 + 10 * rank, do_sample=False
+        )
+        assert torch.equal(tokens, expected)
+        assert still_sharded
+
+
+def test_generate_pads_with_the_tokenizers_token() -> None:
+    model = HuggingFaceModel(llama(), tokenizer())
+    model.model.generation_config.pad_token_id = None
+    assert model.generate(prompt(0), max_new_tokens=2, do_sample=False).shape == (2, 6)

@@ -1,0 +1,172 @@
+"""Precision names and policies, and the dtypes that really travel between two ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.precision import Precision, mixed_precision_policy
+
+World = Callable[..., list[Any]]
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+TABLE = [
+    (None, "DEFAULT", None, None),
+    (None, "FULL", None, None),
+    ("fp32", "DEFAULT", F32, F32),
+    ("fp32", "PURE", F32, F32),
+    ("fp32", "FULL", F32, F32),
+    ("amp_fp16", "DEFAULT", F16, F32),
+    ("amp_fp16", "PURE", F16, F16),
+    ("amp_fp16", "FULL", F32, F32),
+    ("amp_bf16", "DEFAULT", BF16, F32),
+    ("amp_bf16", "PURE", BF16, BF16),
+    ("amp_bf16", "FULL", F32, F32),
+]
+
+
+@pytest.mark.parametrize(("precision", "mode", "param", "reduce"), TABLE)
+def test_p88_policies_follow_the_table(
+    precision: str | None, mode: str, param: torch.dtype | None, reduce: torch.dtype | None
+) -> None:
+    expected = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+    assert mixed_precision_policy(precision, mode) == expected
+    assert mixed_precision_policy(precision, mode.lower()) == expected
+
+
+def test_p88_precision_is_a_string_enum() -> None:
+    assert [str(precision) for precision in Precision] == [
+        "fp32",
+        "amp_fp16",
+        "amp_bf16",
+        "amp_fp8",
+    ]
+    by_name = mixed_precision_policy(Precision.AMP_BF16)
+    assert by_name == mixed_precision_policy("amp_bf16") == mixed_precision_policy("AMP_BF16")
+
+
+@pytest.mark.parametrize("name", [BF16, "bfloat16", "torch.bfloat16", "bf16", "amp_bf16", "BF16"])
+def test_p88_mapping_takes_dtypes_and_their_names(name: Any) -> None:
+    policy = mixed_precision_policy(None, {"param_dtype": name, "output_dtype": "fp32"})
+    assert policy == MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F32)
+
+
+def test_p88_mapping_overrides_default_key_by_key() -> None:
+    policy = mixed_precision_policy("amp_bf16", {"cast_forward_inputs": False})
+    assert policy == MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32, cast_forward_inputs=False)
+    assert mixed_precision_policy("amp_bf16", {"param_dtype": None}).param_dtype is None
+    assert mixed_precision_policy("amp_bf16", {"reduce_dtype": BF16}).reduce_dtype is BF16
+
+
+def test_p88_buffer_dtype_is_accepted_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="FSDP2 does not cast buffers"):
+        policy = mixed_precision_policy("amp_bf16", {"buffer_dtype": "bf16"})
+    assert policy == mixed_precision_policy("amp_bf16")
+
+
+@pytest.mark.parametrize(
+    ("precision", "mixed_precision", "says"),
+    [
+        (None, "PURE", "precision is None"),
+        ("bf16-mixed", "DEFAULT", "'amp_fp16', 'amp_bf16', 'amp_fp8'"),
+        ("fp32", "HALF", "'DEFAULT', 'PURE', 'FULL'"),
+        ("fp32", {"parm_dtype": "fp32"}, "'parm_dtype'; its keys are param_dtype, reduce_dtype"),
+        ("fp32", {"param_dtype": "float8"}, "'float8' is no dtype .* float64, .* bf16"),
+        ("fp32", {"param_dtype": torch.int8}, "torch.int8 is no dtype"),
+        ("fp32", {"cast_forward_inputs": "no"}, "is a bool, not 'no'"),
+    ],
+)
+def test_p88_wrong_values_and_combinations_are_refused(
+    precision: Any, mixed_precision: Any, says: str
+) -> None:
+    with pytest.raises(ParallelismValueError, match=says):
+        mixed_precision_policy(precision, mixed_precision)
+
+
+def test_p88_fp8_is_refused_where_it_cannot_run() -> None:
+    no_device = mock.patch("torch.cuda.is_available", return_value=False)
+    with no_device, pytest.raises(ParallelismValueError, match="no CUDA device.*Use 'amp_bf16'"):
+        mixed_precision_policy("amp_fp8")
+
+
+def test_p88_fp8_gathers_bf16_where_it_can_run() -> None:
+    with (
+        mock.patch("importlib.util.find_spec", return_value=object()),
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+    ):
+        assert mixed_precision_policy("amp_fp8") == mixed_precision_policy("amp_bf16")
+
+
+def record(calls: set[torch.dtype], *names: str) -> Any:
+    """Patches the collective that torch uses, by its newest or older name, to note its dtype."""
+    name = next(name for name in names if hasattr(dist, name))
+    original = getattr(dist, name)
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        calls.update(value.dtype for value in (*args, *kwargs.values()) if torch.is_tensor(value))
+        return original(*args, **kwargs)
+
+    return mock.patch.object(dist, name, recording)
+
+
+def travelling_dtypes(precision: str | None, mixed_precision: Any, dtype: torch.dtype) -> dict[str, Any]:
+    policy = mixed_precision_policy(precision, mixed_precision)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).to(dtype)
+    # Inside the root a unit's output feeds modules that compute in param_dtype.
+    fully_shard(model[0], mp_policy=dataclasses.replace(policy, output_dtype=None))
+    fully_shard(model, mp_policy=policy)
+    seen: dict[str, Any] = {}
+
+    def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen["computed"] = next(module.parameters()).dtype
+        seen["input"] = args[0].dtype
+
+    model[0].register_forward_pre_hook(look)
+    gathered: set[torch.dtype] = set()
+    reduced: set[torch.dtype] = set()
+    with (
+        record(gathered, "all_gather_single", "all_gather_into_tensor"),
+        record(reduced, "reduce_scatter_single", "reduce_scatter_tensor"),
+    ):
+        output = model(torch.randn(2, 8, dtype=dtype))
+        output.sum().backward()
+    seen |= {"gathered": gathered, "reduced": reduced, "output": output.dtype}
+    seen["shards"] = {p.dtype for p in model.parameters()}
+    seen["gradients"] = {p.grad.dtype for p in model.parameters() if p.grad is not None}
+    return seen
+
+
+@pytest.mark.parametrize(("precision", "mode", "param", "reduce"), TABLE)
+def test_p88_gathered_and_reduced_dtypes_are_the_tables(
+    world2: World, precision: str | None, mode: str, param: Any, reduce: Any
+) -> None:
+    for seen in world2(travelling_dtypes, precision, mode, F32):
+        assert seen["computed"] == seen["input"] == seen["output"] == (param or F32)
+        assert seen["gathered"] == {param or F32}
+        assert seen["reduced"] == {reduce or F32}
+        assert seen["shards"] == seen["gradients"] == {F32}
+
+
+def test_p88_precision_none_keeps_a_bf16_models_own_dtype(world2: World) -> None:
+    for seen in world2(travelling_dtypes, None, "DEFAULT", BF16):
+        assert seen["gathered"] == seen["reduced"] == seen["shards"] == {BF16}
+        assert seen["output"] == BF16
+
+
+def test_p88_a_mappings_dtypes_are_what_travels(world2: World) -> None:
+    wanted = {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "float32"}
+    for seen in world2(travelling_dtypes, None, wanted, F32):
+        assert seen["gathered"] == {BF16}
+        assert seen["reduced"] == {F32}
+        assert (seen["computed"], seen["output"]) == (BF16, F32)

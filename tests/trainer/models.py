@@ -1,0 +1,113 @@
+"""The models and the data that the Trainer's tests train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from composer_dist.models import ComposerClassifier, ComposerModel
+from composer_dist.trainer import InMemoryLogger, Trainer
+
+IGNORED = -100
+
+
+class Body(nn.Module):
+    """Tokens `(batch, length)` to logits `(batch, length, 4)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        logits: Tensor = self.head(hidden) * 2  # a view as the output would make FSDP2 warn
+        return logits
+
+
+class Tagger(ComposerModel):
+    """Tokens to tags; the loss is a mean over the tokens whose label is not -100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body()
+
+    def forward(self, batch: Any) -> Any:
+        return self.body(batch["input_ids"])
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
+
+    def loss_weight(self, batch: Any) -> float:
+        return float((batch["labels"] != IGNORED).sum())
+
+
+def tagger(seed: int = 0) -> Tagger:
+    torch.manual_seed(seed)
+    return Tagger()
+
+
+def tagged(samples: int, seed: int = 1) -> list[dict[str, Tensor]]:
+    """Sentences of 5 tokens with very different numbers of labels, from none to all."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(16, (samples, 5), generator=generator)
+    labels = (ids * 7 // 3) % 4
+    labels[torch.arange(5) >= (torch.arange(samples) * 2 % 6)[:, None]] = IGNORED
+    return [{"input_ids": ids[i], "labels": labels[i]} for i in range(samples)]
+
+
+def joined(samples: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Samples as a batch."""
+    rows = list(samples)
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def classifier(seed: int = 0, **options: Any) -> ComposerClassifier:
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    return ComposerClassifier(module, num_classes=4, **options)
+
+
+def points(samples: int = 12, seed: int = 1) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, 8, generator=generator)
+    return TensorDataset(inputs, inputs[:, :4].argmax(1))
+
+
+def loader(samples: int = 12, batch_size: int = 4) -> DataLoader[Any]:
+    return DataLoader(points(samples), batch_size=batch_size)
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> Optimizer:
+    return SGD(model.parameters(), lr=lr)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter in full, detached."""
+    return {
+        name: getattr(value, "full_tensor", lambda value=value: value)().detach().clone()
+        for name, value in model.named_parameters()
+    }
+
+
+def quiet(model: ComposerModel, **options: Any) -> tuple[Trainer, InMemoryLogger]:
+    """A Trainer that shows nothing and logs into memory."""
+    log = InMemoryLogger()
+    options = {"optimizers": sgd(model), "progress_bar": False, "loggers": log} | options
+    return Trainer(model=model, **options), log
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Asserts that two sets of weights are the same, to rounding."""
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-6, msg=name)

@@ -1,0 +1,440 @@
+"""A pool of worker processes that run test functions on several ranks.
+
+`run(fn, 2, *args)` calls `fn(*args)` on ranks 0 and 1 of a fresh gloo group and returns what each
+rank returned. The function goes to the workers by reference, so it stands at module level; its
+arguments and its result travel as pickles, by value.
+
+The workers are forked from a server that has imported torch once, start when first needed, and
+live until the test session ends. What keeps tests apart: each run has its own process group over
+its own part of one store, and random state, defaults, environment, working directory and warning
+filters are set anew. After a failure, be it an exception, a death or a hang, the workers that took
+part are replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from composer_dist._torch import clear_dtensor_caches
+
+Setup = Literal["group", "environment", "nothing"]
+
+HOST = "127.0.0.1"
+START_LIMIT = 180.0
+"""Seconds that a worker may take to start; the first one waits for the server to import torch."""
+GRACE = 15.0
+"""Seconds that the other ranks get to return or fail once one rank has failed."""
+PRELOAD = [
+    "pytest",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+]
+"""What the server imports; the workers forked from it have it for nothing."""
+
+
+class WorkerError(AssertionError):
+    """At least one rank failed, died or overran its limit.
+
+    Attributes:
+        errors: what happened, by rank, the first failure first: the traceback as text, or how the
+            worker ended.
+        results: what the other ranks returned.
+    """
+
+    def __init__(self, errors: dict[int, str], results: dict[int, Any]) -> None:
+        self.errors = errors
+        self.results = results
+        super().__init__(
+            "\n" + "\n".join(f"--- rank {rank}\n{text.rstrip()}" for rank, text in errors.items())
+        )
+
+
+def run(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    setup: Setup = "group",
+    **kwargs: Any,
+) -> list[Any]:
+    """Calls `fn(*args, **kwargs)` on every rank of a world and returns the results by rank.
+
+    Args:
+        fn: a function at the top level of an importable module.
+        world_size: how many workers take part.
+        timeout: seconds for the call, and for each collective in it.
+        setup: `"group"` gives a gloo process group and no environment variables,
+            `"environment"` sets what torchrun sets and leaves the group to `fn`,
+            `"nothing"` leaves both out.
+
+    Raises:
+        WorkerError: with the traceback of each rank that failed.
+    """
+    return _pool.run(fn, world_size, args, kwargs, timeout, setup)
+
+
+def stop() -> None:
+    """Ends every worker; a later `run` starts fresh ones."""
+    _pool.stop()
+
+
+@dataclass
+class _Job:
+    """What one rank needs to know for one run."""
+
+    number: int
+    rank: int
+    world_size: int
+    timeout: float
+    setup: Setup
+    launcher_port: int
+    path: list[str]
+    filters: list[tuple[str, str, type[Warning], str, int]]
+    call: bytes
+
+
+class _Worker:
+    """The parent's side of one process."""
+
+    def __init__(self, index: int, port: int, log: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(theirs, port, str(log)), name=f"world-{index}"
+        )
+        log.touch()
+        self._log = log.open("rb")
+        self.process.start()
+        theirs.close()
+
+    def await_start(self) -> None:
+        """Returns when the worker takes jobs."""
+        try:
+            started = self.connection.poll(START_LIMIT) and bool(self.connection.recv_bytes())
+        except EOFError:
+            started = False
+        if not started:
+            self.kill(dump=True)
+            raise RuntimeError(f"{self.process.name} did not start:\n{self.output()}")
+
+    def send(self, message: bytes) -> None:
+        """Sends; that the worker has died shows when its answer is awaited."""
+        with contextlib.suppress(BrokenPipeError):
+            self.connection.send_bytes(message)
+
+    def output(self) -> str:
+        """What the worker wrote to stdout and stderr since the last call."""
+        return self._log.read().decode(errors="replace")
+
+    def kill(self, *, dump: bool = False) -> None:
+        """Ends the worker and its children; with `dump`, has it write its Python stacks first."""
+        if dump and self.process.is_alive() and self.process.pid:
+            os.kill(self.process.pid, signal.SIGUSR1)
+            self.process.join(5)
+        try:
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        except ProcessLookupError:
+            self.process.kill()
+        self.process.join()
+
+    def close(self) -> None:
+        """Releases the parent's handles of a worker that has ended."""
+        self.connection.close()
+        self._log.close()
+        self.process.close()
+
+
+@dataclass
+class _Pool:
+    """The workers; a world of n ranks takes the first n."""
+
+    workers: list[_Worker] = field(default_factory=list)
+    runs: int = 0
+    started: int = 0
+    store: dist.TCPStore | None = None
+    directory: Path | None = None
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        setup: Setup,
+    ) -> list[Any]:
+        call = pickle.dumps((fn, args, kwargs))
+        self.runs += 1
+        try:
+            workers = self._ready(world_size)
+            # A launcher's store holds one world's keys, without a prefix: a new one each time.
+            launcher = _host_store() if setup == "environment" else None
+            for rank, worker in enumerate(workers):
+                job = _Job(
+                    number=self.runs,
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timeout,
+                    setup=setup,
+                    launcher_port=launcher.port if launcher else 0,
+                    path=sys.path,
+                    filters=_warning_filters(),
+                    call=call,
+                )
+                worker.send(pickle.dumps(job))
+            results, errors = self._collect(workers, timeout)
+        except BaseException:  # Ctrl-C among others: leave no worker in an unknown state
+            self._drop(world_size)
+            raise
+        for rank, worker in enumerate(workers):
+            if text := worker.output():
+                print(f"[rank {rank}] " + text.rstrip().replace("\n", f"\n[rank {rank}] "))
+        if errors:
+            self._drop(world_size)
+            raise WorkerError(errors, results)
+        for worker in workers:
+            worker.send(b"released")
+        return [results[rank] for rank in range(world_size)]
+
+    def stop(self) -> None:
+        self._drop(len(self.workers))
+        self.store = None
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory = None
+
+    def _ready(self, world_size: int) -> list[_Worker]:
+        """The first `world_size` workers, started where there is none or it has died."""
+        if self.directory is None:
+            self.directory = Path(tempfile.mkdtemp(prefix="world-"))
+        if self.store is None:
+            self.store = _host_store()
+        if not all(worker.process.is_alive() for worker in self.workers):
+            self._drop(len(self.workers))
+        fresh = []
+        for index in range(len(self.workers), world_size):
+            self.started += 1
+            fresh.append(_Worker(index, self.store.port, self.directory / f"{self.started}.log"))
+            self.workers.append(fresh[-1])
+        for worker in fresh:
+            worker.await_start()
+        return self.workers[:world_size]
+
+    def _drop(self, count: int) -> None:
+        """Ends the first `count` workers."""
+        dropped, self.workers = self.workers[:count], self.workers[count:]
+        for worker in dropped:
+            worker.kill()
+            worker.close()
+
+    @staticmethod
+    def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+        """Waits for every rank's answer, and ends the ranks that give none in time."""
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        pending = {worker.connection: rank for rank, worker in enumerate(workers)}
+        while pending:
+            answered = wait(list(pending), max(deadline - time.monotonic(), 0))
+            if not answered:
+                break
+            for connection in answered:
+                assert isinstance(connection, Connection)
+                rank = pending.pop(connection)
+                try:
+                    succeeded, value = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    succeeded, value = False, _last_words(workers[rank])
+                if succeeded:
+                    results[rank] = value
+                    continue
+                errors[rank] = value
+                deadline = min(deadline, time.monotonic() + GRACE)
+        why = f"within {GRACE:.0f} s of the first failure" if errors else f"in {timeout:g} s"
+        for rank in pending.values():
+            workers[rank].kill(dump=True)
+            errors[rank] = f"did not return {why}; its stacks:\n{workers[rank].output()}"
+        return results, errors
+
+
+def _host_store() -> dist.TCPStore:
+    """A store in this process, as torchrun's agent has it: no dying worker takes it along."""
+    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+
+
+def _last_words(worker: _Worker) -> str:
+    worker.process.join(5)
+    code = worker.process.exitcode
+    return f"the worker died with exit code {code}\n{worker.output()}"
+
+
+def _warning_filters() -> list[tuple[str, str, type[Warning], str, int]]:
+    """This process's filters, so that a warning in a worker counts as it would in the test."""
+
+    def pattern(part: Any) -> str:
+        return str(getattr(part, "pattern", part) or "")
+
+    return [
+        (action, pattern(message), category, pattern(module), line)
+        for action, message, category, module, line in warnings.filters
+    ]
+
+
+# The worker's side.
+
+
+def _serve(connection: Connection, port: int, log: str) -> None:
+    """Answers jobs until the parent closes its end."""
+    _settle(log)
+    # One connection for all runs: each costs a look-up of the host's name, which may take seconds.
+    store = dist.TCPStore(HOST, port, is_master=False)
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            job: _Job = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        answer, succeeded = _answer(job, dist.PrefixStore(f"run-{job.number}", store))
+        if not succeeded:
+            _tear_down()  # first: the peers' collectives then fail at once instead of waiting
+        connection.send_bytes(answer)
+        connection.recv_bytes()  # every rank is done: nobody needs this rank's sockets any more
+        _tear_down()
+
+
+def _settle(log: str) -> None:
+    """Gives the worker its own process group, output file, and an end when the parent ends."""
+    os.setpgid(0, 0)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.enable(2)
+    # Chained to the default action: SIGUSR1 writes the stacks, then ends the process.
+    faulthandler.register(signal.SIGUSR1, 2, all_threads=True, chain=True)
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _answer(job: _Job, store: dist.Store) -> tuple[bytes, bool]:
+    """Runs the job; the answer is the pickle of (succeeded, result or traceback)."""
+    try:
+        with _clean_slate(job):
+            modules = len(sys.modules)
+            fn, args, kwargs = pickle.loads(job.call)
+            if len(sys.modules) != modules:
+                gc.freeze()  # what is imported stays: keeps the collection after each run short
+            if job.setup == "group":
+                dist.init_process_group(
+                    "gloo",
+                    store=store,
+                    rank=job.rank,
+                    world_size=job.world_size,
+                    timeout=timedelta(seconds=job.timeout),
+                )
+            return pickle.dumps((True, fn(*args, **kwargs))), True
+    except BaseException:  # also SystemExit and pytest's outcomes: the parent must hear of it
+        return pickle.dumps((False, traceback.format_exc())), False
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _clean_slate(job: _Job) -> Iterator[None]:
+    """The same state before every function: seeds, defaults, environment, warnings."""
+    sys.path[:] = job.path
+    environment, directory = dict(os.environ), os.getcwd()
+    if job.setup == "environment":
+        os.environ.update(_torchrun_environment(job))
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.resetwarnings()
+            for action, message, category, module, line in job.filters:
+                warnings.filterwarnings(
+                    action,  # type: ignore[arg-type]
+                    message,
+                    category,
+                    module,
+                    line,
+                    append=True,
+                )
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(directory)
+
+
+def _torchrun_environment(job: _Job) -> dict[str, str]:
+    """What torchrun's agent tells its workers; the store is the one that the parent hosts."""
+    return {
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(job.launcher_port),
+        "RANK": str(job.rank),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_RANK": str(job.rank),
+        "LOCAL_WORLD_SIZE": str(job.world_size),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
+
+
+def _tear_down() -> None:
+    """Leaves nothing of a run behind: no process group, no cached mesh, no cycle with a model."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    clear_dtensor_caches()
+    gc.collect()
+
+
+_pool = _Pool()
+atexit.register(stop)
