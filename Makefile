@@ -54,7 +54,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.dev
-	@set -e; for file in $(sort $(wildcard benchmarks/bench_*.py)); do \
+	@set -e; for file in $(sort $(wildcard benchmarks/*.py)); do \
 		echo "== $$file"; $(BIN)/python $$file; \
 	done
 

@@ -17,12 +17,12 @@ def lazy_names(
         homes: public name to the module that defines it.
     """
 
-    def __getattr__(name: str) -> Any:
+    def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(homes[name]), name)
 
-    def __dir__() -> list[str]:
+    def names() -> list[str]:
         return sorted(homes)
 
-    return __getattr__, __dir__
+    return get, names

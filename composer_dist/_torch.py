@@ -7,6 +7,7 @@ says which feature falls if it goes. Code that differs by torch version lives he
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,21 +15,6 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
-
-
-def clear_dtensor_caches() -> None:
-    """Forgets the meshes that DTensor's sharding propagation has seen; called on `destroy`.
-
-    The caches are keyed by equality of meshes, which leaves out the groups, and hand back the mesh
-    they saw first. After `destroy_process_group` and a new `init_process_group` an equal mesh has
-    groups of other names, so the first redistribution fails or talks to the wrong ranks. Torch's own
-    tests call this for the same reason. The name exists since torch 2.0; since 2.10 it clears the
-    C++ cache too.
-    """
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 # A wrap policy as Composer and FSDP1 users write it; only its function is read. Since torch 2.1.
 from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
@@ -56,6 +42,9 @@ from torch.distributed._composable.replicate import replicate as replicate
 # public way to ask for the dtype of a norm. `dtype=` since torch 2.2.
 from torch import _foreach_mul_ as _foreach_mul_
 from torch import _foreach_norm as _foreach_norm
+
+# The mode under which an operation's arguments are seen: how initialisers are traced. Since torch 1.13.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def fsdp_param_groups(module: FSDPModule) -> list[Any]:
@@ -94,21 +83,6 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """`tensor.register_hook`, which is public but has no types (torch 2.13)."""
-    handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-    return handle
-
-
-def after_accumulation(
-    parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
-) -> RemovableHandle:
-    """`parameter.register_post_accumulate_grad_hook`, public but untyped (torch 2.13)."""
-    register: Any = parameter.register_post_accumulate_grad_hook
-    handle: RemovableHandle = register(hook)
-    return handle
-
-
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs `callback` once when the current backward pass is over, before it returns.
 
@@ -117,18 +91,14 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     """
     Variable._execution_engine.queue_callback(callback)
 
+
 # FSDP2 keeps what it knows of each parameter in private objects, reachable from the sharded module.
 # They are what lets a shard be allocated once, padded as the all-gather wants it, and filled in place.
-# `_fsdp_param_groups` (plural) exists since torch 2.12; before, there is one group per module.
 
 
 def fsdp_params(module: FSDPModule) -> list[Any]:
     """The `FSDPParam` objects of the unit that `module` is, or leads."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return [param for group in groups for param in group.fsdp_params]
+    return [param for group in fsdp_param_groups(module) for param in group.fsdp_params]
 
 
 def fsdp_param_place(param: Any) -> tuple[nn.Module, str]:
@@ -136,7 +106,9 @@ def fsdp_param_place(param: Any) -> tuple[nn.Module, str]:
     return param._module_info.module, param._module_info.param_name
 
 
-def materialise_shard(param: Any, device: torch.device, pin_memory: bool) -> tuple[nn.Parameter, torch.Tensor]:
+def materialise_shard(
+    param: Any, device: torch.device, pin_memory: bool
+) -> tuple[nn.Parameter, torch.Tensor]:
     """Give an `FSDPParam` that was sharded on the meta device real storage on `device`.
 
     Returns the registered parameter, a DTensor, and its local tensor: `(rows, ...)`, uninitialised.
@@ -156,6 +128,11 @@ def materialise_shard(param: Any, device: torch.device, pin_memory: bool) -> tup
     return parameter, local
 
 
+def shard_home(param: Any, device: torch.device) -> tuple[torch.device, bool]:
+    """Where an `FSDPParam` keeps its shard, and whether in pinned memory: host memory with offload."""
+    return torch.device("cpu") if param.offload_to_cpu else device, param.pin_memory
+
+
 def finish_lazily(root: FSDPModule) -> None:
     """Run FSDP2's lazy initialisation now, so that its checks speak before the first forward.
 
@@ -164,10 +141,30 @@ def finish_lazily(root: FSDPModule) -> None:
     """
     root._get_fsdp_state()._lazy_init()
 
-# The mode under which an operation's arguments are seen: how initialisers are traced. Since torch 1.13.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
 
 def original_class(sharded: type[nn.Module]) -> type[nn.Module]:
     """The class that a module had before `fully_shard` put `FSDPModule` in front of it."""
     return sharded.__mro__[2]
+
+
+def clear_dtensor_caches() -> None:
+    """Forgets the meshes that DTensor's sharding propagation has seen; called on `destroy`.
+
+    The caches are keyed by equality of meshes, which leaves out the groups, and hand back the mesh
+    they saw first. After `destroy_process_group` and a new `init_process_group` an equal mesh has
+    groups of other names, so the first redistribution fails or talks to the wrong ranks. Torch's own
+    tests call this for the same reason. In torch 2.11 to 2.13 it clears the C++ cache too.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
+def collective_timeout() -> timedelta:
+    """How long a collective of the default group may take: what `init_process_group` was given.
+
+    Backends keep it in their options, to which there is no public way. Since torch 2.6.
+    """
+    group = torch.distributed.group.WORLD
+    backends = [group._get_backend(device) for device in group._device_types] if group else []
+    return max((backend.options._timeout for backend in backends), default=timedelta(minutes=30))

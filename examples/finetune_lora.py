@@ -182,7 +182,7 @@ def say(text: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a language model, fine-tune it with LoRA.")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where to write")
-    parser.add_argument("--steps", type=int, default=120, help="of stage 1; stage 2 takes half")
+    parser.add_argument("--steps", type=int, default=200, help="of stage 1; stage 2 takes half")
     arguments = parser.parse_args()
     disable_progress_bar()  # transformers' own, for reading and writing files
     warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 about transformers 5.23

@@ -23,6 +23,7 @@ World = Callable[..., list[Any]]
 
 
 def _on(world_size: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    __tracebackhide__ = True
     return world.run(fn, world_size, *args, **kwargs)
 
 

@@ -201,9 +201,7 @@ def prints() -> None:
     print("hello\nfrom here")
 
 
-def test_output_is_passed_on_with_its_rank(
-    world2: World, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_is_passed_on_with_its_rank(world2: World, capsys: pytest.CaptureFixture[str]) -> None:
     world2(prints)
     expected = "".join(f"[rank {rank}] hello\n[rank {rank}] from here\n" for rank in range(2))
     assert capsys.readouterr().out == expected

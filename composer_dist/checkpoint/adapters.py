@@ -22,8 +22,7 @@ State = dict[str, Tensor]
 
 
 def adapter_hosts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of every outermost module that carries peft adapters, with or without a
-    `PeftModel` around it."""
+    """Name and module of every outermost module that carries adapters, `PeftModel` or not."""
     if _adapters(model):
         yield "", model
         return
@@ -75,7 +74,8 @@ def as_peft_names(host: nn.Module, state: Mapping[str, Tensor]) -> State:
 
     They differ where a checkpoint wrapper stands between the modules.
     """
-    return {raw: state[name] for raw, name in _names(host).items() if name in state}
+    names = {name: canonical_name(name) for name, _ in _tensors(host)}
+    return {name: state[clean] for name, clean in names.items() if clean in state}
 
 
 def _adapters(module: nn.Module) -> list[str]:
@@ -84,27 +84,25 @@ def _adapters(module: nn.Module) -> list[str]:
     return list(configs) if isinstance(configs, Mapping) else []
 
 
-def _names(host: nn.Module) -> dict[str, str]:
-    """Every name of the host's parameters and buffers, as its modules are called: the clean name."""
-    tensors = [*host.named_parameters(remove_duplicate=False), *host.named_buffers(remove_duplicate=False)]
-    return {name: canonical_name(name) for name, _ in tensors}
+def _tensors(host: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all their names, as the host's modules are called."""
+    yield from host.named_parameters(remove_duplicate=False)
+    yield from host.named_buffers(remove_duplicate=False)
 
 
 def _chosen(host: nn.Module, adapter: str) -> set[str]:
-    """The clean names that peft would take for one adapter."""
+    """The names that peft would take for one adapter."""
     from peft import get_peft_model_state_dict
 
-    names = _names(host)
     if host.peft_config[adapter].is_prompt_learning:  # type: ignore[index, union-attr]
         # peft reads these from the prompt encoder, not from the state that it is given.
-        return {name for name in names.values() if name.startswith(f"prompt_encoder.{adapter}.")}
-    tensors = dict(host.named_parameters(remove_duplicate=False))
-    tensors.update(host.named_buffers(remove_duplicate=False))
-    asked = {name: _StandIn.of(name, tensor) for name, tensor in tensors.items()}
+        prefix = f"prompt_encoder.{adapter}."
+        return {name for name, _ in _tensors(host) if name.startswith(prefix)}
+    asked = {name: _StandIn.of(name, tensor) for name, tensor in _tensors(host)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft says again what it says when the file is written
         taken = get_peft_model_state_dict(host, state_dict=asked, adapter_name=adapter)
-    return {names[name] for name in _sources(taken.values())}
+    return set(_sources(taken.values()))
 
 
 class _StandIn(Tensor):
@@ -121,11 +119,10 @@ class _StandIn(Tensor):
         return value
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What a method computes from stand-ins (AdaLoRA's ranks, VB-LoRA's top k) keeps the names."""
-        result = super().__torch_function__(func, types, args, kwargs or {})
+        untyped: Any = super()  # torch 2.13 has no types for it
+        result = untyped.__torch_function__(func, types, args, kwargs or {})
         sources = frozenset(_sources([*args, *(kwargs or {}).values()]))
         for each in result if isinstance(result, tuple) else (result,):
             if isinstance(each, cls):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint.adapters import adapter_keys, whole_state
 from composer_dist.distributed.agreement import Agreement
-from composer_dist.distributed.names import canonical_name, reshard
+from composer_dist.distributed.names import canonical_name, check_usable, reshard
 from composer_dist.distributed.process_group import broadcast, device_of_group, world_and_rank
 from composer_dist.distributed.summon import broadcast_full, gather, scatter_into
 from composer_dist.errors import (
@@ -140,6 +140,7 @@ def load_full_model_state(
 
 def _state(model: nn.Module) -> dict[str, Any]:
     """Clean names to the model's own tensors (the shards), and to extra state where there is any."""
+    check_usable(model)
     reshard(model)
     return {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
 
@@ -219,8 +220,8 @@ def _materialize(target: Tensor) -> None:
     """Give a tensor on the meta device real, unset memory; the object, its ties and owners stay."""
     if not target.is_meta:
         return
-    sharded = isinstance(target, DTensor)
-    device = target.device_mesh.device_type if sharded else device_of_group()
+    mesh = target.device_mesh if isinstance(target, DTensor) else None
+    device = device_of_group() if mesh is None else mesh.device_type
     real: Tensor = torch.empty_like(target, device=device)
     if isinstance(target, nn.Parameter):
         real = nn.Parameter(real, requires_grad=target.requires_grad)
@@ -228,7 +229,7 @@ def _materialize(target: Tensor) -> None:
     torch.utils.swap_tensors(target, real)
 
 
-def _owner(model: nn.Module, name: str) -> nn.Module:
+def _owner(model: nn.Module, name: str) -> Any:
     """The module whose extra state is called `name`."""
-    modules = {canonical_name(path): module for path, module in model.named_modules()}
-    return modules[name.rpartition(".")[0]]
+    owner = name.rpartition(".")[0]
+    return next(module for path, module in model.named_modules() if canonical_name(path) == owner)

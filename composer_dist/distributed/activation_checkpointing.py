@@ -31,18 +31,11 @@ from composer_dist.errors import (
 Mode = Literal["composable", "wrapped", "offload"]
 CheckFn = Callable[[nn.Module], bool]
 
-_OFFLOAD_OPTIONS = ("pin_memory",)
-_CHECKPOINT_OPTIONS = (  # torch.utils.checkpoint.checkpoint's
-    "context_fn",
-    "debug",
-    "determinism_check",
-    "early_stop",
-    "preserve_rng_state",
-)
+_CHECKPOINT = ("context_fn", "debug", "determinism_check", "early_stop", "preserve_rng_state")
 _OPTIONS: Mapping[Mode, tuple[str, ...]] = {
-    "composable": (*_CHECKPOINT_OPTIONS, "offload", *_OFFLOAD_OPTIONS),
-    "wrapped": (*_CHECKPOINT_OPTIONS, "checkpoint_impl", "offload", *_OFFLOAD_OPTIONS),
-    "offload": _OFFLOAD_OPTIONS,
+    "composable": (*_CHECKPOINT, "offload", "pin_memory"),
+    "wrapped": (*_CHECKPOINT, "checkpoint_impl", "offload", "pin_memory"),
+    "offload": ("pin_memory",),
 }
 
 
@@ -56,8 +49,8 @@ def apply_ac(
 ) -> None:
     """Checkpoint or offload the activations of chosen modules, in place; Composer's signature.
 
-    Apply it before sharding. The modules are those of `checkpointed_modules`; a warning says when
-    there are none. Composer always wraps, which is `mode="wrapped"` here.
+    Apply it before sharding. The modules are those of `checkpointed_modules`; where there are none
+    a warning says so. Composer always wraps, which is `mode="wrapped"` here.
 
     Args:
         model: any module; itself never checkpointed.
@@ -182,7 +175,7 @@ def checkpoint_modules(
     Raises:
         ParallelismValueError: a name does not exist, is checkpointed already, or is the root in
             mode "wrapped". The model is then untouched.
-        ParallelismRuntimeError: `pin_memory=True` on a machine without an accelerator.
+        ParallelismRuntimeError: `pin_memory=True` without an accelerator.
     """
     modules = dict(model.named_modules())
     _check_names(modules, names, mode)
@@ -190,7 +183,7 @@ def checkpoint_modules(
     offload = options.pop("offload", mode == "offload")
     pin_memory = _pin_memory(options.pop("pin_memory", None))
     # Innermost first: wrapping a module changes the names of those inside it.
-    for name in sorted(names, key=lambda name: name.count("."), reverse=True):
+    for name in sorted(set(names), key=lambda name: (name.count("."), name), reverse=True):
         module = modules[name]
         if mode == "composable":
             _recompute_in_place(module, options)

@@ -4,18 +4,26 @@ Ranks agree through the process group's store and not through collectives: a sto
 time limit even when a peer is dead or has taken another way, where a collective would hang. Every
 rank posts what it found; the first rank reads all of it, decides, and posts one verdict that all
 others wait for. An error on any rank becomes the verdict: the same exception, with the same text,
-everywhere.
+everywhere. A rank that leaves without an answer (Ctrl-C) says so, and nobody waits for it. Collectives
+run under `collectively`, so that a failure on one rank does not leave the others inside of them.
+
+After any failure the ranks start a new sequence of agreements, for they may be at different places
+in the old one.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from composer_dist import _torch
@@ -23,19 +31,20 @@ from composer_dist._torch import Store
 from composer_dist.errors import ParallelismError, ParallelismRuntimeError, kind_named, kind_of
 
 T = TypeVar("T")
+Post = dict[str, Any]
 
-TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others, who may be reading a large model from a slow disk."""
-_MARGIN = timedelta(seconds=15)
+GRACE = timedelta(seconds=4)
+"""How long the first rank waits for the others' findings once one of them has failed."""
+MARGIN = timedelta(seconds=4)
 """How much longer than the first rank the others wait, so that its verdict on who is missing comes."""
 
 
 @dataclass
 class _Line:
-    """This process's place in the sequence of agreements over one store."""
+    """This process's place in a sequence of agreements over one store."""
 
     store: Store
-    generation: int
+    prefix: str
     count: int = 0
 
 
@@ -48,14 +57,16 @@ class Agreement:
     Args:
         ranks: global ranks that take part, this one included; None means all. Each of them must
             call the same agreements in the same order; one that is elsewhere is named in an error.
-        timeout: how long to wait for the others.
+        timeout: how long to wait for the others; None takes the process group's limit for a
+            collective.
     """
 
-    def __init__(self, ranks: Sequence[int] | None = None, timeout: timedelta = TIMEOUT) -> None:
+    def __init__(self, ranks: Sequence[int] | None = None, timeout: timedelta | None = None) -> None:
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.ranks = tuple(range(world)) if ranks is None else tuple(sorted(ranks))
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.timeout = timeout
+        self.timeout = timeout or (_torch.collective_timeout() if world > 1 else timedelta(0))
+        self._raised: BaseException | None = None
 
     def reach(
         self,
@@ -76,26 +87,8 @@ class Agreement:
         Raises:
             ParallelismError: this rank's error, another's, or `decide`'s; or a rank did not come.
         """
-        if len(self.ranks) == 1:
-            if error is not None:
-                raise _unpack(_pack(error)) from error
-            return decide([mine])
-        line = _line(self.ranks)
-        line.count += 1
-        key = f"composer_dist/{self.ranks[0]}-{len(self.ranks)}/{line.generation}/{line.count}"
-        post: dict[str, Any] = {"step": step, "mine": mine, "error": error and _pack(error)}
-        verdict: dict[str, Any]
-        if self.rank == self.ranks[0]:
-            verdict = self._judge(line.store, key, step, post, decide)
-            line.store.set(f"{key}/verdict", json.dumps(verdict))
-        else:
-            line.store.set(f"{key}/{self.rank}", json.dumps(post))
-            verdict = self._receive(
-                line.store, f"{key}/verdict", step, self.ranks[0], self.timeout + _MARGIN
-            )
-        if verdict["error"]:
-            raise _unpack(verdict["error"]) from error
-        return verdict["result"]
+        post = {"step": step, "mine": mine, "error": error and _pack(error)}
+        return self._agree(post, decide, self.timeout, error)
 
     @contextmanager
     def together(self, step: str) -> Iterator[None]:
@@ -105,45 +98,150 @@ class Agreement:
             yield
         except Exception as caught:
             error = caught
+        except BaseException as caught:
+            self.leave(caught)
+            raise
         self.reach(step, None, error=error)
 
+    def collectively(self, step: str, body: Callable[[], T]) -> T:
+        """Run a body of collectives: where it fails on one rank, or one is lost, all raise the same.
+
+        It runs in a thread of its own, for a collective whose peers have gone cannot be called back:
+        when another rank reports trouble, this one leaves the thread to its own time limit. Ranks
+        that got through learn of the trouble at their next agreement; there is none when all is well.
+
+        Raises:
+            ParallelismError: this rank's error or another's; ParallelismRuntimeError names a lost rank.
+        """
+        if len(self.ranks) == 1:
+            return body()
+        task = _Task(body)
+        try:
+            line = _line(self.ranks)
+            while not task.done.wait(0.1):
+                if line.store.check([f"{line.prefix}/trouble"]):
+                    # An interpreter that ends under a thread inside of torch aborts. The thread ends
+                    # as soon as the peer it waits for does.
+                    atexit.register(task.done.wait, 5.0)
+                    raise _LostError("another rank is in trouble")
+            return task.result()
+        except Exception as caught:
+            with suppress(RuntimeError):  # the store is gone: then the others know
+                line = _line(self.ranks)
+                line.store.set(f"{line.prefix}/trouble", "")
+            post = {"step": step, "mine": None, "error": _pack(caught), "lost": _is_lost(caught)}
+            self._agree(post, lambda _: None, GRACE, caught)
+            raise AssertionError from caught  # an agreement on an error always raises
+        except BaseException as caught:
+            self.leave(caught)
+            raise
+
+    def leave(self, cause: BaseException) -> None:
+        """Tell the others not to wait for this rank; does nothing where they know the cause."""
+        if len(self.ranks) == 1 or cause is self._raised:
+            return
+        with suppress(RuntimeError):  # the store is gone: then they know
+            line = _line(self.ranks)
+            text = _merge({self.rank: _pack(cause)}, len(self.ranks))
+            line.store.set(f"{line.prefix}/left", json.dumps(text))
+            line.store.set(f"{line.prefix}/trouble", "")
+        _lines.pop(self.ranks, None)
+
+    def _agree(
+        self, post: Post, decide: Callable[..., Any], limit: timedelta, error: BaseException | None
+    ) -> Any:
+        try:
+            if len(self.ranks) > 1:
+                return self._exchange(post, decide, limit)
+            if post["error"]:
+                raise _unpack(post["error"])
+            return decide([post["mine"]])
+        except Exception as failure:
+            agreed = failure if isinstance(failure, ParallelismError) else _unpack(_pack(failure))
+            self._raised = agreed
+            _lines.pop(self.ranks, None)
+            raise agreed from (error if agreed is failure else failure)
+        except BaseException as interrupt:
+            self.leave(interrupt)
+            raise
+
+    def _exchange(self, post: Post, decide: Callable[..., Any], limit: timedelta) -> Any:
+        step = post["step"]
+        try:
+            line = _line(self.ranks)
+            line.count += 1
+            key = str(line.count)
+            if self.rank == self.ranks[0]:
+                verdict = self._judge(line, key, post, decide, limit)
+                line.store.set(f"{line.prefix}/{key}/verdict", json.dumps(verdict))
+            else:
+                line.store.set(f"{line.prefix}/{key}/{self.rank}", json.dumps(post))
+                verdict = self._await_verdict(line, key, step, limit + MARGIN)
+        except ParallelismError:
+            raise
+        except RuntimeError as lost:
+            raise ParallelismRuntimeError(
+                f"The connection to the store, which the launcher or rank 0 hosts, was lost at {step!r}; a "
+                "process has ended early. See the ranks' own output."
+            ) from lost
+        if verdict["error"]:
+            raise _unpack(verdict["error"])
+        return verdict["result"]
+
     def _judge(
-        self,
-        store: Store,
-        key: str,
-        step: str,
-        post: dict[str, Any],
-        decide: Callable[..., Any],
+        self, line: _Line, key: str, post: Post, decide: Callable[..., Any], limit: timedelta
     ) -> dict[str, Any]:
         """The first rank's part: collect, compare, decide."""
-        posts = {self.ranks[0]: post}
+        step, first = post["step"], self.ranks[0]
+        posts = {first: post}
+        self._gather(line, key, posts, limit, stop_at_error=True)
+        if any(other["error"] for other in posts.values()):
+            self._gather(line, key, posts, GRACE, stop_at_error=False)
+        missing = [rank for rank in self.ranks if rank not in posts]
+        errors = {rank: posts[rank]["error"] for rank in sorted(posts) if posts[rank]["error"]}
+        causes = {rank: error for rank, error in errors.items() if not posts[rank].get("lost")}
+        left = _read(line, "left") if missing else None
         try:
-            for rank in self.ranks[1:]:
-                posts[rank] = self._receive(store, f"{key}/{rank}", step, rank, self.timeout)
+            if left and not causes:
+                return {"error": left, "result": None}
+            if missing and not causes:
+                why = "was lost" if errors else f"did not come within {limit.total_seconds():.0f} s"
+                raise ParallelismRuntimeError(f"{_spell(missing)} {why} at {step!r}; see the output there.")
+            if errors:
+                return {"error": _merge(causes or errors, len(self.ranks)), "result": None}
             for rank, other in posts.items():
                 if other["step"] != step:
                     raise ParallelismRuntimeError(
-                        f"Rank {rank} is at {other['step']!r} while rank {self.ranks[0]} is at {step!r}: "
-                        "every rank must make the same calls in the same order."
+                        f"Rank {rank} is at {other['step']!r} while rank {first} is at {step!r}: every "
+                        "rank must make the same calls in the same order."
                     )
-            failed = {rank: other["error"] for rank, other in posts.items() if other["error"]}
-            if failed:
-                return {"error": _merge(failed, len(self.ranks)), "result": None}
-            return {"error": None, "result": decide([other["mine"] for other in posts.values()])}
+            return {"error": None, "result": decide([posts[rank]["mine"] for rank in self.ranks])}
         except Exception as caught:
             return {"error": _pack(caught), "result": None}
 
-    def _receive(
-        self, store: Store, key: str, step: str, rank: int, timeout: timedelta
-    ) -> dict[str, Any]:
-        try:
-            store.wait([key], timeout)
-            return json.loads(store.get(key))  # type: ignore[no-any-return]
-        except RuntimeError as lost:
-            raise ParallelismRuntimeError(
-                f"Rank {rank} did not reach {step!r} within {timeout.total_seconds():.0f} s, or the "
-                f"connection to it was lost; see its own output. ({str(lost).splitlines()[0]})"
-            ) from None
+    def _gather(
+        self, line: _Line, key: str, posts: dict[int, Post], limit: timedelta, stop_at_error: bool
+    ) -> None:
+        """Collect posts until all are there, or a rank has left, or the time is over."""
+        for _ in _poll(limit):
+            for rank in self.ranks:
+                if rank not in posts and (post := _read(line, f"{key}/{rank}")):
+                    posts[rank] = post
+            if len(posts) == len(self.ranks) or _read(line, "left"):
+                return
+            if stop_at_error and any(post["error"] for post in posts.values()):
+                return
+
+    def _await_verdict(self, line: _Line, key: str, step: str, limit: timedelta) -> Any:
+        for _ in _poll(limit):
+            if verdict := _read(line, f"{key}/verdict"):
+                return verdict
+            if left := _read(line, "left"):
+                return {"error": left}
+        raise ParallelismRuntimeError(
+            f"Rank {self.ranks[0]} did not come within {limit.total_seconds():.0f} s at {step!r}; see the "
+            "output there."
+        )
 
 
 def _line(ranks: tuple[int, ...]) -> _Line:
@@ -151,9 +249,65 @@ def _line(ranks: tuple[int, ...]) -> _Line:
     store = _torch._get_default_store()
     line = _lines.get(ranks)
     if line is None or line.store is not store:
-        counter = f"composer_dist/{ranks[0]}-{len(ranks)}/generation/{dist.get_rank()}"
-        line = _lines[ranks] = _Line(store, generation=store.add(counter, 1))
+        base = f"composer_dist/{ranks[0]}-{len(ranks)}-{hash(ranks)}"
+        generation = store.add(f"{base}/generation/{dist.get_rank()}", 1)
+        line = _lines[ranks] = _Line(store, f"{base}/{generation}")
     return line
+
+
+def _read(line: _Line, key: str) -> Any:
+    """What a rank has written, or None if it has not yet."""
+    key = f"{line.prefix}/{key}"
+    return json.loads(line.store.get(key)) if line.store.check([key]) else None
+
+
+def _poll(limit: timedelta) -> Iterator[None]:
+    """Yield, ever less often, until the time is over; unlike a store's own wait, Ctrl-C ends it."""
+    end, pause = time.monotonic() + limit.total_seconds(), 0.001
+    yield
+    while time.monotonic() < end:
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.1)
+        yield
+
+
+class _LostError(RuntimeError):
+    """A collective was given up because of another rank."""
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank, and not by itself."""
+    return isinstance(error, (_LostError, dist.DistError)) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "Connection"))
+    )
+
+
+class _Task(Generic[T]):
+    """A call in a thread of its own, with this thread's current device."""
+
+    def __init__(self, body: Callable[[], T]) -> None:
+        self.done = threading.Event()
+        self._body = body
+        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def result(self) -> T:
+        """What the call returned, or its exception."""
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def _run(self) -> None:
+        try:
+            if self._device is not None:
+                torch.accelerator.set_device_index(self._device)
+            self._value = self._body()
+        except BaseException as error:
+            self._error = error
+        finally:
+            del self._body
+            self.done.set()
 
 
 def _pack(error: BaseException) -> list[str]:
@@ -176,10 +330,9 @@ def _merge(failed: dict[int, list[str]], world: int) -> list[str]:
     kind = next(iter(failed.values()))[0]
     if len(by_text) == 1 and len(failed) == world:
         return [kind, next(iter(by_text))]
-    lines = [f"{_spell(ranks)}: {text}" for text, ranks in by_text.items()]
-    return [kind, "\n".join(lines)]
+    return [kind, "\n".join(f"{_spell(ranks)}: {text}" for text, ranks in by_text.items())]
 
 
-def _spell(ranks: list[int]) -> str:
+def _spell(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"Rank {shown}" if len(ranks) == 1 else f"Ranks {shown}"

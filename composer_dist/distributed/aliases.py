@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from composer_dist.distributed.names import canonical_name
+from composer_dist.errors import ParallelismValueError
 
 Kind = Literal["parameter", "buffer", "attribute"]
 
@@ -37,8 +39,14 @@ class Place:
         return self._home()[self.key]  # type: ignore[no-any-return]
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Hold `tensor` instead, past any `__setattr__` of the module."""
-        self._home()[self.key] = tensor
+        """Hold `tensor` instead, through the module's own `__setattr__` where it has one.
+
+        `nn.LSTM` has: it keeps a list of its weights besides.
+        """
+        if self.kind == "parameter" and type(self.module).__setattr__ is not nn.Module.__setattr__:
+            setattr(self.module, self.key, tensor)
+        else:
+            self._home()[self.key] = tensor
 
     @property
     def key_of(self) -> tuple[int, str]:
@@ -97,8 +105,10 @@ class Structure:
     """Every name of every module, "" being the root, parents before children."""
     tensors: dict[str, Held]
     """First name to tensor."""
+    first: dict[str, str]
+    """Every name of a module to its first one."""
     duplicates: tuple[tuple[str, ...], ...]
-    """Names of each module that has several and holds parameters or buffers at or below it."""
+    """Names of each module that has several and holds parameters or buffers, the topmost only."""
 
     @property
     def parameters(self) -> dict[str, Held]:
@@ -120,9 +130,10 @@ def read_structure(model: nn.Module) -> Structure:
     """List the modules and tensors of `model`, names without wrapper segments."""
     modules: dict[str, nn.Module] = {}
     for name, module in _walk(model):
-        modules.setdefault(
-            canonical_name(name), module
-        )  # a wrapper, being first, stands for what it wraps
+        # A wrapper comes first, and stands for what it wraps.
+        modules.setdefault(canonical_name(name), module)
+    first_of: dict[int, str] = {}
+    first = {name: first_of.setdefault(id(module), name) for name, module in modules.items()}
     names: dict[int, list[str]] = {}
     places: dict[int, list[Place]] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -154,8 +165,45 @@ def read_structure(model: nn.Module) -> Structure:
             )
             for key, tensor in tensors.items()
         },
-        duplicates=_duplicates(modules),
+        first=first,
+        duplicates=tuple(_duplicates(modules, first)),
     )
+
+
+def check_duplicates(structure: Structure) -> None:
+    """Refuse one module under several names, unless the architecture itself is built that way.
+
+    Inside a transformers model it is: `resize_token_embeddings` leaves T5 and Bart with one embedding
+    module in three places. There, sharing is handled as a tie is. Anywhere else it is most often a slip
+    (a layer appended twice), and what a rule for one of the names means is anybody's guess. A mere
+    store of tensors, never called (a ParameterDict, as peft's VeRA shares between layers), is a tie too.
+
+    Raises:
+        ParallelismValueError: duplicate module references, with all names of each.
+    """
+    refused = [
+        " = ".join(names)
+        for names in structure.duplicates
+        if not _is_store(structure.modules[names[0]]) and architecture_of(structure, names[0]) is None
+    ]
+    if refused:
+        raise ParallelismValueError(
+            f"The model has duplicate module references, one module with parameters or buffers under "
+            f"several names: {'; '.join(refused)}. Give each place a module of its own, with tied "
+            "parameters if they are to be the same, or call one module several times."
+        )
+
+
+def architecture_of(structure: Structure, name: str) -> str | None:
+    """The innermost transformers model that contains all places of the module called `name`, if any."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    module = structure.modules[name]
+    names = [other for other, known in structure.modules.items() if known is module]
+    for above in ancestors(name):
+        inside = all(above in ancestors(other) for other in names) and above not in names
+        if transformers and inside and isinstance(structure.modules[above], transformers.PreTrainedModel):
+            return type(structure.modules[above]).__name__
+    return None
 
 
 def ancestors(name: str) -> Iterator[str]:
@@ -195,22 +243,23 @@ def _kind(places: list[Place]) -> Kind:
     return next(kind for kind in ("parameter", "buffer", "attribute") if kind in kinds)
 
 
-def _duplicates(modules: dict[str, nn.Module]) -> tuple[tuple[str, ...], ...]:
-    """Modules with several names, the topmost only: what lies below a duplicate is one by itself."""
-    by_module: dict[int, list[str]] = {}
-    for name, module in modules.items():
-        by_module.setdefault(id(module), []).append(name)
-    found: list[tuple[str, ...]] = []
-    inside: set[str] = set()
-    for names in by_module.values():
-        module = modules[names[0]]
-        if len(names) == 1 or not _holds_tensors(module):
-            continue
-        if not all(any(name.startswith(f"{outer}.") for outer in inside) for name in names[1:]):
-            found.append(tuple(names))
-        inside.update(names)
-    return tuple(found)
+def _duplicates(modules: dict[str, nn.Module], first: dict[str, str]) -> Iterator[tuple[str, ...]]:
+    names: dict[str, list[str]] = {}
+    for name, one in first.items():
+        names.setdefault(one, []).append(name)
+    several = {name for group in names.values() if len(group) > 1 for name in group}
+    for one, group in names.items():
+        if len(group) > 1 and any(True for _ in _tensors(modules[one])):
+            # What lies below a duplicate is one by itself, in all of its places.
+            parents = {first[name.rpartition(".")[0]] for name in group}
+            if len(parents) > 1 or parents.isdisjoint(several):
+                yield tuple(group)
 
 
-def _holds_tensors(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+def _is_store(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward and not module._modules
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()

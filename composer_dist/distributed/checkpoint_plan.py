@@ -40,6 +40,10 @@ def plan_checkpointing(
     """Choose the modules: by rule, else by `check_fn` or attributes, else the model's blocks.
 
     Args:
+        modules: the model's, by name.
+        config: which activations to keep.
+        check_fn: the caller's word on each module.
+        rules: their fields by module name.
         blocks: the innermost units, taken where nobody has chosen.
 
     Raises:
@@ -61,9 +65,7 @@ def plan_checkpointing(
             )
         return tuple(chosen.values())
     names = checkpointed_modules(modules[""], check_fn)
-    reason = (
-        "activation_checkpointing_check_fn" if check_fn else "an attribute of the model asks for it"
-    )
+    reason = "activation_checkpointing_check_fn" if check_fn else "an attribute of the model asks for it"
     if not names and check_fn is None:
         names, reason = list(blocks), "it is a block"
     if not names:

@@ -133,6 +133,10 @@ class FSDP2Config(_FromDict):
     verbose: bool = False
     """Print the plan and the preparation's report on rank 0."""
 
+    def __post_init__(self) -> None:
+        _require("cpu_offload", self.cpu_offload, (False, True, "pinned", "pageable"))
+        _require("state_dict_type", self.state_dict_type, ("sharded", "full"))
+
     @classmethod
     def from_compatible_attrs(cls, attrs: Mapping[str, Any]) -> Self:
         """Build the configuration from a dictionary of Composer's, for FSDP1 or FSDP2.
@@ -140,19 +144,16 @@ class FSDP2Config(_FromDict):
         Keys that have no meaning here are dropped, each with one warning. FSDP1's
         `sharding_strategy` becomes `reshard_after_forward`.
         """
+        rest = dict(attrs)
+        strategy = str(rest.get("sharding_strategy", "")).upper()
+        if strategy in {"FULL_SHARD", "SHARD_GRAD_OP"} and "reshard_after_forward" not in rest:
+            del rest["sharding_strategy"]
+            rest["reshard_after_forward"] = strategy == "FULL_SHARD"
         known = {field.name for field in dataclasses.fields(cls)}
-        values = {key: value for key, value in attrs.items() if key in known}
-        strategy = str(attrs.get("sharding_strategy", "")).upper()
-        if strategy in {"FULL_SHARD", "SHARD_GRAD_OP"} and "reshard_after_forward" not in values:
-            values["reshard_after_forward"] = strategy == "FULL_SHARD"
-        for key in attrs:
-            if key not in known and not (
-                key == "sharding_strategy" and "reshard_after_forward" in values
-            ):
-                warnings.warn(
-                    f"FSDP2Config has no {key!r}; the key is ignored.", UserWarning, stacklevel=2
-                )
-        return cls.from_dict(values)
+        for key in sorted(rest.keys() - known):
+            text = f"FSDP2Config has no {key!r}; '{key}: {rest.pop(key)}' is ignored."
+            warnings.warn(text, UserWarning, stacklevel=2)
+        return cls.from_dict(rest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,21 +180,29 @@ Match = Any  # str | re.Pattern | type[nn.Module] | Callable[[str, nn.Module], b
 
 @dataclass(frozen=True)
 class Rule(_FromDict):
-    """What is to happen to the modules that `match` selects; None leaves a field to others.
+    """What is to happen to the modules that `match` selects.
 
-    Rules merge per field, later ones win.
+    A field that is None is left to other rules, the policy, the attributes or the configuration. Where
+    several rules select a module they merge field by field, the later one winning. A ModuleList or
+    ModuleDict stands for its children (see `ParallelismConfig.containers`).
     """
 
     match: Match
     """An exact module name, "re:..." or a compiled pattern (both fullmatch), a module type, a
     callable `(name, module) -> bool`, or a list of these. "" is the root."""
     shard: bool | None = None
-    """True makes each match a unit; False leaves its parameters replicated, gradients averaged."""
+    """True makes each match a unit; False leaves all parameters below it replicated, gradients
+    averaged, but for those of units that somebody has chosen further down."""
     reshard_after_forward: bool | int | None = None
+    """As in `FSDP2Config`, for these units. This and the next two are refused where no match is a unit."""
     mixed_precision: str | Mapping[str, Any] | None = None
+    """As in `FSDP2Config`, for these units."""
     offload: bool | None = None
+    """Whether these units' shards, gradients and optimizer state live in host memory."""
     act_ckpt: ActivationCheckpointing = None
+    """As `ParallelismConfig.activation_checkpointing`, for these modules; False leaves them out."""
     tp: Any = None
+    """Tensor-parallel style."""
     optional: bool = False
     """No error where nothing matches."""
 
@@ -204,9 +213,11 @@ class ParallelismConfig(_FromDict):
 
     mesh: MeshConfig = MeshConfig()
     fsdp2: FSDP2Config | None = None
+    """None means the defaults."""
     tp: TPConfig | None = None
     ddp: DDPConfig | None = None
     rules: Sequence[Rule] = ()
+    """Exceptions, module by module. Rules that choose units leave the root out unless one selects ""."""
     containers: Literal["expand", "skip"] = "expand"
     """A selected ModuleList or ModuleDict stands for its children, or for nothing."""
     activation_checkpointing: ActivationCheckpointing = None
@@ -223,12 +234,14 @@ class ParallelismConfig(_FromDict):
 
     def __post_init__(self) -> None:
         fsdp2 = self.fsdp2
-        if fsdp2 and (fsdp2.activation_checkpointing or fsdp2.activation_cpu_offload):
-            if self.activation_checkpointing is not None:
-                raise ParallelismValueError(
-                    "activation_checkpointing is set twice, in ParallelismConfig and (by Composer's "
-                    "alias) in FSDP2Config; keep one."
-                )
+        aliased = fsdp2 is not None and (fsdp2.activation_checkpointing or fsdp2.activation_cpu_offload)
+        if aliased and self.activation_checkpointing is not None:
+            raise ParallelismValueError(
+                "activation_checkpointing is set twice, in ParallelismConfig and (by Composer's alias) in "
+                "FSDP2Config; keep one."
+            )
+        _require("sync", self.sync, ("auto", "rank0", "verify"))
+        _require("containers", self.containers, ("expand", "skip"))
         if self.bucket_bytes < 1:
             raise ParallelismValueError(f"bucket_bytes must be positive, not {self.bucket_bytes}.")
 
@@ -264,9 +277,14 @@ def resolve_config(
 
 
 def near_miss(name: str, candidates: Sequence[str] | set[str]) -> str:
-    """ " Did you mean 'x'?" for the closest candidate, or nothing."""
+    """The sentence "Did you mean 'x'?" for the closest candidate, with a space before it, or nothing."""
     close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _require(name: str, value: object, known: Sequence[object]) -> None:
+    if value not in known:
+        raise ParallelismValueError(f"{name} is one of {', '.join(map(repr, known))}, not {value!r}.")
 
 
 def _spell(sizes: Mapping[str, int]) -> str:
@@ -274,7 +292,7 @@ def _spell(sizes: Mapping[str, int]) -> str:
 
 
 def _explain(cls: type, errors: Sequence[Any]) -> str:
-    """pydantic's findings in our words: the path, the fault, the nearest known key."""
+    """What pydantic has found, in our words: the path, the fault, the nearest known key."""
     lines = []
     for error in errors:
         path = [str(part) for part in error["loc"]]

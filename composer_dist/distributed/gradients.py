@@ -92,10 +92,9 @@ def clip_grad_norm(model_or_parameters: Parameters, max_norm: float, norm_type: 
         return torch.tensor(0.0)
     # Grouped by what the parameters are, not by which gradients exist: the collectives below are
     # then the same on every rank.
-    groups: defaultdict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]]
-    groups = defaultdict(list)
+    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
     for parameter in parameters:
-        groups[_sharding(parameter)] += _local_gradient(parameter)
+        groups.setdefault(_sharding(parameter), []).extend(_local_gradient(parameter))
     device = parameters[0].device
     sizes = [
         _reduce_power(_power(gradients, norm_type, device), norm_type, mesh, dims)
@@ -139,11 +138,9 @@ def average_plain_gradients(
 
     Raises:
         ParallelismTypeError: a parameter is sharded.
-        ParallelismRuntimeError: from backward, if it reached one of the parameters but no output
-            of `root`, so that the gradient would differ between ranks.
+        ParallelismRuntimeError: from backward, if it reached a parameter but no output of `root`.
     """
-    sharded = [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]
-    if sharded:
+    if sharded := [name for name, p in parameters.items() if isinstance(p, DTensor)]:
         raise ParallelismTypeError(
             f"Only plain parameters can be averaged here, but {', '.join(sharded)} are DTensors, "
             "whose gradients FSDP2 reduces."
@@ -155,9 +152,9 @@ class PlainGradientAveraging:
     """The handle of `average_plain_gradients`.
 
     A callback per backward, not hooks per parameter: ranks may produce their gradients in another
-    order, or some not at all, but the callback runs once on each. It is queued when the gradient
-    arrives at an output of the root. FSDP2 queues its own final callback there too; hooks of one
-    tensor fire in the order of registration, so the order of all collectives is one everywhere.
+    order, or not at all, but the callback runs once on each. It is queued when the gradient arrives
+    at an output of the root, where FSDP2 queues its own; hooks of one tensor fire in the order of
+    registration, so the order of all collectives is one everywhere.
     """
 
     sync: bool = True
@@ -173,7 +170,8 @@ class PlainGradientAveraging:
         self._handles: list[RemovableHandle] = [root.register_forward_hook(self._watch)]
         for parameter in self._names:
             if parameter.requires_grad:
-                self._handles.append(_torch.after_accumulation(parameter, self._expect_average))
+                hook = parameter.register_post_accumulate_grad_hook(self._expect_average)
+                self._handles.append(hook)
         _averagings.setdefault(root, []).append(self)
 
     def remove(self) -> None:
@@ -187,7 +185,7 @@ class PlainGradientAveraging:
     def _watch(self, root: nn.Module, inputs: Any, output: Any) -> None:
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                _torch.on_gradient(tensor, self._queue)
+                tensor.register_hook(self._queue)
 
     def _queue(self, gradient: torch.Tensor) -> None:
         # By the number of the pass: a flag would stay set after a backward that raised.
@@ -206,18 +204,18 @@ class PlainGradientAveraging:
         if self._backward != backward and not self._pending:
             raise ParallelismRuntimeError(
                 f"Backward reached the parameter {self._names[parameter]!r} but no output of the "
-                "prepared model, so its gradient would not be averaged over the ranks. Call the "
-                "prepared model itself, and let it return the tensors that the loss needs (in "
-                "tuples, lists, mappings or dataclasses)."
+                "prepared model, so it would not be averaged over the ranks. Call the prepared "
+                "model itself; let it return what the loss needs (in tuples, lists, mappings or "
+                "dataclasses)."
             )
 
     @torch.no_grad()
     def _average(self) -> None:
         """Replaces each gradient by its mean over the ranks.
 
-        Gradients are sums over micro-batches, and the mean is linear: what `no_sync` left
-        unsynchronised is averaged here together with the new part. What was averaged before is
-        equal on all ranks, hence its own mean, and stays what it is.
+        Gradients are sums over micro-batches, and the mean is linear: what `no_sync` left behind
+        is averaged here together with the new part. What was averaged before is equal on all
+        ranks, hence its own mean, and stays what it is.
         """
         self._pending = False
         groups = _groups(self._mesh)
@@ -248,9 +246,8 @@ def _groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     """The groups whose all-reduces, one after the other, span all ranks of `mesh`."""
     if mesh is not None:
         return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return [dist.group.WORLD] if dist.group.WORLD else []
-    return []
+    world = dist.group.WORLD if dist.is_available() else None
+    return [world] if world is not None and dist.get_world_size(world) > 1 else []
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
@@ -269,9 +266,8 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _store_gradient(parameter: torch.Tensor, mean: torch.Tensor, used: torch.Tensor) -> None:

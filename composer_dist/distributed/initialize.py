@@ -12,15 +12,17 @@ module, so that neither the world size, nor the mesh, nor the order of component
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 
 from composer_dist.distributed.aliases import Held, Structure, ancestors, read_structure
+from composer_dist.distributed.optimizer import carry_attributes
 from composer_dist.distributed.policies import inherited
 from composer_dist.distributed.tracing import (
     Initialiser,
@@ -45,12 +47,15 @@ class Component:
 
 
 def replace(held: Held, value: torch.Tensor) -> None:
-    """Hold `value` in every place of a tensor, as a parameter with the old one's attributes if it is one."""
+    """Hold `value` wherever a tensor is held; a parameter keeps its attributes and hooks."""
     if held.info.kind == "parameter":
-        old = held.get()
-        value = nn.Parameter(value, requires_grad=held.info.requires_grad)
-        value.__dict__.update(vars(old))
+        parameter = nn.Parameter(value, requires_grad=held.info.requires_grad)
+        carry_attributes(held.get(), parameter)
+        value = parameter
     held.put(value)
+    for place in held.places:
+        if isinstance(place.module, nn.RNNBase):  # keeps its weights in a list as well
+            setattr(place.module, place.key, value)
 
 
 def assert_no_meta(model: nn.Module) -> None:
@@ -99,6 +104,33 @@ def find_components(
     return list(_group(structure, initialisers, needed))
 
 
+def describe_components(components: Sequence[Component]) -> list[list[str]]:
+    """What is initialised, by what, in plain types: equal on ranks that will deliver alike."""
+    return [
+        [
+            *(f"{one.label} of {one.module or 'the root'}" for one in component.initialisers),
+            *component.tensors,
+        ]
+        for component in components
+    ]
+
+
+def check_alike(findings: Sequence[list[list[str]]]) -> None:
+    """Refuse initialisers that do not do the same on all ranks, given `describe_components` of each.
+
+    Raises:
+        ParallelismValueError: names the first one that differs.
+    """
+    for rank, finding in enumerate(findings):
+        for mine, first in zip_longest(finding, findings[0]):
+            if mine != first:
+                raise ParallelismValueError(
+                    f"The initialisers differ between ranks: {', '.join((first or mine)[:2])}, and what goes "
+                    f"with it, is not the same on rank 0 and rank {rank}. Pass the same param_init_fn on "
+                    "every rank."
+                )
+
+
 def run_component(
     component: Component,
     structure: Structure,
@@ -122,11 +154,7 @@ def run_component(
             value = torch.empty(one.info.shape, dtype=one.info.dtype, device=device)
             if name in real:
                 value.copy_(real[name].detach())
-            one.put(
-                nn.Parameter(value, one.info.requires_grad)
-                if one.info.kind == "parameter"
-                else value
-            )
+            one.put(nn.Parameter(value, one.info.requires_grad) if one.info.kind == "parameter" else value)
         with random_state_kept(device), torch.no_grad(), as_constructed(structure):
             for initialiser in component.initialisers:
                 seed_all(f"{seed}/{initialiser.module}")
@@ -164,17 +192,13 @@ def _find_initialisers(
         elif hugging_face is not None:
             yield Initialiser(name, "_init_weights", partial(hugging_face._init_weights, module))
         elif name in bare:
-            reset = getattr(module, "reset_parameters", None) or getattr(
-                module, "_reset_parameters", None
-            )
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if callable(reset):
                 yield Initialiser(name, "reset_parameters", reset)
 
 
-def _group(
-    structure: Structure, initialisers: list[Initialiser], needed: set[str]
-) -> Iterator[Component]:
-    """Connected components of initialisers over the tensors they touch, those without needed ones left out."""
+def _group(structure: Structure, initialisers: list[Initialiser], needed: set[str]) -> Iterator[Component]:
+    """Initialisers that touch a common tensor, together; those that make nothing needed are left out."""
     leader: dict[str, str] = {}
 
     def find(name: str) -> str:

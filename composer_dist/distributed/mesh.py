@@ -48,7 +48,12 @@ def mesh_dim_names(sizes: Mapping[str, int]) -> tuple[str, ...]:
 def mesh_for(config: ParallelismConfig) -> DeviceMesh:
     """The mesh that a configuration asks for: the user's own one, or one built from its sizes.
 
-    A 2-D mesh without names is rebuilt over the same ranks with names, which FSDP2 insists on.
+    A 2-D mesh without names is rebuilt over the same groups with names, which FSDP2 insists on.
+
+    Raises:
+        ParallelismRuntimeError: used before the process group is initialized.
+        ParallelismValueError: a mesh of the user's own beside sizes for another one; sizes that do not
+            multiply to the world size.
     """
     own = config.fsdp2.device_mesh if config.fsdp2 else None
     if own is None:
@@ -58,24 +63,23 @@ def mesh_for(config: ParallelismConfig) -> DeviceMesh:
             "Both FSDP2Config.device_mesh and ParallelismConfig.mesh say what the mesh is; give one."
         )
     if own.ndim == 2 and own.mesh_dim_names is None:
-        return DeviceMesh(own.device_type, own.mesh, mesh_dim_names=_DATA_PARALLEL)
+        groups = [own.get_group(dim) for dim in range(2)]
+        return DeviceMesh.from_group(groups, own.device_type, own.mesh, mesh_dim_names=_DATA_PARALLEL)
     return own
 
 
 def data_parallel_dims(mesh: DeviceMesh) -> list[int]:
-    """Indices of the mesh dimensions over which data, and so gradients, differ.
-
-    All dimensions of a mesh that carries none of our names (a user's own 1-D or 2-D mesh).
-    """
-    names = mesh.mesh_dim_names or ()
-    ours = [index for index, name in enumerate(names) if name in _DATA_PARALLEL]
-    if ours or any(name in {"cp", "tp"} for name in names):
-        return ours
-    return list(range(mesh.ndim))
+    """Indices of the mesh dimensions over which data, and so gradients, differ: all but "cp" and "tp"."""
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return [index for index, name in enumerate(names) if name not in {"cp", "tp"}]
 
 
 def sampler_kwargs(mesh: DeviceMesh) -> dict[str, int]:
-    """`num_replicas` and `rank` for a `DistributedSampler`: ranks that must see the same data are equal."""
+    """`num_replicas` and `rank` for a `DistributedSampler`: ranks that must see the same data are equal.
+
+    Raises:
+        ParallelismRuntimeError: this rank is not part of the mesh.
+    """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ParallelismRuntimeError("This rank is not part of the mesh.")

@@ -42,6 +42,7 @@ def named_parameters_canonical(
     """Name and parameter (the shard) of all parameters below `model`, in registration order.
 
     Args:
+        model: prepared or not.
         remove_duplicate: a tied parameter comes once, under its first name; False gives every name.
     """
     reshard(model)
@@ -73,5 +74,6 @@ def check_usable(model: nn.Module) -> None:
     cause = vars(model).get(_UNUSABLE)
     if cause is not None:
         raise ParallelismRuntimeError(
-            f"This model is unusable, because its preparation failed half way; build it anew. The cause: {cause}"
+            "This model is unusable, because its preparation failed half way; build it anew. "
+            f"The cause: {cause}"
         )

@@ -5,7 +5,7 @@ it would move tensors that no module has any more. So its groups are rewritten i
 dictionaries and their lists stay the same objects, for schedulers hold them), and its state is sharded
 as its parameter is: a tensor of the parameter's shape row by row, one that is the parameter's shape
 with some dimensions reduced to 1 (Adafactor's) by its remaining dimensions, scalars as they are.
-Pending gradients go the same way.
+Pending gradients go the same way. Optimizers that torch cannot step on shards are refused.
 """
 
 from __future__ import annotations
@@ -26,10 +26,19 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 Description = dict[str, Any]
 """State in plain types: optimizer index and parameter name to key to what is held there."""
 
+_GRADIENTS = "gradients"
+"""The entry of pending gradients in a description; those of states have a slash."""
 
-def check_optimizers(
-    optimizers: Sequence[Optimizer], structure: Structure, plain: Mapping[str, str]
-) -> None:
+_UNABLE: dict[str, tuple[int, str]] = {
+    "LBFGS": (1, "it steps along one flat vector of all parameters"),
+    "SparseAdam": (1, "sharded gradients are dense"),
+    "Rprop": (1, "DTensor (torch 2.13) has no masked assignment, which it uses"),
+    "Adafactor": (2, "DTensor (torch 2.13) cannot square its norms over sharded rows in place"),
+}
+"""torch.optim classes that cannot step on sharded parameters: from which number of dimensions, and why."""
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], structure: Structure, plain: Mapping[str, str]) -> None:
     """Refuse optimizers that could not follow their parameters.
 
     Raises:
@@ -44,39 +53,55 @@ def check_optimizers(
             raise ParallelismTypeError(
                 f"optimizer {index} is a {type(optimizer).__name__}, not an Optimizer."
             )
-        label = (
-            f"optimizer {index} ({type(optimizer).__name__})"
-            if len(optimizers) > 1
-            else type(optimizer).__name__
-        )
+        label = type(optimizer).__name__
+        label = f"optimizer {index} ({label})" if len(optimizers) > 1 else label
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        foreign = [parameter for parameter in held if id(parameter) not in names]
+        foreign = [parameter for parameter in [*held, *optimizer.state] if id(parameter) not in names]
         if foreign:
+            shape = tuple(getattr(foreign[0], "shape", ()))
             faults.append(
                 f"{label} holds {len(foreign)} parameters (of {len(held)}) that are not this model's, the "
-                f"first of shape {tuple(foreign[0].shape)}; build it from the parameters of the model that "
-                "is prepared, and before it is prepared."
+                f"first of shape {shape}; build it from the parameters of the model that is prepared, and "
+                "before it is prepared."
+            )
+            continue
+        ndim, why = _unable(optimizer)
+        unable = [names[id(p)] for p in held if ndim and p.ndim >= ndim and names[id(p)] not in plain]
+        if unable:
+            faults.append(
+                f"{label} cannot step on sharded parameters ({_list(unable)}): {why}. Take another "
+                "optimizer, or leave their modules replicated with Rule(..., shard=False)."
             )
             continue
         for number, group in enumerate(optimizer.param_groups):
             mode = next((mode for mode in ("foreach", "fused") if group.get(mode)), None)
-            whole = [
-                names[id(parameter)]
-                for parameter in group["params"]
-                if names[id(parameter)] in plain
-            ]
+            whole = [names[id(p)] for p in group["params"] if names[id(p)] in plain]
             if mode and whole and len(whole) < len(group["params"]):
                 faults.append(
                     f"{label} group {number} has {mode}=True but would mix sharded parameters with the "
-                    f"replicated {', '.join(whole[:4])}; give those a group of their own, or leave {mode} out."
+                    f"replicated {_list(whole)}; give those a group of their own, or leave {mode} out."
                 )
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
-                fault = _state_fault(value, parameter)
-                if fault:
+                if fault := _state_fault(value, parameter):
                     faults.append(f"{label} state {key!r} of {names[id(parameter)]}: {fault}")
     if faults:
         raise ParallelismValueError("\n".join(faults))
+
+
+def describe_groups(optimizers: Sequence[Optimizer], structure: Structure) -> list[list[str]]:
+    """What must be alike on all ranks: classes, parameters of each group, plain hyperparameters."""
+    names = _names(structure)
+    facts: list[list[str]] = []
+    for index, optimizer in enumerate(optimizers):
+        facts.append([f"optimizer {index}", type(optimizer).__name__])
+        for number, group in enumerate(optimizer.param_groups):
+            label = f"optimizer {index} group {number}"
+            for key in sorted(group):
+                if isinstance(group[key], (bool, int, float, str, tuple, type(None))):
+                    facts.append([f"{label} {key}", repr(group[key])])
+            facts += [[f"{label} {names[id(p)]}", str(place)] for place, p in enumerate(group["params"])]
+    return facts
 
 
 def describe_states(optimizers: Sequence[Optimizer], structure: Structure) -> Description:
@@ -92,17 +117,35 @@ def describe_states(optimizers: Sequence[Optimizer], structure: Structure) -> De
         for name, held in structure.parameters.items()
         if held.get().grad is not None
     }
-    if gradients:
-        found["gradients"] = gradients
-    return found
+    return found | ({_GRADIENTS: gradients} if gradients else {})
+
+
+def state_tensors(optimizers: Sequence[Optimizer], structure: Structure) -> dict[str, torch.Tensor]:
+    """The real tensors of states and pending gradients, by what to call them in an error."""
+    names = _names(structure)
+    found = {
+        f"optimizer {index}'s {key} of {names[id(parameter)]}": value
+        for index, optimizer in enumerate(optimizers)
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    for name, held in structure.parameters.items():
+        if (gradient := held.get().grad) is not None:
+            found[f"the gradient of {name}"] = gradient
+    return {label: value for label, value in found.items() if not value.is_meta}
 
 
 class Follower:
     """Moves optimizers, their state and pending gradients from old parameters to new ones.
 
     Args:
+        optimizers: as the caller made them.
+        structure: the model before it is sharded.
         description: the state to build, this rank's own or the first rank's.
         here: whether this rank has the tensors of the state, full.
+        init: parameters on the meta device everywhere, whose state is made anew.
+        mesh: the ranks.
     """
 
     def __init__(
@@ -111,39 +154,49 @@ class Follower:
         structure: Structure,
         description: Description,
         here: bool,
+        init: frozenset[str],
         mesh: DeviceMesh,
     ) -> None:
         self._optimizers = optimizers
         self._description = description
         self._here = here
-        self._mesh = mesh
+        self._init = init
         self._ranks = Ranks.of(mesh)
         self._old = {name: held.get() for name, held in structure.parameters.items()}
         self._names = _names(structure)
+        self._groups = {
+            f"{index}/{self._names[id(parameter)]}": group
+            for index, optimizer in enumerate(optimizers)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         self._states: dict[str, dict[str, Any]] = {}
 
     def cargoes(self, new: Mapping[str, nn.Parameter]) -> list[Cargo]:
-        """Build the state for the new parameters; its large tensors are yet to be delivered."""
+        """Build the state for the new parameters; the cargoes are its tensors that need values."""
         cargoes: list[Cargo] = []
         for entry, keys in self._description.items():
+            state = self._states.setdefault(entry, {})
             for key, what in keys.items():
-                if entry == "gradients":
-                    name, source = key, self._old[key].grad
-                    home, slot = self._states.setdefault(entry, {}), key
+                if entry == _GRADIENTS:
+                    group, name, source = {}, key, self._old[key].grad
                 else:
                     index, _, name = entry.partition("/")
+                    group = self._groups[entry]
                     source = self._optimizers[int(index)].state.get(self._old[name], {}).get(key)
-                    home, slot = self._states.setdefault(entry, {}), key
-                if what[0] != "tensor":
-                    home[slot] = source if self._here and source is not None else _rebuild(what)
-                    continue
-                value, cargo = self._allocate(f"{entry}/{key}", new[name], tuple(what[1]), what[2])
-                home[slot] = value
-                if source is not None and source.is_meta:
-                    self._refill(entry, key, cargo.target)
+                source = source if self._here else None
+                if what[0] == "value":
+                    state[key] = what[1]
+                elif what[0] == "scalar":
+                    state[key] = _scalar(key, what, source, new[name], group)
                 else:
-                    cargo.source = source if self._here else None
-                    cargoes.append(cargo)
+                    label = f"{entry}/{key}"
+                    state[key], cargo = self._allocate(label, new[name], tuple(what[1]), what[2])
+                    if name in self._init:
+                        cargo.target.fill_(group["initial_accumulator_value"])
+                    else:
+                        cargo.source = source
+                        cargoes.append(cargo)
         return cargoes
 
     def rebind(self, new: Mapping[str, nn.Parameter]) -> None:
@@ -156,7 +209,7 @@ class Follower:
                 owner, _, name = entry.partition("/")
                 if owner == str(index):
                     optimizer.state[new[name]] = state
-        for name, gradient in self._states.get("gradients", {}).items():
+        for name, gradient in self._states.get(_GRADIENTS, {}).items():
             new[name].grad = gradient
 
     def _allocate(
@@ -187,18 +240,8 @@ class Follower:
         )
         return value, cargo
 
-    def _refill(self, entry: str, key: str, target: torch.Tensor) -> None:
-        """State that an optimizer made on the meta device, at its construction."""
-        index, _, name = entry.partition("/")
-        optimizer = self._optimizers[int(index)]
-        for group in optimizer.param_groups:
-            if any(self._names[id(p)] == name for p in group["params"]):
-                target.fill_(group["initial_accumulator_value"])
 
-
-def check_refills(
-    optimizers: Sequence[Optimizer], structure: Structure, init: frozenset[str]
-) -> None:
+def check_refills(optimizers: Sequence[Optimizer], structure: Structure, init: frozenset[str]) -> None:
     """Refuse state on the meta device that nobody can give values to.
 
     Adagrad makes its state at construction, and says with which value.
@@ -210,20 +253,24 @@ def check_refills(
     faults = [
         f"{type(optimizer).__name__} state {key!r} of {names[id(parameter)]}"
         for optimizer in optimizers
-        if "initial_accumulator_value" not in optimizer.defaults
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
-        if names[id(parameter)] in init and isinstance(value, torch.Tensor) and value.is_meta
+        if isinstance(value, torch.Tensor)
+        and names[id(parameter)] in init
+        and not _is_made_at_construction(optimizer, key, value)
     ]
     if faults:
         raise ParallelismValueError(
-            f"{'; '.join(faults)}: on the meta device, without values. Prepare the model before the first step."
+            f"{'; '.join(faults)}: its parameter is on the meta device, without values. Prepare the model "
+            "before the first step."
         )
 
 
 def carry_attributes(old: torch.Tensor, new: nn.Parameter) -> None:
-    """Give a new parameter the Python attributes and post-accumulate-gradient hooks of the old one."""
+    """Give a new parameter the Python attributes and the gradient hooks of the old one."""
     new.__dict__.update(vars(old))
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
     for hook in (old._post_accumulate_grad_hooks or {}).values():
         new.register_post_accumulate_grad_hook(hook)
 
@@ -255,9 +302,7 @@ def _state_fault(value: Any, parameter: torch.Tensor) -> str | None:
     if value is None or isinstance(value, (bool, int, float)):
         return None
     if not isinstance(value, torch.Tensor):
-        return (
-            f"a {type(value).__name__} cannot be sharded; prepare the model before the first step."
-        )
+        return f"a {type(value).__name__} cannot be sharded; prepare the model before the first step."
     if value.ndim == 0:
         return None
     fits = value.ndim == parameter.ndim and all(
@@ -277,10 +322,33 @@ def _describe(value: Any) -> list[Any]:
     dtype = str(value.dtype).removeprefix("torch.")
     if value.ndim:
         return ["tensor", list(value.shape), dtype]
-    return ["scalar", value.item(), dtype]
+    return ["scalar", 0.0 if value.is_meta else value.item(), dtype]
 
 
-def _rebuild(what: list[Any]) -> Any:
-    if what[0] == "value":
-        return what[1]
-    return torch.tensor(what[1], dtype=getattr(torch, what[2]))
+def _scalar(
+    key: str, what: list[Any], source: Any, parameter: nn.Parameter, group: Mapping[str, Any]
+) -> torch.Tensor:
+    """A 0-dim state tensor, the rank's own or rebuilt, on the device that `load_state_dict` gives it."""
+    if source is None or source.is_meta:
+        source = torch.tensor(what[1], dtype=getattr(torch, what[2]), device="cpu")
+    follows = key != "step" or group.get("capturable") or group.get("fused")
+    value: torch.Tensor = source.to(parameter.device) if follows else source
+    return value
+
+
+def _is_made_at_construction(optimizer: Optimizer, key: str, value: torch.Tensor) -> bool:
+    """Whether a tensor is state that Adagrad makes for parameters on meta, and says with which value."""
+    known = key == "step" or value.is_meta
+    return known and "initial_accumulator_value" in optimizer.defaults
+
+
+def _unable(optimizer: Optimizer) -> tuple[int, str]:
+    """From how many dimensions a sharded parameter is too much for this optimizer (0: never), and why."""
+    for cls in type(optimizer).__mro__:
+        if cls.__module__.startswith("torch.optim") and cls.__name__ in _UNABLE:
+            return _UNABLE[cls.__name__]
+    return 0, ""
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")

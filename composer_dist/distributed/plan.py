@@ -10,14 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from composer_dist.distributed.aliases import Structure, ancestors, read_structure
+from composer_dist.distributed.aliases import (
+    Structure,
+    ancestors,
+    architecture_of,
+    check_duplicates,
+    read_structure,
+)
 from composer_dist.distributed.checkpoint_plan import Checkpointed, plan_checkpointing
 from composer_dist.distributed.config import (
     DDPConfig,
@@ -28,33 +33,13 @@ from composer_dist.distributed.config import (
 )
 from composer_dist.distributed.optimizer import check_optimizers
 from composer_dist.distributed.policies import Choices, WrapPolicy, choose_units
-from composer_dist.distributed.units import Assignment, Group, assign
+from composer_dist.distributed.unit_plan import Unit as Unit
+from composer_dist.distributed.unit_plan import idle_rules, plan_unit
+from composer_dist.distributed.units import Assignment, assign
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
-from composer_dist.precision import Precision, mixed_precision_policy
+from composer_dist.precision import Precision
 
 Config = FSDP2Config | DDPConfig | ParallelismConfig | Mapping[str, Any] | str
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Modules whose parameters are gathered, and whose gradients are reduced, together."""
-
-    modules: tuple[str, ...]
-    """Names of the modules, "" being the root; more than one where a tie joins them."""
-    parameters: tuple[str, ...]
-    """First names of the parameters it manages."""
-    nbytes: int
-    """Size of the gathered parameters in bytes, in their own dtypes."""
-    reshard_after_forward: bool | int
-    mp_policy: MixedPrecisionPolicy
-    offload: str | None
-    """None, or where the shards live in host memory: "auto", "pinned" or "pageable"."""
-    reason: str
-
-    @property
-    def name(self) -> str:
-        """The first module's name."""
-        return self.modules[0]
 
 
 @dataclass(frozen=True)
@@ -87,37 +72,44 @@ class ParallelPlan:
     """Modules whose activations are recomputed or offloaded."""
     warnings: tuple[str, ...] = ()
     parameter_units: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Every parameter's unit by the unit's name, tied names included."""
+    """Every sharded parameter's first name to its unit's."""
+    others: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """What else the model holds, by name: buffers, and parameters that its own code has sharded."""
 
     def explain(self, name: str) -> str:
-        """In words: what happens to the module or parameter called `name`, and why.
+        """In words: what happens to the module or tensor called `name` ("" is the root), and why.
 
         Raises:
             ParallelismKeyError: the model has nothing of this name.
         """
         if name in self.modules:
-            found = self.modules[name]
-            text = f"{name or 'the root'}: {found.action}, because {found.reason}"
-            unit = next((unit for unit in self.units if name in unit.modules), None)
-            if unit is not None:
-                text += (
-                    f". It gathers {unit.nbytes:,} bytes in {len(unit.parameters)} parameters; "
-                    f"reshard_after_forward={unit.reshard_after_forward}"
-                )
-            for one in self.checkpointing:
-                if one.module == name:
-                    text += f". Its activations are {'offloaded' if one.mode == 'offload' else 'recomputed'} ({one.mode}), because {one.reason}"
-            return text + "."
-        tie = next((tie for tie in self.ties if name in tie), ())
-        others = [other for other in tie if other != name]
-        tied = f", tied with {', '.join(others)}" if others else ""
-        first = tie[0] if tie else name
-        if first in self.plain:
-            return f"{name}: replicated on every rank{tied}, because {self.plain[first]}."
-        if first in self.parameter_units:
-            return f"{name}: sharded in unit {self.parameter_units[first] or 'root'}{tied}."
-        known = {*self.modules, *self.parameter_units, *self.plain}
+            return " ".join(self._explain_module(name))
+        tie = next((tie for tie in self.ties if name in tie), (name,))
+        others = ", ".join(other for other in tie if other != name)
+        tied = f", one parameter with {others}" if others else ""
+        if tie[0] in self.parameter_units:
+            return f"{name}{tied}: sharded in unit {self.parameter_units[tie[0]] or 'root'}."
+        if tie[0] in self.plain:
+            return f"{name}{tied}: replicated on every rank, because {self.plain[tie[0]]}."
+        if name in self.others:
+            return f"{name}: {self.others[name]}."
+        known = {*self.modules, *self.parameter_units, *self.plain, *self.others}
         raise ParallelismKeyError(f"The model has nothing called {name!r}.{near_miss(name, known)}")
+
+    def _explain_module(self, name: str) -> Iterator[str]:
+        found = self.modules[name]
+        yield f"{name or 'The root'}: {found.action}, because {found.reason}."
+        for unit in self.units:
+            if name in unit.modules:
+                count = len(unit.parameters)
+                yield (
+                    f"It gathers {count} parameter{'s' * (count != 1)}, {unit.nbytes:,} bytes; "
+                    f"reshard_after_forward={unit.reshard_after_forward}."
+                )
+        for one in self.checkpointing:
+            if one.module == name:
+                what = "offloaded to the host" if one.mode == "offload" else f"recomputed ({one.mode})"
+                yield f"Its activations are {what}, because {one.reason}."
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain types, for JSON, comparison and the digest."""
@@ -125,26 +117,12 @@ class ParallelPlan:
             "world_size": self.world_size,
             "mesh": dict(self.mesh),
             "structure": self.structure,
-            "units": [
-                {
-                    "modules": list(unit.modules),
-                    "parameters": list(unit.parameters),
-                    "nbytes": unit.nbytes,
-                    "reshard_after_forward": unit.reshard_after_forward,
-                    "mixed_precision": str(unit.mp_policy),
-                    "offload": unit.offload,
-                    "reason": unit.reason,
-                }
-                for unit in self.units
-            ],
-            "modules": {
-                k: {"action": v.action, "reason": v.reason} for k, v in self.modules.items()
-            },
+            "units": [unit.to_dict() for unit in self.units],
+            "modules": {name: vars(one) for name, one in self.modules.items()},
             "plain": dict(self.plain),
             "ties": [list(names) for names in self.ties],
             "checkpointing": [
-                [one.module, one.mode, str(dict(one.options)), one.reason]
-                for one in self.checkpointing
+                [one.module, one.mode, str(dict(one.options)), one.reason] for one in self.checkpointing
             ],
             "sync": self.config.sync,
             "bucket_bytes": self.config.bucket_bytes,
@@ -214,24 +192,21 @@ def build_plan(
 ) -> ParallelPlan:
     """`plan_parallelism` for a structure that has been read already."""
     _refuse_unbuilt(config)
-    fsdp2 = config.fsdp2 or FSDP2Config()
+    check_duplicates(structure)
     sizes = mesh_sizes(config, world_size)
     choices = choose_units(structure, config, policy, children)
     assignment = assign(structure, choices)
-    pairs = [
-        _unit(group, structure, choices, fsdp2, sizes["dp_shard"], precision)
-        for group in assignment.groups
-    ]
+    warnings = (*choices.warnings, *assignment.warnings, *idle_rules(choices, assignment, config.strict))
     blocks = _innermost(assignment)
     last = blocks[-1] if blocks else None
+    fsdp2 = config.fsdp2 or FSDP2Config()
     units = tuple(
-        # The last block's backward comes next: gathered again, it would only cost time (torchtitan).
-        replace(unit, reshard_after_forward=False) if by_default and unit.name == last else unit
-        for unit, by_default in pairs
+        plan_unit(group, structure, fsdp2, sizes["dp_shard"], precision, group.modules == [last])
+        for group in assignment.groups
     )
     checkpointing = plan_checkpointing(structure.modules, config, check_fn, choices.rules, blocks)
-    owner = {name: unit.name for unit in units for name in unit.parameters}
     check_optimizers(optimizers, structure, assignment.plain)
+    owner = {name: unit.name for unit in units for name in unit.parameters}
     return ParallelPlan(
         config=config,
         world_size=world_size,
@@ -242,8 +217,9 @@ def build_plan(
         plain=assignment.plain,
         ties=tuple(h.info.names for h in structure.parameters.values() if len(h.info.names) > 1),
         checkpointing=checkpointing,
-        warnings=assignment.warnings,
+        warnings=warnings,
         parameter_units=owner,
+        others=dict(_others(structure, owner, assignment.plain)),
     )
 
 
@@ -312,55 +288,9 @@ def _refuse_unbuilt(config: ParallelismConfig) -> None:
         )
 
 
-def _unit(
-    group: Group,
-    structure: Structure,
-    choices: Choices,
-    fsdp2: FSDP2Config,
-    shards: int,
-    precision: str | Precision | None,
-) -> tuple[Unit, bool]:
-    """The unit, and whether its `reshard_after_forward` is True by nobody's explicit word."""
-    rules = choices.rules.get(group.modules[0], {})
-    mixed = rules.get("mixed_precision", (fsdp2.mixed_precision, ""))[0]
-    reshard = rules.get("reshard_after_forward", (fsdp2.reshard_after_forward, ""))[0]
-    is_default = "reshard_after_forward" not in rules
-    offload: str | None = {True: "auto", False: None}.get(
-        rules.get("offload", (fsdp2.cpu_offload, ""))[0],
-        fsdp2.cpu_offload,  # type: ignore[arg-type]
-    )
-    options = dict(group.choice.options)
-    if "reshard_after_forward" in options:
-        reshard, is_default = options["reshard_after_forward"], False
-    if group.modules == [""] and is_default and reshard is True:
-        reshard = False  # backward starts where forward ends: it would be gathered again at once
-    if not isinstance(reshard, bool) and (reshard < 1 or shards % reshard):
-        raise ParallelismValueError(
-            f"reshard_after_forward={reshard} for {group.modules[0] or 'the root'} must divide the "
-            f"{shards} ranks that share each parameter."
-        )
-    policy = options.get("offload_policy")
-    if policy is not None:
-        offload = None
-        if isinstance(policy, CPUOffloadPolicy):
-            offload = "pinned" if policy.pin_memory else "pageable"
-    unit = Unit(
-        modules=tuple(group.modules),
-        parameters=tuple(group.parameters),
-        nbytes=sum(structure.tensors[name].info.nbytes for name in group.parameters),
-        reshard_after_forward=reshard,
-        mp_policy=options.get("mp_policy") or mixed_precision_policy(precision, mixed),
-        offload=offload,
-        reason=group.choice.reason,
-    )
-    return unit, is_default and reshard is True
-
-
 def _innermost(assignment: Assignment) -> list[str]:
     """The blocks of the model: units below the root that contain no other unit of their own kind."""
-    names = [
-        name for group in assignment.groups for name in group.modules if name and not group.split
-    ]
+    names = [name for group in assignment.groups for name in group.modules if name and not group.split]
     outer = {above for name in names for above in ancestors(name) if above != name}
     return [name for name in names if name not in outer]
 
@@ -369,25 +299,38 @@ def _module_plans(
     structure: Structure, choices: Choices, assignment: Assignment
 ) -> Iterator[tuple[str, ModulePlan]]:
     units = {name: group for group in assignment.groups for name in group.modules}
-    names_of: dict[int, str] = {}
-    for name, module in structure.modules.items():
-        first = names_of.setdefault(id(module), name)
-        if name in units:
+    for name in structure.modules:
+        first = structure.first[name]
+        above = (structure.first[outer] for outer in ancestors(name))
+        home = next((outer for outer in above if outer in units or outer in choices.plain), None)
+        if first != name:
+            yield name, ModulePlan("duplicate", _why_duplicate(first, structure))
+        elif name in units:
             others = [other or "the root" for other in units[name].modules if other != name]
-            joined = f", one group with {', '.join(others)}" if others else ""
-            yield name, ModulePlan(f"unit{joined}", units[name].choice.reason)
-        elif first != name:
-            yield name, ModulePlan("duplicate", f"it is the same module as {first}")
+            joined = f" in one group with {', '.join(others)}" if others else ""
+            choice = choices.units.get(name, units[name].choice)
+            yield name, ModulePlan(f"unit{joined}", choice.reason)
         elif name in assignment.skipped:
             yield name, ModulePlan("no unit", assignment.skipped[name])
+        elif home is None:
+            yield name, ModulePlan("left alone", "no unit contains it")
+        elif home in units:
+            yield name, ModulePlan(f"part of unit {home or 'root'}", "it lies inside it")
         else:
-            home = next(
-                (above for above in ancestors(name) if above in units or above in choices.plain),
-                None,
-            )
-            if home is None:
-                yield name, ModulePlan("left alone", "no unit contains it")
-            elif home in choices.plain:
-                yield name, ModulePlan("replicated", choices.plain[home])
-            else:
-                yield name, ModulePlan(f"part of unit {home or 'root'}", "it lies inside it")
+            yield name, ModulePlan("replicated", choices.plain[home])
+
+
+def _why_duplicate(first: str, structure: Structure) -> str:
+    architecture = architecture_of(structure, first)
+    shared = f", which {architecture} shares; handled as a tie" if architecture else ""
+    return f"it is the same module as {first}{shared}"
+
+
+def _others(
+    structure: Structure, units: Mapping[str, str], plain: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    for name, held in structure.tensors.items():
+        if held.info.kind == "parameter" and name not in units and name not in plain:
+            yield from ((alias, "sharded already, and left as it is") for alias in held.info.names)
+        elif held.info.kind != "parameter":
+            yield from ((alias, f"a {held.info.kind}, whole on every rank") for alias in held.info.names)

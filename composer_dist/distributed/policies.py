@@ -7,22 +7,23 @@ structure speaks only where nobody else has chosen a unit.
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from composer_dist._torch import CustomPolicy
-from composer_dist.distributed.aliases import Structure
+from composer_dist.distributed.aliases import Structure, ancestors
+from composer_dist.distributed.blocks import has_forward as has_forward
+from composer_dist.distributed.blocks import holds_parameters, structural_units
 from composer_dist.distributed.config import Match, ParallelismConfig, Rule, near_miss
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
 
 WrapPolicy = CustomPolicy | Callable[[nn.Module], bool | dict[str, Any]]
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _OPTION_TYPES: dict[str, tuple[type, ...]] = {
     "reshard_after_forward": (bool, int),
     "mp_policy": (MixedPrecisionPolicy,),
@@ -37,29 +38,20 @@ class Choice:
     unit: bool
     reason: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments for `fully_shard` that differ from the configuration's."""
+    """What differs from the configuration: a policy's options and a rule's fields, by name."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The outcome for a whole model."""
+    """The outcome for a whole model. Modules go by their first names."""
 
-    modules: Mapping[str, Choice]
-    """The modules below the root about which somebody had an opinion, by first name."""
+    units: Mapping[str, Choice]
+    """The chosen units, in the order of the model; the root among them if it takes what is left."""
     plain: Mapping[str, str]
     """Modules whose parameters stay replicated, with the reason."""
     rules: Mapping[str, Mapping[str, tuple[Any, str]]]
     """Module name to the merged fields of the rules that match it, each with its rule's spelling."""
-    root: Choice | None
-    """The root takes the parameters that nobody else has; None where it must not."""
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Whether `module` can be a unit: a bare container has no forward to gather for."""
-    return not (
-        isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
-        and type(module).forward is nn.Module.forward
-    )
+    warnings: tuple[str, ...] = ()
 
 
 def select(match: Match, modules: Mapping[str, nn.Module]) -> list[str]:
@@ -87,137 +79,119 @@ def select(match: Match, modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def merge_rules(
-    rules: tuple[Rule, ...], modules: Mapping[str, nn.Module], containers: str
-) -> dict[str, dict[str, tuple[Any, str]]]:
+    rules: Sequence[Rule], structure: Structure, containers: str
+) -> tuple[dict[str, dict[str, tuple[Any, str]]], list[str]]:
     """Module name to the fields that the rules set there, later rules winning field by field.
 
-    A ModuleList or ModuleDict stands for its children (or, with `containers="skip"`, for nothing).
+    A ModuleList or ModuleDict stands for its children (or, with `containers="skip"`, for nothing), which
+    the warnings, the second result, say.
 
     Raises:
         ParallelismValueError: rules that match nothing and are not optional; all of them at once.
     """
+    modules = structure.modules
     merged: dict[str, dict[str, tuple[Any, str]]] = {}
     unmatched: list[str] = []
+    warnings: dict[str, None] = {}
     for rule in rules:
         names = select(rule.match, modules)
         if not names and not rule.optional:
             hint = near_miss(rule.match, list(modules)) if isinstance(rule.match, str) else ""
-            unmatched.append(f"{spell(rule.match)}.{hint}")
-        for name in _expand(names, modules, containers):
-            for item in fields(rule):
-                value = getattr(rule, item.name)
-                if item.name not in {"match", "optional"} and value is not None:
-                    merged.setdefault(name, {})[item.name] = (value, f"rule {spell(rule.match)}")
+            unmatched.append(f"No module matches {spell(rule.match)}.{hint}")
+        chosen: dict[str, None] = {}
+        for name in names:
+            inner = [structure.first[name]]
+            if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)) and not has_forward(modules[name]):
+                inner = _children(name, structure)
+                if not set(inner) <= set(names):
+                    warnings[_container_text(name, modules[name], containers)] = None
+                inner = inner if containers == "expand" else []
+            chosen.update(dict.fromkeys(inner))
+        values = {f.name: getattr(rule, f.name) for f in fields(rule) if f.name not in {"match", "optional"}}
+        for name in chosen:
+            for key, value in values.items():
+                if value is not None:
+                    merged.setdefault(name, {})[key] = (value, f"rule {spell(rule.match)}")
     if unmatched:
-        raise ParallelismValueError(
-            "No module matches "
-            + " No module matches ".join(unmatched)
-            + " (Rule(..., optional=True) allows that.)"
-        )
-    return merged
+        raise ParallelismValueError(" ".join(unmatched) + " (Rule(..., optional=True) allows that.)")
+    return merged, list(warnings)
 
 
 def spell(match: Match) -> str:
-    """A rule's `match` as its author would write it."""
+    """A rule's `match` as its author would write it; the same on every rank."""
     if isinstance(match, (list, tuple)):
         return "[" + ", ".join(spell(part) for part in match) + "]"
     if isinstance(match, re.Pattern):
         return repr(f"re:{match.pattern}")
-    return repr(match) if isinstance(match, str) else getattr(match, "__qualname__", repr(match))
+    return repr(match) if isinstance(match, str) else getattr(match, "__qualname__", type(match).__name__)
 
 
 def choose_units(
     structure: Structure,
     config: ParallelismConfig,
     policy: WrapPolicy | None = None,
-    children: tuple[str, ...] = (),
+    children: Sequence[str] = (),
 ) -> Choices:
     """Decide for every module of a model whether it is a unit, and by whose word.
 
     Args:
+        structure: the model's.
+        config: its rules and `containers` count here.
         policy: the caller's `fsdp_wrap_policy`.
         children: modules that are units unless somebody says no (the children of a ComposerModel).
 
     Raises:
-        ParallelismValueError: a rule that matches nothing, a policy or attributes that choose no unit.
+        ParallelismValueError: a rule that matches nothing, a policy that chooses no unit.
         ParallelismKeyError: a policy's dictionary with a key that is not an option of `fully_shard`.
         ParallelismTypeError: a policy that returns neither a bool nor a dictionary.
     """
     modules = structure.modules
-    rules = merge_rules(tuple(config.rules), modules, config.containers)
+    rules, warnings = merge_rules(config.rules, structure, config.containers)
     chosen: dict[str, Choice] = {}
-    plain: dict[str, str] = {}
-    by_rule = by_function = False
-    seen: set[int] = set()
+    plain = dict(_metrics(structure))
     for name, module in modules.items():
+        if structure.first[name] != name:
+            continue
         shard, source = rules.get(name, {}).get("shard", (None, ""))
         if shard is False:
             plain[name] = f"{source} leaves it replicated"
-        if shard is False or id(module) in seen:
-            continue
-        seen.add(id(module))
-        if shard:
-            chosen[name], by_rule = Choice(True, source), True
+        elif shard:
+            chosen[name] = Choice(True, source)
         elif (choice := _ask(name, module, modules, policy)) is not None:
             chosen[name] = choice
-            by_function |= policy is not None or "_fsdp_wrap" not in choice.reason
         elif name in children:
-            chosen[name] = Choice(True, "direct child of the ComposerModel")
-    chosen = dict(_expand_choices(chosen, modules, config.containers))
-    if by_function and not any(choice.unit for choice in chosen.values()):
+            chosen[name] = Choice(True, "it is a direct child of the ComposerModel")
+    chosen, expanded = _expand(chosen, structure, config.containers)
+    refused_root = any("shard" in fields and fields["shard"][0] for fields in rules.values())
+    refused_root |= "" in plain or ("" in chosen and not chosen[""].unit)
+    units = {name: choice for name, choice in chosen.items() if choice.unit}
+    if not units and (policy is not None or any(hasattr(m, "fsdp_wrap_fn") for m in modules.values())):
         raise ParallelismValueError(
             "Nothing would be sharded: the wrap policy (fsdp_wrap_policy or fsdp_wrap_fn) chooses no "
             "module. Return True for at least one, or leave the policy out."
         )
-    if not any(choice.unit for name, choice in chosen.items() if name not in children):
-        for name, reason in structural_units(modules):
-            chosen.setdefault(name, Choice(True, reason))
-    root = chosen.pop("", None)
-    if root is None or not root.unit:
-        refused = by_rule or getattr(modules[""], "_fsdp_wrap", None) is False or "" in plain
-        root = None if refused else Choice(True, "the root takes the rest")
-    return Choices(chosen, plain, rules, root)
+    if units.keys() <= set(children):
+        for name, reason in structural_units(structure):
+            if name not in chosen and not any(above in plain for above in ancestors(name)):
+                units[name] = Choice(True, reason)
+    if "" not in units and not refused_root:
+        units[""] = Choice(True, "the root takes what no other unit has")
+    units = {n: _with_rules(units[n], rules.get(n, {})) for n in modules if n in units}
+    return Choices(units, plain, rules, tuple(dict.fromkeys(warnings + expanded)))
 
 
-def structural_units(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """The repeated blocks of a model, outermost ones, each with the reason.
-
-    A block is a child of a ModuleList, ModuleDict or Sequential that is of a class which Hugging Face
-    lists in `_no_split_modules`, or which has a sibling of its own class. A block has children of its
-    own: a list of bare layers may be indexed for their weights rather than called. Only where a model
-    has no such block do the layers of a Sequential, which are always called, count.
-    """
-    no_split: set[str] = set()
-    for module in modules.values():
-        no_split.update(getattr(module, "_no_split_modules", None) or ())
-    found = list(_blocks("", modules, no_split, leaves=False))
-    yield from found or _blocks("", modules, no_split, leaves=True)
+UNIT_FIELDS = ("reshard_after_forward", "mixed_precision", "offload")
+"""The fields of a rule that only a unit can follow."""
 
 
-def _blocks(
-    name: str, modules: Mapping[str, nn.Module], no_split: set[str], leaves: bool
-) -> Iterator[tuple[str, str]]:
-    module = modules[name]
-    for key, child in module._modules.items():
-        path = f"{name}.{key}" if name else key
-        if child is None or path not in modules:
-            continue
-        kind = type(child).__name__
-        if isinstance(module, _CONTAINERS) and has_forward(child) and _holds_parameters(child):
-            siblings = sum(type(other) is type(child) for other in module._modules.values())
-            block = any(True for _ in child.children())
-            if kind in no_split:
-                yield path, f"{kind} is one of the model's _no_split_modules"
-                continue
-            inner = any(type(below).__name__ in no_split for below in child.modules())
-            if (
-                siblings > 1
-                and not inner
-                and (block or (leaves and isinstance(module, nn.Sequential)))
-            ):
-                yield path, f"one of {siblings} {kind} in {name or 'the root'}"
-                continue
-        yield from _blocks(path, modules, no_split, leaves)
+def _with_rules(choice: Choice, rules: Mapping[str, tuple[Any, str]]) -> Choice:
+    """The choice with its rules' fields, which come before the policy's options."""
+    options = dict(choice.options)
+    for key, other in (("mixed_precision", "mp_policy"), ("offload", "offload_policy")):
+        if key in rules:
+            options.pop(other, None)
+    options.update({key: rules[key][0] for key in UNIT_FIELDS if key in rules})
+    return replace(choice, options=options)
 
 
 def inherited(name: str, modules: Mapping[str, nn.Module], attribute: str) -> Any:
@@ -233,7 +207,10 @@ def inherited(name: str, modules: Mapping[str, nn.Module], attribute: str) -> An
 def _ask(
     name: str, module: nn.Module, modules: Mapping[str, nn.Module], policy: WrapPolicy | None
 ) -> Choice | None:
-    """The opinion of the caller's policy, else of the attributes, about one module."""
+    """The opinion of the caller's policy, else of the attributes, about one module.
+
+    That a function says no to a module means that it does not choose it, not that nobody may.
+    """
     if policy is not None:
         function = policy._lambda_fn if isinstance(policy, CustomPolicy) else policy
         return _read_answer(function(module), name, "fsdp_wrap_policy")
@@ -244,7 +221,7 @@ def _ask(
     return None if function is None else _read_answer(function(module), name, "fsdp_wrap_fn")
 
 
-def _read_answer(answer: Any, name: str, source: str) -> Choice:
+def _read_answer(answer: Any, name: str, source: str) -> Choice | None:
     if not isinstance(answer, (bool, dict)):
         raise ParallelismTypeError(
             f"{source} must return True, False or a dictionary of options, but returned "
@@ -263,44 +240,64 @@ def _read_answer(answer: Any, name: str, source: str) -> Choice:
                 f"{source}: option {key!r} for module {name!r} must be "
                 f"{' or '.join(kind.__name__ for kind in _OPTION_TYPES[key])}, not {type(value).__name__}."
             )
-    return Choice(bool(answer), source, {k: v for k, v in options.items() if v is not None})
+    given = {key: value for key, value in options.items() if value is not None}
+    return Choice(True, source, given) if answer else None
 
 
-def _expand(names: list[str], modules: Mapping[str, nn.Module], containers: str) -> Iterator[str]:
-    """Names with every bare container replaced by its children, or dropped."""
-    for name in names:
-        module = modules[name]
-        if has_forward(module) or not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            yield name
-        elif containers == "expand":
-            inner = [f"{name}.{key}" for key, child in module._modules.items() if child is not None]
-            yield from _expand(inner, modules, containers)
-
-
-def _expand_choices(
-    chosen: Mapping[str, Choice], modules: Mapping[str, nn.Module], containers: str
-) -> Iterator[tuple[str, Choice]]:
+def _expand(
+    chosen: Mapping[str, Choice], structure: Structure, containers: str
+) -> tuple[dict[str, Choice], list[str]]:
+    """The choices with every unit that has no forward replaced by its children, or dropped; warnings."""
+    expanded: dict[str, Choice] = {}
+    warnings: list[str] = []
     for name, choice in chosen.items():
-        if has_forward(modules[name]) or not choice.unit:
-            yield name, choice
+        module = structure.modules[name]
+        if has_forward(module) or not choice.unit:
+            expanded.setdefault(name, choice)
             continue
-        warnings.warn(
-            f"{name} is a {type(modules[name]).__name__}, which has no forward of its own; "
-            + ("its children are units instead." if containers == "expand" else "it is skipped."),
-            UserWarning,
-            stacklevel=2,
-        )
-        for inner in _expand([name], modules, containers):
-            if inner not in chosen:
-                yield inner, Choice(True, f"{choice.reason}, through {name}", choice.options)
+        missing = [inner for inner in _children(name, structure) if inner not in chosen]
+        if missing or not module._modules:
+            warnings.append(_container_text(name, module, containers))
+        if containers == "expand":
+            for inner in missing:
+                expanded[inner] = Choice(True, f"{choice.reason}, through {name}", choice.options)
+    return expanded, warnings
 
 
-def _holds_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
+def _children(name: str, structure: Structure) -> list[str]:
+    """The first names of what a bare container holds; of what those hold which are containers too."""
+    found: list[str] = []
+    for key, child in structure.modules[name]._modules.items():
+        path = f"{name}.{key}" if name else key
+        if child is not None and path in structure.modules:
+            found += [structure.first[path]] if has_forward(child) else _children(path, structure)
+    return found
+
+
+def _container_text(name: str, module: nn.Module, containers: str) -> str:
+    skipped = "it is skipped" if containers == "skip" or not module._modules else "its children stand for it"
+    return f"{name or 'The root'} is a {type(module).__name__}, which has no forward of its own; {skipped}."
+
+
+def _metrics(structure: Structure) -> Iterator[tuple[str, str]]:
+    """Metrics that hold parameters, a network to compare with, say."""
+    for name, module in structure.modules.items():
+        if _is_metric(module) and holds_parameters(module):
+            yield structure.first[name], "a metric runs outside of the model's forward"
+
+
+def _is_metric(module: nn.Module) -> bool:
+    torchmetrics: Any = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(
+        module, (torchmetrics.Metric, torchmetrics.MetricCollection)
+    )
 
 
 def composer_children(model: nn.Module) -> tuple[str, ...]:
     """The names of a ComposerModel's direct children that are units: all but its metrics.
+
+    A child that is a bare ModuleList or ModuleDict is none, since it is never called; its blocks are
+    found by structure.
 
     Raises:
         ParallelismTypeError: not a ComposerModel.
@@ -312,7 +309,11 @@ def composer_children(model: nn.Module) -> tuple[str, ...]:
             f"parallelize_composer_model prepares a ComposerModel, not a {type(model).__name__}; "
             "parallelize_model prepares any module."
         )
-    return tuple(name for name, child in model.named_children() if _holds_parameters(child))
+    return tuple(
+        name
+        for name, child in model.named_children()
+        if holds_parameters(child) and has_forward(child) and not _is_metric(child)
+    )
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,21 +59,17 @@ def reset_peak(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         return
-    try:
+    with suppress(OSError):  # not Linux, or not permitted: the process's peak so far counts too
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: see man 5 proc
-    except OSError:
-        pass  # not Linux, or not permitted: the process's peak so far counts too
 
 
 def peak(device: torch.device) -> int:
     """Bytes at the highest point since `reset_peak`."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
-    try:
+    with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024

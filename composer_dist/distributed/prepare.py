@@ -20,12 +20,14 @@ from composer_dist.distributed import process_group
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Structure, read_structure
 from composer_dist.distributed.checkpoint_plan import apply_checkpointing
-from composer_dist.distributed.config import resolve_config
+from composer_dist.distributed.config import ParallelismConfig, resolve_config
 from composer_dist.distributed.gradients import average_plain_gradients
 from composer_dist.distributed.initialize import (
     Component,
     InitFn,
     assert_no_meta,
+    check_alike,
+    describe_components,
     find_components,
 )
 from composer_dist.distributed.mesh import mesh_for
@@ -34,10 +36,17 @@ from composer_dist.distributed.optimizer import (
     Follower,
     carry_attributes,
     check_hooks,
+    check_optimizers,
     check_refills,
-    describe_states,
 )
-from composer_dist.distributed.plan import Config, ParallelPlan, as_tuple, build_plan, check_plan
+from composer_dist.distributed.plan import (
+    Config,
+    ParallelPlan,
+    as_tuple,
+    build_plan,
+    check_plan,
+    mesh_sizes,
+)
 from composer_dist.distributed.policies import WrapPolicy, composer_children
 from composer_dist.distributed.preparation import Preparation, peak, reset_peak
 from composer_dist.distributed.sharding import check_offload, finish, shard
@@ -45,7 +54,7 @@ from composer_dist.distributed.sources import Sources, decide_sources
 from composer_dist.distributed.steps import meta_init
 from composer_dist.distributed.sync import device_of
 from composer_dist.distributed.weights import Filling
-from composer_dist.errors import ParallelismTypeError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import Precision
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -130,13 +139,7 @@ def _prepare(
     children: tuple[str, ...] = (),
 ) -> Preparation:
     process_group.init(reuse=True)
-    everyone = Agreement()
-    with everyone.together("the configuration"):
-        check_usable(model)
-        settings = config.config if isinstance(config, ParallelPlan) else resolve_config(config)
-        settings.mesh.resolve(len(everyone.ranks))
-    mesh = mesh_for(settings)
-    agreement = Agreement(mesh.mesh.flatten().tolist())
+    agreement, mesh, settings = _agree_on_mesh(model, config)
     device = device_of(mesh)
     reset_peak(device)
     if parallelize_fn is not None:
@@ -147,6 +150,7 @@ def _prepare(
         structure = read_structure(model)
         if isinstance(config, ParallelPlan):
             plan = check_plan(config, structure, mesh.size())
+            check_optimizers(optimizers, structure, plan.plain)
         else:
             plan = build_plan(
                 structure,
@@ -160,29 +164,52 @@ def _prepare(
             )
         check_offload(plan)
         check_hooks(structure, plan.plain)
-        states = describe_states(optimizers, structure)
     done = Preparation(model, plan, mesh)
     with done.step("agree"):
-        sources = decide_sources(agreement, structure, plan, states)
+        sources = decide_sources(agreement, structure, plan, optimizers)
         components: list[Component] = []
         with agreement.together("the initialisers"):
             check_refills(optimizers, structure, sources.init)
             if sources.init:
                 function = None if param_init_fn is meta_init else param_init_fn
                 components = find_components(structure, set(sources.init), function)
+        agreement.reach("what is initialised", describe_components(components), check_alike)
     for warning in plan.warnings:
         warnings.warn(warning, UserWarning, stacklevel=3)
 
     with _usable_or_marked(model, agreement):
         _execute(done, structure, sources, components, optimizers, agreement)
     done.peak_memory = peak(device)
-    if (
-        settings.fsdp2 is not None
-        and settings.fsdp2.verbose
-        and agreement.rank == agreement.ranks[0]
-    ):
+    if settings.fsdp2 is not None and settings.fsdp2.verbose and agreement.rank == agreement.ranks[0]:
         print(done)
     return done
+
+
+def _agree_on_mesh(
+    model: nn.Module, config: Config | ParallelPlan
+) -> tuple[Agreement, DeviceMesh, ParallelismConfig]:
+    """Build the mesh once all ranks are known to ask for the same one: building it communicates."""
+    settings, error, asked = ParallelismConfig(), None, ""
+    try:
+        check_usable(model)
+        settings = config.config if isinstance(config, ParallelPlan) else resolve_config(config)
+        world, _ = process_group.world_and_rank()
+        asked = f"{mesh_sizes(settings, world)} on {settings.mesh.device_type or 'the default device'}"
+    except Exception as caught:
+        error = caught
+    own = settings.fsdp2.device_mesh if settings.fsdp2 else None
+    agreement = Agreement(None if own is None else own.mesh.flatten().tolist())
+
+    def compare(findings: list[str]) -> None:
+        other = next((i for i, finding in enumerate(findings) if finding != findings[0]), None)
+        if other is not None:
+            raise ParallelismValueError(
+                f"The ranks ask for different meshes: rank {agreement.ranks[0]} for {findings[0]}, rank "
+                f"{agreement.ranks[other]} for {findings[other]}. Give every rank the same configuration."
+            )
+
+    agreement.reach("the mesh", asked, compare, error=error)
+    return agreement, mesh_for(settings), settings
 
 
 def _execute(
@@ -196,7 +223,7 @@ def _execute(
     """Carry out the plan; from here on the model changes."""
     plan, mesh = done.plan, done.mesh
     with agreement.together("sharding"), done.step("shard"):
-        follower = Follower(optimizers, structure, sources.states, sources.states_here, mesh)
+        follower = Follower(optimizers, structure, sources.states, sources.states_here, sources.init, mesh)
         if plan.checkpointing:
             apply_checkpointing(done.model, plan.checkpointing)
             structure = read_structure(done.model)
@@ -246,4 +273,5 @@ def _usable_or_marked(model: nn.Module, agreement: Agreement) -> Iterator[None]:
         yield
     except BaseException as error:
         mark_unusable(model, str(error) or type(error).__name__)
+        agreement.leave(error)
         raise

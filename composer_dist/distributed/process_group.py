@@ -157,9 +157,7 @@ def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
     if bound is not None:
         return bound
     backends = _backends(group)
-    accelerators = [
-        kind for kind in backends if kind != "cpu" and backends[kind] != backends.get("cpu")
-    ]
+    accelerators = [kind for kind in backends if kind != "cpu" and backends[kind] != backends.get("cpu")]
     return _with_index(torch.device(accelerators[0] if accelerators else "cpu"))
 
 

@@ -59,6 +59,9 @@ def shard(
     """Shard a model's parameters as planned; their values are yet to come.
 
     Args:
+        structure: the model's.
+        plan: made for this structure.
+        mesh: what to shard over; a second, outer dimension replicates.
         device: where shards live; those of units with offload live in host memory instead.
         only_real: parameters that are on the meta device stay there, as meta shards.
     """
@@ -76,9 +79,7 @@ def shard(
         for name in unit.parameters:
             if only_real and originals[name].is_meta:
                 continue
-            param = next(
-                known[place.key_of] for place in managed[name].places if place.key_of in known
-            )
+            param = next(known[place.key_of] for place in managed[name].places if place.key_of in known)
             sharded[name], local[name] = _torch.materialise_shard(param, home, pins_memory(unit))
     return Shards(originals, sharded, local)
 

@@ -7,15 +7,22 @@ come to one decision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Structure, describe
-from composer_dist.distributed.optimizer import Description
+from composer_dist.distributed.optimizer import (
+    Description,
+    describe_groups,
+    describe_states,
+    state_tensors,
+)
 from composer_dist.distributed.plan import ParallelPlan
 from composer_dist.distributed.sync import fingerprint
 from composer_dist.errors import ParallelismValueError
@@ -43,7 +50,7 @@ class Sources:
 
 
 def decide_sources(
-    agreement: Agreement, structure: Structure, plan: ParallelPlan, states: Description
+    agreement: Agreement, structure: Structure, plan: ParallelPlan, optimizers: Sequence[Optimizer]
 ) -> Sources:
     """Exchange what every rank has, and decide; nothing has been changed when this raises.
 
@@ -52,16 +59,17 @@ def decide_sources(
             first rank lacks what others have, or `sync` asks for what cannot be; the same everywhere.
     """
     on_meta = [name for name, held in structure.tensors.items() if held.get().is_meta]
-    mine = {
+    mine: dict[str, Any] = {
         "structure": structure.digest(),
         "plan": plan.digest(),
         "meta": "all" if len(on_meta) == len(structure.tensors) else on_meta,
         "seed": torch.initial_seed(),
-        "states": states,
+        "optimizers": describe_groups(optimizers, structure),
+        "states": describe_states(optimizers, structure),
     }
 
     def judge(findings: list[dict[str, Any]]) -> dict[str, Any]:
-        for what in ("structure", "plan"):
+        for what in ("structure", "plan", "optimizers"):
             if any(finding[what] != findings[0][what] for finding in findings):
                 return {"differs": what}
         found = _sort(structure, plan.config.sync, [finding["meta"] for finding in findings])
@@ -70,24 +78,26 @@ def decide_sources(
         found["same_states"] = all(f["states"] == findings[0]["states"] for f in findings)
         if not found["same_states"] and not found["rank0"]:
             raise ParallelismValueError(
-                "The ranks' optimizers hold different state, or gradients for different parameters; bring "
-                "all ranks to the same step, or let rank 0's count with sync='rank0'."
+                "The ranks' optimizers hold different state, or their parameters different pending "
+                "gradients; bring all ranks to the same step, or let rank 0's count with sync='rank0'."
             )
         return found
 
     verdict = agreement.reach("the plan", mine, judge)
     if differs := verdict.get("differs"):
-        facts = (
-            [describe(held.info) for held in structure.tensors.values()]
-            if differs == "structure"
-            else [[unit["modules"], unit] for unit in plan.to_dict()["units"]]
-            + [["config", plan.to_dict()]]
-        )
+        facts = mine["optimizers"]
+        if differs == "structure":
+            facts = [describe(held.info) for held in structure.tensors.values()]
+        elif differs == "plan":
+            described = plan.to_dict()
+            facts = [[unit["modules"], unit] for unit in described["units"]] + [["config", described]]
         agreement.reach(f"what differs in the {differs}", facts, _explain(differs, agreement.ranks))
-    rank0, init = frozenset(verdict["rank0"]), frozenset(verdict["init"])
-    kept = frozenset(verdict["kept"])
+    rank0, init, kept = (frozenset(verdict[key]) for key in ("rank0", "init", "kept"))
     local = frozenset(structure.tensors) - rank0 - init - kept
-    _verify(agreement, structure, sorted(local))
+    compared = {name: structure.tensors[name].get() for name in sorted(local)}
+    if not rank0:
+        compared |= state_tensors(optimizers, structure)
+    _verify(agreement, compared)
     return Sources(
         rank0=rank0,
         init=init,
@@ -117,30 +127,31 @@ def _sort(structure: Structure, sync: str, metas: Sequence[Any]) -> dict[str, An
             "use sync='auto', which delivers rank 0's."
         )
     real = everything - somewhere
-    attributes = {name for name in real if structure.tensors[name].info.kind == "attribute"}
-    rank0 = mixed | (real - attributes if sync == "rank0" else set())
-    return {"rank0": sorted(rank0), "init": sorted(nowhere), "kept": sorted(attributes)}
+    kept = {
+        name
+        for name, held in structure.tensors.items()
+        if name in real and (held.info.kind == "attribute" or isinstance(held.get(), DTensor))
+    }
+    # Where some are on meta, rank 0 is the source for all: a constructor may make a few real regardless.
+    rank0 = mixed | (real - kept if mixed or sync == "rank0" else set())
+    return {"rank0": sorted(rank0), "init": sorted(nowhere), "kept": sorted(kept)}
 
 
-def _verify(agreement: Agreement, structure: Structure, names: Sequence[str]) -> None:
+def _verify(agreement: Agreement, tensors: Mapping[str, torch.Tensor]) -> None:
     """All ranks hold the same values of these tensors, by hash, or all raise."""
     if len(agreement.ranks) == 1:
         return
-    hashes = [fingerprint(structure.tensors[name].get()) for name in names]
+    hashes = [fingerprint(tensor) for tensor in tensors.values()]
     total = str(hash(tuple(hashes)))
-    equal = agreement.reach("the values", total, lambda totals: len(set(totals)) == 1)
-    if equal:
+    if agreement.reach("the values", total, lambda totals: len(set(totals)) == 1):
         return
 
     def name_them(findings: list[list[int]]) -> None:
-        different = [
-            n
-            for n, row in zip(names, zip(*findings, strict=True), strict=True)
-            if len(set(row)) > 1
-        ]
+        rows = zip(tensors, zip(*findings, strict=True), strict=True)
+        different = [name for name, row in rows if len(set(row)) > 1]
         raise ParallelismValueError(
             f"The ranks hold different values of {_list(different)}. Seed all ranks alike before building "
-            "the model, or let rank 0's values count with sync='rank0'."
+            "the model (and clear gradients), or let rank 0's values count with sync='rank0'."
         )
 
     agreement.reach("which values differ", hashes, name_them)
@@ -149,16 +160,17 @@ def _verify(agreement: Agreement, structure: Structure, names: Sequence[str]) ->
 def _explain(what: str, ranks: Sequence[int]) -> Callable[[list[list[Any]]], None]:
     def explain(findings: list[list[Any]]) -> None:
         lines: list[str] = []
-        first = {str(fact[0]): fact for fact in findings[0]}
+        first = {_key(fact): fact for fact in findings[0]}
         for rank, facts in zip(ranks[1:], findings[1:], strict=True):
-            theirs = {str(fact[0]): fact for fact in facts}
+            theirs = {_key(fact): fact for fact in facts}
             for key in [*first, *(key for key in theirs if key not in first)]:
                 if first.get(key) != theirs.get(key) and len(lines) < _SHOWN:
                     lines.append(_difference(what, rank, first.get(key), theirs.get(key)))
+        given = {"structure": "model", "plan": "configuration", "optimizers": "optimizer"}[what]
         raise ParallelismValueError(
-            f"The ranks were given a different {'model' if what == 'structure' else 'configuration'}:\n"
+            f"The ranks were given a different {given}:\n"
             + "\n".join(lines)
-            + "\nBuild the model, its frozen parameters and its configuration alike on every rank."
+            + "\nBuild the model, its frozen parameters, optimizers and configuration alike on every rank."
         )
 
     return explain
@@ -169,14 +181,21 @@ def _difference(what: str, rank: int, first: Any, theirs: Any) -> str:
     if what == "plan":
         return f"  rank {rank}: {_plan_difference(first, theirs)}"
     if first is None or theirs is None:
-        names = (first or theirs)[0]
-        return f"  {names[0]}: rank {0 if theirs is None else rank} has it, rank {rank if theirs is None else 0} has not"
-    for label, mine, other in zip(
-        ("names", "kind", "shape", "dtype", "requires_grad"), first, theirs, strict=True
-    ):
+        name = _key(first or theirs)
+        has, lacks = (0, rank) if theirs is None else (rank, 0)
+        return f"  {name}: rank {has} has it, rank {lacks} has not"
+    if what == "optimizers":
+        return f"  {first[0]}: {first[1]} on rank 0, {theirs[1]} on rank {rank}"
+    labels = ("names", "kind", "shape", "dtype", "requires_grad")
+    for label, mine, other in zip(labels, first, theirs, strict=True):
         if mine != other:
             return f"  {first[0][0]}: {label} is {mine} on rank 0, {other} on rank {rank}"
     return f"  {first[0][0]}"
+
+
+def _key(fact: Any) -> str:
+    """What a fact is about: a label, or the first of a list of names."""
+    return str(fact[0] if isinstance(fact[0], str) else fact[0][0])
 
 
 def _plan_difference(first: Any, theirs: Any) -> str:

@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
@@ -18,8 +20,10 @@ from composer_dist.distributed import process_group
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Held, Structure, read_structure
 from composer_dist.distributed.config import FSDP2Config, ParallelismConfig, resolve_config
+from composer_dist.distributed.gradients import average_plain_gradients
 from composer_dist.distributed.initialize import InitFn, find_components, replace, run_component
 from composer_dist.distributed.mesh import mesh_for
+from composer_dist.distributed.optimizer import carry_attributes, check_hooks
 from composer_dist.distributed.plan import ParallelPlan, build_plan
 from composer_dist.distributed.policies import WrapPolicy
 from composer_dist.distributed.sharding import check_offload, fsdp_params_by_place, shard
@@ -64,10 +68,8 @@ def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
     """
     structure = read_structure(module)
     needed = {name for name, held in structure.tensors.items() if held.get().is_meta}
-    sharded = next(
-        (h.get() for h in structure.tensors.values() if isinstance(h.get(), DTensor)), None
-    )
-    device = torch.get_default_device() if sharded is None else device_of(sharded.device_mesh)
+    mesh = _mesh_of(structure)
+    device = torch.get_default_device() if mesh is None else device_of(mesh)
     real = {
         name: held.get()
         for name, held in structure.tensors.items()
@@ -77,6 +79,8 @@ def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
         values = run_component(component, structure, torch.initial_seed(), device, real)
         for name in needed.intersection(component.tensors):
             _put(module, structure.tensors[name], values[name])
+    if mesh is not None:
+        _average_plain(module, structure, mesh, needed)
 
 
 def prepare_fully_shard(
@@ -102,10 +106,19 @@ def prepare_fully_shard(
             structure, config, world_size=mesh.size(), precision=precision, policy=auto_wrap_policy
         )
         check_offload(plan)
+        check_hooks(structure, plan.plain)
     shards = shard(structure, plan, mesh, device_of(mesh), only_real=True)
-    for name, target in shards.local.items():
-        info = structure.tensors[name].info
-        take_slice(Cargo(name, info.shape, info.dtype, True, target, shards.originals[name]), mesh)
+    for name, original in shards.originals.items():
+        held = structure.tensors[name]
+        carry_attributes(original, held.get())  # type: ignore[arg-type]
+        if name in shards.local:
+            info, target = held.info, shards.local[name]
+            take_slice(Cargo(name, info.shape, info.dtype, True, target, original), mesh)
+    for name in plan.plain:
+        held = structure.tensors[name]
+        if not held.get().is_contiguous():
+            replace(held, held.get().detach().contiguous())
+    _average_plain(model, structure, mesh, set(plan.plain))
     return plan
 
 
@@ -122,29 +135,17 @@ def sync_module_states(model: nn.Module, full_state_dict: Mapping[str, torch.Ten
         ParallelismValueError: nothing in the model is sharded, or a shape differs.
     """
     structure = read_structure(model)
-    sharded = next(
-        (h.get() for h in structure.tensors.values() if isinstance(h.get(), DTensor)), None
-    )
-    if sharded is None:
+    mesh = _mesh_of(structure)
+    if mesh is None:
         raise ParallelismValueError("The model is not sharded; call prepare_fully_shard first.")
-    mesh = sharded.device_mesh
     agreement = Agreement(mesh.mesh.flatten().tolist())
     first = agreement.ranks[0]
     sources: dict[str, torch.Tensor] = {}
+    agreement.reach("the model", structure.digest(), _check_same)
     with agreement.together("rank 0's state"):
         if agreement.rank == first:
-            for name, held in structure.tensors.items():
-                given = (
-                    full_state_dict[alias] for alias in held.info.names if alias in full_state_dict
-                )
-                value = next(given, None if held.info.kind == "parameter" else held.get())
-                if value is None:
-                    raise ParallelismKeyError(f"full_state_dict has no {name!r}.")
-                if tuple(value.shape) != held.info.shape:
-                    raise ParallelismValueError(
-                        f"{name}: shape {tuple(value.shape)} in full_state_dict, {held.info.shape} in the model."
-                    )
-                sources[name] = value.to(held.info.dtype)
+            sources = {name: _find(held, full_state_dict) for name, held in structure.tensors.items()}
+    on_meta = {name for name, held in structure.tensors.items() if held.get().is_meta}
     cargoes = [
         Cargo(
             name,
@@ -155,16 +156,54 @@ def sync_module_states(model: nn.Module, full_state_dict: Mapping[str, torch.Ten
             sources.get(name),
         )
         for name, held in structure.tensors.items()
-        if held.info.kind != "attribute" or held.get().is_meta
     ]
-    deliver({first: cargoes}, mesh, ParallelismConfig().bucket_bytes)
+    limit = ParallelismConfig().bucket_bytes
+    agreement.collectively("the delivery", lambda: deliver({first: cargoes}, mesh, limit))
+    _average_plain(model, structure, mesh, on_meta)
 
 
-def _dtensors(structure: Structure) -> Iterator[DTensor]:
-    """The sharded parameters of a model."""
+def _mesh_of(structure: Structure) -> DeviceMesh | None:
+    """The mesh over which a model is sharded."""
     for held in structure.parameters.values():
-        if isinstance(tensor := held.get(), DTensor):
-            yield tensor
+        if isinstance(parameter := held.get(), DTensor):
+            return parameter.device_mesh
+    return None
+
+
+def _check_same(digests: Sequence[str]) -> None:
+    if len(set(digests)) > 1:
+        raise ParallelismValueError(
+            "The ranks hold models of different structure: names, shapes, dtypes, frozen parameters or ties."
+        )
+
+
+def _find(held: Held, full_state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Rank 0's value of a tensor: from the state, or of a buffer that is not there, from its model."""
+    info = held.info
+    value = next((full_state_dict[name] for name in info.names if name in full_state_dict), None)
+    if value is None:
+        value = held.get()
+        if info.kind == "parameter" or value.is_meta:
+            raise ParallelismKeyError(
+                f"full_state_dict has no {info.name!r}"
+                + (", which rank 0's model holds on the meta device." if value.is_meta else ".")
+            )
+    if tuple(value.shape) != info.shape:
+        raise ParallelismValueError(
+            f"{info.name}: shape {tuple(value.shape)} in full_state_dict, {info.shape} in the model."
+        )
+    return value
+
+
+def _average_plain(model: nn.Module, structure: Structure, mesh: DeviceMesh, changed: set[str]) -> None:
+    """Average the gradients of parameters that stay whole, once they have their values."""
+    plain = {
+        name: held.get()
+        for name, held in structure.parameters.items()
+        if held.info.requires_grad and not isinstance(held.get(), DTensor)
+    }
+    if changed.intersection(plain) and not any(parameter.is_meta for parameter in plain.values()):
+        average_plain_gradients(model, plain, mesh)  # type: ignore[arg-type]
 
 
 def _storage(model: nn.Module, held: Held, device: torch.device) -> torch.Tensor:
@@ -172,7 +211,10 @@ def _storage(model: nn.Module, held: Held, device: torch.device) -> torch.Tensor
     value = held.get()
     if isinstance(value, DTensor):
         if value.is_meta:
-            _, local = _torch.materialise_shard(_fsdp_param(model, held), device, pin_memory=False)
+            param = _fsdp_param(model, held)
+            home, pin = _torch.shard_home(param, device)
+            parameter, local = _torch.materialise_shard(param, home, pin)
+            carry_attributes(value, parameter)
             return local
         return value.to_local().detach()
     if value.is_meta or not value.is_contiguous():
@@ -193,7 +235,7 @@ def _put(model: nn.Module, held: Held, value: torch.Tensor) -> None:
     return None
 
 
-def _fsdp_param(model: nn.Module, held: Held) -> object:
+def _fsdp_param(model: nn.Module, held: Held) -> Any:
     places = {place.key_of for place in held.places}
     return next(
         param

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_dist.distributed.agreement import Agreement
-from composer_dist.distributed.names import canonical_name, reshard
+from composer_dist.distributed.names import canonical_name, check_usable, reshard
 from composer_dist.distributed.process_group import device_of_group, world_and_rank
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
@@ -30,7 +31,8 @@ def gather(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor.clone()
-    full: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    near: Any = tensor.to(tensor.device_mesh.device_type)
+    full: Tensor = near.full_tensor()
     exact = full.untyped_storage().nbytes() == full.numel() * full.element_size()
     shared = full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
     # On one rank, or replicated, the full tensor is the shard itself; uneven ones end in padding.
@@ -104,6 +106,7 @@ def summon_full_params(
         ParallelismValueError: a parameter has another shape afterwards.
         ParallelismRuntimeError: a unit's forward inside, or a parameter removed.
     """
+    check_usable(model)
     reshard(model)
     summoned = list(_sharded_parameters(model, recurse))
     present = not rank0_only or world_and_rank()[1] == 0
@@ -195,7 +198,7 @@ def _held(one: _Summoned, with_grads: bool) -> nn.Parameter:
             f"{one.name} is no full parameter any more at the end of summon_full_params: it was "
             "removed, or a forward of a module around it replaced it; call that outside."
         )
-    wanted = [("", now)]
+    wanted: list[tuple[str, Tensor | None]] = [("", now)]
     if with_grads and one.shard.grad is not None:
         wanted.append(("The gradient of ", now.grad))
     for what, tensor in wanted:

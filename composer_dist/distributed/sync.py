@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import zip_longest
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 _LARGE = 1 << 20
 """Bytes from which a piece is worth a message of its own."""
+_MASK = (1 << 64) - 1
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Cargo:
     target: torch.Tensor
     """Where this rank's part goes: contiguous, `(rows, ...)`."""
     source: torch.Tensor | None = None
-    """The full tensor, on the source rank only; any layout, any device."""
+    """The full tensor, on the source rank only; any layout, any device, any dtype."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,11 @@ def take_slice(cargo: Cargo, mesh: DeviceMesh) -> None:
     """Fill this rank's part from its own copy of the full tensor, without communication."""
     ranks = Ranks.of(mesh)
     assert cargo.source is not None
-    first, last = elements_of(cargo, ranks.shards, ranks.shard)
-    cargo.target.view(-1).copy_(_elements(cargo.source.detach(), first, last))
+    part = cargo.source.detach()
+    if cargo.sharded:
+        first, last = rows_of(cargo.shape[0], ranks.shards, ranks.shard)
+        part = part[first:last]
+    cargo.target.copy_(part)
 
 
 @torch.no_grad()
@@ -182,9 +187,7 @@ def _scatter(bucket: dict[int, list[_Piece]], ranks: Ranks) -> int:
                 if peer == me:
                     mine.copy_from(parcel)
                 else:
-                    sends += [
-                        dist.P2POp(dist.isend, m, peer, ranks.shard_group) for m in parcel.messages
-                    ]
+                    sends += [dist.P2POp(dist.isend, m, peer, ranks.shard_group) for m in parcel.messages]
                     moved += parcel.nbytes
         elif replica == ranks.replica:
             sends += [dist.P2POp(dist.irecv, m, source, ranks.shard_group) for m in mine.messages]
@@ -285,9 +288,8 @@ def _target(piece: _Piece) -> torch.Tensor:
 def _source(piece: _Piece, shards: int, shard: int) -> torch.Tensor:
     assert piece.cargo.source is not None
     first, last = elements_of(piece.cargo, shards, shard)
-    return _elements(
-        piece.cargo.source.detach(), min(first + piece.start, last), min(first + piece.stop, last)
-    )
+    start, stop = min(first + piece.start, last), min(first + piece.stop, last)
+    return _elements(piece.cargo.source.detach(), start, stop).to(piece.cargo.dtype)
 
 
 def _elements(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -300,7 +302,7 @@ def _elements(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     first, last = -(-start // row), stop // row
     if first > last:  # within one row
         return _elements(tensor[last], start - last * row, stop - last * row)
-    parts = [tensor[first:last].reshape(-1)]
+    parts = [tensor[first:last].reshape(-1).contiguous()]
     if start < first * row:
         parts.insert(0, _elements(tensor[first - 1], start - (first - 1) * row, row))
     if stop > last * row:
@@ -314,21 +316,26 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def fingerprint(tensor: torch.Tensor) -> int:
-    """A 64-bit hash of a tensor's bytes, equal on all ranks that hold the same values.
+    """A 64-bit hash of a tensor's shape and bytes, equal on all ranks that hold the same values.
 
     Bytes are read as integers, multiplied by odd pseudo-random weights and summed modulo 2^64
-    (multilinear hashing: Carter and Wegman, 1979), 16 MiB at a time, on the tensor's own device.
+    (multilinear hashing: Carter and Wegman, 1979), a megabyte at a time, on the tensor's own device.
     """
-    data, total = _as_bytes(_elements(tensor.detach(), 0, tensor.numel())), tensor.numel()
-    step = 16 << 20
-    generator = torch.Generator().manual_seed(0)
-    weights = (
-        torch.randint(1 << 62, (step // 8,), generator=generator).mul_(2).add_(1).to(data.device)
-    )
-    for index, part in enumerate(data.split(step)):
+    tensor, total = tensor.detach(), hash(tuple(tensor.shape))
+    weights = _weights(tensor.device)
+    step = _LARGE // tensor.dtype.itemsize
+    for start in range(0, tensor.numel(), step):
+        part = _as_bytes(_elements(tensor, start, min(start + step, tensor.numel())))
         words, rest = part[: len(part) // 8 * 8], part[len(part) // 8 * 8 :]
         words = (words.clone() if words.storage_offset() % 8 else words).view(torch.int64)
         for numbers in (words, rest.to(torch.int64)):
             hashed = (numbers * weights[: numbers.numel()]).sum()
-            total = total * 0x5851F42D4C957F2D + int(hashed) + index
-    return total & ((1 << 64) - 1)
+            total = (total * 0x5851F42D4C957F2D + int(hashed) + start) & _MASK
+    return total & _MASK
+
+
+@lru_cache(maxsize=2)
+def _weights(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(1 << 62, (_LARGE // 8,), generator=generator, device="cpu")
+    return numbers.mul_(2).add_(1).to(device)

@@ -39,17 +39,14 @@ def trace(structure: Structure, initialisers: list[Initialiser]) -> None:
         for owner in held.info.owners:
             for above in ancestors(owner):
                 below.setdefault(above, []).append(name)
+    kept: list[torch.Tensor] = []  # alive to the end, so that no other storage takes their address
     try:
         for held in structure.tensors.values():
             shadow = torch.empty(held.info.shape, dtype=held.info.dtype, device="meta")
-            held.put(
-                nn.Parameter(shadow, held.info.requires_grad)
-                if held.info.kind == "parameter"
-                else shadow
-            )
-        recorder = _Recorder(
-            {_storage(held.get()): name for name, held in structure.tensors.items()}
-        )
+            kept.append(shadow)
+            is_parameter = held.info.kind == "parameter"
+            held.put(nn.Parameter(shadow, held.info.requires_grad) if is_parameter else shadow)
+        recorder = _Recorder({_storage(held.get()): name for name, held in structure.tensors.items()})
         with random_state_kept(torch.device("cpu")), torch.no_grad():
             for initialiser in initialisers:
                 mine = below.get(initialiser.module, [])
@@ -57,22 +54,16 @@ def trace(structure: Structure, initialisers: list[Initialiser]) -> None:
                 try:
                     with recorder, torch.device("meta"):
                         initialiser.run()
-                except (NotImplementedError, RuntimeError) as error:
-                    if (
-                        not isinstance(error, NotImplementedError)
-                        and "meta" not in str(error).lower()
-                    ):
+                except Exception as error:
+                    if not _is_about_meta(error):
                         raise
-                    recorder.writes.update(
-                        mine
-                    )  # it looks at values, so it may do anything to its own
+                    recorder.writes.update(mine)  # it looks at values, so it may do anything to its own
                 for name in mine:
-                    now = _storage(structure.tensors[name].get())
-                    if (
-                        recorder.names.get(now) != name
-                    ):  # rebound to another tensor, or to other storage
+                    now = structure.tensors[name].get()
+                    if recorder.names.get(_storage(now)) != name:  # rebound to another tensor or storage
                         recorder.writes.add(name)
-                        recorder.names[now] = name
+                        recorder.names[_storage(now)] = name
+                        kept.append(now)
                 initialiser.writes = frozenset(recorder.writes)
                 initialiser.touches = frozenset(recorder.writes | recorder.reads)
     finally:
@@ -81,11 +72,16 @@ def trace(structure: Structure, initialisers: list[Initialiser]) -> None:
                 place.put(old)
 
 
+def _is_about_meta(error: Exception) -> bool:
+    """Whether an initialiser failed only because it was traced, for want of values."""
+    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
+
+
 class _Recorder(_torch.TorchDispatchMode):
     """Notes which tensors of a model the operations under it write and read, by their storage."""
 
     def __init__(self, names: dict[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names = names
         self.start()
 

@@ -9,7 +9,7 @@ that lies, by name, inside an inner one. No tie has to be cut, and no blocks to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -20,15 +20,20 @@ from composer_dist.distributed.policies import Choice, Choices, has_forward, is_
 from composer_dist.errors import ParallelismValueError
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
-    """A unit in the making."""
+    """A unit in the making; modules and parameters by their first names."""
 
     modules: list[str]
     choice: Choice
     parameters: list[str] = field(default_factory=list)
     split: bool = False
     """Whether it exists only to keep dtypes apart."""
+
+    @property
+    def name(self) -> str:
+        """The first module's name, for people."""
+        return self.modules[0] or "the root"
 
 
 @dataclass(frozen=True)
@@ -49,167 +54,171 @@ def assign(structure: Structure, choices: Choices) -> Assignment:
 
     Raises:
         ParallelismValueError: ties or dtypes that no arrangement of units can hold (all of them
-            named at once); a model in which nothing is left to shard.
+            named at once); a model that is sharded already, or in which nothing is left to shard.
     """
     skipped, warnings = _already_sharded(structure, choices)
-    chosen = {name: choice for name, choice in choices.modules.items() if choice.unit}
-    if choices.root is not None:
-        chosen[""] = choices.root
-    groups = {
-        name: Group([name], chosen[name])
-        for name in structure.modules
-        if name in chosen and name not in skipped
-    }
+    groups = {name: Group([name], one) for name, one in choices.units.items() if name not in skipped}
     plain: dict[str, str] = {}
     faults: list[str] = []
     for name, held in structure.parameters.items():
         if isinstance(held.get(), DTensor):
             continue  # sharded by the user's own code, and left as it is
-        reason = _why_plain(held.info, choices, groups)
-        home = None if reason else _home(held.info, groups, faults)
+        reason = _why_plain(held.info, structure, choices, groups)
+        home = None if reason else _home(held.info, structure, groups, faults)
         if home is None:
             plain[name] = reason or "no unit contains it"
         else:
             home.parameters.append(name)
-    _split_by_dtype(structure, groups, faults)
+    for group in dict.fromkeys(groups.values()):
+        groups.update(_split_by_dtype(group, structure, faults))
     if faults:
         raise ParallelismValueError("\n".join(faults))
-    for name, group in list(groups.items()):
-        if not group.parameters and name:
-            has_some = any(True for _ in structure.modules[name].parameters())
-            skipped[name] = (
-                "an outer unit holds all of its parameters, or they stay plain"
-                if has_some
-                else "it has no parameters"
-            )
-            del groups[name]
+    for name in [name for name, group in groups.items() if name and not group.parameters]:
+        skipped[name] = _why_empty(name, structure)
+        del groups[name]
     if not any(group.parameters for group in groups.values()):
-        raise ParallelismValueError(
-            "Nothing would be sharded: "
-            + (
-                "no unit gets a parameter."
-                if structure.parameters
-                else "the model has no parameters."
-            )
-        )
+        why = "no unit gets a parameter" if structure.parameters else "the model has no parameters"
+        raise ParallelismValueError(f"Nothing would be sharded: {why}.")
     if "" not in groups and any(len(group.modules) > 1 for group in groups.values()):
         groups[""] = Group([""], Choice(True, "it coordinates units of several modules"))
-    unique = {id(groups[name]): groups[name] for name in structure.modules if name in groups}
-    return Assignment(tuple(unique.values()), plain, skipped, tuple(warnings))
+    ordered = dict.fromkeys(groups[name] for name in structure.modules if name in groups)
+    return Assignment(tuple(ordered), plain, skipped, tuple(warnings))
 
 
 def _already_sharded(structure: Structure, choices: Choices) -> tuple[dict[str, str], list[str]]:
     """Chosen modules that the user's own code has sharded, or that lie inside one that is."""
     sharded = {name for name, module in structure.modules.items() if is_sharded(module)}
-    skipped = {
-        name: "it is sharded already, or lies inside a module that is"
-        for name, choice in {**choices.modules, "": choices.root}.items()
-        if choice is not None and choice.unit and any(above in sharded for above in ancestors(name))
-    }
     if "" in sharded:
         raise ParallelismValueError("The model is sharded already; prepare a model once.")
-    listed = ", ".join(sorted(set(skipped) | sharded))
+    skipped = {
+        name: "it is sharded already, or lies inside a module that is"
+        for name in choices.units
+        if any(above in sharded for above in ancestors(name))
+    }
+    listed = ", ".join(name for name in structure.modules if name in sharded or name in skipped)
     return skipped, [f"Sharded already, left as it is: {listed}."] if sharded else []
 
 
-def _why_plain(info: TensorInfo, choices: Choices, groups: Mapping[str, Group]) -> str | None:
+def _why_plain(
+    info: TensorInfo, structure: Structure, choices: Choices, groups: Mapping[str, Group]
+) -> str | None:
     if not info.shape:
         return "a scalar has no dimension to shard"
     if 0 in info.shape:
         return "it is empty"
     for owner in info.owners:
-        nearest = next(
-            (above for above in ancestors(owner) if above in choices.plain or above in groups), None
-        )
+        above = (structure.first[name] for name in ancestors(owner))
+        nearest = next((name for name in above if name in choices.plain or name in groups), None)
         if nearest is not None and nearest in choices.plain:
             return choices.plain[nearest]
     return None
 
 
-def _home(info: TensorInfo, groups: dict[str, Group], faults: list[str]) -> Group | None:
+def _why_empty(name: str, structure: Structure) -> str:
+    if any(True for _ in structure.modules[name].parameters()):
+        return "outer units hold all of its parameters, or they stay plain"
+    return "it has no parameters"
+
+
+def _home(
+    info: TensorInfo, structure: Structure, groups: dict[str, Group], faults: list[str]
+) -> Group | None:
     """The nearest unit that contains every owner; without one, the owners' own units become one."""
-    chains = [[above for above in ancestors(owner) if above in groups] for owner in info.owners]
-    for name in chains[0]:
-        if all(name in chain for chain in chains):
-            return groups[name]
+    firsts = [[structure.first[above] for above in ancestors(owner)] for owner in info.owners]
+    chains = [[groups[name] for name in names if name in groups] for names in firsts]
+    for group in chains[0]:
+        if all(group in chain for chain in chains):
+            return group
     if not all(chains):
         return None
-    nearest = list(dict.fromkeys(chain[0] for chain in chains))
-    first, *others = nearest
+    one, *others = dict.fromkeys(chain[0] for chain in chains)
     for other in others:
-        if groups[other].choice.options != groups[first].choice.options:
+        if other.choice.options != one.choice.options:
             faults.append(
-                f"{' and '.join(info.names)} are one parameter, but their units {first!r} and {other!r} "
-                "have different options; give both the same, or make a common ancestor a unit."
+                f"{' and '.join(info.names)} are one parameter, but their units {one.name} and "
+                f"{other.name} have different options; give both the same, or make a common ancestor a unit."
             )
-        elif groups[other] is not groups[first]:
-            groups[first].modules += groups[other].modules
-            groups[first].parameters += groups[other].parameters
-            for name in groups[other].modules:
-                groups[name] = groups[first]
-    return groups[first]
-
-
-def _split_by_dtype(structure: Structure, groups: dict[str, Group], faults: list[str]) -> None:
-    """FSDP2 reduces one dtype per unit: move the trainable minority into units of its own."""
-    for group in list({id(group): group for group in groups.values()}.values()):
-        infos = {name: structure.tensors[name].info for name in group.parameters}
-        sizes: dict[torch.dtype, int] = {}
-        for info in infos.values():
-            if info.requires_grad:
-                sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
-        if len(sizes) < 2:
             continue
-        main = max(sizes, key=lambda dtype: sizes[dtype])
-        stuck: list[str] = []
+        _join(one, other, structure)
+        groups.update({name: one for name, group in groups.items() if group is other})
+    return one
+
+
+def _join(one: Group, other: Group, structure: Structure) -> None:
+    """Take over another group; of modules that lie in one another the outer one stands for both."""
+    one.parameters += other.parameters
+    names = {*one.modules, *other.modules}
+    one.modules = [
+        name
+        for name in structure.modules
+        if name in names and not any(above in names for above in ancestors(name) if above != name)
+    ]
+
+
+def _split_by_dtype(group: Group, structure: Structure, faults: list[str]) -> dict[str, Group]:
+    """Units cut out of one that trains several dtypes, for FSDP2 reduces one dtype per unit.
+
+    The dtype with most bytes stays, if all the others have submodules to themselves; else the next.
+    """
+    infos = {name: structure.tensors[name].info for name in group.parameters}
+    inside = {name: list(_modules_around(info, group, structure)) for name, info in infos.items()}
+    sizes: dict[torch.dtype, int] = {}
+    dtypes: dict[str, set[torch.dtype]] = {}  # module to the dtypes that are trained entirely inside it
+    for name, info in infos.items():
+        if info.requires_grad:
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+            for module in inside[name]:
+                dtypes.setdefault(module, set()).add(info.dtype)
+    if len(sizes) < 2:
+        return {}
+    stuck: dict[torch.dtype, list[str]] = {}
+    for main in sorted(sizes, key=lambda dtype: -sizes[dtype]):
+        parts: dict[str, torch.dtype] = {}
         for name, info in infos.items():
-            if not info.requires_grad or info.dtype == main or name not in group.parameters:
-                continue
-            part = _uniform_part(info, group, infos, structure)
-            if part is None:
-                stuck.append(f"{name} ({_short(info.dtype)})")
-                continue
-            reason = f"holds {_short(info.dtype)} where {group.modules[0] or 'the root'} holds {_short(main)}"
-            inner = Group([part], Choice(True, reason, group.choice.options), split=True)
-            inner.parameters = [
-                n for n, i in infos.items() if _inside(i, part) and n in group.parameters
-            ]
-            group.parameters = [n for n in group.parameters if n not in inner.parameters]
-            groups[part] = inner
-        if stuck:
-            faults.append(
-                f"{group.modules[0] or 'the root'} trains {_short(main)} parameters, and also "
-                f"{', '.join(stuck)}, which no submodule holds apart. Convert them, freeze them, or "
-                "leave their module replicated with Rule(..., shard=False)."
-            )
+            if info.requires_grad and info.dtype != main:
+                fit = [m for m in inside[name] if len(dtypes[m]) == 1 and has_forward(structure.modules[m])]
+                if fit:
+                    parts[fit[-1]] = info.dtype
+                else:
+                    stuck.setdefault(main, []).append(f"{name} ({_short(info.dtype)})")
+        if main not in stuck:
+            return _cut(group, inside, parts, main)
+    main = next(iter(stuck))
+    faults.append(
+        f"{group.name} trains {_short(main)} parameters, and also {', '.join(stuck[main])}, which no "
+        "submodule holds apart. Convert them, freeze them, or leave their module replicated with "
+        "Rule(..., shard=False)."
+    )
+    return {}
 
 
-def _uniform_part(
-    info: TensorInfo, group: Group, infos: Mapping[str, TensorInfo], structure: Structure
-) -> str | None:
-    """The outermost module inside `group` that holds `info` and trains no other dtype."""
-    best = None
+def _cut(
+    group: Group, inside: Mapping[str, list[str]], parts: Mapping[str, torch.dtype], main: torch.dtype
+) -> dict[str, Group]:
+    """Make each part a group of its own, with everything that lies entirely inside it."""
+    cut: dict[str, Group] = {}
+    kept: list[str] = []
+    for name in group.parameters:
+        part = next((module for module in inside[name] if module in parts), None)
+        if part is None:
+            kept.append(name)
+            continue
+        if part not in cut:
+            reason = f"it trains {_short(parts[part])} where {group.name} trains {_short(main)}"
+            cut[part] = Group([part], Choice(True, reason, group.choice.options), split=True)
+        cut[part].parameters.append(name)
+    group.parameters = kept
+    return cut
+
+
+def _modules_around(info: TensorInfo, group: Group, structure: Structure) -> Iterator[str]:
+    """The modules below a group's own that contain all owners of a tensor, innermost first."""
+    others = [set(ancestors(owner)) for owner in info.owners[1:]]
     for above in ancestors(info.owners[0]):
-        if above in group.modules:
-            break
-        inside = [
-            other for other in infos.values() if any(_below(owner, above) for owner in other.owners)
-        ]
-        if not all(_inside(other, above) for other in inside):
-            break  # a tie leads out of it
-        if any(other.requires_grad and other.dtype != info.dtype for other in inside):
-            break
-        if has_forward(structure.modules[above]):
-            best = above
-    return best if best is not None and _inside(info, best) else None
-
-
-def _inside(info: TensorInfo, module: str) -> bool:
-    return all(_below(owner, module) for owner in info.owners)
-
-
-def _below(owner: str, module: str) -> bool:
-    return owner == module or owner.startswith(f"{module}.")
+        if structure.first[above] in group.modules:
+            return
+        if all(above in other for other in others):
+            yield structure.first[above]
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -38,16 +38,14 @@ class Filling:
         self.device = device_of(self.mesh)
         self.first = self.agreement.ranks[0]
         self.values = {
-            name: self.shards.originals.get(name, held.get())
-            for name, held in self.structure.tensors.items()
+            name: self.shards.originals.get(name, held.get()) for name, held in self.structure.tensors.items()
         }
 
     def deliver_weights(self) -> None:
         """Bring over what rank 0 has, and slice what every rank has."""
         here = self.agreement.rank == self.first
         delivered = [
-            self._cargo(name, self.values[name] if here else None)
-            for name in sorted(self.sources.rank0)
+            self._cargo(name, self.values[name] if here else None) for name in sorted(self.sources.rank0)
         ]
         self._send({self.first: delivered})
         for name in sorted(self.sources.local):
@@ -70,9 +68,7 @@ class Filling:
             made: dict[str, torch.Tensor] = {}
             with self.agreement.together("initialisation"):
                 for component in turn.get(self.agreement.rank, ()):
-                    made |= run_component(
-                        component, self.structure, self.sources.seed, self.device, real
-                    )
+                    made |= run_component(component, self.structure, self.sources.seed, self.device, real)
             self._send(
                 {
                     rank: [
@@ -96,21 +92,23 @@ class Filling:
 
     def _send(self, cargoes: dict[int, list[Cargo]]) -> None:
         if any(cargoes.values()):
-            self.moved += deliver(cargoes, self.mesh, self.bucket_bytes)
+            self.moved += self.agreement.collectively(
+                "the delivery", lambda: deliver(cargoes, self.mesh, self.bucket_bytes)
+            )
 
     def _cargo(self, name: str, source: torch.Tensor | None) -> Cargo:
         """A tensor and where it goes: its shard, or a whole tensor that the model holds from now on."""
         held = self.structure.tensors[name]
         target = self.shards.local.get(name)
         if target is None:
-            target = self._whole(held, source)
+            target = self._whole(held)
         sharded = name in self.shards.local
         return Cargo(name, held.info.shape, held.info.dtype, sharded, target, source)
 
-    def _whole(self, held: Held, source: torch.Tensor | None) -> torch.Tensor:
+    def _whole(self, held: Held) -> torch.Tensor:
         now = held.get()
-        if now is source and now.device.type == self.device.type and now.is_contiguous():
-            return now.detach()
+        if now.device.type == self.device.type and now.is_contiguous():
+            return now.detach()  # filled in place; on the source rank it is the source as well
         whole = torch.empty(held.info.shape, dtype=held.info.dtype, device=self.device)
         replace(held, whole)
         return whole
@@ -127,9 +125,7 @@ def deal_out(
     dealt: dict[int, list[Component]] = {rank: [] for rank in ranks}
     for component in sorted(components, key=lambda component: -component.nbytes):
         rank = (
-            ranks[0]
-            if any(name in real for name in component.tensors)
-            else min(load, key=lambda r: load[r])
+            ranks[0] if any(name in real for name in component.tensors) else min(load, key=lambda r: load[r])
         )
         dealt[rank].append(component)
         load[rank] += component.nbytes

@@ -120,9 +120,7 @@ class ComposerClassifier(ComposerModel):
             return {type(metrics).__name__: metrics}
         named = dict(metrics.items())
         if strangers := [name for name, metric in named.items() if not isinstance(metric, Metric)]:
-            raise ParallelismTypeError(
-                f"These metrics are no torchmetrics.Metric: {', '.join(strangers)}."
-            )
+            raise ParallelismTypeError(f"These metrics are no torchmetrics.Metric: {', '.join(strangers)}.")
         return named
 
     def _accuracy(self) -> Metric:

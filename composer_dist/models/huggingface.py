@@ -66,6 +66,7 @@ class HuggingFaceModel(ComposerModel):
             _fit_vocabulary(model, len(tokenizer), allow_embedding_resizing)
         if peft_config is not None:
             model = _adapted(model, peft_config)
+        _register_once(model)
         self.model: Any = model
         self.tokenizer = tokenizer
         self.use_logits = use_logits
@@ -80,9 +81,10 @@ class HuggingFaceModel(ComposerModel):
         if self.should_save_peft_only:
             adapter_keys(model)  # an empty adapter is refused now, not after the training
         self._loading_prefix = ""
-        self.register_state_dict_post_hook(_drop_base)
-        self.register_load_state_dict_pre_hook(_note_prefix)
-        self.register_load_state_dict_post_hook(_expect_no_base)
+        untyped: Any = self  # torch 2.13 has no types for these three
+        untyped.register_state_dict_post_hook(_drop_base)
+        untyped.register_load_state_dict_pre_hook(_note_prefix)
+        untyped.register_load_state_dict_post_hook(_expect_no_base)
 
     @property
     def config(self) -> Any:
@@ -138,7 +140,7 @@ class HuggingFaceModel(ComposerModel):
         metric.to(labels.device).update(outputs, labels)
 
     def generate(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
-        """transformers' `generate`, on a prepared model too; a collective there.
+        """Transformers' `generate`, on a prepared model too; a collective there.
 
         Every rank may have prompts of its own, of its own lengths. A rank that is done keeps taking
         part until all are. Parameters of the root unit stay gathered until the end, because
@@ -152,21 +154,20 @@ class HuggingFaceModel(ComposerModel):
             kwargs["input_ids"] = input_ids
         if self.tokenizer is not None and self.tokenizer.pad_token_id is not None:
             kwargs.setdefault("pad_token_id", self.tokenizer.pad_token_id)
-        if not any(isinstance(module, FSDPModule) for module in self.modules()):
-            return self.model.generate(**kwargs)
-        if world_and_rank()[0] > 1:
+        sharded = any(isinstance(module, FSDPModule) for module in self.modules())
+        if sharded and world_and_rank()[0] > 1:
             kwargs.setdefault("synced_gpus", True)
-        with _as_forward(self, self.model, _base(self.model)) as generate:
-            return generate(**kwargs)
+        with _gathered(self, self.model, _base(self.model)):
+            return self._generate(**kwargs)
 
     def _generate(self, **kwargs: Any) -> Any:
-        """What `generate` runs where this module itself is the root unit."""
         return self.model.generate(**kwargs)
 
 
 def _base(model: nn.Module) -> Any:
     """The transformers model inside a `PeftModel`, or `model` itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    peeled: Any = model
+    return peeled.get_base_model() if hasattr(peeled, "get_base_model") else peeled
 
 
 def _adapted(model: nn.Module, peft_config: PeftConfig) -> nn.Module:
@@ -182,7 +183,17 @@ def _adapted(model: nn.Module, peft_config: PeftConfig) -> nn.Module:
     with device, warnings.catch_warnings():
         # peft 0.21 reads an attribute that transformers 5.23 deprecates; nothing a user can change.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
-        return get_peft_model(model, peft_config)  # type: ignore[arg-type]
+        adapted: nn.Module = get_peft_model(model, peft_config)
+        return adapted
+
+
+def _register_once(model: nn.Module) -> None:
+    """Prompt learning registers the base's embedding a second time, as `word_embeddings`.
+
+    A plain attribute serves peft as well, and leaves one name and one unit for its parameters.
+    """
+    if "prompt_encoder" in model._modules and "word_embeddings" in model._modules:
+        vars(model)["word_embeddings"] = model._modules.pop("word_embeddings")
 
 
 def _fit_vocabulary(model: Any, tokens: int, allow_resizing: bool) -> None:
@@ -210,28 +221,31 @@ def _first_logits(outputs: Sequence[Any]) -> Any:
 
 
 @contextmanager
-def _as_forward(*chain: Any) -> Iterator[Any]:
-    """`generate` of the model, run as a forward of the first unit along `chain`, which is the root.
+def _gathered(*chain: Any) -> Iterator[None]:
+    """Keep the units among `chain` (wrapper, model, base) gathered inside, where `generate` is called.
 
-    That sets up FSDP2, gathers the root unit first and lets inner units gather as they always do.
+    The outermost is the root: FSDP2 takes its `generate` for a forward, so that it casts the inputs
+    and knows its root before an inner unit is called. Units further in gather as they always do.
     """
-    wrapper = chain[0]
-    root = next((module for module in chain if isinstance(module, FSDPModule)), None)
-    if root is None:
-        yield wrapper._generate
-        return
-    method = "_generate" if root is wrapper else "generate"
-    register_fsdp_forward_method(root, method)  # on the instance, so that it can be taken off again
-    finish_lazily(root)
-    after_forward = [(group, group.post_forward_mesh_info) for group in fsdp_param_groups(root)]
-    root.set_reshard_after_forward(False, recurse=False)
+    units: list[Any] = [*{id(m): m for m in chain if isinstance(m, FSDPModule)}.values()]
+    groups = [group for unit in units for group in fsdp_param_groups(unit)]
+    after_forward = [group.post_forward_mesh_info for group in groups]
+    method = "_generate" if chain[0] in units else "generate"
+    for root in units[:1]:
+        finish_lazily(root)
+        register_fsdp_forward_method(root, method)
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
     try:
-        yield wrapper._generate
+        yield
     finally:
-        delattr(root, method)
-        for group, mesh_info in after_forward:
+        for root in units[:1]:
+            delattr(root, method)  # it was registered on the instance
+        for group, mesh_info in zip(groups, after_forward, strict=True):
             group.post_forward_mesh_info = mesh_info
-        root.reshard()
+        for unit in units:
+            unit.reshard()
 
 
 def _drop_base(module: HuggingFaceModel, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -19,9 +19,7 @@ _WIDTH = 110
 
 def render_plan(plan: ParallelPlan) -> str:
     """The plan's units, alike ones in one row, and what is special about the model."""
-    mesh = (
-        " x ".join(f"{name} {size}" for name, size in plan.mesh.items() if size > 1) or "one rank"
-    )
+    mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items() if size > 1) or "one rank"
     table = Table(title=f"Plan for {plan.world_size} rank{'s' * (plan.world_size > 1)} ({mesh})")
     for heading in ("unit", "parameters", "size", "reshard", "reason"):
         table.add_column(heading, justify="right" if heading in {"parameters", "size"} else "left")

@@ -1,8 +1,27 @@
 """The Trainer, and what its callbacks see."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from typing import TYPE_CHECKING, Any
+from composer_dist._lazy import lazy_names
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Callback": f"{__name__}.callbacks",
+        "ConsoleLogger": f"{__name__}.loggers",
+        "Event": f"{__name__}.events",
+        "GradientClipping": f"{__name__}.options",
+        "InMemoryLogger": f"{__name__}.loggers",
+        "Logger": f"{__name__}.loggers",
+        "LoggerDestination": f"{__name__}.loggers",
+        "ProgressBar": f"{__name__}.callbacks",
+        "State": f"{__name__}.state",
+        "Time": f"{__name__}.time",
+        "TimeUnit": f"{__name__}.time",
+        "Timestamp": f"{__name__}.time",
+        "Trainer": f"{__name__}.trainer",
+    },
+)
 
 if TYPE_CHECKING:
     from composer_dist.trainer.callbacks import Callback as Callback
@@ -18,34 +37,3 @@ if TYPE_CHECKING:
     from composer_dist.trainer.time import Timestamp as Timestamp
     from composer_dist.trainer.time import TimeUnit as TimeUnit
     from composer_dist.trainer.trainer import Trainer as Trainer
-
-_HOMES = {
-    "Callback": "callbacks",
-    "ConsoleLogger": "loggers",
-    "Event": "events",
-    "GradientClipping": "options",
-    "InMemoryLogger": "loggers",
-    "Logger": "loggers",
-    "LoggerDestination": "loggers",
-    "ProgressBar": "callbacks",
-    "State": "state",
-    "Time": "time",
-    "TimeUnit": "time",
-    "Timestamp": "time",
-    "Trainer": "trainer",
-}
-
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})

@@ -28,8 +28,7 @@ def num_samples(batch: Any) -> int:
         if tensor.ndim:
             return tensor.shape[0]
     raise ParallelismValueError(
-        f"A batch of type {type(batch).__name__} has no tensor whose first dimension could be its "
-        "samples."
+        f"A batch of type {type(batch).__name__} has no tensor whose first dimension could be its samples."
     )
 
 

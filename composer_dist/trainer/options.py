@@ -24,9 +24,7 @@ class GradientClipping:
         for name in ("norm", "value", "norm_type"):
             number = getattr(self, name)
             if number is not None and not number > 0:
-                raise ParallelismValueError(
-                    f"GradientClipping's {name} must be positive, not {number}."
-                )
+                raise ParallelismValueError(f"GradientClipping's {name} must be positive, not {number}.")
 
     @classmethod
     def of(cls, clipping: GradientClipping | float | None) -> GradientClipping | None:

@@ -36,9 +36,7 @@ def data_part(mesh: DeviceMesh | None) -> dict[str, int]:
     return {"num_replicas": 1, "rank": 0}
 
 
-def settle(
-    model: nn.Module, mesh: DeviceMesh | None, device: str | torch.device | None
-) -> torch.device:
+def settle(model: nn.Module, mesh: DeviceMesh | None, device: str | torch.device | None) -> torch.device:
     """The device to train on; a model that was not prepared is moved there.
 
     Raises:

@@ -120,7 +120,7 @@ def _forward_backward(state: State, run_event: Callable[[Event], None], scale: f
     if scale and state.train_metrics:
         _update_metrics(state)
     run_event(Event.BEFORE_BACKWARD)
-    (state.loss * scale).backward()  # type: ignore[no-untyped-call]
+    (state.loss * scale).backward()
     run_event(Event.AFTER_BACKWARD)
     state.outputs, state.loss = None, loss  # frees the graph before the next forward
     return loss

@@ -180,9 +180,7 @@ class Timestamp:
         time = Time.of(time, unit=None)
         return self.get(time.unit) >= time
 
-    def next_batch(
-        self, *, samples: int = 0, tokens: int = 0, seconds: float | None = None
-    ) -> Timestamp:
+    def next_batch(self, *, samples: int = 0, tokens: int = 0, seconds: float | None = None) -> Timestamp:
         """The time after one more batch of `samples` and `tokens`, ended at `seconds`."""
         return replace(
             self,
@@ -197,9 +195,7 @@ class Timestamp:
 
     def next_epoch(self) -> Timestamp:
         """The time at the start of the next epoch."""
-        return replace(
-            self, epoch=self.epoch + 1, batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0
-        )
+        return replace(self, epoch=self.epoch + 1, batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0)
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, by name."""

@@ -187,9 +187,7 @@ class Trainer:
         with self._closing_on_error():
             self._loop.run()
 
-    def eval(
-        self, eval_dataloader: Iterable[Any] | None = None, label: str = "eval"
-    ) -> dict[str, float]:
+    def eval(self, eval_dataloader: Iterable[Any] | None = None, label: str = "eval") -> dict[str, float]:
         """Evaluates; every module is afterwards in the mode in which it was.
 
         Args:
@@ -208,9 +206,7 @@ class Trainer:
         with self._closing_on_error():
             self.run_event(Event.EVAL_BEFORE_ALL)
             feed = Feed(dataloader, label, partial(measure, self.state, None))
-            results = evaluate(
-                self.state, feed, label, self.logger, self.run_event, self._eval_loss
-            )
+            results = evaluate(self.state, feed, label, self.logger, self.run_event, self._eval_loss)
             self.run_event(Event.EVAL_AFTER_ALL)
         return results
 
@@ -264,9 +260,7 @@ class Trainer:
             return self._max_duration
         if duration.unit is TimeUnit.DURATION:
             if self._max_duration is None:
-                raise ParallelismValueError(
-                    f"'{duration}' is a share of max_duration, which is None."
-                )
+                raise ParallelismValueError(f"'{duration}' is a share of max_duration, which is None.")
             duration = self._max_duration * duration.value
         return now.get(duration.unit) + duration
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composer_dist.checkpoint import export_pretrained
-from composer_dist.distributed.prepare import parallelize_model
+from composer_dist.distributed import init_context, parallelize_model
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, ParallelismTypeError
 from composer_dist.models import HuggingFaceModel
 from tests.models.pretrained import (
@@ -149,6 +149,31 @@ def test_p95_peft_loads_the_directory(world2: World, tmp_path: Path, kind: str) 
     assert "FSDP" not in (tmp_path / "README.md").read_text()
     loaded = PeftModel.from_pretrained(base_for(kind), tmp_path)
     torch.testing.assert_close(logits(loaded), logits(reference.model), rtol=0, atol=0)
+
+
+def reloaded(path: Path) -> Tensor:
+    from peft import PeftConfig, PeftModel
+
+    with init_context(empty=dist.get_rank() != 0):
+        base = llama()
+    if dist.get_rank() == 0:
+        model = HuggingFaceModel(PeftModel.from_pretrained(base, path))
+    else:
+        model = HuggingFaceModel(base, peft_config=PeftConfig.from_pretrained(path))
+    parallelize_model(model, "fsdp")
+    with torch.no_grad():
+        result: Tensor = model.eval()({"input_ids": prompt(0)}).logits
+    return result
+
+
+def test_p95_an_adapter_reloads_into_any_number_of_ranks(
+    world1: World, world2: World, world4: World, tmp_path: Path
+) -> None:
+    world2(export_adapter, "lora", tmp_path, "wrapper")
+    expected = logits(adapted("lora").model)
+    for world in (world1, world2, world4):
+        for got in world(reloaded, tmp_path):
+            torch.testing.assert_close(got, expected)
 
 
 def test_p95_from_a_peft_model_itself(world2: World, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -51,9 +52,7 @@ def tied_and_owned() -> tuple[bool, list[str], list[str]]:
         for tensor in (*model.parameters(), *model.buffers()):
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)
     changed = [name for name, value in before.items() if not torch.equal(value, state[name])]
-    padded = [
-        name for name in before if state[name].untyped_storage().nbytes() != state[name].nbytes
-    ]
+    padded = [name for name in before if state[name].untyped_storage().nbytes() != state[name].nbytes]
     return tied, changed, padded
 
 
@@ -202,9 +201,7 @@ def loaded(
     state = full_model_state(model, ranks="all")
     model(tokens())  # it runs, and a forward brings no other values
     again = full_model_state(model, ranks="all")
-    unchanged = all(
-        torch.equal(state[n], again[n]) for n in state if isinstance(state[n], Tensor)
-    )
+    unchanged = all(torch.equal(state[n], again[n]) for n in state if isinstance(state[n], Tensor))
     return state, result, same, unchanged
 
 
@@ -218,7 +215,8 @@ def test_p44_a_full_state_loads_into_shards(
     for state, result, same, unchanged in world2(loaded, 3, 1, meta, source, dtype):
         assert_equal(state, expected)
         assert result == ([], [])
-        assert same and unchanged
+        assert same
+        assert unchanged
 
 
 @pytest.mark.parametrize("meta", [False, True])
@@ -226,7 +224,8 @@ def test_p44_into_two_replicas_of_two_shards(world4: World, meta: bool) -> None:
     expected = toy(3).state_dict()
     for state, _, same, unchanged in world4(loaded, 3, 2, meta, "rank0", torch.float32):
         assert_equal(state, expected)
-        assert same and unchanged
+        assert same
+        assert unchanged
 
 
 def trained_after_load() -> dict[str, Any]:
@@ -246,6 +245,23 @@ def test_p44_training_goes_on_from_the_loaded_state(world2: World) -> None:
     for name, expected in reference.state_dict().items():
         if isinstance(expected, Tensor):
             torch.testing.assert_close(state[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def offloaded() -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+    model = toy(7)
+    for layer in model.layers:
+        fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    before = full_model_state(model, ranks="all")
+    load_full_model_state(model, toy(3).state_dict())
+    return before, full_model_state(model, ranks="all"), {p.device.type for p in model.parameters()}
+
+
+def test_p45_offloaded_shards(world2: World) -> None:
+    for before, after, devices in world2(offloaded):
+        assert_equal(before, toy(7).state_dict())
+        assert_equal(after, toy(3).state_dict())
+        assert devices == {"cpu"}
 
 
 def loaded_leniently() -> tuple[LoadResult, dict[str, Any]]:
@@ -281,17 +297,13 @@ def refused(change: str) -> tuple[str, str, bool]:
     with pytest.raises(CheckpointError) as failure:
         load_full_model_state(model, state if torch.distributed.get_rank() == 0 else {})
     after = full_model_state(model, ranks="all")
-    untouched = all(
-        torch.equal(before[n], after[n]) for n in before if isinstance(before[n], Tensor)
-    )
+    untouched = all(torch.equal(before[n], after[n]) for n in before if isinstance(before[n], Tensor))
     kinds = [kind.__name__ for kind in (KeyError, ValueError) if isinstance(failure.value, kind)]
     return str(failure.value), kinds[0], untouched
 
 
 @pytest.mark.parametrize(("change", "kind"), [("names", "KeyError"), ("shape", "ValueError")])
-def test_p44_what_does_not_fit_is_refused_by_name_everywhere(
-    world2: World, change: str, kind: str
-) -> None:
+def test_p44_what_does_not_fit_is_refused_by_name_everywhere(world2: World, change: str, kind: str) -> None:
     (text, first_kind, untouched), other = world2(refused, change)
     assert other == (text, kind, True)
     assert (first_kind, untouched) == (kind, True)

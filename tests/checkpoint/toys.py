@@ -67,9 +67,7 @@ def tokens() -> Tensor:
     return torch.arange(6) % TOKENS
 
 
-def sharded(
-    model: M, *, replicas: int = 1, reshard_after_forward: bool | int = True
-) -> M:
+def sharded(model: M, *, replicas: int = 1, reshard_after_forward: bool | int = True) -> M:
     """`model` under plain FSDP2: a unit per layer, the rest in the root's."""
     world = torch.distributed.get_world_size()
     shape, names = ((world,), ("dp_shard",))
@@ -96,7 +94,8 @@ def assert_equal(state: dict[str, Any], reference: dict[str, Any]) -> None:
     assert list(state) == list(reference)
     for name, expected in reference.items():
         if isinstance(expected, Tensor):
-            assert type(state[name]) is Tensor and state[name].device.type == "cpu", name
+            assert type(state[name]) is Tensor, name
+            assert state[name].device.type == "cpu", name
             assert state[name].dtype == expected.dtype, name
             assert torch.equal(state[name], expected), name
         else:

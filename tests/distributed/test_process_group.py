@@ -52,9 +52,7 @@ def reduce_tensor(op: str, dtype: torch.dtype, inplace: bool) -> tuple[Any, Any,
     [("mean", 2.0), ("sum", 4.0), ("min", 1.0), ("max", 3.0), ("product", 3.0)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
-def test_p04_all_reduce_of_tensors(
-    world2: World, op: str, expected: float, dtype: torch.dtype
-) -> None:
+def test_p04_all_reduce_of_tensors(world2: World, op: str, expected: float, dtype: torch.dtype) -> None:
     fresh = world2(reduce_tensor, op, dtype, inplace=False)
     assert fresh == [([expected, 0], [1, 0], False), ([expected, 0], [3, 0], False)]
     assert world2(reduce_tensor, op, dtype, inplace=True) == [([expected, 0],) * 2 + (True,)] * 2
@@ -198,9 +196,7 @@ def test_p06_backend_for_a_device_type() -> None:
         ("cpu:gloo,xpu:xccl", "xpu:1"),
     ],
 )
-def test_p06_the_device_is_the_groups(
-    monkeypatch: pytest.MonkeyPatch, backends: str, expected: str
-) -> None:
+def test_p06_the_device_is_the_groups(monkeypatch: pytest.MonkeyPatch, backends: str, expected: str) -> None:
     monkeypatch.setenv("LOCAL_RANK", "5")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

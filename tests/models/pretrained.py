@@ -82,9 +82,7 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
     "ia3": _peft("IA3Config", init_ia3_weights=False, **CAUSAL),
     "adalora": _peft("AdaLoraConfig", total_step=10, **CAUSAL),
     "vera": _peft("VeraConfig", r=4, **CAUSAL),
-    "vblora": _peft(
-        "VBLoRAConfig", num_vectors=16, vector_length=8, save_only_topk_weights=True, **CAUSAL
-    ),
+    "vblora": _peft("VBLoRAConfig", num_vectors=16, vector_length=8, save_only_topk_weights=True, **CAUSAL),
     "oft": _peft("OFTConfig", oft_block_size=8, **CAUSAL),
     "prompt": _peft("PromptTuningConfig", num_virtual_tokens=3, **CAUSAL),
     "p_tuning": _peft("PromptEncoderConfig", num_virtual_tokens=3, encoder_hidden_size=8, **CAUSAL),
@@ -117,15 +115,16 @@ def tokenizer() -> Any:
 BLOCKS = {"LlamaDecoderLayer", "GPT2Block", "T5Block"}
 
 
-def sharded(model: Any, *, root: bool | None = None) -> Any:
-    """`model` under plain FSDP2: a unit per transformer block, the rest in the root's.
+def sharded(model: Any, *, root: bool | None = None, blocks: bool = True) -> Any:
+    """`model` under plain FSDP2.
 
     Args:
         root: the root's `reshard_after_forward`.
+        blocks: a unit per transformer block, the rest in the root's; else one unit.
     """
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
     for module in list(model.modules()):
-        if type(module).__name__ in BLOCKS:
+        if blocks and type(module).__name__ in BLOCKS:
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=root)
     return model

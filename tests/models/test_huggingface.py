@@ -9,17 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from composer_dist._torch import checkpoint_wrapper
 from composer_dist.checkpoint import full_model_state, load_full_model_state
+from composer_dist.distributed import init_context, parallelize_composer_model
+from composer_dist.distributed.config import FSDP2Config
 from composer_dist.errors import CheckpointError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerModel, HuggingFaceModel
 from tests.models.pretrained import (
     ADAPTERS,
     adapter,
     base_for,
-    gpt2,
     llama,
     prompt,
     sharded,
@@ -65,9 +65,9 @@ def test_batches_and_losses_are_checked() -> None:
     model = HuggingFaceModel(llama())
     with pytest.raises(ParallelismTypeError, match="tuple"):
         model((prompt(0),))
+    outputs = model({"input_ids": prompt(0)})
     with pytest.raises(ParallelismValueError, match="needs labels; it has input_ids"):
-        given = {"input_ids": prompt(0)}
-        model.loss(model(given), given)
+        model.loss(outputs, {"input_ids": prompt(0)})
 
 
 @pytest.mark.parametrize(("build", "shifts"), [(llama, True), (t5, False)])
@@ -247,72 +247,57 @@ def test_p92_adapters_load_into_shards_strictly(world2: World) -> None:
         assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
-# P97: generation
-
-OPTIONS = {
-    "greedy": {"max_new_tokens": 8, "do_sample": False},
-    "beams": {"max_new_tokens": 6, "num_beams": 3, "do_sample": False},
-}
-BUILDS: dict[str, Callable[[], Any]] = {
-    "llama": llama,
-    "gpt2": gpt2,
-    "t5": t5,
-    "lora": lambda: HuggingFaceModel(llama(), peft_config=adapter("lora")).model,
-    "prompt": lambda: HuggingFaceModel(llama(), peft_config=adapter("prompt")).model,
-}
+# P93: prepared from rank 0's base and adapters
 
 
-def build(kind: str) -> HuggingFaceModel:
-    torch.manual_seed(3)
-    return HuggingFaceModel(BUILDS[kind]()).eval()
+def base_of(rank: int, dtype: torch.dtype) -> Any:
+    """Real weights on rank 0, none elsewhere."""
+    with init_context(empty=rank != 0, dtype=dtype):
+        return llama()
 
 
-def generated(kind: str, place: str, root: bool | None, mode: str) -> list[Tensor]:
-    model = build(kind)
-    sharded(model if place == "wrapper" else model.model, root=root)
-    rank = dist.get_rank()
-    first = model.generate(prompt(rank), **OPTIONS[mode])
-    assert "generate" not in vars(model.model)
-    with torch.no_grad():
-        model({"input_ids": prompt(0), "labels": prompt(0)})  # an ordinary forward goes on working
-    again = model.generate(input_ids=prompt(rank), **OPTIONS[mode])
-    return [first, again]
+def trained_adapters(base: Any) -> tuple[HuggingFaceModel, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = HuggingFaceModel(base, peft_config=adapter("lora"))
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, torch.optim.AdamW(trainable, lr=1e-2)
 
 
-@pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")  # peft's prompts
-@pytest.mark.parametrize("mode", OPTIONS)
-@pytest.mark.parametrize("root", [None, True])
-@pytest.mark.parametrize("place", ["wrapper", "model"])
-@pytest.mark.parametrize("kind", BUILDS)
-def test_p97_the_unsharded_models_tokens(
-    world2: World, kind: str, place: str, root: bool | None, mode: str
-) -> None:
-    if kind == "gpt2" and mode == "beams":
-        mode = "greedy"
-    for rank, results in enumerate(world2(generated, kind, place, root, mode)):
-        expected = build(kind).generate(prompt(rank), **OPTIONS[mode])
-        for tokens in results:
-            assert torch.equal(tokens, expected), rank
+def ten_steps(model: HuggingFaceModel, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for _ in range(10):
+        loss = model.loss(model(batch()), batch())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
-def stops_early() -> tuple[Tensor, bool]:
-    model = build("llama")
-    sharded(model.model)
-    tokens = model.generate(prompt(0), max_new_tokens=2 + 10 * dist.get_rank(), do_sample=False)
-    sizes = [isinstance(module, FSDPModule) for module in model.model.modules()]
-    return tokens, any(sizes)
+def finetuned_from_rank_0(dtype: torch.dtype) -> tuple[list[float], *tuple[dict[str, Tensor], ...]]:
+    model, optimizer = trained_adapters(base_of(dist.get_rank(), dtype))
+    parallelize_composer_model(model, optimizer, FSDP2Config(activation_checkpointing=True))
+    model.should_save_peft_only = False
+    before = full_model_state(model, ranks="all")
+    losses = ten_steps(model, optimizer)
+    model.should_save_peft_only = True
+    adapters = full_model_state(model, ranks="all")
+    model.should_save_peft_only = False
+    return losses, before, full_model_state(model, ranks="all"), adapters
 
 
-def test_p97_ranks_may_stop_at_other_lengths(world2: World) -> None:
-    for rank, (tokens, still_sharded) in enumerate(world2(stops_early)):
-        expected = build("llama").generate(
-            prompt(0), max_new_tokens=2 + 10 * rank, do_sample=False
-        )
-        assert torch.equal(tokens, expected)
-        assert still_sharded
-
-
-def test_generate_pads_with_the_tokenizers_token() -> None:
-    model = HuggingFaceModel(llama(), tokenizer())
-    model.model.generation_config.pad_token_id = None
-    assert model.generate(prompt(0), max_new_tokens=2, do_sample=False).shape == (2, 6)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_p93_base_and_adapters_arrive_and_only_adapters_move(world2: World, dtype: torch.dtype) -> None:
+    reference, optimizer = trained_adapters(base_of(0, dtype))
+    reference.should_save_peft_only = False
+    start = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    expected_losses = ten_steps(reference, optimizer)
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    for losses, before, after, adapters in world2(finetuned_from_rank_0, dtype):
+        assert list(before) == list(start)
+        assert all(torch.equal(before[name], tensor) for name, tensor in start.items())
+        assert all(before[name].dtype == tensor.dtype for name, tensor in start.items())
+        assert losses == pytest.approx(expected_losses, rel=tolerance)
+        moved = {name for name in after if not torch.equal(after[name], before[name])}
+        assert moved == set(adapters) == {name for name in start if "lora_" in name}
+        assert {tensor.dtype for tensor in adapters.values()} == {torch.float32}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from composer_dist.models import ComposerClassifier, ComposerModel
 from composer_dist.trainer import InMemoryLogger, Trainer
 
+World = Callable[..., list[Any]]
+
 IGNORED = -100
+BATCHES = 4
+PER_BATCH = 6
 
 
 class Body(nn.Module):
@@ -69,6 +73,14 @@ def joined(samples: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Samples as a batch."""
     rows = list(samples)
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def batches(parts: list[int], index: int) -> list[Any]:
+    """Part `index` of each batch, where `parts` are the parts' sizes."""
+    samples = tagged(BATCHES * PER_BATCH)
+    first = sum(parts[:index])
+    starts = [batch * PER_BATCH + first for batch in range(BATCHES)]
+    return [joined(samples[start : start + parts[index]]) for start in starts]
 
 
 def classifier(seed: int = 0, **options: Any) -> ComposerClassifier:

@@ -83,9 +83,7 @@ INPUTS: dict[str, dict[str, Any]] = {
         "noise_embeds": lambda d: d.normal(2, 4, 32),
         "context_hidden_states": lambda d: d.normal(2, 4, 32),
     },
-    "muse_glimmer_vision muse_spark_vision lfm3_vl_vision": {
-        "pixel_values": lambda d: d.normal(32, 384)
-    },
+    "muse_glimmer_vision muse_spark_vision lfm3_vl_vision": {"pixel_values": lambda d: d.normal(32, 384)},
     "muse_spark_audio": {"input_values": lambda d: d.normal(2, 1920)},
     "musicgen musicgen_melody": {
         "decoder_input_ids": lambda d: d.ids(8).repeat(4, 1),
@@ -100,9 +98,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     },
     "pi0": {"state": lambda d: d.normal(2, 32), "actions": lambda d: d.normal(2, 8, 32)},
     "pix2struct": {
-        "flattened_patches": lambda d: torch.cat(
-            [d.integers(2, 8, 2, low=0, high=4), d.normal(2, 8, 32)], -1
-        )
+        "flattened_patches": lambda d: torch.cat([d.integers(2, 8, 2, low=0, high=4), d.normal(2, 8, 32)], -1)
     },
     "seggpt": {
         "prompt_pixel_values": lambda d: d.pixel_values(),
@@ -138,19 +134,17 @@ INPUTS: dict[str, dict[str, Any]] = {
 """Makers of arguments by model, called with a `batches.Draw`; None leaves the argument out."""
 
 IMAGES: dict[str, tuple[str, int]] = {
-    "aya_vision cohere2_vision internvl qianfan_ocr gemma3 shieldgemma2 t5gemma2": ("image", 4),
-    "blip-2": ("image", 8),
-    "aya_vision blip-2 cohere2_vision cohere_compass cosmos3_edge cosmos3_omni exaone4_5 gemma3"
-    " glm46v glm4v glm4v_moe glm_ocr glmga hyperclovax_vision_v2 image image internvl lfm3_vl"
-    " minimax_m3_vl qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe"
-    " qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp shieldgemma2 t5gemma2": ("grid", 4),
+    "aya_vision cohere2_vision gemma3 internvl qianfan_ocr shieldgemma2 t5gemma2": ("image", 4),
+    "blip-2 instructblip": ("image", 8),
+    "cohere_compass cosmos3_edge cosmos3_omni exaone4_5 glm46v glm4v glm4v_moe glm_ocr glmga"
+    " hyperclovax_vision_v2 lfm3_vl minimax_m3_vl qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5"
+    " qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp": ("grid", 4),
     "florence2": ("image", 2),
     "got_ocr2 pp_chart2table": ("image", 1),
     "idefics2": ("tiles", 64),
     "idefics3 smolvlm": ("tiles", 4),
-    "instructblip": ("image", 8),
     "lighton_ocr mistral3 mistral_large4": ("sizes", 4),
-    "llava vipllava ovis2 paligemma": ("image", 16),
+    "llava ovis2 paligemma vipllava": ("image", 16),
     "paddleocr_vl": ("patches", 4),
     "unlimited_ocr": ("image", 3),
 }

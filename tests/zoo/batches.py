@@ -33,9 +33,7 @@ def make_batch(name: str, cls: Any, config: Any) -> dict[str, Tensor]:
     """Two samples for `cls.forward`: what it requires, its main input, its labels."""
     accepted = inspect.signature(cls.forward).parameters
     main = cls.main_input_name
-    wanted = {
-        k for k, p in accepted.items() if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD
-    }
+    wanted = {k for k, p in accepted.items() if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD}
     wanted |= ({main} if isinstance(main, str) else set(main)) | (_OPTIONAL & set(accepted))
     if "return_loss" in wanted:  # a dual encoder needs both sides
         wanted |= {"pixel_values", "input_features"} & set(accepted)
@@ -129,12 +127,8 @@ class Draw:
 
     def input_features(self) -> Tensor:
         audio = _inner(self.config, ("audio_config", "encoder_config", "speech_config", "encoder"))
-        mels = find(
-            audio, "num_mel_bins", "feature_size", "input_feat_per_channel", "input_dim", default=80
-        )
-        if getattr(audio, "max_source_positions", None) and not self.cls_name.startswith(
-            "Speech2Text"
-        ):
+        mels = find(audio, "num_mel_bins", "feature_size", "input_feat_per_channel", "input_dim", default=80)
+        if getattr(audio, "max_source_positions", None) and not self.cls_name.startswith("Speech2Text"):
             return self.normal(BATCH, mels, 2 * audio.max_source_positions)
         return self.normal(BATCH, 64, mels)
 
@@ -144,17 +138,13 @@ class Draw:
     def splice_images(self, layout: str, tokens: int, accepted: Container[str]) -> None:
         """Put one image of `tokens` tokens before each sample's text, its pixels beside it."""
         text = self.made["input_ids"]
-        token = find(
-            self.config, "image_token_id", "image_token_index", default=tables.TOKENS["image"]
-        )
+        token = find(self.config, "image_token_id", "image_token_index", default=tables.TOKENS["image"])
         self.made["input_ids"] = torch.cat(
             [text[:, :1], torch.full((BATCH, tokens), token), text[:, 1:]], dim=1
         )
         channels, height, width = self._image()
         if layout in ("grid", "patches"):
-            self.made["pixel_values"] = (
-                self._patches().flatten(1) if layout == "grid" else self._patches()
-            )
+            self.made["pixel_values"] = self._patches().flatten(1) if layout == "grid" else self._patches()
             self.made["image_grid_thw"] = self.grid_thw()
         else:
             tiles = [1] if layout == "tiles" else []
@@ -192,9 +182,7 @@ def find(config: Any, *names: str, default: Any) -> Any:
             if value is not None:
                 return value
         queue += [
-            sub
-            for key in current.sub_configs_defaults
-            if (sub := getattr(current, key, None)) is not None
+            sub for key in current.sub_configs_defaults if (sub := getattr(current, key, None)) is not None
         ]
     return default
 

@@ -15,7 +15,7 @@ _FIELDS = {name: own for names, own in fields.FIELDS.items() for name in names.s
 
 
 def toy_config(name: str) -> PretrainedConfig:
-    """The configuration of model type `name` at toy size, without dropout and key-value cache."""
+    """The configuration of model type `name` at toy size, without chance and key-value cache."""
     config = _build(CONFIG_MAPPING[name], {})
     if config.is_encoder_decoder or name.endswith("encoder-decoder"):
         for field, token in (("decoder_start_token_id", 1), ("pad_token_id", 0)):
@@ -27,20 +27,14 @@ def toy_config(name: str) -> PretrainedConfig:
 def _build(cls: type[PretrainedConfig], given: Mapping[str, Any]) -> PretrainedConfig:
     given = {**given, **_FIELDS.get(cls.model_type, {})}
     specs = cls.sub_configs_defaults
-    values = {
-        f.name: _shrink(f.name, _default(f)) for f in dataclasses.fields(cls) if f.name not in specs
-    }
-    if (
-        "kv_lora_rank" in values and "num_key_value_heads" in values
-    ):  # latent attention has no grouped heads
+    values = {f.name: _shrink(f.name, _default(f)) for f in dataclasses.fields(cls) if f.name not in specs}
+    if "kv_lora_rank" in values and "num_key_value_heads" in values:  # latent attention has no grouped heads
         values["num_key_value_heads"] = tables.HEADS
     for key, spec in specs.items():
         sub = given.pop(key, None)
         if spec.optional and sub is None:
             continue
-        own = dict(
-            sub if sub is not None else {k: _shrink(k, v) for k, v in spec.init_kwargs.items()}
-        )
+        own = dict(sub if sub is not None else {k: _shrink(k, v) for k, v in spec.init_kwargs.items()})
         kind = own.pop("model_type", None)
         values[key] = _build(CONFIG_MAPPING[kind] if kind else _class_of(spec), own)
     return cls(**{k: v for k, v in values.items() if v is not dataclasses.MISSING} | given)
@@ -52,19 +46,15 @@ def _class_of(spec: Any) -> type[PretrainedConfig]:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    return (
-        field.default_factory()
-        if field.default_factory is not dataclasses.MISSING
-        else field.default
-    )
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 def _shrink(field: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _shrink(k, v) for k, v in value.items()}
-    if field == "use_cache":
+    if field in ("use_cache", "apply_spec_augment"):
         return False
-    if "drop" in field:
+    if "drop" in field or "jitter" in field:
         return _zero(value)
     if re.fullmatch(r".*_token(_id|_index)?", field):
         return _token(field, value) if type(value) is int else value

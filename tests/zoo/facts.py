@@ -82,13 +82,9 @@ def structure(model: nn.Module) -> dict[str, Any]:
         "subclasses": sorted(
             {type(p).__name__ for p in tensors.values()} - {"Parameter", "Tensor", "Buffer"}
         ),
-        "parametrized": sorted(
-            n for n, m in model.named_modules() if hasattr(m, "parametrizations")
-        ),
+        "parametrized": sorted(n for n, m in model.named_modules() if hasattr(m, "parametrizations")),
         "own_parameters": sorted(
-            n
-            for n, m in model.named_modules()
-            if m._parameters and next(m.children(), None) is not None
+            n for n, m in model.named_modules() if m._parameters and next(m.children(), None) is not None
         ),
     }
 
@@ -98,11 +94,7 @@ def construction(name: str, model: nn.Module) -> dict[str, Any]:
     again = toy.build(name).state_dict()
     with _poisoned_memory():
         poisoned = toy.build(name)
-    unset = [
-        n
-        for n, t in [*poisoned.named_parameters(), *poisoned.named_buffers()]
-        if bool(t.isnan().any())
-    ]
+    unset = [n for n, t in [*poisoned.named_parameters(), *poisoned.named_buffers()] if bool(t.isnan().any())]
     same = all(torch.equal(t, again[k]) or k in unset for k, t in model.state_dict().items())
     try:
         meta = toy.build(name, "meta")
@@ -153,11 +145,7 @@ def behaviour(name: str, model: nn.Module) -> dict[str, Any]:
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 owners[parameter].append((f"{prefix}.{key}".lstrip("."), module))
-    direct = [
-        o[0][0]
-        for p, o in owners.items()
-        if p.grad is not None and not any(m in called for _, m in o)
-    ]
+    direct = [o[0][0] for p, o in owners.items() if p.grad is not None and not any(m in called for _, m in o)]
     torch.manual_seed(2)
     with torch.no_grad():
         second = toy.loss(model, batch) if drew else first
@@ -165,9 +153,7 @@ def behaviour(name: str, model: nn.Module) -> dict[str, Any]:
         "inputs": {k: list(v.shape) for k, v in batch.items()},
         "loss": first.item(),
         "finite": bool(first.isfinite()),
-        "grads_finite": all(
-            bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None
-        ),
+        "grads_finite": all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None),
         "without_grad": [n for n, p in model.named_parameters() if p.grad is None],
         "draws_random": drew,
         "loss_is_random": bool(first != second),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_MROPE = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 _HALF_MROPE = {
     "rope_parameters": {
         "rope_type": "default",
@@ -52,9 +50,7 @@ FIELDS: dict[str, dict[str, Any]] = {
             }
         }
     },
-    "conditional_detr dab-detr deformable_detr detr table-transformer": {
-        "backbone_config": _RESNET
-    },
+    "conditional_detr dab-detr deformable_detr detr table-transformer": {"backbone_config": _RESNET},
     "cosmos3_edge_text cosmos3_omni_text glm4v_text glm_image_text glm_ocr_text paddleocr_vl_text"
     " qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text": _MROPE,
     "cvt": {"depth": [1, 2, 3], "embed_dim": [16, 32, 32], "num_heads": [1, 2, 2]},
@@ -74,6 +70,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "first_k_dense_replace": 1},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "dinov3_convnext": {"hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1]},
+    "dinov3_vit": {"pos_embed_rescale": None},
     "donut-swin maskformer-swin swin swinv2 clap_audio_model": {"patch_size": 2, "embed_dim": 16},
     "dots1": {
         "n_routed_experts": 4,

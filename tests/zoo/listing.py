@@ -102,8 +102,7 @@ _REASONS: dict[str, str] = {
     "needs torchaudio": "higgs_audio_v2_tokenizer",
     "no forward of its own": "bark glm_image_vqmodel",
     "over 2 M parameters: widths are fixed in its code or sub-configurations": (
-        "deepseek_ocr2 neucodec pp_ocrv5_mobile_det pp_ocrv5_mobile_rec pp_ocrv6_small_det uvdoc "
-        "xcodec2 "
+        "deepseek_ocr2 neucodec pp_ocrv5_mobile_det pp_ocrv5_mobile_rec pp_ocrv6_small_det uvdoc xcodec2 "
     ),
     "refuses a backward in eval mode": "reformer",
     "sizes fixed in code disagree with a toy image or width": (
@@ -130,9 +129,7 @@ _REASONS: dict[str, str] = {
         "voxtral_realtime xcodec "
     ),
 }
-UNBUILT: dict[str, str] = {
-    name: reason for reason, names in _REASONS.items() for name in names.split()
-}
+UNBUILT: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """Model types of the auto-mappings that are left out, each with the reason."""
 
 _REAL = (

@@ -37,7 +37,7 @@ FAST: tuple[str, ...] = (
     "gemma3_text",  # non-persistent buffers per layer type
     "gpt2",  # Conv1D, its weight transposed
     "llama",
-    "llama4",  # a complex buffer; images; experts in one 3-D parameter
+    "llama4",  # a complex buffer; an idle vision tower; experts in one 3-D parameter
     "mamba",  # conv1d's and dt_proj's weights used without their forward
     "mixtral",
     "qwen2_moe",
@@ -91,9 +91,7 @@ def build(name: str, device: str = "cpu") -> nn.Module:
 
 def inputs(name: str, model_or_config: nn.Module | PretrainedConfig) -> dict[str, Tensor]:
     """A batch of two samples on the CPU, the same for every call."""
-    config: Any = (
-        model_or_config.config if isinstance(model_or_config, nn.Module) else model_or_config
-    )
+    config: Any = model_or_config.config if isinstance(model_or_config, nn.Module) else model_or_config
     return make_batch(name, model_class(name), config)
 
 

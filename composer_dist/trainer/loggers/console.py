@@ -63,9 +63,7 @@ class ConsoleLogger(LoggerDestination):
             at = state.timestamp
             width = max(map(len, self._pending))
             lines = [f"[epoch {at.epoch}, batch {at.batch}]"]
-            lines += [
-                f"  {name:<{width}}  {_spell(value)}" for name, value in self._pending.items()
-            ]
+            lines += [f"  {name:<{width}}  {_spell(value)}" for name, value in self._pending.items()]
             print("\n".join(lines), file=self._stream or sys.stderr, flush=True)
         self._pending.clear()
 

@@ -1,0 +1,134 @@
+"""Reading another process's memory on the same host: one copy, no socket, all readers at once.
+
+This is Linux cross-memory attach (`process_vm_readv`, man 2), which MPI libraries use between ranks of
+a host. The kernel allows it between processes of one user; where Yama restricts it to descendants, a
+process may permit another one (`PR_SET_PTRACER`, man 2 prctl), and with it that one's descendants.
+Whether it works is found out by doing it: a process shows a *beacon*, random bytes at an address, and
+who can read them there is on the same host, in the same pid namespace, and permitted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from composer_dist.errors import ParallelismRuntimeError
+
+_PR_SET_PTRACER = 0x59616D61  # "Yama": linux/prctl.h
+_IOV_MAX = 1024  # linux/uio.h: ranges in one call
+_MAX_BYTES = 1 << 30  # of one call; the kernel's own limit is just below 2 GiB (man 2 read)
+
+
+class Range(NamedTuple):
+    """A piece of memory to copy: from an address there to an address here."""
+
+    theirs: int
+    mine: int
+    nbytes: int
+
+
+class Beacon:
+    """Bytes by which other processes find out whether they can read this one's memory."""
+
+    def __init__(self) -> None:
+        self._bytes = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
+
+    def describe(self) -> dict[str, Any]:
+        """Where the bytes are and what they are, in plain types."""
+        return {"pid": os.getpid(), "address": ctypes.addressof(self._bytes), "bytes": self._bytes.raw.hex()}
+
+
+def can_read(beacon: dict[str, Any]) -> bool:
+    """Whether the process that shows `beacon` can be read from here."""
+    if _libc() is None:
+        return False
+    mine = ctypes.create_string_buffer(16)
+    try:
+        read(beacon["pid"], [Range(beacon["address"], ctypes.addressof(mine), 16)])
+    except ParallelismRuntimeError:
+        return False
+    return bool(mine.raw.hex() == beacon["bytes"])
+
+
+def read(pid: int, ranges: Sequence[Range]) -> None:
+    """Copy memory of process `pid` into this one.
+
+    The interpreter's lock is released meanwhile.
+
+    Raises:
+        ParallelismRuntimeError: the process is gone, the kernel refuses, or an address is not mapped.
+    """
+    libc = _libc()
+    if libc is None:
+        raise ParallelismRuntimeError("This system has no process_vm_readv.")
+    for batch in _batches(ranges):
+        local = (_IoVec * len(batch))(*[_IoVec(part.mine, part.nbytes) for part in batch])
+        remote = (_IoVec * len(batch))(*[_IoVec(part.theirs, part.nbytes) for part in batch])
+        wanted = sum(part.nbytes for part in batch)
+        got = libc.process_vm_readv(pid, local, len(batch), remote, len(batch), 0)
+        if got != wanted:
+            why = os.strerror(ctypes.get_errno()) if got < 0 else f"{got} of {wanted} bytes"
+            raise ParallelismRuntimeError(f"Reading the memory of process {pid} failed: {why}.")
+
+
+@contextmanager
+def readable_by_siblings() -> Iterator[None]:
+    """Permit the other processes of this one's launcher to read it, for as long as the body runs."""
+    libc = _libc()
+    if libc is not None:
+        libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)  # fails where there is no Yama to ask
+    try:
+        yield
+    finally:
+        if libc is not None:
+            libc.prctl(_PR_SET_PTRACER, 0, 0, 0, 0)
+
+
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Where a tensor's bytes lie in a row, or None if they do not, or not in host memory."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    return tensor.data_ptr()
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+@cache
+def _libc() -> Any:
+    """The C library, if it can read other processes' memory."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "process_vm_readv"):
+        return None
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    pair = (ctypes.c_void_p, ctypes.c_ulong)
+    libc.process_vm_readv.argtypes = (ctypes.c_int, *pair, *pair, ctypes.c_ulong)
+    libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
+    return libc
+
+
+def _batches(ranges: Sequence[Range]) -> Iterator[list[Range]]:
+    """Ranges cut and gathered so that each batch is within the kernel's limits."""
+    batch: list[Range] = []
+    size = 0
+    for theirs, mine, nbytes in ranges:
+        for start in range(0, nbytes, _MAX_BYTES):
+            part = Range(theirs + start, mine + start, min(_MAX_BYTES, nbytes - start))
+            if batch and (size + part.nbytes > _MAX_BYTES or len(batch) == _IOV_MAX):
+                yield batch
+                batch, size = [], 0
+            batch.append(part)
+            size += part.nbytes
+    if batch:
+        yield batch

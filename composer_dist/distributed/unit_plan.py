@@ -1,0 +1,139 @@
+"""What each unit does with its parameters: when it frees them, their dtype on the way, where they live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from composer_dist.distributed.aliases import Structure
+from composer_dist.distributed.config import FSDP2Config
+from composer_dist.distributed.policies import UNIT_FIELDS, Choices
+from composer_dist.distributed.units import Assignment, Group
+from composer_dist.errors import ParallelismValueError
+from composer_dist.precision import Precision, mixed_precision_policy
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters are gathered, and whose gradients are reduced, together."""
+
+    modules: tuple[str, ...]
+    """Names of the modules, "" being the root; more than one where a tie joins them."""
+    parameters: tuple[str, ...]
+    """First names of the parameters it manages."""
+    nbytes: int
+    """Size of the gathered parameters in bytes, in their own dtypes."""
+    reshard_after_forward: bool | int
+    mp_policy: MixedPrecisionPolicy
+    offload: str | None
+    """None, or where the shards live in host memory: "auto", "pinned" or "pageable"."""
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """The first module's name."""
+        return self.modules[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The unit in plain types."""
+        return {
+            "modules": list(self.modules),
+            "parameters": list(self.parameters),
+            "nbytes": self.nbytes,
+            "reshard_after_forward": self.reshard_after_forward,
+            "mixed_precision": str(self.mp_policy),
+            "offload": self.offload,
+            "reason": self.reason,
+        }
+
+
+def plan_unit(
+    group: Group,
+    structure: Structure,
+    fsdp2: FSDP2Config,
+    shards: int,
+    precision: str | Precision | None,
+    is_last: bool,
+) -> Unit:
+    """A unit with everything settled: a rule's word first, then the policy's, then the configuration's.
+
+    Args:
+        group: the modules, parameters and options.
+        structure: the model's.
+        fsdp2: what holds where the options are silent.
+        shards: ranks that share each parameter.
+        precision: see `composer_dist.precision`.
+        is_last: whether it is the last block of the model.
+
+    Raises:
+        ParallelismValueError: `reshard_after_forward` does not divide `shards`, or a mixed precision that
+            does not exist.
+    """
+    options = group.choice.options
+    mp_policy = options.get("mp_policy") or mixed_precision_policy(
+        precision, options.get("mixed_precision", fsdp2.mixed_precision)
+    )
+    return Unit(
+        modules=tuple(group.modules),
+        parameters=tuple(group.parameters),
+        nbytes=sum(structure.tensors[name].info.nbytes for name in group.parameters),
+        reshard_after_forward=_reshard(group, fsdp2, shards, is_last),
+        mp_policy=mp_policy,
+        offload=_offload(options, fsdp2),
+        reason=group.choice.reason,
+    )
+
+
+def _reshard(group: Group, fsdp2: FSDP2Config, shards: int, is_last: bool) -> bool | int:
+    """Whether a unit is freed after forward.
+
+    Where nobody has said otherwise the root and the last block are not: their backward comes at once,
+    and they would be gathered again for nothing (torch does so for the root, torchtitan for both).
+    """
+    wanted: bool | int = group.choice.options.get("reshard_after_forward", fsdp2.reshard_after_forward)
+    if isinstance(wanted, bool):
+        by_default = "reshard_after_forward" not in group.choice.options
+        return wanted and not (by_default and (is_last or group.modules == [""]))
+    if wanted < 1 or shards % wanted:
+        raise ParallelismValueError(
+            f"reshard_after_forward={wanted} for {group.name} must divide the {shards} ranks that share "
+            "each parameter."
+        )
+    return wanted == shards if wanted in {1, shards} else wanted
+
+
+def _offload(options: Mapping[str, Any], fsdp2: FSDP2Config) -> str | None:
+    policy = options.get("offload_policy")
+    if isinstance(policy, CPUOffloadPolicy):
+        return "pinned" if policy.pin_memory else "pageable"
+    wanted = False if policy else options.get("offload", fsdp2.cpu_offload)
+    if wanted is True:
+        # A rule says whether, and the configuration how.
+        return fsdp2.cpu_offload if isinstance(fsdp2.cpu_offload, str) else "auto"
+    return wanted or None
+
+
+def idle_rules(choices: Choices, assignment: Assignment, strict: bool) -> list[str]:
+    """Rules with a field that only units follow, none of whose matches is a unit.
+
+    Raises:
+        ParallelismValueError: there are some, and `strict`.
+    """
+    units = {name for group in assignment.groups for name in group.modules}
+    idle: dict[tuple[str, str], list[str]] = {}
+    for name, fields in choices.rules.items():
+        for key in UNIT_FIELDS:
+            if key in fields:
+                idle.setdefault((fields[key][1], key), []).append(name)
+    texts = [
+        f"{source} sets {key}, but {', '.join(names[:4])} {'is' if len(names) == 1 else 'are'} no unit; "
+        "add shard=True, or leave it out."
+        for (source, key), names in idle.items()
+        if units.isdisjoint(names)
+    ]
+    if texts and strict:
+        raise ParallelismValueError("\n".join(texts))
+    return texts

@@ -1,0 +1,114 @@
+"""Whose activations are recomputed, and by whose word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from composer_dist.distributed import plan_parallelism
+from composer_dist.distributed.activation_checkpointing import is_checkpointed
+from composer_dist.distributed.checkpoint_plan import Checkpointed, apply_checkpointing
+from composer_dist.distributed.config import FSDP2Config, ParallelismConfig, Rule
+from composer_dist.errors import ParallelismValueError
+from tests.distributed import structures
+
+BLOCKS = ["layers.0", "layers.1", "layers.2"]
+
+
+def _plan(model: nn.Module, check_fn: Any = None, **config: Any) -> tuple[Checkpointed, ...]:
+    return plan_parallelism(
+        model, ParallelismConfig(**config), world_size=2, activation_checkpointing_check_fn=check_fn
+    ).checkpointing
+
+
+def test_p86_nothing_is_checkpointed_unasked() -> None:
+    assert _plan(structures.B()) == ()
+
+
+def test_p86_the_blocks_are_taken_where_nobody_has_chosen() -> None:
+    assert _plan(structures.B(), activation_checkpointing=True) == tuple(
+        Checkpointed(name, "composable", "it is a block") for name in BLOCKS
+    )
+
+
+def test_p86_units_split_by_dtype_are_no_blocks() -> None:
+    names = [one.module for one in _plan(structures.dtypes(), activation_checkpointing="wrapped")]
+    assert names == BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode", "options"),
+    [
+        ({"activation_checkpointing": True}, "composable", {}),
+        ({"activation_cpu_offload": True}, "offload", {}),
+        ({"activation_checkpointing": True, "activation_cpu_offload": True}, "composable", {"offload": True}),
+    ],
+)
+def test_p86_composer_s_flags(flags: dict[str, bool], mode: str, options: dict[str, Any]) -> None:
+    found = _plan(structures.B(), fsdp2=FSDP2Config(**flags))
+    assert [(one.module, one.mode, dict(one.options)) for one in found] == [
+        (n, mode, options) for n in BLOCKS
+    ]
+
+
+def test_p86_a_check_function_chooses() -> None:
+    found = _plan(
+        structures.B(), lambda module: isinstance(module, structures.Mlp), activation_checkpointing=True
+    )
+    assert [one.module for one in found] == [f"{name}.mlp" for name in BLOCKS]
+    assert {one.reason for one in found} == {"activation_checkpointing_check_fn"}
+
+
+def test_p86_attributes_choose() -> None:
+    model = structures.B()
+    model.layers[1]._activation_checkpointing = True
+    found = _plan(model, activation_checkpointing=True)
+    assert [(one.module, one.reason) for one in found] == [
+        ("layers.1", "an attribute of the model asks for it")
+    ]
+
+
+def test_p86_a_check_function_without_checkpointing_is_refused() -> None:
+    with pytest.raises(ParallelismValueError, match="must be enabled"):
+        _plan(structures.B(), lambda module: True)
+
+
+def test_p86_checkpointing_that_finds_no_module_is_refused_or_warned_about() -> None:
+    with pytest.raises(ParallelismValueError, match="check_fn chooses no module"):
+        _plan(structures.B(), lambda module: False, activation_checkpointing=True)
+    with pytest.raises(ParallelismValueError, match="no repeated block"):
+        _plan(structures.Composers(), activation_checkpointing=True)
+    with pytest.warns(UserWarning, match="no repeated block"):
+        assert _plan(structures.Composers(), activation_checkpointing=True, strict=False) == ()
+
+
+def test_rules_come_first_and_can_say_no() -> None:
+    rules = [Rule("layers.0", act_ckpt=False), Rule("layers.1", act_ckpt="wrapped")]
+    found = _plan(structures.B(), activation_checkpointing="composable", rules=rules)
+    assert {one.module: (one.mode, one.reason) for one in found} == {
+        "layers.1": ("wrapped", "rule 'layers.1'"),
+        "layers.2": ("composable", "it is a block"),
+    }
+    assert [one.module for one in _plan(structures.B(), rules=[Rule("layers", act_ckpt=True)][:0])] == []
+
+
+def test_p27_an_unknown_mode_lists_the_modes() -> None:
+    with pytest.raises(ParallelismValueError, match="'composable', 'wrapped', 'offload'"):
+        _plan(structures.B(), activation_checkpointing="composible")
+    with pytest.warns(UserWarning, match="Taking 'composable'"):
+        assert len(_plan(structures.B(), activation_checkpointing="composible", strict=False)) == 3
+
+
+def test_the_plan_is_carried_out() -> None:
+    model = structures.B()
+    apply_checkpointing(
+        model,
+        [
+            Checkpointed("layers.0", "composable", ""),
+            Checkpointed("layers.2", "wrapped", "", {"debug": False}),
+        ],
+    )
+    assert [is_checkpointed(layer) for layer in model.layers] == [True, False, True]
+    assert type(model.layers[2]).__name__ == "CheckpointWrapper"

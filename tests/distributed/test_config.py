@@ -1,0 +1,212 @@
+"""Configurations: what they accept, refuse, and turn into."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import yaml
+
+from composer_dist.distributed.config import (
+    DDPConfig,
+    FSDP2Config,
+    MeshConfig,
+    ParallelismConfig,
+    Rule,
+    TPConfig,
+    near_miss,
+    resolve_config,
+)
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+
+
+def test_p01_sizes_that_do_not_fit_the_world_are_named() -> None:
+    with pytest.raises(ParallelismValueError) as caught:
+        MeshConfig(dp_shard=2, tp=2).resolve(2)
+    for part in ("dp_replicate=1", "dp_shard=2", "cp=1", "tp=2", "2 ranks", "multiply to 4", "4 processes"):
+        assert part in str(caught.value)
+
+
+def test_p01_minus_one_takes_the_rest() -> None:
+    assert MeshConfig(dp_shard=-1, tp=2).resolve(2) == {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}
+    assert MeshConfig(dp_replicate=-1, dp_shard=4).resolve(8)["dp_replicate"] == 2
+    with pytest.raises(ParallelismValueError, match="world of 6 ranks"):
+        MeshConfig(dp_shard=-1, tp=4).resolve(6)
+
+
+@pytest.mark.parametrize("size", [0, -2])
+def test_p01_a_size_is_positive_or_minus_one(size: int) -> None:
+    with pytest.raises(ParallelismValueError, match=f"dp_shard={size}"):
+        MeshConfig(dp_shard=size)
+
+
+def test_p01_only_one_size_takes_the_rest() -> None:
+    with pytest.raises(ParallelismValueError, match="dp_replicate and dp_shard"):
+        MeshConfig(dp_replicate=-1)
+
+
+def test_composer_defaults() -> None:
+    config = FSDP2Config()
+    assert config.device_mesh is None
+    assert config.reshard_after_forward is True
+    assert config.activation_checkpointing is False
+    assert config.activation_cpu_offload is False
+    assert config.state_dict_type == "sharded"
+    assert config.load_monolith_rank0_only is False
+    assert config.mixed_precision == "DEFAULT"
+    assert config.verbose is False
+
+
+@pytest.mark.parametrize("config", [FSDP2Config(), MeshConfig(), Rule("a"), ParallelismConfig(), DDPConfig()])
+def test_p17_configurations_are_frozen(config: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, dataclasses.fields(config)[0].name, 1)
+
+
+def test_composer_attributes_are_carried_over() -> None:
+    config = FSDP2Config.from_compatible_attrs(
+        {
+            "activation_checkpointing": True,
+            "activation_cpu_offload": True,
+            "reshard_after_forward": False,
+            "device_mesh": None,
+        }
+    )
+    assert config == FSDP2Config(
+        activation_checkpointing=True, activation_cpu_offload=True, reshard_after_forward=False
+    )
+    assert FSDP2Config.from_compatible_attrs({}) == FSDP2Config()
+
+
+def test_composer_attributes_without_meaning_warn_once_each() -> None:
+    attrs = {
+        "activation_checkpointing": True,
+        "invalid_attribute1": "value1",
+        "auto_wrap": True,
+        "sync_module_states": True,
+    }
+    with pytest.warns(UserWarning, match="is ignored") as caught:
+        config = FSDP2Config.from_compatible_attrs(attrs)
+    assert config.activation_checkpointing is True
+    texts = [str(one.message) for one in caught]
+    assert len(texts) == 3
+    for part in ("'invalid_attribute1: value1'", "'auto_wrap: True'", "'sync_module_states: True'"):
+        assert sum(part in text for text in texts) == 1
+    assert len(attrs) == 4
+
+
+@pytest.mark.parametrize(("strategy", "reshard"), [("FULL_SHARD", True), ("shard_grad_op", False)])
+def test_fsdp1_sharding_strategy_becomes_resharding(strategy: str, reshard: bool) -> None:
+    assert FSDP2Config.from_compatible_attrs({"sharding_strategy": strategy}).reshard_after_forward is reshard
+
+
+def test_a_sharding_strategy_that_is_overruled_or_unknown_warns() -> None:
+    for attrs in (
+        {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False},
+        {"sharding_strategy": "NO_SHARD"},
+    ):
+        with pytest.warns(UserWarning, match="sharding_strategy"):
+            FSDP2Config.from_compatible_attrs(attrs)
+
+
+def test_p91_a_misspelt_key_names_itself_and_its_neighbour() -> None:
+    with pytest.raises(ParallelismValueError) as caught:
+        ParallelismConfig.from_dict({"fsdp": {}, "sync": "rank0"})
+    assert str(caught.value) == "ParallelismConfig: unknown key 'fsdp'. Did you mean 'fsdp2'?"
+
+
+def test_p91_nested_keys_too_and_all_at_once() -> None:
+    values = {
+        "mesh": {"dp_shards": 2},
+        "fsdp2": {"reshard_after_forwards": True},
+        "rules": [{"match": "a", "shrad": True}],
+        "sync": "rank1",
+    }
+    with pytest.raises(ParallelismValueError) as caught:
+        ParallelismConfig.from_dict(values)
+    for part in (
+        "unknown key 'mesh.dp_shards'. Did you mean 'dp_shard'?",
+        "unknown key 'fsdp2.reshard_after_forwards'. Did you mean 'reshard_after_forward'?",
+        "unknown key 'rules.0.shrad'. Did you mean 'shard'?",
+        "sync:",
+        "(got 'rank1')",
+    ):
+        assert part in str(caught.value)
+
+
+def test_p91_yaml() -> None:
+    text = """
+    mesh: {dp_replicate: 2, dp_shard: 4}
+    fsdp2: {reshard_after_forward: 2, mixed_precision: {param_dtype: bfloat16}, cpu_offload: pageable}
+    rules:
+      - {match: "re:layers\\\\.[01]", shard: true}
+      - {match: [head, embed], shard: false, optional: true}
+    activation_checkpointing: [composable, null]
+    sync: verify
+    """
+    assert ParallelismConfig.from_dict(yaml.safe_load(text)) == ParallelismConfig(
+        mesh=MeshConfig(dp_replicate=2, dp_shard=4),
+        fsdp2=FSDP2Config(
+            reshard_after_forward=2, mixed_precision={"param_dtype": "bfloat16"}, cpu_offload="pageable"
+        ),
+        rules=[
+            Rule(r"re:layers\.[01]", shard=True),
+            Rule(["head", "embed"], shard=False, optional=True),
+        ],
+        activation_checkpointing=["composable", None],
+        sync="verify",
+    )
+
+
+def test_p91_bool_and_int_stay_what_they_are() -> None:
+    assert FSDP2Config.from_dict({"reshard_after_forward": True}).reshard_after_forward is True
+    assert FSDP2Config.from_dict({"reshard_after_forward": 1}).reshard_after_forward == 1
+    assert not isinstance(FSDP2Config.from_dict({"reshard_after_forward": 1}).reshard_after_forward, bool)
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: ParallelismConfig(sync="rank1"), "sync is one of 'auto', 'rank0', 'verify', not 'rank1'"),
+        (lambda: ParallelismConfig(containers="keep"), "containers is one of 'expand', 'skip', not 'keep'"),
+        (lambda: FSDP2Config(state_dict_type="local"), "state_dict_type is one of 'sharded', 'full'"),
+        (lambda: FSDP2Config(cpu_offload="pined"), "cpu_offload is one of .*'pinned'"),
+        (lambda: ParallelismConfig(bucket_bytes=0), "bucket_bytes must be positive"),
+    ],
+)
+def test_values_that_do_not_exist_are_refused(build: Any, text: str) -> None:
+    with pytest.raises(ParallelismValueError, match=text):
+        build()
+
+
+def test_checkpointing_is_set_in_one_place() -> None:
+    with pytest.raises(ParallelismValueError, match="set twice"):
+        ParallelismConfig(
+            fsdp2=FSDP2Config(activation_checkpointing=True), activation_checkpointing="offload"
+        )
+
+
+def test_everything_resolves_to_one_config() -> None:
+    fsdp2 = FSDP2Config(reshard_after_forward=False)
+    whole = ParallelismConfig(fsdp2=fsdp2)
+    assert resolve_config(whole) is whole
+    assert resolve_config(fsdp2) == whole
+    assert resolve_config({"fsdp2": {"reshard_after_forward": False}}) == whole
+    assert resolve_config("fsdp") == ParallelismConfig(fsdp2=FSDP2Config())
+    assert resolve_config(DDPConfig()).mesh == MeshConfig(dp_replicate=-1, dp_shard=1)
+
+
+def test_p102_a_strategy_that_does_not_exist_lists_those_that_do() -> None:
+    with pytest.raises(ParallelismValueError, match="no strategy 'zero3'; there are: .*fsdp"):
+        resolve_config("zero3")
+
+
+def test_a_config_of_another_kind_is_refused() -> None:
+    with pytest.raises(ParallelismTypeError, match="not TPConfig"):
+        resolve_config(TPConfig())  # type: ignore[arg-type]
+
+
+def test_near_miss() -> None:
+    assert near_miss("layer.1", ["layers.1", "head"]) == " Did you mean 'layers.1'?"
+    assert near_miss("xyz", ["layers.1"]) == ""

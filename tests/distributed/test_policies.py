@@ -1,0 +1,359 @@
+"""Who chooses the units: rules, policies, attributes, structure."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from composer_dist.distributed.aliases import read_structure
+from composer_dist.distributed.config import ParallelismConfig, Rule
+from composer_dist.distributed.policies import (
+    Choices,
+    choose_units,
+    composer_children,
+    inherited,
+    select,
+    spell,
+)
+from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
+from composer_dist.models import ComposerModel
+from tests.distributed import structures
+
+BLOCKS = ["layers.0", "layers.1", "layers.2"]
+
+
+def _choose(model: nn.Module, *rules: Rule, policy: Any = None, **options: Any) -> Choices:
+    children = options.pop("children", ())
+    return choose_units(read_structure(model), ParallelismConfig(rules=rules, **options), policy, children)
+
+
+@pytest.mark.parametrize(
+    ("match", "names"),
+    [
+        ("layers.1", ["layers.1"]),
+        ("", [""]),
+        (r"re:layers\.\d", BLOCKS),
+        (re.compile(r".*\.mlp\.up"), [f"{block}.mlp.up" for block in BLOCKS]),
+        (structures.Mlp, [f"{block}.mlp" for block in BLOCKS]),
+        (lambda name, module: name.endswith("norm") and "." not in name, ["norm"]),
+        (["head", "embed", nn.Embedding], ["embed", "head"]),
+        ("layers", ["layers"]),
+        (r"re:layers\.1", ["layers.1"]),
+        ("re:ayers", []),
+    ],
+)
+def test_p10_each_kind_of_match(match: Any, names: list[str]) -> None:
+    assert select(match, read_structure(structures.B()).modules) == names
+
+
+def test_p11_a_name_is_the_whole_name() -> None:
+    model = structures.B(blocks=12)
+    assert select("layers.1", read_structure(model).modules) == ["layers.1"]
+    assert list(_choose(model, Rule("layers.1", shard=True)).units) == ["layers.1"]
+
+
+def test_p10_another_kind_of_match_is_refused() -> None:
+    with pytest.raises(ParallelismTypeError, match="not by int"):
+        select(3, {})
+
+
+def test_p12_unmatched_rules_are_all_named_with_a_neighbour() -> None:
+    with pytest.raises(ParallelismValueError) as caught:
+        _choose(
+            structures.B(), Rule("layer.1", shard=True), Rule("re:x", shard=True), Rule("head", shard=True)
+        )
+    assert "No module matches 'layer.1'. Did you mean 'layers.1'?" in str(caught.value)
+    assert "No module matches 're:x'." in str(caught.value)
+    assert "'head'" not in str(caught.value)
+
+
+def test_p12_optional_rules_may_match_nothing() -> None:
+    assert list(_choose(structures.B(), Rule("nope", shard=True, optional=True)).units) == ["", *BLOCKS]
+
+
+def test_p13_rules_merge_by_field_and_the_later_wins() -> None:
+    choices = _choose(
+        structures.B(),
+        Rule(r"re:layers\.\d", shard=True, reshard_after_forward=True, mixed_precision="FULL"),
+        Rule("layers.1", reshard_after_forward=False),
+        Rule("layers.1", offload=True),
+    )
+    assert choices.units["layers.0"].options == {"reshard_after_forward": True, "mixed_precision": "FULL"}
+    assert choices.units["layers.1"].options == {
+        "reshard_after_forward": False,
+        "mixed_precision": "FULL",
+        "offload": True,
+    }
+    assert choices.rules["layers.1"]["reshard_after_forward"] == (False, "rule 'layers.1'")
+
+
+def test_p13_a_rule_comes_before_a_policy() -> None:
+    mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+    def policy(module: nn.Module) -> Any:
+        options = {
+            "reshard_after_forward": 2,
+            "mp_policy": mp,
+            "offload_policy": CPUOffloadPolicy(pin_memory=False),
+        }
+        return options if isinstance(module, structures.Block) else False
+
+    choices = _choose(
+        structures.B(), Rule("layers.1", mixed_precision="PURE", reshard_after_forward=True), policy=policy
+    )
+    assert choices.units["layers.0"].options["mp_policy"] is mp
+    assert "mp_policy" not in choices.units["layers.1"].options
+    assert choices.units["layers.1"].options["mixed_precision"] == "PURE"
+    assert choices.units["layers.1"].options["reshard_after_forward"] is True
+    assert isinstance(choices.units["layers.1"].options["offload_policy"], CPUOffloadPolicy)
+
+
+@pytest.mark.parametrize("how", ["rule", "policy", "attribute"])
+def test_p14_a_container_stands_for_its_children(how: str) -> None:
+    model = structures.B()
+    if how == "attribute":
+        model.layers._fsdp_wrap = True
+    choices = _choose(
+        model,
+        *([Rule("layers", shard=True)] if how == "rule" else []),
+        policy=(lambda module: isinstance(module, nn.ModuleList)) if how == "policy" else None,
+    )
+    assert [name for name in choices.units if name] == BLOCKS
+    assert choices.warnings == (
+        "layers is a ModuleList, which has no forward of its own; its children stand for it.",
+    )
+
+
+def test_p14_containers_in_containers() -> None:
+    model = nn.ModuleDict({"a": nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)])})
+    assert list(_choose(model, Rule("a", shard=True)).units) == ["a.0.0", "a.1"]
+
+
+def test_p14_containers_can_be_skipped() -> None:
+    choices = _choose(structures.B(), Rule("layers", shard=True), Rule("head", shard=True), containers="skip")
+    assert list(choices.units) == ["head"]
+    assert choices.warnings == ("layers is a ModuleList, which has no forward of its own; it is skipped.",)
+
+
+def test_p14_no_warning_where_the_children_are_chosen_themselves() -> None:
+    assert _choose(structures.B(), policy=lambda module: True).warnings == ()
+    assert _choose(structures.B(), Rule(r"re:layers.*", shard=True)).warnings == ()
+
+
+def test_a_parameter_list_is_no_unit() -> None:
+    model = structures.B()
+    model.extra = nn.ParameterList([torch.ones(3)])
+    choices = _choose(model, Rule("extra", shard=True), Rule("head", shard=True))
+    assert list(choices.units) == ["head"]
+    assert choices.warnings == ("extra is a ParameterList, which has no forward of its own; it is skipped.",)
+    assert dict(_choose(model, Rule("extra", shard=False)).plain) == {
+        "extra": "rule 'extra' leaves it replicated"
+    }
+
+
+def test_p15_parents_and_children_in_any_order() -> None:
+    rules = [Rule("layers.0", shard=True), Rule("layers.0.mlp", shard=True)]
+    assert list(_choose(structures.B(), *rules).units) == ["layers.0", "layers.0.mlp"]
+    assert list(_choose(structures.B(), *reversed(rules)).units) == ["layers.0", "layers.0.mlp"]
+
+
+def test_p17_the_same_config_serves_two_models() -> None:
+    config = ParallelismConfig(rules=[Rule("layers", shard=True, mixed_precision={"param_dtype": "bf16"})])
+    before = repr(config)
+    first, second = (choose_units(read_structure(structures.B()), config) for _ in range(2))
+    assert first == second
+    assert repr(config) == before
+
+
+def test_p18_the_root_is_chosen_once() -> None:
+    choices = _choose(structures.B(), policy=lambda module: True)
+    assert next(iter(choices.units)) == ""
+    assert choices.units[""].reason == "fsdp_wrap_policy"
+
+
+def test_p18_a_policy_that_chooses_nothing_is_refused() -> None:
+    with pytest.raises(ParallelismValueError, match="Nothing would be sharded"):
+        _choose(structures.B(), policy=lambda module: False)
+    model = structures.B()
+    model.fsdp_wrap_fn = lambda module: False
+    with pytest.raises(ParallelismValueError, match="Nothing would be sharded"):
+        _choose(model)
+
+
+def test_p19_rules_leave_the_root_out_and_policies_do_not() -> None:
+    assert list(_choose(structures.B(), Rule("layers", shard=True)).units) == BLOCKS
+    both = _choose(structures.B(), Rule("layers", shard=True), Rule("", shard=True))
+    assert list(both.units) == ["", *BLOCKS]
+    assert list(_choose(structures.B(), policy=lambda m: isinstance(m, structures.Block)).units) == [
+        "",
+        *BLOCKS,
+    ]
+
+
+def test_p20_a_pattern_for_numbered_layers() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([structures.Block()])
+    model.decoder = nn.Module()
+    model.decoder.layers = nn.ModuleList([structures.Block(), structures.Block()])
+    model.encoder = nn.Module()
+    model.encoder.layers = nn.ModuleList([structures.Block()])
+    chosen = select(r"re:(.*\.)?layers\.\d+", read_structure(model).modules)
+    assert chosen == ["layers.0", "decoder.layers.0", "decoder.layers.1", "encoder.layers.0"]
+
+
+def test_p84_attributes_choose_and_refuse() -> None:
+    model = structures.Composers()
+    model._fsdp_wrap = model.m2._fsdp_wrap = model.m5._fsdp_wrap = True
+    assert list(_choose(model).units) == ["", "m2", "m5"]
+    model._fsdp_wrap = model.m5._fsdp_wrap = False
+    assert list(_choose(model).units) == ["m2"]
+
+
+def test_p84_an_attribute_that_says_no_takes_a_block_out_of_the_structure() -> None:
+    model = structures.B()
+    model.layers[1]._fsdp_wrap = False
+    assert list(_choose(model).units) == ["", "layers.0", "layers.2"]
+
+
+def test_p84_the_function_of_the_nearest_ancestor_decides() -> None:
+    model = structures.Composers()
+    model.fsdp_wrap_fn = lambda module: isinstance(module, structures.Pair)
+    model.m5.fsdp_wrap_fn = lambda module: isinstance(module, nn.Linear)
+    assert list(_choose(model).units) == ["", "m2", "m5.a", "m5.b"]
+    model._fsdp_wrap = False
+    assert list(_choose(model).units) == ["m2", "m5.a", "m5.b"]
+
+
+@pytest.mark.parametrize("wrap", [CustomPolicy, lambda function: function])
+def test_p84_policies_return_options_per_module(wrap: Any) -> None:
+    def function(module: nn.Module) -> Any:
+        return {"reshard_after_forward": False} if isinstance(module, structures.Pair) else False
+
+    choices = _choose(structures.Composers(), policy=wrap(function))
+    assert choices.units["m2"].options == {"reshard_after_forward": False}
+    assert choices.units[""].options == {}
+
+
+def test_p84_an_empty_dictionary_chooses_nothing_as_in_composer() -> None:
+    with pytest.raises(ParallelismValueError, match="Nothing would be sharded"):
+        _choose(structures.B(), policy=lambda module: {})
+
+
+@pytest.mark.parametrize("key", ["tacos", "device_mesh", "verbose", "mesh"])
+@pytest.mark.parametrize("how", ["policy", "attribute"])
+def test_p23_p84_a_key_that_fully_shard_cannot_take_is_refused(how: str, key: str) -> None:
+    model = structures.Composers()
+    if how == "attribute":
+        model.fsdp_wrap_fn = lambda module: {key: False}
+    with pytest.raises(
+        ParallelismKeyError, match=f"'{key}'.*Valid keys are: reshard_after_forward, mp_policy"
+    ):
+        _choose(model, policy=(lambda module: {key: False}) if how == "policy" else None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (None, "returned NoneType for module ''"),
+        ("yes", "returned str"),
+        ({"reshard_after_forward": "no"}, "must be bool or int, not str"),
+        ({"mp_policy": "PURE"}, "must be MixedPrecisionPolicy, not str"),
+    ],
+)
+def test_p84_wrong_answers_are_refused(answer: Any, text: str) -> None:
+    with pytest.raises(ParallelismTypeError, match=text):
+        _choose(structures.B(), policy=lambda module: answer)
+
+
+def test_p23_a_rule_has_no_other_fields() -> None:
+    with pytest.raises(TypeError, match="reshard"):
+        Rule("a", reshard=True)  # type: ignore[call-arg]
+
+
+def test_a_replicated_module_keeps_blocks_inside_it_whole() -> None:
+    choices = _choose(structures.EncoderDecoder(), Rule("encoder", shard=False))
+    assert list(choices.units) == ["", "decoder.block.0", "decoder.block.1"]
+    deeper = _choose(
+        structures.EncoderDecoder(), Rule("encoder", shard=False), Rule("encoder.block.1", shard=True)
+    )
+    assert list(deeper.units) == ["encoder.block.1"]
+
+
+class Model(ComposerModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.module = structures.M()
+        self.other = structures.Pair()
+        self.listed = nn.ModuleList([nn.Linear(2, 2)])
+        self.loss_metric = Distance()
+        self.metrics = torchmetrics.MetricCollection([Distance()])
+
+    def forward(self, batch: Any) -> Any:
+        return self.module(batch)
+
+    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+        return outputs.mean()
+
+
+class Distance(torchmetrics.Metric):
+    """A metric with a network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+
+    def update(self, x: torch.Tensor) -> None: ...
+
+    def compute(self) -> None: ...
+
+
+def test_p85_a_composer_model_s_children_are_units_and_its_metrics_stay_whole() -> None:
+    model = Model()
+    assert composer_children(model) == ("module", "other")
+    choices = _choose(model, children=composer_children(model))
+    assert list(choices.units) == ["", "module", "module.0", "module.2", "other"]
+    assert choices.units["other"].reason == "it is a direct child of the ComposerModel"
+    assert {"loss_metric", "metrics", "metrics.Distance"} == set(choices.plain)
+
+
+def test_p85_a_child_s_attribute_counts_and_its_function_does_not_judge_the_child() -> None:
+    model = Model()
+    model.other._fsdp_wrap = False
+    model.module.fsdp_wrap_fn = lambda module: isinstance(module, nn.Linear) and module.out_features == 4
+    assert list(_choose(model, children=composer_children(model)).units) == ["", "module", "module.2"]
+
+
+def test_p85_another_model_is_refused() -> None:
+    with pytest.raises(ParallelismTypeError, match="not a Sequential"):
+        composer_children(structures.M())
+
+
+def test_rules_are_spelt_alike_on_every_rank() -> None:
+    def starts(prefix: str, name: str, module: nn.Module) -> bool:
+        return name.startswith(prefix)
+
+    assert spell(functools.partial(starts, "layers")) == "partial"
+    assert spell(["a", re.compile("b+"), nn.Linear]) == "['a', 're:b+', Linear]"
+
+
+def test_a_rule_for_any_name_of_a_module_counts() -> None:
+    model = structures.B()
+    model.last = model.layers[2]
+    assert list(_choose(model, Rule("last", shard=True)).units) == ["layers.2"]
+
+
+def test_attributes_are_inherited() -> None:
+    model = structures.Composers()
+    model.m2.colour = "red"
+    modules = read_structure(model).modules
+    assert inherited("m2.a", modules, "colour") == "red"
+    assert inherited("m5.a", modules, "colour") is None

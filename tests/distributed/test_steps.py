@@ -1,0 +1,164 @@
+"""The steps one by one come to what the recipe comes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_dist.distributed import (
+    init_context,
+    meta_init,
+    parallelize_model,
+    prepare_fully_shard,
+    sync_module_states,
+)
+from composer_dist.distributed.config import FSDP2Config
+from composer_dist.distributed.initialize import assert_no_meta
+from composer_dist.errors import ParallelismError, ParallelismKeyError, ParallelismValueError
+from tests.distributed.preparable import Kinds, Toy, built, close, config, same, train, values
+from tests.distributed.test_sources import Buffers
+from tests.world import run
+
+MODELS: dict[str, Any] = {"Toy": Toy, "Kinds": Kinds, "Buffers": Buffers}
+
+
+@pytest.mark.parametrize("name", ["Toy", "Kinds"])
+@pytest.mark.parametrize(("size", "replicas"), [(1, 1), (2, 1), (4, 2)])
+def test_p87_shard_then_meta_init(name: str, size: int, replicas: int) -> None:
+    with init_context():
+        reference = MODELS[name]()
+    torch.manual_seed(7)
+    meta_init(reference)
+    for found in run(shard_and_init, size, name, replicas):
+        same(found["steps"], values(reference))
+        same(found["recipe"], values(reference))
+        assert found["units"][0] == found["units"][1]
+
+
+def shard_and_init(name: str, replicas: int) -> dict[str, Any]:
+    with init_context():
+        model, other = MODELS[name](), MODELS[name]()
+    torch.manual_seed(7)
+    plan = prepare_fully_shard(model, config(replicas=replicas))
+    assert all(p.is_meta for p in model.parameters())
+    meta_init(model)
+    assert_no_meta(model)
+    done = parallelize_model(other, config(replicas=replicas))
+    return {
+        "steps": values(model),
+        "recipe": values(other),
+        "units": [[unit.modules for unit in plan.units], [unit.modules for unit in done.plan.units]],
+    }
+
+
+@pytest.mark.parametrize("name", ["Toy", "Kinds", "Buffers"])
+@pytest.mark.parametrize("others", ["meta", "cpu"])
+@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 2)])
+def test_p80_shard_then_sync(name: str, others: str, size: int, replicas: int) -> None:
+    expected = values(built(MODELS[name]))
+    for found in run(shard_and_sync, size, name, others, replicas):
+        same(found, expected)
+
+
+def shard_and_sync(name: str, others: str, replicas: int) -> dict[str, torch.Tensor]:
+    first = dist.get_rank() == 0
+    full_state = built(MODELS[name]).state_dict() if first else {}
+    model = built(MODELS[name], 0 if first else 9, "cpu" if first else others)
+    prepare_fully_shard(model, config(replicas=replicas))
+    sync_module_states(model, full_state)
+    assert_no_meta(model)
+    return values(model)
+
+
+def test_sync_takes_another_dtype_and_trains_on() -> None:
+    expected = {
+        name: v.bfloat16().float() for name, v in built().state_dict().items() if v.is_floating_point()
+    }
+    for found in run(sync_half, 2):
+        same({name: found[name] for name in expected}, expected)
+
+
+def sync_half() -> dict[str, torch.Tensor]:
+    full_state = built().bfloat16().state_dict() if dist.get_rank() == 0 else {}
+    model = built(seed=4)
+    prepare_fully_shard(model, config())
+    sync_module_states(model, full_state)
+    return values(model)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        ("lacks", ParallelismKeyError, "Rank 0: full_state_dict has no 'row'."),
+        ("shape", ParallelismValueError, "Rank 0: row: shape (3,) in full_state_dict, (1, 8) in the model."),
+        ("buffer", ParallelismKeyError, "Rank 0: full_state_dict has no 'layers.0.table', which rank 0's"),
+        ("plain", ParallelismValueError, "The model is not sharded; call prepare_fully_shard first."),
+    ],
+)
+def test_sync_refuses_on_every_rank(what: str, kind: type, text: str) -> None:
+    results = run(sync_refused, 2, what)
+    assert results[0] == results[1]
+    assert results[0][0] is kind
+    assert results[0][1].startswith(text)
+
+
+def sync_refused(what: str) -> tuple[type, str]:
+    model = built(device="meta" if what == "buffer" else "cpu")
+    state = dict(built().state_dict())
+    if what == "lacks":
+        del state["row"]
+    elif what == "shape":
+        state["row"] = torch.ones(3)
+    if what != "plain":
+        prepare_fully_shard(model, config())
+    with pytest.raises(ParallelismError) as error:
+        sync_module_states(model, state if dist.get_rank() == 0 else {})
+    return type(error.value), str(error.value)
+
+
+def test_prepare_fully_shard_trains_like_the_recipe() -> None:
+    model = built()
+    train(model, torch.optim.SGD(model.parameters(), 0.1), 3)
+    for found in run(shard_and_train, 2):
+        close(found, values(model))
+
+
+def shard_and_train() -> dict[str, torch.Tensor]:
+    """The scalar stays whole; its gradient is averaged here as well. Hooks and attributes are kept."""
+    model = built()
+    model.embed.weight.no_decay = True
+    calls: list[int] = []
+    model.embed.weight.register_post_accumulate_grad_hook(lambda p: calls.append(1))
+    prepare_fully_shard(model, {"fsdp2": {}}, auto_wrap_policy=lambda m: isinstance(m, nn.BatchNorm1d))
+    assert isinstance(model.embed.weight, DTensor)
+    assert model.embed.weight.no_decay is True
+    assert not isinstance(model.scale, DTensor)
+    train(model, torch.optim.SGD(model.parameters(), 0.1), 3)
+    assert len(calls) == 3
+    return values(model)
+
+
+def test_prepare_fully_shard_refuses_on_every_rank_before_anything_is_touched() -> None:
+    results = run(shard_refused, 2)
+    assert results[0] == results[1]
+    assert results[0].startswith("Rank 1: ")
+
+
+def shard_refused() -> str:
+    model = built()
+    before = list(model.parameters())
+
+    def policy(module: nn.Module) -> bool:
+        if dist.get_rank() == 1:
+            raise ValueError("no such module")
+        return True
+
+    with pytest.raises(ParallelismValueError) as error:
+        prepare_fully_shard(model, FSDP2Config(), auto_wrap_policy=policy)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    return str(error.value)

@@ -1,0 +1,141 @@
+"""Torch's private names, each with the feature that falls if it goes."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from composer_dist import _torch
+
+FEATURES = {
+    "torch.distributed.fsdp.wrap.CustomPolicy": "fsdp_wrap_policy as Composer writes it",
+    "torch.distributed.distributed_c10d.Store": "agreement among ranks",
+    "torch.distributed.distributed_c10d._get_default_store": "agreement among ranks",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": "act_ckpt='wrapped'",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper": "act_ckpt='wrapped'",
+    "torch.distributed._composable.replicate.DDP": "DDP in place",
+    "torch.distributed._composable.replicate.replicate": "DDP in place",
+    "torch._foreach_mul_": "clip_grad_norm",
+    "torch._foreach_norm": "clip_grad_norm",
+    "torch.utils._python_dispatch.TorchDispatchMode": "tracing initialisers",
+    "torch.distributed.tensor.debug._clear_sharding_prop_cache": "a second process group in one process",
+}
+
+
+def _imported() -> set[str]:
+    """What `_torch.py` imports from torch, but for what is public."""
+    names = set()
+    for node in ast.walk(ast.parse(Path(_torch.__file__).read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    public = {
+        "torch.nn",
+        "torch.autograd.Variable",
+        "torch.distributed.fsdp.FSDPModule",
+        "torch.nn.parallel.DistributedDataParallel",
+    }
+    return names - public
+
+
+def test_every_private_import_is_listed_with_its_feature() -> None:
+    assert _imported() == set(FEATURES)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_it_is_there(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    assert hasattr(importlib.import_module(module), attribute), f"{FEATURES[name]} falls without {name}"
+
+
+def _sharded() -> FSDPModule:
+    """A linear layer with 5 rows, sharded on meta over the first of 2 ranks."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    with torch.device("meta"):
+        linear = nn.Linear(3, 5)
+    fully_shard(linear, mesh=init_device_mesh("cpu", (2,)))
+    assert isinstance(linear, FSDPModule)
+    return linear
+
+
+def test_fsdp_keeps_one_record_per_parameter() -> None:
+    """Without `_get_fsdp_state`, `_fsdp_param_groups` and `_module_info`: sharding, delivering weights."""
+    linear = _sharded()
+    (group,) = _torch.fsdp_param_groups(linear)
+    assert group.reduce_grads is True
+    assert group.all_reduce_grads is True
+    places = [_torch.fsdp_param_place(param) for param in _torch.fsdp_params(linear)]
+    assert [(place[0] is linear, place[1]) for place in places] == [(True, "weight"), (True, "bias")]
+
+
+def test_a_shard_is_allocated_once_padded_and_in_place() -> None:
+    """Without FSDPParam's sizes and setters: bounded memory while weights are delivered."""
+    linear = _sharded()
+    param = _torch.fsdp_params(linear)[0]
+    parameter, local = _torch.materialise_shard(param, torch.device("cpu"), pin_memory=False)
+    assert linear.weight is parameter
+    assert local.shape == (3, 3)
+    assert parameter.to_local().data_ptr() == local.data_ptr() == param._sharded_param_data.data_ptr()
+
+
+def test_the_root_settles_before_the_first_forward() -> None:
+    """Without `_lazy_init`: FSDP2's checks speak only at the first forward."""
+    linear = _sharded()
+    for param in _torch.fsdp_params(linear):
+        _torch.materialise_shard(param, torch.device("cpu"), pin_memory=False)
+    _torch.finish_lazily(linear)
+    assert linear._get_fsdp_state()._is_root is True
+
+
+def test_the_original_class_is_found() -> None:
+    """Without FSDP2's class order: undoing preparation, names of classes in reports."""
+    assert _torch.original_class(type(_sharded())) is nn.Linear
+
+
+def test_gradient_sync_can_be_read_back() -> None:
+    """Without FSDPParamGroup's flags: no_sync restores what was before."""
+    linear = _sharded()
+    linear.set_requires_gradient_sync(False)
+    assert [
+        getattr(owner, name) is yes
+        for owner, name, yes in _torch.gradient_sync_flags(linear)  # type: ignore[arg-type]
+    ] == [False, False]
+
+
+def test_backward_passes_are_numbered_and_have_an_end() -> None:
+    """Without `_current_graph_task_id` and `queue_callback`: averaging of plain parameters."""
+    assert _torch.current_backward() == -1
+    seen: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+
+    def hook(gradient: torch.Tensor) -> None:
+        seen.append(_torch.current_backward())
+        _torch.at_end_of_backward(lambda: seen.append(-2))
+
+    x.register_hook(hook)
+    x.sum().backward()
+    assert seen[0] >= 0
+    assert seen[1:] == [-2]
+
+
+def test_the_groups_timeout_can_be_read() -> None:
+    """Without the backends' options: agreements wait as long as collectives do."""
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77)
+    )
+    assert _torch.collective_timeout() == timedelta(seconds=77)
+
+
+def test_a_policy_s_function_can_be_read() -> None:
+    """Without `CustomPolicy._lambda_fn`: CustomPolicy as fsdp_wrap_policy."""
+    assert _torch.CustomPolicy(bool)._lambda_fn is bool
+    assert list(inspect.signature(_torch.CustomPolicy).parameters) == ["lambda_fn"]

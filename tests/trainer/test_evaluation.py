@@ -1,0 +1,149 @@
+"""Evaluation and prediction on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics.classification import MulticlassAccuracy
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.models import ComposerClassifier
+from composer_dist.trainer import Callback, Event
+from tests.trainer.models import (
+    World,
+    classifier,
+    joined,
+    loader,
+    points,
+    quiet,
+    sgd,
+    tagged,
+    tagger,
+)
+
+
+def test_p98_eval_gives_the_mean_loss_and_the_metrics() -> None:
+    model = classifier()
+    trainer, log = quiet(model)
+    results = trainer.eval(loader(10, batch_size=4))
+    inputs, targets = points(10).tensors
+    logits = model.module(inputs)
+    expected = {
+        "loss/eval/total": functional.cross_entropy(logits, targets).item(),
+        "metrics/eval/MulticlassAccuracy": (logits.argmax(1) == targets).float().mean().item(),
+    }
+    assert results == pytest.approx(expected, rel=1e-6)
+    assert {name: log.values(name) for name in results} == {k: [v] for k, v in results.items()}
+
+
+def test_the_loss_is_a_mean_over_its_terms() -> None:
+    model, samples = tagger(), tagged(7)
+    trainer, _ = quiet(model)
+    results = trainer.eval([joined(samples[:2]), joined(samples[2:])], label="held_out")
+    batch = joined(samples)
+    expected = model.loss(model(batch), batch).item()
+    assert results == {"loss/held_out/total": pytest.approx(expected, rel=1e-6)}
+
+
+def test_the_loss_can_be_left_out() -> None:
+    trainer, _ = quiet(classifier(), eval_loss=False, eval_dataloader=loader())
+    assert list(trainer.eval()) == ["metrics/eval/MulticlassAccuracy"]
+
+
+def test_metrics_of_several_values_have_several_names() -> None:
+    metric = MulticlassAccuracy(num_classes=4, average=None)
+    trainer, _ = quiet(classifier(val_metrics={"hits": metric}), eval_loss=False)
+    assert list(trainer.eval(loader())) == [f"metrics/eval/hits/{index}" for index in range(4)]
+
+
+def test_each_evaluation_starts_anew_and_leaves_the_models_metrics_alone() -> None:
+    model = classifier()
+    trainer, _ = quiet(model)
+    assert trainer.eval(loader()) == trainer.eval(loader())
+    assert not any(metric.update_called for metric in model.get_metrics().values())
+    assert trainer.state.eval_metrics["eval"]["MulticlassAccuracy"].update_called
+
+
+def test_modes_and_gradients_come_back() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model = ComposerClassifier(module, num_classes=4)
+    module[0].eval()
+    seen: list[tuple[bool, bool, Any]] = []
+
+    class Modes(Callback):
+        def run_event(self, event: Event, state: Any, logger: Any) -> None:
+            if event is Event.EVAL_AFTER_FORWARD:
+                seen.append((model.training, torch.is_grad_enabled(), state.dataloader_label))
+
+    trainer, _ = quiet(model, callbacks=Modes())
+    trainer.eval(loader())
+    assert seen == [(False, False, "eval")] * 3
+    assert [module[0].training, module[1].training, model.training] == [False, True, True]
+    assert torch.is_grad_enabled()
+    assert trainer.state.dataloader_label is None
+    assert trainer.state.batch is None
+
+
+def test_p98_predict_gives_what_eval_forward_does() -> None:
+    model = classifier()
+    trainer, _ = quiet(model)
+    outputs: list[Tensor] = trainer.predict(loader())
+    torch.testing.assert_close(torch.cat(outputs), model.module(points().tensors[0]))
+    assert not outputs[0].requires_grad
+    assert trainer.predict(loader(), return_outputs=False) == []
+
+
+def test_fit_evaluates_at_intervals_and_at_its_end() -> None:
+    for interval, batches in [("1ep", [3, 6, 7]), ("2ba", [2, 4, 6, 7]), ("0.5dur", [4, 7]), (None, [])]:
+        trainer, log = quiet(
+            classifier(),
+            train_dataloader=loader(),
+            eval_dataloader=loader(),
+            eval_interval=interval,
+            max_duration="7ba",
+        )
+        trainer.fit()
+        at = [time.batch for time, _ in log.data.get("loss/eval/total", [])]
+        assert at == batches, interval
+
+
+def test_a_fit_does_not_repeat_the_last_evaluation() -> None:
+    model = classifier()
+    trainer, log = quiet(
+        model,
+        optimizers=sgd(model),
+        train_dataloader=loader(),
+        eval_dataloader=loader(),
+        eval_interval="3ba",
+    )
+    for _ in range(2):
+        trainer.fit(duration="1ep")
+    assert [time.batch for time, _ in log.data["loss/eval/total"]] == [3, 6]
+
+
+def test_there_must_be_something_to_evaluate() -> None:
+    trainer, _ = quiet(classifier())
+    with pytest.raises(ParallelismValueError, match="needs an eval_dataloader"):
+        trainer.eval()
+
+
+def predictions() -> list[Tensor]:
+    data = points()
+    mine = [[[0, 1], [2], [3]], [[4, 5, 6]]][dist.get_rank()]
+    trainer, _ = quiet(classifier(), parallelism_config="fsdp")
+    with pytest.warns(UserWarning, match="predict dataloader of rank 1"):
+        return trainer.predict([data[indices] for indices in mine])
+
+
+def test_p98_predict_gives_each_rank_its_own_batches(world2: World) -> None:
+    model, data = classifier(), points()
+    first, second = world2(predictions)
+    assert [len(batch) for batch in first] == [2, 1, 1]
+    assert [len(batch) for batch in second] == [3]
+    expected = model(data[:7]).detach()
+    torch.testing.assert_close(torch.cat(first + second), expected)

@@ -1,0 +1,60 @@
+"""Every event has its method, and they come in Composer's order."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from composer_dist.trainer import Callback, Event
+from tests.trainer.models import classifier, loader, quiet
+
+
+class Recorder(Callback):
+    """Writes events down."""
+
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+
+    def run_event(self, event: Event, state: Any, logger: Any) -> None:
+        self.seen.append(event)
+
+    def taken(self) -> list[Event]:
+        seen, self.seen = self.seen, []
+        return seen
+
+
+def test_the_callback_has_exactly_one_method_for_each_event() -> None:
+    methods = [name for name, _ in inspect.getmembers(Callback, inspect.isfunction)]
+    assert sorted(methods) == sorted([*(event.value for event in Event), "run_event", "close"])
+
+
+def test_p98_events_come_in_order() -> None:
+    recorder = Recorder()
+    trainer, _ = quiet(
+        classifier(), callbacks=recorder, eval_dataloader=loader(4), device_train_microbatch_size=2
+    )
+    assert recorder.taken() == [Event.INIT]
+    trainer.fit(duration="1ep", train_dataloader=loader(4))
+    order = list(Event)
+    microbatch = order[order.index(Event.BEFORE_FORWARD) : order.index(Event.AFTER_TRAIN_BATCH)]
+    evaluation = order[order.index(Event.EVAL_BEFORE_ALL) : order.index(Event.PREDICT_START)]
+    assert recorder.taken() == [
+        Event.FIT_START,
+        Event.EPOCH_START,
+        Event.BEFORE_DATALOADER,
+        Event.AFTER_DATALOADER,
+        Event.BATCH_START,
+        Event.BEFORE_TRAIN_BATCH,
+        *microbatch,
+        *microbatch,
+        Event.AFTER_TRAIN_BATCH,
+        Event.BATCH_END,
+        Event.BATCH_CHECKPOINT,
+        Event.BEFORE_DATALOADER,
+        Event.EPOCH_END,
+        *evaluation,
+        Event.EPOCH_CHECKPOINT,
+        Event.FIT_END,
+    ]
+    trainer.predict(loader(4))
+    assert recorder.taken() == order[order.index(Event.PREDICT_START) :]

@@ -1,0 +1,289 @@
+"""The Trainer on one process: durations, schedulers, seeds, refusals, interruptions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Adam
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.utils.data import DataLoader, IterableDataset
+
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.models import ComposerClassifier
+from composer_dist.trainer import Callback, InMemoryLogger, Time, Trainer
+from tests.trainer.models import (
+    classifier,
+    joined,
+    loader,
+    points,
+    quiet,
+    same,
+    sgd,
+    tagged,
+    tagger,
+    weights,
+)
+
+
+def by_hand(epochs: int) -> dict[str, torch.Tensor]:
+    """The weights after plain PyTorch training."""
+    model = classifier()
+    optimizer = sgd(model)
+    for _ in range(epochs):
+        for batch in loader():
+            optimizer.zero_grad()
+            model.loss(model(batch), batch).backward()
+            optimizer.step()
+    return weights(model)
+
+
+def test_p98_fit_is_plain_training() -> None:
+    model = classifier()
+    trainer, _ = quiet(model, train_dataloader=loader(), max_duration="2ep", device="cpu")
+    trainer.fit()
+    same(weights(model), by_hand(2))
+    at = trainer.state.timestamp
+    assert (at.epoch, at.batch, at.sample, at.batch_in_epoch) == (2, 6, 24, 0)
+
+
+@pytest.mark.parametrize(
+    ("duration", "batches"),
+    [("1ep", 3), (2, 6), ("4ba", 4), ("9sp", 3), ("0.5dur", 5)],
+)
+def test_p98_durations(duration: str | int, batches: int) -> None:
+    trainer, _ = quiet(classifier(), train_dataloader=loader(), max_duration="10ba")
+    trainer.fit(duration=duration)
+    assert trainer.state.timestamp.batch == batches
+
+
+def test_p98_durations_in_tokens_and_seconds() -> None:
+    trainer, _ = quiet(tagger(), train_dataloader=[joined(tagged(4)[1:])] * 5)
+    trainer.fit(duration="2e1tok")
+    assert (trainer.state.timestamp.batch, trainer.state.timestamp.token) == (2, 30)
+    trainer.fit(duration="0.000001sec")
+    assert 3 <= trainer.state.timestamp.batch <= 4
+
+
+def test_p98_fit_goes_on_in_the_middle_of_an_epoch() -> None:
+    model = classifier()
+    trainer, _ = quiet(model, train_dataloader=loader())
+    seen = []
+    for duration in ("2ba", "2ba", "1ep"):
+        trainer.fit(duration=duration)
+        seen.append((trainer.state.timestamp.epoch, trainer.state.timestamp.batch))
+    assert seen == [(0, 2), (1, 4), (2, 6)]
+    same(weights(model), by_hand(2))
+
+
+def test_an_epoch_that_a_fit_ends_with_is_over() -> None:
+    trainer, _ = quiet(classifier(), train_dataloader=loader())
+    trainer.fit(duration="3ba")
+    assert (trainer.state.timestamp.epoch, trainer.state.timestamp.batch_in_epoch) == (1, 0)
+
+
+def test_another_dataloader_starts_at_its_beginning() -> None:
+    trainer, _ = quiet(classifier(), train_dataloader=loader())
+    trainer.fit(duration="2ba")
+    trainer.fit(duration="1ep", train_dataloader=loader(8))
+    assert (trainer.state.timestamp.epoch, trainer.state.timestamp.batch) == (1, 4)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from (points()[index] for index in range(12))
+
+
+def test_a_stream_without_a_length_trains() -> None:
+    model = classifier()
+    trainer, _ = quiet(model, train_dataloader=DataLoader(Stream(), 4), max_duration="2ep")
+    trainer.fit()
+    same(weights(model), by_hand(2))
+
+
+def test_a_fit_needs_a_duration_data_and_optimizers() -> None:
+    trainer, _ = quiet(classifier())
+    with pytest.raises(ParallelismValueError, match="needs a train_dataloader"):
+        trainer.fit(duration="1ba")
+    with pytest.raises(ParallelismValueError, match="How long"):
+        trainer.fit(train_dataloader=loader())
+    with pytest.raises(ParallelismValueError, match="'0.5dur' is a share of max_duration"):
+        trainer.fit(duration="0.5dur")
+    with pytest.raises(ParallelismValueError, match="duration must be positive, not '0ba'"):
+        trainer.fit(duration="0ba")
+    idle, _ = quiet(classifier(), optimizers=None, train_dataloader=loader())
+    with pytest.raises(ParallelismValueError, match="Training needs optimizers"):
+        idle.fit(duration="1ba")
+    done, _ = quiet(classifier(), train_dataloader=loader(), max_duration="1ba")
+    done.fit()
+    with pytest.raises(ParallelismValueError, match="reached max_duration='1ba' already"):
+        done.fit()
+
+
+def test_arguments_that_cannot_work_are_refused() -> None:
+    model = classifier()
+    refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ParallelismTypeError, "needs a ComposerModel, not Linear", {"model": nn.Linear(2, 2)}),
+        (ParallelismTypeError, "optimizers takes a Optimizer .* not str", {"optimizers": "adam"}),
+        (ParallelismTypeError, "callbacks takes a Callback .* not int", {"callbacks": [1]}),
+        (ParallelismTypeError, "loggers takes a LoggerDestination", {"loggers": Callback()}),
+        (ParallelismValueError, "'auto' is not supported", {"device_train_microbatch_size": "auto"}),
+        (ParallelismValueError, "positive number .* not 0", {"device_train_microbatch_size": 0}),
+        (ParallelismValueError, "needs a gradient scaler", {"precision": "amp_fp16"}),
+        (ParallelismValueError, "not supported by the Trainer yet", {"precision": "amp_fp8"}),
+        (ParallelismValueError, "no precision 'bf16'", {"precision": "bf16"}),
+        (ParallelismValueError, "eval_interval must be positive", {"eval_interval": "0ba"}),
+        (ParallelismValueError, "'soon' is no time", {"max_duration": "soon"}),
+    ]
+    for kind, text, options in refused:
+        with pytest.raises(kind, match=text):
+            Trainer(**{"model": model, "progress_bar": False} | options)
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        model = classifier()
+    with pytest.raises(ParallelismValueError, match=r"module.0.weight.* on the meta device"):
+        quiet(model, optimizers=None)
+
+
+def test_parameters_that_no_optimizer_has_are_named() -> None:
+    model = classifier()
+    trainer, _ = quiet(model, optimizers=sgd(model.module[0]), train_dataloader=loader())
+    with pytest.warns(UserWarning, match=r"module.2.weight, module.2.bias are trainable but in no"):
+        trainer.fit(duration="1ba")
+
+
+def rates(every_batch: bool | None, duration: str) -> list[float]:
+    model = classifier()
+    optimizer = sgd(model, lr=1.0)
+    schedulers: list[LRScheduler] = [StepLR(optimizer, 1, gamma=0.5)]
+    trainer, log = quiet(
+        model,
+        optimizers=optimizer,
+        schedulers=schedulers,
+        step_schedulers_every_batch=every_batch,
+        train_dataloader=loader(),
+        max_duration=duration,
+    )
+    trainer.fit()
+    return log.values("lr-SGD/group0")
+
+
+def test_schedulers_step_by_batches_or_epochs() -> None:
+    assert rates(True, "4ba") == [1.0, 0.5, 0.25, 0.125]
+    assert rates(False, "4ba") == rates(None, "4ba") == [1.0, 1.0, 1.0, 0.5]
+
+
+def test_a_schedule_that_would_never_move_is_told() -> None:
+    for duration in ("1ep", "3ba"):
+        with pytest.warns(UserWarning, match="the learning rate will not move"):
+            rates(None, duration)
+        assert rates(False, duration) == [1.0] * 3
+
+
+def test_several_optimizers_all_step() -> None:
+    model = classifier()
+    first, second = sgd(model.module[0]), Adam(model.module[2].parameters())
+    before = weights(model)
+    trainer, log = quiet(model, optimizers=[first, second], train_dataloader=loader())
+    trainer.fit(duration="1ba")
+    assert all(not torch.equal(before[name], value) for name, value in weights(model).items())
+    assert {name for name in log.data if name.startswith("lr-")} == {"lr-SGD/group0", "lr-Adam/group0"}
+
+
+def test_a_seed_repeats_a_run_with_dropout() -> None:
+    def run(seed: int) -> list[float]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+        model = ComposerClassifier(module, num_classes=4)
+        trainer, log = quiet(model, seed=seed, train_dataloader=loader(), max_duration="1ep")
+        trainer.fit()
+        return log.values("loss/train/total")
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_bf16_computes_low_and_keeps_float32_weights() -> None:
+    dtypes = []
+
+    class Dtypes(Callback):
+        def after_forward(self, state: Any, logger: Any) -> None:
+            dtypes.append(state.outputs.dtype)
+
+    for precision, dtype in [("amp_bf16", torch.bfloat16), ("fp32", torch.float32)]:
+        model = classifier()
+        trainer, _ = quiet(model, precision=precision, callbacks=Dtypes(), train_dataloader=loader())
+        trainer.fit(duration="1ba")
+        assert dtypes.pop() is dtype
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+class Interrupted(Callback):
+    """Ctrl-C in the middle of the second batch; notes what is closed."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def after_loss(self, state: Any, logger: Any) -> None:
+        if state.timestamp.batch == 1 and not self.closed:
+            raise KeyboardInterrupt
+
+    def close(self, state: Any, logger: Any) -> None:
+        self.closed += 1
+
+
+def test_ctrl_c_closes_callbacks_and_leaves_a_trainer_that_goes_on() -> None:
+    callback = Interrupted()
+    model = classifier()
+    trainer, log = quiet(model, callbacks=callback, train_dataloader=loader())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(duration="1ep")
+    assert callback.closed == 1
+    trainer.fit(duration="1ba")
+    assert [time.batch for time, _ in log.data["loss/train/total"]] == [1, 2]
+
+
+def test_leaving_the_context_closes() -> None:
+    callback = Interrupted()
+    with quiet(classifier(), callbacks=callback)[0]:
+        assert callback.closed == 0
+    assert callback.closed == 1
+
+
+def test_stopping_ends_the_fit_and_the_next_one_goes_on() -> None:
+    class Stop(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            if state.timestamp.batch == 2:
+                state.stop_training()
+
+    model = classifier()
+    trainer, _ = quiet(model, train_dataloader=loader(), callbacks=Stop(), max_duration="2ep")
+    trainer.fit()
+    assert trainer.state.timestamp.batch == 2
+    trainer.fit()
+    same(weights(model), by_hand(2))
+
+
+def test_p98_a_config_prepares_the_model_in_a_world_of_one() -> None:
+    model = classifier()
+    optimizer = sgd(model)
+    log = InMemoryLogger()
+    trainer = Trainer(
+        model=model,
+        optimizers=optimizer,
+        train_dataloader=loader(),
+        max_duration=Time.of("2ep"),
+        parallelism_config="fsdp",
+        device="cpu",
+        loggers=[log],
+        progress_bar=False,
+    )
+    assert trainer.preparation is not None
+    assert trainer.preparation.model is model
+    trainer.fit()
+    same(weights(model), by_hand(2))
+    assert len(log.values("loss/train/total")) == 6

@@ -1,0 +1,170 @@
+"""The worker's side of `tests/world.py`: runs one job after the other, each from a clean slate."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Literal
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from composer_dist._torch import clear_dtensor_caches
+
+Setup = Literal["group", "environment", "nothing"]
+
+HOST = "127.0.0.1"
+
+
+@dataclass
+class Job:
+    """What one rank needs to know for one run."""
+
+    number: int
+    rank: int
+    world_size: int
+    timeout: float
+    setup: Setup
+    launcher_port: int
+    path: list[str]
+    filters: list[tuple[str, str, type[Warning], str, int]]
+    call: bytes
+
+
+def serve(connection: Connection, port: int, log: str) -> None:
+    """Answers jobs until the parent closes its end."""
+    _settle(log)
+    # One connection for all runs: each costs a look-up of the host's name, which may take seconds.
+    store = dist.TCPStore(HOST, port, is_master=False)
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            job: Job = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        answer, succeeded = _answer(job, dist.PrefixStore(f"run-{job.number}", store))
+        if not succeeded:
+            _tear_down()  # first: the peers' collectives then fail at once instead of waiting
+        connection.send_bytes(answer)
+        connection.recv_bytes()  # every rank is done: nobody needs this rank's sockets any more
+        _tear_down()
+
+
+def _settle(log: str) -> None:
+    """Gives the worker its own process group, output file, and an end when the parent ends."""
+    os.setpgid(0, 0)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.enable(2)
+    # Chained to the default action: SIGUSR1 writes the stacks, then ends the process.
+    faulthandler.register(signal.SIGUSR1, 2, all_threads=True, chain=True)
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _answer(job: Job, store: dist.Store) -> tuple[bytes, bool]:
+    """Runs the job; the answer is the pickle of (succeeded, result or traceback)."""
+    try:
+        with _clean_slate(job):
+            modules = len(sys.modules)
+            fn, args, kwargs = pickle.loads(job.call)
+            if len(sys.modules) != modules:
+                gc.freeze()  # what is imported stays: keeps the collection after each run short
+            if job.setup == "group":
+                dist.init_process_group(
+                    "gloo",
+                    store=store,
+                    rank=job.rank,
+                    world_size=job.world_size,
+                    timeout=timedelta(seconds=job.timeout),
+                )
+            return pickle.dumps((True, fn(*args, **kwargs))), True
+    except BaseException:  # also SystemExit and pytest's outcomes: the parent must hear of it
+        return pickle.dumps((False, traceback.format_exc())), False
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _clean_slate(job: Job) -> Iterator[None]:
+    """The same state before every function: seeds, defaults, environment, warnings."""
+    sys.path[:] = job.path
+    environment, directory = dict(os.environ), os.getcwd()
+    if job.setup == "environment":
+        os.environ.update(_torchrun_environment(job))
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.resetwarnings()
+            for action, message, category, module, line in job.filters:
+                warnings.filterwarnings(
+                    action,  # type: ignore[arg-type]
+                    message,
+                    category,
+                    module,
+                    line,
+                    append=True,
+                )
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(directory)
+
+
+def _torchrun_environment(job: Job) -> dict[str, str]:
+    """What torchrun's agent tells its workers; the store is the one that the parent hosts."""
+    return {
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(job.launcher_port),
+        "RANK": str(job.rank),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_RANK": str(job.rank),
+        "LOCAL_WORLD_SIZE": str(job.world_size),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
+
+
+def _tear_down() -> None:
+    """Leaves nothing of a run behind: no process group, no cached mesh, no cycle with a model."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    clear_dtensor_caches()
+    gc.collect()
