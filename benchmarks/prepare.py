@@ -232,11 +232,6 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for name, run in {**from_rank_0, **from_meta}.items():
             model = build(config, dtype, real=name in from_rank_0 and dist.get_rank() == 0)
-            reference = (
-                {n: b.clone() for n, b in build(config, dtype, True).named_buffers()}
-                if not figures
-                else reference
-            )
             figures.setdefault(name, []).append(measure(run, model))
             if name in from_rank_0 and name != "floor":
                 buffers[name] = verify(model, reference)
