@@ -125,6 +125,7 @@ class ParallelPlan:
                 [one.module, one.mode, str(dict(one.options)), one.reason] for one in self.checkpointing
             ],
             "sync": self.config.sync,
+            "transport": self.config.transport,
             "bucket_bytes": self.config.bucket_bytes,
             "warnings": list(self.warnings),
         }

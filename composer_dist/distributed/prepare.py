@@ -53,6 +53,7 @@ from composer_dist.distributed.sharding import check_offload, finish, shard
 from composer_dist.distributed.sources import Sources, decide_sources
 from composer_dist.distributed.steps import meta_init
 from composer_dist.distributed.sync import device_of
+from composer_dist.distributed.transport import Transport
 from composer_dist.distributed.weights import Filling
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import Precision
@@ -228,16 +229,19 @@ def _execute(
             apply_checkpointing(done.model, plan.checkpointing)
             structure = read_structure(done.model)
         shards = shard(structure, plan, mesh, device_of(mesh))
-    filling = Filling(structure, shards, sources, mesh, agreement, plan.config.bucket_bytes)
-    with done.step("weights"):
-        filling.deliver_weights()
-    if components:
-        with done.step("initialise"):
-            filling.initialise(components)
-    with done.step("optimizer"):
-        new = {name: held.get() for name, held in structure.parameters.items()} | shards.sharded
-        filling.deliver_states(follower, new)  # type: ignore[arg-type]
-        follower.rebind(new)  # type: ignore[arg-type]
+    limit = plan.config.bucket_bytes
+    with Transport(mesh, agreement, limit, plan.config.transport) as transport:
+        filling = Filling(structure, shards, sources, mesh, agreement, transport, limit)
+        with done.step("weights"):
+            filling.deliver_weights()
+        if components:
+            with done.step("initialise"):
+                filling.initialise(components)
+        with done.step("optimizer"):
+            new = {name: held.get() for name, held in structure.parameters.items()} | shards.sharded
+            filling.deliver_states(follower, new)  # type: ignore[arg-type]
+            follower.rebind(new)  # type: ignore[arg-type]
+    done.bytes_moved, done.transport = transport.moved, transport.way
     with agreement.together("the final checks"), done.step("check"):
         for name, parameter in shards.sharded.items():
             carry_attributes(shards.originals[name], parameter)
@@ -247,7 +251,6 @@ def _execute(
             average_plain_gradients(done.model, trainable, mesh)
         assert_no_meta(done.model)
         finish(structure, plan)
-    done.bytes_moved = filling.moved
 
 
 def _run_first(
