@@ -30,7 +30,7 @@ from composer_dist.distributed.initialize import (
     describe_components,
     find_components,
 )
-from composer_dist.distributed.mesh import mesh_for
+from composer_dist.distributed.mesh import agree_on_mesh
 from composer_dist.distributed.names import check_usable, mark_unusable
 from composer_dist.distributed.optimizer import (
     Follower,
@@ -45,7 +45,6 @@ from composer_dist.distributed.plan import (
     as_tuple,
     build_plan,
     check_plan,
-    mesh_sizes,
 )
 from composer_dist.distributed.policies import WrapPolicy, composer_children
 from composer_dist.distributed.preparation import Preparation, peak, reset_peak
@@ -55,7 +54,7 @@ from composer_dist.distributed.steps import meta_init
 from composer_dist.distributed.sync import device_of
 from composer_dist.distributed.transport import Transport
 from composer_dist.distributed.weights import Filling
-from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.errors import ParallelismTypeError
 from composer_dist.precision import Precision
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -124,8 +123,7 @@ def parallelize_composer_model(
     Raises:
         ParallelismTypeError: not a ComposerModel.
     """
-    children = composer_children(composer_model)
-    return _prepare(composer_model, config, optimizer, precision, children=children)
+    return _prepare(composer_model, config, optimizer, precision, composer=True)
 
 
 def _prepare(
@@ -137,17 +135,22 @@ def _prepare(
     check_fn: Callable[[nn.Module], bool] | None = None,
     param_init_fn: InitFn | None = None,
     parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module | None] | None = None,
-    children: tuple[str, ...] = (),
+    composer: bool = False,
 ) -> Preparation:
     process_group.init(reuse=True)
-    agreement, mesh, settings = _agree_on_mesh(model, config)
+
+    def read_config() -> ParallelismConfig:
+        check_usable(model)
+        return config.config if isinstance(config, ParallelPlan) else resolve_config(config)
+
+    agreement, mesh, settings = agree_on_mesh(read_config)
     device = device_of(mesh)
     reset_peak(device)
     if parallelize_fn is not None:
         model = _run_first(parallelize_fn, model, mesh, agreement)
-    optimizers = as_tuple(optimizer)
 
     with agreement.together("the plan of the model"):
+        optimizers = as_tuple(optimizer)
         structure = read_structure(model)
         if isinstance(config, ParallelPlan):
             plan = check_plan(config, structure, mesh.size())
@@ -161,7 +164,7 @@ def _prepare(
                 precision=precision,
                 policy=policy,
                 check_fn=check_fn,
-                children=children,
+                children=composer_children(model) if composer else (),
             )
         check_offload(plan)
         check_hooks(structure, plan.plain)
@@ -184,33 +187,6 @@ def _prepare(
     if settings.fsdp2 is not None and settings.fsdp2.verbose and agreement.rank == agreement.ranks[0]:
         print(done)
     return done
-
-
-def _agree_on_mesh(
-    model: nn.Module, config: Config | ParallelPlan
-) -> tuple[Agreement, DeviceMesh, ParallelismConfig]:
-    """Build the mesh once all ranks are known to ask for the same one: building it communicates."""
-    settings, error, asked = ParallelismConfig(), None, ""
-    try:
-        check_usable(model)
-        settings = config.config if isinstance(config, ParallelPlan) else resolve_config(config)
-        world, _ = process_group.world_and_rank()
-        asked = f"{mesh_sizes(settings, world)} on {settings.mesh.device_type or 'the default device'}"
-    except Exception as caught:
-        error = caught
-    own = settings.fsdp2.device_mesh if settings.fsdp2 else None
-    agreement = Agreement(None if own is None else own.mesh.flatten().tolist())
-
-    def compare(findings: list[str]) -> None:
-        other = next((i for i, finding in enumerate(findings) if finding != findings[0]), None)
-        if other is not None:
-            raise ParallelismValueError(
-                f"The ranks ask for different meshes: rank {agreement.ranks[0]} for {findings[0]}, rank "
-                f"{agreement.ranks[other]} for {findings[other]}. Give every rank the same configuration."
-            )
-
-    agreement.reach("the mesh", asked, compare, error=error)
-    return agreement, mesh_for(settings), settings
 
 
 def _execute(
