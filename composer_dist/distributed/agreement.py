@@ -166,8 +166,12 @@ class Agreement:
             return decide([post["mine"]])
         except Exception as failure:
             agreed = failure if isinstance(failure, ParallelismError) else _unpack(_pack(failure))
+            if isinstance(error, ParallelismError) and str(error) == str(agreed):
+                agreed = error  # this rank's own, with the traceback of where it arose
             self._raised = agreed
             _lines.pop(self.ranks, None)
+            if agreed is error:
+                raise agreed from error.__cause__
             raise agreed from (error if agreed is failure else failure)
         except BaseException as interrupt:
             self.leave(interrupt)
@@ -202,9 +206,9 @@ class Agreement:
         """The first rank's part: collect, compare, decide."""
         step, first = post["step"], self.ranks[0]
         posts = {first: post}
-        ended = self._gather(line, key, posts, limit, stop_at_error=True)
+        ended = self._gather(line, key, step, posts, limit, stop_at_error=True)
         if any(other["error"] for other in posts.values()):
-            ended = self._gather(line, key, posts, GRACE, stop_at_error=False)
+            ended = self._gather(line, key, step, posts, GRACE, stop_at_error=False)
         missing = [rank for rank in self.ranks if rank not in posts]
         errors = {rank: posts[rank]["error"] for rank in sorted(posts) if posts[rank]["error"]}
         causes = {rank: error for rank, error in errors.items() if not posts[rank].get("lost")}
@@ -230,14 +234,18 @@ class Agreement:
             return {"error": _pack(caught), "result": None}
 
     def _gather(
-        self, line: _Line, key: str, posts: dict[int, Post], limit: timedelta, stop_at_error: bool
+        self, line: _Line, key: str, step: str, posts: dict[int, Post], limit: timedelta, stop_at_error: bool
     ) -> list[int]:
         """Collect posts until all are there, a rank has left or ended, or the time is over.
 
         Returns:
             The missing ranks whose processes are known to have ended.
         """
-        for _ in poll(limit):
+
+        def absent() -> str:
+            return f"{_spell([rank for rank in self.ranks if rank not in posts])} at {step!r}"
+
+        for _ in poll(limit, absent):
             ended = [rank for rank in self.ranks if rank not in posts and line.has_lost(rank)]
             for rank in self.ranks:
                 if rank not in posts and (post := _read(line, f"{key}/{rank}")):
@@ -251,7 +259,7 @@ class Agreement:
         return []
 
     def _await_verdict(self, line: _Line, key: str, step: str, limit: timedelta) -> Any:
-        for _ in poll(limit):
+        for _ in poll(limit, lambda: f"{_spell(self.ranks[:1])}, which speaks for all, at {step!r}"):
             if verdict := _read(line, f"{key}/verdict"):
                 return verdict
             if left := _read(line, "left"):

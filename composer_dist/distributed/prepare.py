@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from composer_dist.distributed import process_group
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Structure, read_structure
+from composer_dist.distributed.aliasing import check_aliasing
 from composer_dist.distributed.checkpoint_plan import apply_checkpointing
 from composer_dist.distributed.config import ParallelismConfig, resolve_config
 from composer_dist.distributed.gradients import average_plain_gradients
@@ -38,6 +39,7 @@ from composer_dist.distributed.optimizer import (
     check_hooks,
     check_optimizers,
     check_refills,
+    forgotten_optimizers,
 )
 from composer_dist.distributed.plan import (
     Config,
@@ -166,6 +168,7 @@ def _prepare(
                 check_fn=check_fn,
                 children=composer_children(model) if composer else (),
             )
+        check_aliasing(structure, plan.plain)
         check_offload(plan)
         check_hooks(structure, plan.plain)
     done = Preparation(model, plan, mesh)
@@ -178,7 +181,7 @@ def _prepare(
                 function = None if param_init_fn is meta_init else param_init_fn
                 components = find_components(structure, set(sources.init), function)
         agreement.reach("what is initialised", describe_components(components), check_alike)
-    for warning in plan.warnings:
+    for warning in [*plan.warnings, *forgotten_optimizers(optimizers, structure)]:
         warnings.warn(warning, UserWarning, stacklevel=3)
 
     with _usable_or_marked(model, agreement):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +13,25 @@ import torch
 
 T = TypeVar("T")
 
+_log = logging.getLogger("composer_dist")
 
-def poll(limit: timedelta) -> Iterator[None]:
-    """Yield, ever less often, until the time is over; unlike a store's own wait, Ctrl-C ends it."""
-    end, pause = time.monotonic() + limit.total_seconds(), 0.001
+
+PATIENCE = timedelta(seconds=20)
+"""How long a wait is silent before the log says what it is for."""
+
+
+def poll(limit: timedelta, what: Callable[[], str]) -> Iterator[None]:
+    """Yield, ever less often, until the time is over; unlike a store's own wait, Ctrl-C ends it.
+
+    Args:
+        what: says what is waited for, should it take long.
+    """
+    start, pause, silent = time.monotonic(), 0.001, True
     yield
-    while time.monotonic() < end:
+    while (waited := time.monotonic() - start) < limit.total_seconds():
+        if silent and waited > PATIENCE.total_seconds():
+            silent = False
+            _log.warning("Waiting for %s, for %.0f s at most.", what(), limit.total_seconds())
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
         yield
