@@ -6,7 +6,8 @@ says which feature falls if it goes. Code that differs by torch version lives he
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -140,6 +141,29 @@ def finish_lazily(root: FSDPModule) -> None:
     `generate`, say) without becoming a root of its own.
     """
     root._get_fsdp_state()._lazy_init()
+
+
+def _overwrite(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor.zero_()
+
+
+@contextmanager
+def all_initialisers_write() -> Iterator[None]:
+    """Inside, every function of `nn.init` writes to meta tensors too, so that tracing sees that it does.
+
+    Since torch 2.13 these four return at once for them. Their code is exchanged rather than their
+    names, because initialisers import them by name.
+    """
+    init = nn.init
+    silent = [init._no_grad_trunc_normal_, init.orthogonal_, init.sparse_, init.dirac_]
+    before = [(function, function.__code__, function.__defaults__) for function in silent]
+    try:
+        for function in silent:
+            function.__code__, function.__defaults__ = _overwrite.__code__, None
+        yield
+    finally:
+        for function, code, defaults in before:
+            function.__code__, function.__defaults__ = code, defaults
 
 
 def original_class(sharded: type[nn.Module]) -> type[nn.Module]:

@@ -117,8 +117,8 @@ def load_full_model_state(
         targets = _state(model)
     given: dict[str, Any] = {}
     plan: dict[str, Any] = {}
-    error: Exception | None = None
-    if source == "all" or world_and_rank()[1] == 0:
+    error: Exception | None = _foreign(model, targets)
+    if error is None and (source == "all" or world_and_rank()[1] == 0):
         try:
             given = {canonical_name(name): value for name, value in state.items()}
             plan = _plan_load(list(_state(model)), targets, given, strict)
@@ -143,6 +143,18 @@ def _state(model: nn.Module) -> dict[str, Any]:
     check_usable(model)
     reshard(model)
     return {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+
+
+def _foreign(model: nn.Module, targets: Mapping[str, Any]) -> CheckpointValueError | None:
+    """An error, if the model's `state_dict` hands out tensors that are not the ones it holds."""
+    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    foreign = [n for n, value in targets.items() if isinstance(value, Tensor) and id(value) not in held]
+    if not foreign:
+        return None
+    return CheckpointValueError(
+        f"A state-dict hook, or a state_dict of the model's own, gives {', '.join(foreign)} as other "
+        "tensors than the model holds; what is loaded into those is lost. Use model.load_state_dict."
+    )
 
 
 def _select(model: nn.Module, state: dict[str, Any], select: Select) -> dict[str, Any]:

@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import atexit
 import json
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from composer_dist import _torch
 from composer_dist._torch import Store
+from composer_dist.distributed.liveness import Identity, has_ended, identify
+from composer_dist.distributed.waiting import Task, poll
 from composer_dist.errors import ParallelismError, ParallelismRuntimeError, kind_named, kind_of
 
 T = TypeVar("T")
@@ -46,6 +45,15 @@ class _Line:
     store: Store
     prefix: str
     count: int = 0
+    processes: dict[int, Identity | None] = field(default_factory=dict)
+
+    def has_lost(self, rank: int) -> bool:
+        """Whether the process of `rank` is known to have ended."""
+        if rank not in self.processes:
+            if not self.store.check([f"{self.prefix}/process/{rank}"]):
+                return False
+            self.processes[rank] = _read(self, f"process/{rank}")
+        return has_ended(self.processes[rank])
 
 
 _lines: dict[tuple[int, ...], _Line] = {}
@@ -115,7 +123,7 @@ class Agreement:
         """
         if len(self.ranks) == 1:
             return body()
-        task = _Task(body)
+        task = Task(body)
         try:
             line = _line(self.ranks)
             while not task.done.wait(0.1):
@@ -158,8 +166,12 @@ class Agreement:
             return decide([post["mine"]])
         except Exception as failure:
             agreed = failure if isinstance(failure, ParallelismError) else _unpack(_pack(failure))
+            if isinstance(error, ParallelismError) and str(error) == str(agreed):
+                agreed = error  # this rank's own, with the traceback of where it arose
             self._raised = agreed
             _lines.pop(self.ranks, None)
+            if agreed is error:
+                raise agreed from error.__cause__
             raise agreed from (error if agreed is failure else failure)
         except BaseException as interrupt:
             self.leave(interrupt)
@@ -194,9 +206,9 @@ class Agreement:
         """The first rank's part: collect, compare, decide."""
         step, first = post["step"], self.ranks[0]
         posts = {first: post}
-        self._gather(line, key, posts, limit, stop_at_error=True)
+        ended = self._gather(line, key, step, posts, limit, stop_at_error=True)
         if any(other["error"] for other in posts.values()):
-            self._gather(line, key, posts, GRACE, stop_at_error=False)
+            ended = self._gather(line, key, step, posts, GRACE, stop_at_error=False)
         missing = [rank for rank in self.ranks if rank not in posts]
         errors = {rank: posts[rank]["error"] for rank in sorted(posts) if posts[rank]["error"]}
         causes = {rank: error for rank, error in errors.items() if not posts[rank].get("lost")}
@@ -205,8 +217,10 @@ class Agreement:
             if left and not causes:
                 return {"error": left, "result": None}
             if missing and not causes:
-                why = "was lost" if errors else f"did not come within {limit.total_seconds():.0f} s"
-                raise ParallelismRuntimeError(f"{_spell(missing)} {why} at {step!r}; see the output there.")
+                why = "was lost" if errors or ended else f"did not come within {limit.total_seconds():.0f} s"
+                raise ParallelismRuntimeError(
+                    f"{_spell(ended or missing)} {why} at {step!r}; see the output there."
+                )
             if errors:
                 return {"error": _merge(causes or errors, len(self.ranks)), "result": None}
             for rank, other in posts.items():
@@ -220,24 +234,40 @@ class Agreement:
             return {"error": _pack(caught), "result": None}
 
     def _gather(
-        self, line: _Line, key: str, posts: dict[int, Post], limit: timedelta, stop_at_error: bool
-    ) -> None:
-        """Collect posts until all are there, or a rank has left, or the time is over."""
-        for _ in _poll(limit):
+        self, line: _Line, key: str, step: str, posts: dict[int, Post], limit: timedelta, stop_at_error: bool
+    ) -> list[int]:
+        """Collect posts until all are there, a rank has left or ended, or the time is over.
+
+        Returns:
+            The missing ranks whose processes are known to have ended.
+        """
+
+        def absent() -> str:
+            return f"{_spell([rank for rank in self.ranks if rank not in posts])} at {step!r}"
+
+        for _ in poll(limit, absent):
+            ended = [rank for rank in self.ranks if rank not in posts and line.has_lost(rank)]
             for rank in self.ranks:
                 if rank not in posts and (post := _read(line, f"{key}/{rank}")):
                     posts[rank] = post
             if len(posts) == len(self.ranks) or _read(line, "left"):
-                return
+                return []
+            if ended := [rank for rank in ended if rank not in posts]:
+                return ended  # and what they posted before they ended has been read
             if stop_at_error and any(post["error"] for post in posts.values()):
-                return
+                return []
+        return []
 
     def _await_verdict(self, line: _Line, key: str, step: str, limit: timedelta) -> Any:
-        for _ in _poll(limit):
+        for _ in poll(limit, lambda: f"{_spell(self.ranks[:1])}, which speaks for all, at {step!r}"):
             if verdict := _read(line, f"{key}/verdict"):
                 return verdict
             if left := _read(line, "left"):
                 return {"error": left}
+            if line.has_lost(self.ranks[0]) and not _read(line, f"{key}/verdict"):
+                raise ParallelismRuntimeError(
+                    f"Rank {self.ranks[0]} was lost at {step!r}; see the output there."
+                )
         raise ParallelismRuntimeError(
             f"Rank {self.ranks[0]} did not come within {limit.total_seconds():.0f} s at {step!r}; see the "
             "output there."
@@ -252,6 +282,7 @@ def _line(ranks: tuple[int, ...]) -> _Line:
         base = f"composer_dist/{ranks[0]}-{len(ranks)}-{hash(ranks)}"
         generation = store.add(f"{base}/generation/{dist.get_rank()}", 1)
         line = _lines[ranks] = _Line(store, f"{base}/{generation}")
+        store.set(f"{line.prefix}/process/{dist.get_rank()}", json.dumps(identify()))
     return line
 
 
@@ -259,16 +290,6 @@ def _read(line: _Line, key: str) -> Any:
     """What a rank has written, or None if it has not yet."""
     key = f"{line.prefix}/{key}"
     return json.loads(line.store.get(key)) if line.store.check([key]) else None
-
-
-def _poll(limit: timedelta) -> Iterator[None]:
-    """Yield, ever less often, until the time is over; unlike a store's own wait, Ctrl-C ends it."""
-    end, pause = time.monotonic() + limit.total_seconds(), 0.001
-    yield
-    while time.monotonic() < end:
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.1)
-        yield
 
 
 class _LostError(RuntimeError):
@@ -280,34 +301,6 @@ def _is_lost(error: BaseException) -> bool:
     return isinstance(error, (_LostError, dist.DistError)) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "Connection"))
     )
-
-
-class _Task(Generic[T]):
-    """A call in a thread of its own, with this thread's current device."""
-
-    def __init__(self, body: Callable[[], T]) -> None:
-        self.done = threading.Event()
-        self._body = body
-        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def result(self) -> T:
-        """What the call returned, or its exception."""
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    def _run(self) -> None:
-        try:
-            if self._device is not None:
-                torch.accelerator.set_device_index(self._device)
-            self._value = self._body()
-        except BaseException as error:
-            self._error = error
-        finally:
-            del self._body
-            self.done.set()
 
 
 def _pack(error: BaseException) -> list[str]:

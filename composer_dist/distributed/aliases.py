@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from composer_dist.distributed.names import canonical_name
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
 Kind = Literal["parameter", "buffer", "attribute"]
 
@@ -45,6 +45,11 @@ class Place:
         """
         if self.kind == "parameter" and type(self.module).__setattr__ is not nn.Module.__setattr__:
             setattr(self.module, self.key, tensor)
+            if self.get() is not tensor:
+                raise ParallelismTypeError(
+                    f"{type(self.module).__name__}.__setattr__ does not keep the parameter {self.key!r} that it "
+                    "is given; it cannot be sharded. Let it, or leave the module out with Rule(..., shard=False)."
+                )
         else:
             self._home()[self.key] = tensor
 

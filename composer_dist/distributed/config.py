@@ -229,6 +229,9 @@ class ParallelismConfig(_FromDict):
     compile: bool = False
     strict: bool = True
     """False turns errors about options without effect into warnings."""
+    transport: Literal["auto", "memory", "messages"] = "auto"
+    """How weights travel: "memory" reads them from the source's memory, which ranks of one host can;
+    "messages" sends them; "auto" takes memory where it can. Either of the first two insists."""
     bucket_bytes: int = 256 * MIB
     """Most bytes that travel, or lie in a staging buffer, at one time."""
 
@@ -241,6 +244,7 @@ class ParallelismConfig(_FromDict):
                 "FSDP2Config; keep one."
             )
         _require("sync", self.sync, ("auto", "rank0", "verify"))
+        _require("transport", self.transport, ("auto", "memory", "messages"))
         _require("containers", self.containers, ("expand", "skip"))
         if self.bucket_bytes < 1:
             raise ParallelismValueError(f"bucket_bytes must be positive, not {self.bucket_bytes}.")

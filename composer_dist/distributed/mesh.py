@@ -7,12 +7,13 @@ replication from sharding by the number of dimensions).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer_dist.distributed import process_group
+from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.config import MeshConfig, ParallelismConfig
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
@@ -88,3 +89,57 @@ def sampler_kwargs(mesh: DeviceMesh) -> dict[str, int]:
         replicas *= mesh.size(dim)
         rank = rank * mesh.size(dim) + coordinate[dim]
     return {"num_replicas": replicas, "rank": rank}
+
+
+def mesh_sizes(config: ParallelismConfig, world_size: int) -> dict[str, int]:
+    """The sizes of the mesh: those of the user's own mesh where there is one."""
+    own = config.fsdp2.device_mesh if config.fsdp2 else None
+    if own is None:
+        return config.mesh.resolve(world_size)
+    shape = tuple(own.mesh.shape)
+    if len(shape) > 2:
+        raise ParallelismValueError(
+            f"device_mesh has {len(shape)} dimensions; FSDP2 takes 1 (shard) or 2 (replicate, shard)."
+        )
+    return {
+        "dp_replicate": shape[0] if len(shape) == 2 else 1,
+        "dp_shard": shape[-1],
+        "cp": 1,
+        "tp": 1,
+    }
+
+
+def agree_on_mesh(
+    read_config: Callable[[], ParallelismConfig],
+) -> tuple[Agreement, DeviceMesh, ParallelismConfig]:
+    """Build the mesh once all ranks are known to ask for the same one: building it communicates.
+
+    Args:
+        read_config: gives this rank's configuration, or raises; then every rank does.
+
+    Returns:
+        The agreement among the mesh's ranks, the mesh, and the configuration.
+
+    Raises:
+        ParallelismValueError: the ranks ask for different meshes, or one that does not fit the world.
+    """
+    settings, error, asked = ParallelismConfig(), None, ""
+    try:
+        settings = read_config()
+        world, _ = process_group.world_and_rank()
+        asked = f"{mesh_sizes(settings, world)} on {settings.mesh.device_type or 'the default device'}"
+    except Exception as caught:
+        error = caught
+    own = settings.fsdp2.device_mesh if settings.fsdp2 else None
+    agreement = Agreement(None if own is None else own.mesh.flatten().tolist())
+
+    def compare(findings: list[str]) -> None:
+        other = next((i for i, finding in enumerate(findings) if finding != findings[0]), None)
+        if other is not None:
+            raise ParallelismValueError(
+                f"The ranks ask for different meshes: rank {agreement.ranks[0]} for {findings[0]}, rank "
+                f"{agreement.ranks[other]} for {findings[other]}. Give every rank the same configuration."
+            )
+
+    agreement.reach("the mesh", asked, compare, error=error)
+    return agreement, mesh_for(settings), settings

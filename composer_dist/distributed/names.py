@@ -9,6 +9,9 @@ goes through `named_parameters_canonical`, which reshards first.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -54,6 +57,34 @@ def named_buffers_canonical(model: nn.Module) -> Iterator[tuple[str, torch.Tenso
     """Name and tensor of all buffers below `model`, non-persistent ones included."""
     for name, buffer in model.named_buffers():
         yield canonical_name(name), buffer
+
+
+_gathered: ContextVar[bool] = ContextVar("gathered", default=False)
+
+
+@contextmanager
+def stay_gathered() -> Iterator[None]:
+    """Inside, units that stay gathered after forward do so after a forward without gradients too."""
+    token = _gathered.set(True)
+    try:
+        yield
+    finally:
+        _gathered.reset(token)
+
+
+def reshard_after_evaluation(unit: FSDPModule) -> None:
+    """From now on a forward of `unit` without gradients leaves its shards registered.
+
+    FSDP2 lets the root, and every unit that does not reshard after forward, stay gathered until the
+    backward. After an evaluation none comes: an optimizer step would then change the shards while the
+    next forward still used the gathered weights from before it.
+    """
+
+    def reshard_unit(module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() and not _gathered.get():
+            unit.reshard()
+
+    cast(nn.Module, unit).register_forward_hook(reshard_unit)
 
 
 _UNUSABLE = "_composer_dist_unusable"

@@ -10,6 +10,7 @@ Pending gradients go the same way. Optimizers that torch cannot step on shards a
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], structure: Structure, plai
     Raises:
         ParallelismTypeError: not an optimizer.
         ParallelismValueError: parameters of another model (with their number), state that cannot be
-            sharded, a `foreach` or `fused` group that mixes sharded and replicated parameters.
+            sharded, a `foreach` or `fused` group that mixes sharded and replicated parameters, only
+            frozen parameters where the model has trainable ones.
     """
     names = _names(structure)
     faults: list[str] = []
@@ -63,6 +65,14 @@ def check_optimizers(optimizers: Sequence[Optimizer], structure: Structure, plai
                 f"{label} holds {len(foreign)} parameters (of {len(held)}) that are not this model's, the "
                 f"first of shape {shape}; build it from the parameters of the model that is prepared, and "
                 "before it is prepared."
+            )
+            continue
+        frozen = held and not any(parameter.requires_grad for parameter in held)
+        if frozen and any(held.info.requires_grad for held in structure.parameters.values()):
+            faults.append(
+                f"{label} holds only frozen parameters ({len(held)}), while others of the model are "
+                "trainable: it would move nothing. Build it after freezing (an adapter freezes its base), "
+                "from the parameters with requires_grad."
             )
             continue
         ndim, why = _unable(optimizer)
@@ -264,6 +274,26 @@ def check_refills(optimizers: Sequence[Optimizer], structure: Structure, init: f
             f"{'; '.join(faults)}: its parameter is on the meta device, without values. Prepare the model "
             "before the first step."
         )
+
+
+def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) -> list[str]:
+    """Optimizers of this process that hold the model's parameters but were not handed in.
+
+    They would go on stepping the parameters from before, which no module has any more. Found among the
+    objects that the garbage collector knows; one that the caller has dropped may be among them.
+    """
+    names = _names(structure)
+    known = {id(optimizer) for optimizer in optimizers}
+    found = []
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Optimizer) and id(thing) not in known:
+            held = [p for group in thing.param_groups for p in group["params"] if id(p) in names]
+            if held:
+                found.append(
+                    f"{type(thing).__name__} holds {len(held)} parameters of this model, but was not passed: "
+                    "it will move nothing. Pass it as optimizer=, or build it after preparation."
+                )
+    return found
 
 
 def carry_attributes(old: torch.Tensor, new: nn.Parameter) -> None:

@@ -31,6 +31,7 @@ from composer_dist.distributed.config import (
     near_miss,
     resolve_config,
 )
+from composer_dist.distributed.mesh import mesh_sizes
 from composer_dist.distributed.optimizer import check_optimizers
 from composer_dist.distributed.policies import Choices, WrapPolicy, choose_units
 from composer_dist.distributed.unit_plan import Unit as Unit
@@ -125,6 +126,7 @@ class ParallelPlan:
                 [one.module, one.mode, str(dict(one.options)), one.reason] for one in self.checkpointing
             ],
             "sync": self.config.sync,
+            "transport": self.config.transport,
             "bucket_bytes": self.config.bucket_bytes,
             "warnings": list(self.warnings),
         }
@@ -221,24 +223,6 @@ def build_plan(
         parameter_units=owner,
         others=dict(_others(structure, owner, assignment.plain)),
     )
-
-
-def mesh_sizes(config: ParallelismConfig, world_size: int) -> dict[str, int]:
-    """The sizes of the mesh: those of the user's own mesh where there is one."""
-    own = config.fsdp2.device_mesh if config.fsdp2 else None
-    if own is None:
-        return config.mesh.resolve(world_size)
-    shape = tuple(own.mesh.shape)
-    if len(shape) > 2:
-        raise ParallelismValueError(
-            f"device_mesh has {len(shape)} dimensions; FSDP2 takes 1 (shard) or 2 (replicate, shard)."
-        )
-    return {
-        "dp_replicate": shape[0] if len(shape) == 2 else 1,
-        "dp_shard": shape[-1],
-        "cp": 1,
-        "tp": 1,
-    }
 
 
 def check_plan(plan: ParallelPlan, structure: Structure, world_size: int) -> ParallelPlan:

@@ -29,7 +29,9 @@ class Preparation:
     timings: dict[str, float] = field(default_factory=dict)
     """Step to seconds, in the order of the steps."""
     bytes_moved: int = 0
-    """Bytes that this rank sent and received while weights were delivered."""
+    """Bytes that this rank sent, received and read while weights were delivered."""
+    transport: str = "messages"
+    """How they travelled: "messages", or "memory" where ranks read the source's."""
     peak_memory: int = 0
     """The most bytes this process held at one time during preparation: allocated on the accelerator,
     or resident in host memory where the model lives there."""

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from composer_dist.distributed import process_group
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Structure, read_structure
+from composer_dist.distributed.aliasing import check_aliasing
 from composer_dist.distributed.checkpoint_plan import apply_checkpointing
 from composer_dist.distributed.config import ParallelismConfig, resolve_config
 from composer_dist.distributed.gradients import average_plain_gradients
@@ -30,7 +31,7 @@ from composer_dist.distributed.initialize import (
     describe_components,
     find_components,
 )
-from composer_dist.distributed.mesh import mesh_for
+from composer_dist.distributed.mesh import agree_on_mesh
 from composer_dist.distributed.names import check_usable, mark_unusable
 from composer_dist.distributed.optimizer import (
     Follower,
@@ -38,6 +39,7 @@ from composer_dist.distributed.optimizer import (
     check_hooks,
     check_optimizers,
     check_refills,
+    forgotten_optimizers,
 )
 from composer_dist.distributed.plan import (
     Config,
@@ -45,7 +47,6 @@ from composer_dist.distributed.plan import (
     as_tuple,
     build_plan,
     check_plan,
-    mesh_sizes,
 )
 from composer_dist.distributed.policies import WrapPolicy, composer_children
 from composer_dist.distributed.preparation import Preparation, peak, reset_peak
@@ -53,8 +54,9 @@ from composer_dist.distributed.sharding import check_offload, finish, shard
 from composer_dist.distributed.sources import Sources, decide_sources
 from composer_dist.distributed.steps import meta_init
 from composer_dist.distributed.sync import device_of
+from composer_dist.distributed.transport import Transport
 from composer_dist.distributed.weights import Filling
-from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.errors import ParallelismTypeError
 from composer_dist.precision import Precision
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -123,8 +125,7 @@ def parallelize_composer_model(
     Raises:
         ParallelismTypeError: not a ComposerModel.
     """
-    children = composer_children(composer_model)
-    return _prepare(composer_model, config, optimizer, precision, children=children)
+    return _prepare(composer_model, config, optimizer, precision, composer=True)
 
 
 def _prepare(
@@ -136,17 +137,22 @@ def _prepare(
     check_fn: Callable[[nn.Module], bool] | None = None,
     param_init_fn: InitFn | None = None,
     parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module | None] | None = None,
-    children: tuple[str, ...] = (),
+    composer: bool = False,
 ) -> Preparation:
     process_group.init(reuse=True)
-    agreement, mesh, settings = _agree_on_mesh(model, config)
+
+    def read_config() -> ParallelismConfig:
+        check_usable(model)
+        return config.config if isinstance(config, ParallelPlan) else resolve_config(config)
+
+    agreement, mesh, settings = agree_on_mesh(read_config)
     device = device_of(mesh)
     reset_peak(device)
     if parallelize_fn is not None:
         model = _run_first(parallelize_fn, model, mesh, agreement)
-    optimizers = as_tuple(optimizer)
 
     with agreement.together("the plan of the model"):
+        optimizers = as_tuple(optimizer)
         structure = read_structure(model)
         if isinstance(config, ParallelPlan):
             plan = check_plan(config, structure, mesh.size())
@@ -160,8 +166,9 @@ def _prepare(
                 precision=precision,
                 policy=policy,
                 check_fn=check_fn,
-                children=children,
+                children=composer_children(model) if composer else (),
             )
+        check_aliasing(structure, plan.plain)
         check_offload(plan)
         check_hooks(structure, plan.plain)
     done = Preparation(model, plan, mesh)
@@ -174,7 +181,7 @@ def _prepare(
                 function = None if param_init_fn is meta_init else param_init_fn
                 components = find_components(structure, set(sources.init), function)
         agreement.reach("what is initialised", describe_components(components), check_alike)
-    for warning in plan.warnings:
+    for warning in [*plan.warnings, *forgotten_optimizers(optimizers, structure)]:
         warnings.warn(warning, UserWarning, stacklevel=3)
 
     with _usable_or_marked(model, agreement):
@@ -183,33 +190,6 @@ def _prepare(
     if settings.fsdp2 is not None and settings.fsdp2.verbose and agreement.rank == agreement.ranks[0]:
         print(done)
     return done
-
-
-def _agree_on_mesh(
-    model: nn.Module, config: Config | ParallelPlan
-) -> tuple[Agreement, DeviceMesh, ParallelismConfig]:
-    """Build the mesh once all ranks are known to ask for the same one: building it communicates."""
-    settings, error, asked = ParallelismConfig(), None, ""
-    try:
-        check_usable(model)
-        settings = config.config if isinstance(config, ParallelPlan) else resolve_config(config)
-        world, _ = process_group.world_and_rank()
-        asked = f"{mesh_sizes(settings, world)} on {settings.mesh.device_type or 'the default device'}"
-    except Exception as caught:
-        error = caught
-    own = settings.fsdp2.device_mesh if settings.fsdp2 else None
-    agreement = Agreement(None if own is None else own.mesh.flatten().tolist())
-
-    def compare(findings: list[str]) -> None:
-        other = next((i for i, finding in enumerate(findings) if finding != findings[0]), None)
-        if other is not None:
-            raise ParallelismValueError(
-                f"The ranks ask for different meshes: rank {agreement.ranks[0]} for {findings[0]}, rank "
-                f"{agreement.ranks[other]} for {findings[other]}. Give every rank the same configuration."
-            )
-
-    agreement.reach("the mesh", asked, compare, error=error)
-    return agreement, mesh_for(settings), settings
 
 
 def _execute(
@@ -228,16 +208,19 @@ def _execute(
             apply_checkpointing(done.model, plan.checkpointing)
             structure = read_structure(done.model)
         shards = shard(structure, plan, mesh, device_of(mesh))
-    filling = Filling(structure, shards, sources, mesh, agreement, plan.config.bucket_bytes)
-    with done.step("weights"):
-        filling.deliver_weights()
-    if components:
-        with done.step("initialise"):
-            filling.initialise(components)
-    with done.step("optimizer"):
-        new = {name: held.get() for name, held in structure.parameters.items()} | shards.sharded
-        filling.deliver_states(follower, new)  # type: ignore[arg-type]
-        follower.rebind(new)  # type: ignore[arg-type]
+    limit = plan.config.bucket_bytes
+    with Transport(mesh, agreement, limit, plan.config.transport) as transport:
+        filling = Filling(structure, shards, sources, mesh, agreement, transport, limit)
+        with done.step("weights"):
+            filling.deliver_weights()
+        if components:
+            with done.step("initialise"):
+                filling.initialise(components)
+        with done.step("optimizer"):
+            new = {name: held.get() for name, held in structure.parameters.items()} | shards.sharded
+            filling.deliver_states(follower, new)  # type: ignore[arg-type]
+            follower.rebind(new)  # type: ignore[arg-type]
+    done.bytes_moved, done.transport = transport.moved, transport.way
     with agreement.together("the final checks"), done.step("check"):
         for name, parameter in shards.sharded.items():
             carry_attributes(shards.originals[name], parameter)
@@ -247,7 +230,6 @@ def _execute(
             average_plain_gradients(done.model, trainable, mesh)
         assert_no_meta(done.model)
         finish(structure, plan)
-    done.bytes_moved = filling.moved
 
 
 def _run_first(

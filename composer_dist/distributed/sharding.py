@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from composer_dist import _torch
 from composer_dist.distributed.aliases import Held, Structure
+from composer_dist.distributed.names import reshard_after_evaluation
 from composer_dist.distributed.plan import ParallelPlan, Unit
 from composer_dist.errors import ParallelismRuntimeError
 
@@ -125,3 +126,5 @@ def finish(structure: Structure, plan: ParallelPlan) -> None:
         module = structure.modules[unit.name]
         if isinstance(module, FSDPModule) and len(unit.modules) == 1:
             _torch.finish_lazily(module)
+            if unit.reshard_after_forward is not True:
+                reshard_after_evaluation(module)

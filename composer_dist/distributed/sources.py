@@ -127,10 +127,11 @@ def _sort(structure: Structure, sync: str, metas: Sequence[Any]) -> dict[str, An
             "use sync='auto', which delivers rank 0's."
         )
     real = everything - somewhere
-    kept = {
+    kept = {  # a plain attribute is the rank's own affair, unless rank 0's values are asked for
         name
         for name, held in structure.tensors.items()
-        if name in real and (held.info.kind == "attribute" or isinstance(held.get(), DTensor))
+        if name in real
+        and ((held.info.kind == "attribute" and sync != "rank0") or isinstance(held.get(), DTensor))
     }
     # Where some are on meta, rank 0 is the source for all: a constructor may make a few real regardless.
     rank0 = mixed | (real - kept if mixed or sync == "rank0" else set())
@@ -164,12 +165,13 @@ def _explain(what: str, ranks: Sequence[int]) -> Callable[[list[list[Any]]], Non
         for rank, facts in zip(ranks[1:], findings[1:], strict=True):
             theirs = {_key(fact): fact for fact in facts}
             for key in [*first, *(key for key in theirs if key not in first)]:
-                if first.get(key) != theirs.get(key) and len(lines) < _SHOWN:
+                if first.get(key) != theirs.get(key):
                     lines.append(_difference(what, rank, first.get(key), theirs.get(key)))
         given = {"structure": "model", "plan": "configuration", "optimizers": "optimizer"}[what]
         raise ParallelismValueError(
             f"The ranks were given a different {given}:\n"
-            + "\n".join(lines)
+            + "\n".join(lines[:_SHOWN])
+            + (f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
             + "\nBuild the model, its frozen parameters, optimizers and configuration alike on every rank."
         )
 
@@ -204,7 +206,7 @@ def _plan_difference(first: Any, theirs: Any) -> str:
     mine, other = first[1], theirs[1]
     keys = [key for key in mine if mine[key] != other.get(key) and key not in {"units", "modules"}]
     return (
-        "; ".join(f"{key} is {mine[key]} on rank 0 and {other[key]} here" for key in keys)
+        "; ".join(f"{key} is {mine[key]} on rank 0 and {other[key]} on this rank" for key in keys)
         or f"{first[0]} differs"
     )
 

@@ -47,7 +47,7 @@ def trace(structure: Structure, initialisers: list[Initialiser]) -> None:
             is_parameter = held.info.kind == "parameter"
             held.put(nn.Parameter(shadow, held.info.requires_grad) if is_parameter else shadow)
         recorder = _Recorder({_storage(held.get()): name for name, held in structure.tensors.items()})
-        with random_state_kept(torch.device("cpu")), torch.no_grad():
+        with random_state_kept(torch.device("cpu")), torch.no_grad(), _torch.all_initialisers_write():
             for initialiser in initialisers:
                 mine = below.get(initialiser.module, [])
                 recorder.start()

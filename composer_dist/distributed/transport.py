@@ -7,6 +7,8 @@ and so does what has no plain address: tensors that are not contiguous.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -53,20 +55,7 @@ class Transport:
         self._pids: list[int] = []
 
     def __enter__(self) -> Self:
-        """Find out whether every rank can read every other.
-
-        Raises:
-            ParallelismRuntimeError: "memory" was asked for, and some rank cannot.
-        """
-        if len(self._agreement.ranks) == 1 or self._asked == "messages":
-            return self
-        beacon = peer_memory.Beacon()
-        self._stack.enter_context(peer_memory.readable_by_siblings())
-        shown = self._agreement.reach("the hosts", beacon.describe(), list)
-        self._pids = [each["pid"] for each in shown]
-        able = self._mesh.device_type == "cpu" and all(map(peer_memory.can_read, shown))
-        everywhere = self._agreement.reach("whose memory can be read", able, self._decide)
-        self.way = "memory" if everywhere else "messages"
+        """Nothing yet: the way is found when there is something to send."""
         return self
 
     def __exit__(
@@ -86,12 +75,31 @@ class Transport:
         """
         if not any(cargoes.values()):
             return
+        if not self._pids:
+            self._find_way()
         if self.way == "memory":
             cargoes = self._read_from_peers(cargoes)
         if any(cargoes.values()):
             self.moved += self._agreement.collectively(
                 "the delivery", lambda: deliver(cargoes, self._mesh, self._bucket_bytes)
             )
+
+    def _find_way(self) -> None:
+        """Find out, once, whether every rank can read every other.
+
+        Raises:
+            ParallelismRuntimeError: "memory" was asked for, and some rank cannot.
+        """
+        self._pids = [os.getpid()]
+        if len(self._agreement.ranks) == 1 or self._asked == "messages":
+            return
+        beacon = peer_memory.Beacon()
+        self._stack.enter_context(peer_memory.readable_by_siblings())
+        shown = self._agreement.reach("the hosts", beacon.describe(), list)
+        self._pids = [each["pid"] for each in shown]
+        able = self._mesh.device_type == "cpu" and all(map(peer_memory.can_read, shown))
+        if self._agreement.reach("whose memory can be read", able, self._decide):
+            self.way = "memory"
 
     def _decide(self, able: list[bool]) -> bool:
         if self._asked == "memory" and not all(able):
@@ -121,11 +129,18 @@ class Transport:
                 if rank == me:
                     for cargo, _ in here:
                         take_slice(cargo, self._mesh)
+                        self.moved += self._read_by_others(cargo)
                 else:
                     ranges = [part for cargo, address in here if (part := self._range(cargo, address))]
                     peer_memory.read(pids[rank], ranges)
                     self.moved += sum(part.nbytes for part in ranges)
         return left
+
+    def _read_by_others(self, cargo: Cargo) -> int:
+        """Bytes that the other ranks together read of one cargo."""
+        first, last = elements_of(cargo, self._ranks.shards, self._ranks.shard)
+        copies = len(self._agreement.ranks) // (self._ranks.shards if cargo.sharded else 1)
+        return (math.prod(cargo.shape) * copies - (last - first)) * cargo.dtype.itemsize
 
     def _range(self, cargo: Cargo, address: int) -> Range | None:
         first, last = elements_of(cargo, self._ranks.shards, self._ranks.shard)

@@ -99,8 +99,8 @@ def _reshard(group: Group, fsdp2: FSDP2Config, shards: int, is_last: bool) -> bo
         return wanted and not (by_default and (is_last or group.modules == [""]))
     if wanted < 1 or shards % wanted:
         raise ParallelismValueError(
-            f"reshard_after_forward={wanted} for {group.name} must divide the {shards} ranks that share "
-            "each parameter."
+            f"reshard_after_forward={wanted} for {group.name} must be True, False, or a "
+            f"number that divides the {shards} ranks that share each parameter."
         )
     return wanted == shards if wanted in {1, shards} else wanted
 

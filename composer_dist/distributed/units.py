@@ -66,7 +66,7 @@ def assign(structure: Structure, choices: Choices) -> Assignment:
         reason = _why_plain(held.info, structure, choices, groups)
         home = None if reason else _home(held.info, structure, groups, faults)
         if home is None:
-            plain[name] = reason or "no unit contains it"
+            plain[name] = reason or "no unit contains it (Rule('', shard=True) makes the root one)"
         else:
             home.parameters.append(name)
     for group in dict.fromkeys(groups.values()):

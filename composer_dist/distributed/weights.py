@@ -15,24 +15,21 @@ from composer_dist.distributed.initialize import Component, replace, run_compone
 from composer_dist.distributed.optimizer import Follower
 from composer_dist.distributed.sharding import Shards
 from composer_dist.distributed.sources import Sources
-from composer_dist.distributed.sync import Cargo, deliver, device_of, take_slice
+from composer_dist.distributed.sync import Cargo, device_of, take_slice
+from composer_dist.distributed.transport import Transport
 
 
 @dataclass
 class Filling:
-    """A sharded model whose tensors are being filled.
-
-    Attributes:
-        moved: bytes that this rank has sent and received so far.
-    """
+    """A sharded model whose tensors are being filled."""
 
     structure: Structure
     shards: Shards
     sources: Sources
     mesh: DeviceMesh
     agreement: Agreement
+    transport: Transport
     bucket_bytes: int
-    moved: int = 0
 
     def __post_init__(self) -> None:
         self.device = device_of(self.mesh)
@@ -47,7 +44,7 @@ class Filling:
         delivered = [
             self._cargo(name, self.values[name] if here else None) for name in sorted(self.sources.rank0)
         ]
-        self._send({self.first: delivered})
+        self.transport.send({self.first: delivered})
         for name in sorted(self.sources.local):
             if name in self.shards.local:
                 take_slice(self._cargo(name, self.values[name]), self.mesh)
@@ -69,7 +66,7 @@ class Filling:
             with self.agreement.together("initialisation"):
                 for component in turn.get(self.agreement.rank, ()):
                     made |= run_component(component, self.structure, self.sources.seed, self.device, real)
-            self._send(
+            self.transport.send(
                 {
                     rank: [
                         self._cargo(name, made.get(name))
@@ -85,16 +82,10 @@ class Filling:
         """Bring over, or slice, the optimizer's state and pending gradients."""
         cargoes = follower.cargoes(new)
         if self.sources.rank0 and self.sources.states:
-            self._send({self.first: cargoes})
+            self.transport.send({self.first: cargoes})
         else:
             for cargo in cargoes:
                 take_slice(cargo, self.mesh)
-
-    def _send(self, cargoes: dict[int, list[Cargo]]) -> None:
-        if any(cargoes.values()):
-            self.moved += self.agreement.collectively(
-                "the delivery", lambda: deliver(cargoes, self.mesh, self.bucket_bytes)
-            )
 
     def _cargo(self, name: str, source: torch.Tensor | None) -> Cargo:
         """A tensor and where it goes: its shard, or a whole tensor that the model holds from now on."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from composer_dist._torch import finish_lazily, fsdp_param_groups
 from composer_dist.checkpoint.adapters import adapter_keys
-from composer_dist.distributed.names import canonical_name
+from composer_dist.distributed.names import canonical_name, reshard, stay_gathered
 from composer_dist.distributed.process_group import world_and_rank
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models.base import ComposerModel
@@ -171,12 +171,17 @@ def _base(model: nn.Module) -> Any:
 
 
 def _adapted(model: nn.Module, peft_config: PeftConfig) -> nn.Module:
-    from peft import PeftModel, get_peft_model
+    from peft import PeftConfig, PeftModel, get_peft_model
 
     if isinstance(model, PeftModel):
         raise ParallelismValueError(
             "The model is a PeftModel already; add another adapter with model.add_adapter, or leave "
             "out peft_config."
+        )
+    if not isinstance(peft_config, PeftConfig):
+        raise ParallelismTypeError(
+            f"peft_config must be one of peft's configurations (LoraConfig(...) or another), not a "
+            f"{type(peft_config).__name__}."
         )
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     device = torch.device("meta") if on_meta else nullcontext()
@@ -238,14 +243,14 @@ def _gathered(*chain: Any) -> Iterator[None]:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
     try:
-        yield
+        with stay_gathered():
+            yield
     finally:
         for root in units[:1]:
             delattr(root, method)  # it was registered on the instance
         for group, mesh_info in zip(groups, after_forward, strict=True):
             group.post_forward_mesh_info = mesh_info
-        for unit in units:
-            unit.reshard()
+        reshard(chain[0])
 
 
 def _drop_base(module: HuggingFaceModel, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -52,7 +52,9 @@ def render_preparation(done: Preparation) -> str:
     table.add_row("units", str(len(plan.units)))
     table.add_row("sharded parameters", f"{len(plan.parameter_units)} ({human_bytes(sharded)})")
     table.add_row("replicated parameters", str(len(plan.plain)))
-    table.add_row("bytes moved by this rank", human_bytes(done.bytes_moved))
+    way = {"memory": "read from memory", "messages": "by messages"}[done.transport]
+    moved = f"{human_bytes(done.bytes_moved)} {way}" if done.bytes_moved else "none"
+    table.add_row("bytes moved by this rank", moved)
     where = "resident" if done.mesh.device_type == "cpu" else "allocated"
     table.add_row("peak memory of this rank", f"{human_bytes(done.peak_memory)} {where}")
     steps = ", ".join(f"{step} {seconds:.2f}" for step, seconds in done.timings.items())

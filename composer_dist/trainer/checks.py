@@ -113,7 +113,7 @@ def check_trainable(state: State) -> None:
     if idle:
         warnings.warn(
             f"{_spell(idle)} trainable but in no optimizer: gradients will be computed for "
-            "nothing. Freeze them with requires_grad_(False), or give them to an optimizer.",
+            "nothing. Give them to an optimizer (built after adapters are added), or freeze them.",
             UserWarning,
             stacklevel=4,
         )

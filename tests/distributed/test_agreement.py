@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from composer_dist.distributed import agreement as module
+from composer_dist.distributed import waiting
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.errors import (
     CheckpointKeyError,
@@ -180,7 +181,7 @@ def interrupting(interrupted: int, where: str) -> tuple[type, str]:
             agreement.collectively("work", lambda: one_leaves(mine))
         elif where == "wait":
             if mine:
-                module.time.sleep = interrupt  # type: ignore[assignment]
+                waiting.time.sleep = interrupt  # type: ignore[assignment]
             agreement.reach("work", None)
         elif where == "outside" and mine:
             agreement.leave(KeyboardInterrupt())
@@ -195,11 +196,11 @@ def interrupting(interrupted: int, where: str) -> tuple[type, str]:
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    sleep = module.time.sleep
+    sleep = waiting.time.sleep
     try:
         return caught(work)
     finally:
-        module.time.sleep = sleep
+        waiting.time.sleep = sleep
 
 
 def test_a_failure_among_collectives_is_raised_on_all() -> None:

@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composer_dist.distributed import parallelize_model
+from composer_dist.distributed.aliases import read_structure
 from composer_dist.distributed.config import Rule
+from composer_dist.distributed.optimizer import check_optimizers, forgotten_optimizers
 from composer_dist.errors import ParallelismValueError
 from tests.distributed.preparable import Toy, built, close, config, full, same, tokens, train, values
 from tests.world import run
@@ -443,3 +445,24 @@ def trained(replicas: int) -> dict[str, torch.Tensor]:
     parallelize_model(model, config(replicas=replicas), optimizer)
     train(model, optimizer, 3)
     return values(model)
+
+
+def test_p25_an_optimizer_of_frozen_parameters_only_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    model[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"AdamW holds only frozen parameters \(2\).*it would move nothing"):
+        check_optimizers([optimizer], read_structure(model), {})
+    model[1].requires_grad_(False)
+    check_optimizers([optimizer], read_structure(model), {})
+
+
+def test_p25_an_optimizer_that_was_not_passed_is_named() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    forgotten, passed = torch.optim.SGD(model.parameters()), torch.optim.AdamW(model.parameters())
+    elsewhere = torch.optim.SGD(other.parameters())
+    found = forgotten_optimizers([passed], read_structure(model))
+    assert len(found) == 1
+    assert found[0].startswith("SGD holds 2 parameters of this model, but was not passed")
+    assert forgotten_optimizers([passed, forgotten], read_structure(model)) == []
+    assert len(elsewhere.param_groups) == 1

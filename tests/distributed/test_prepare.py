@@ -19,6 +19,7 @@ from composer_dist.distributed import (
     parallelize_model,
     plan_parallelism,
     prepare,
+    transport,
     weights,
 )
 from composer_dist.errors import (
@@ -200,7 +201,7 @@ def fails_later(stage: str, failing: int) -> Outcome:
         raise MemoryError("no room")
 
     options: dict[str, Any] = {}
-    originals = weights.deliver, weights.run_component, prepare.shard
+    originals = transport.elements_of, weights.run_component, prepare.shard
     if stage == "init":
         options["param_init_fn"] = init
         original = weights.run_component
@@ -214,13 +215,13 @@ def fails_later(stage: str, failing: int) -> Outcome:
     elif stage == "parallelize_fn":
         options["parallelize_fn"] = step
     elif stage == "delivery" and bad:
-        weights.deliver = fail
+        transport.elements_of = fail
     elif stage == "checkpointing" and bad:
         prepare.shard = fail
     try:
         outcome = attempt(model, config(), **options)
     finally:
-        weights.deliver, weights.run_component, prepare.shard = originals
+        transport.elements_of, weights.run_component, prepare.shard = originals
     unusable(model, outcome[1])
     return outcome
 
@@ -267,10 +268,11 @@ def waits_in_vain(absent: int) -> Outcome:
     return outcome
 
 
+@pytest.mark.parametrize("way", ["memory", "messages"])
 @pytest.mark.parametrize("victim", [0, 1, 3])
-def test_p105_a_rank_that_dies_during_delivery_is_reported_alike(victim: int) -> None:
+def test_p105_a_rank_that_dies_during_delivery_is_reported_alike(victim: int, way: str) -> None:
     with pytest.raises(WorkerError) as failure:
-        run(dies, 4, victim)
+        run(dies, 4, victim, way)
     assert list(failure.value.errors) == [victim]
     survivors = list(failure.value.results.values())
     assert len(survivors) == 3
@@ -279,7 +281,7 @@ def test_p105_a_rank_that_dies_during_delivery_is_reported_alike(victim: int) ->
     assert f"Rank {victim}" in survivors[0][1]
 
 
-def dies(victim: int) -> Outcome:
+def dies(victim: int, way: str) -> Outcome:
     agreement.GRACE = agreement.MARGIN = timedelta(seconds=1)
     model = built(device="cpu" if dist.get_rank() == 0 else "meta")
     original, calls = dist.batch_isend_irecv, 0
@@ -291,11 +293,18 @@ def dies(victim: int) -> Outcome:
             os._exit(9)
         return original(*args)
 
+    def die(*args: Any) -> None:
+        os._exit(9)
+
     dist.batch_isend_irecv = third
+    elements_of = transport.elements_of
+    if dist.get_rank() == victim and way == "memory":
+        transport.elements_of = die
     try:
-        outcome = attempt(model, config(bucket_bytes=64))
+        outcome = attempt(model, config(bucket_bytes=64, transport=way))
     finally:
         dist.batch_isend_irecv = original
+        transport.elements_of = elements_of
         agreement.GRACE = agreement.MARGIN = timedelta(seconds=4)
     check_marked(model, outcome[1])
     return outcome
@@ -324,17 +333,17 @@ def interrupts(where: str, interrupted: int) -> Outcome:
         raise KeyboardInterrupt
 
     options: dict[str, Any] = {}
-    originals = weights.deliver, weights.run_component
+    originals = transport.elements_of, weights.run_component
     if where == "policy":
         options["fsdp_wrap_policy"] = stop if mine else lambda module: isinstance(module, nn.Linear)
     elif mine and where == "init":
         weights.run_component = stop
     elif mine:
-        weights.deliver = stop
+        transport.elements_of = stop
     try:
         outcome = attempt(model, config(), **options)
     finally:
-        weights.deliver, weights.run_component = originals
+        transport.elements_of, weights.run_component = originals
     if where != "policy":
         check_marked(model, "KeyboardInterrupt")
     return outcome

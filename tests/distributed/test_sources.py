@@ -197,7 +197,7 @@ def piecewise(sync: str) -> dict[str, torch.Tensor]:
             "different model:\n  embed.weight: names is ['embed.weight', 'head.weight'] on rank 0, ['emb",
         ),
         ("config", "different configuration:"),
-        ("bucket", "different configuration:\n  rank 1: bucket_bytes is 512 on rank 0 and 1024 here"),
+        ("bucket", "different configuration:\n  rank 1: bucket_bytes is 512 on rank 0 and 1024 on this rank"),
         ("policy", "different configuration:"),
     ],
 )

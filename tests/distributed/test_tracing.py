@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -125,3 +126,41 @@ def test_seeds_and_states() -> None:
         seed_all("a")
         assert draw() == first
     assert draw() == expected
+
+
+class Rewrites(nn.Module):
+    """Rewrites its child's weight by a function of `nn.init` that skips meta tensors."""
+
+    def __init__(self, function: Callable[..., Any], shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.inner = (
+            nn.Conv1d(shape[1], shape[0], shape[2]) if len(shape) == 3 else nn.Linear(shape[1], shape[0])
+        )
+        self.own = nn.Parameter(torch.empty(shape))
+        self.function = function
+
+    def reset_parameters(self) -> None:
+        self.function(self.own)
+        self.function(self.inner.weight)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (nn.init.trunc_normal_, (4, 4)),
+        (nn.init.orthogonal_, (4, 4)),
+        (partial(nn.init.sparse_, sparsity=0.5), (4, 4)),
+        (nn.init.dirac_, (4, 4, 3)),
+    ],
+)
+def test_p87_functions_that_skip_meta_tensors_are_seen_to_write(
+    function: Callable[..., Any], shape: tuple[int, ...]
+) -> None:
+    with torch.device("meta"):
+        model = Rewrites(function, shape)
+    structure = read_structure(model)
+    initialiser = Initialiser("", "reset_parameters", model.reset_parameters)
+    trace(structure, [initialiser])
+    assert initialiser.writes == {"own", "inner.weight"}
+    assert nn.init.orthogonal_(torch.ones(3, 3)).abs().max() <= 1  # and is itself again
+    assert nn.init.trunc_normal_(torch.ones(50), std=0.01).abs().max() < 0.1

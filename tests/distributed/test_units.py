@@ -124,7 +124,9 @@ def test_p84_composer_s_ties(ties: dict[str, str], wrapped: list[str], homes: di
 def test_p84_a_tie_that_leads_out_of_all_units_stays_whole() -> None:
     model = _composers(m5_a_weight="m2.a.weight")
     assignment = _assign(model, Rule("m2", shard=True))
-    assert assignment.plain["m2.a.weight"] == "no unit contains it"
+    assert assignment.plain["m2.a.weight"] == (
+        "no unit contains it (Rule('', shard=True) makes the root one)"
+    )
     assert [group.modules for group in assignment.groups] == [["m2"]]
 
 

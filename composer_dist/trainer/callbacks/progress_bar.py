@@ -90,7 +90,7 @@ class ProgressBar(Callback):
             for name, value in state.metric_values.items()
             if name.startswith(marks)
         ]
-        where = [_where(state, self._at)] if self._at.batch else []
+        where = [f"after {_where(state, self._at)}"] if self._at.batch else []
         self._display.leave(label, "  ".join(where + parts))
 
     def eval_after_all(self, state: State, logger: Logger) -> None:

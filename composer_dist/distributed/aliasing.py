@@ -1,0 +1,75 @@
+"""What would part ways when parameters become shards: memory that is shared behind the parameters' backs.
+
+A tie is one parameter under several names, and stays one. But a parameter may also share its memory
+with another tensor that is not the same object (a view kept as an attribute, a second Parameter over
+the same storage), or be more than a Parameter (a subclass with behaviour of its own). After sharding
+the one would follow the optimizer and the other would not, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from composer_dist.distributed.aliases import Held, Structure
+from composer_dist.errors import ParallelismValueError
+
+
+def check_aliasing(structure: Structure, plain: Mapping[str, str]) -> None:
+    """Refuse parameters to be sharded that something else is bound to.
+
+    Raises:
+        ParallelismValueError: parameters that are also plain attributes, that overlap other tensors in
+            memory, or that are of a subclass of Parameter; all of them at once.
+    """
+    faults = [*_subclasses(structure, plain), *_attributes(structure, plain), *_overlaps(structure, plain)]
+    if faults:
+        raise ParallelismValueError("\n".join(faults))
+
+
+def _subclasses(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:
+    for name, held in _sharded(structure, plain):
+        if type(held.get()) not in (nn.Parameter, torch.Tensor):
+            yield (
+                f"{name} is a {type(held.get()).__name__}; sharding would make it a plain Parameter. Leave "
+                "its module replicated with Rule(..., shard=False)."
+            )
+
+
+def _attributes(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:
+    for name, held in _sharded(structure, plain):
+        if any(place.kind != "parameter" for place in held.places):
+            yield (
+                f"{name} is also held as a plain attribute or buffer ({', '.join(held.info.names[1:])}), "
+                "which FSDP2 would not follow. Register it as a parameter there, or look it up when it is used."
+            )
+
+
+def _overlaps(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:
+    """Pairs of tensors, one of them to be sharded, that overlap in one storage."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, held in structure.tensors.items():
+        tensor = held.get()
+        if tensor.layout is torch.strided and type(tensor) in (nn.Parameter, torch.Tensor) and tensor.numel():
+            start = tensor.storage_offset() * tensor.itemsize
+            reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            span = (int(start), int(start + reach * tensor.itemsize), name)
+            spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
+    sharded = {name for name, _ in _sharded(structure, plain)}
+    for found in spans.values():
+        found.sort()
+        for (_, end, first), (start, _, second) in pairwise(found):
+            if start < end and (first in sharded or second in sharded):
+                yield (
+                    f"{first} and {second} share memory without being one parameter; sharded, they would "
+                    "part ways. Make them one (b.weight = a.weight), or give one a copy."
+                )
+
+
+def _sharded(structure: Structure, plain: Mapping[str, str]) -> Iterator[tuple[str, Held]]:
+    for name, held in structure.parameters.items():
+        if name not in plain and not hasattr(held.get(), "device_mesh"):
+            yield name, held

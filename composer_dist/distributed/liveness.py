@@ -1,0 +1,49 @@
+"""Whether another process of this host still runs: what tells a dead rank from a slow one.
+
+A process identifies itself by its host's boot, its pid namespace, its pid and its start time (man 5
+proc), so that a pid that is used again, or means another process in another container, is not taken
+for it. Of processes elsewhere, and where there is no /proc, nothing is known.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+Identity = list[str]
+
+
+def identify() -> Identity | None:
+    """This process, for others to look after; None where there is no /proc."""
+    here = _here()
+    state = _state(os.getpid())
+    return [*here, str(os.getpid()), state[1]] if here and state else None
+
+
+def has_ended(identity: Identity | None) -> bool:
+    """Whether the process is known to have ended; False wherever that cannot be known."""
+    if identity is None or identity[:2] != _here():
+        return False
+    state = _state(int(identity[2]))
+    return state is None or state[1] != identity[3] or state[0] in "ZX"
+
+
+@cache
+def _here() -> Identity | None:
+    """This host's boot and this process's pid namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return [boot, os.readlink("/proc/self/ns/pid")]
+    except OSError:
+        return None
+
+
+def _state(pid: int) -> tuple[str, str] | None:
+    """State letter and start time of a process; None if there is none, or no /proc."""
+    try:
+        # The name in parentheses may hold anything; fields 3 and 22 of the line follow it.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], fields[19]
