@@ -48,6 +48,11 @@ from torch import _foreach_norm as _foreach_norm
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
+# Applies a function to every tensor in a module's output, however it is nested; FSDP2 casts outputs with
+# it. Since torch 1.13.
+from torch.distributed.utils import _apply_to_tensors as _apply_to_tensors
+
+
 def fsdp_param_groups(module: FSDPModule) -> list[Any]:
     """The communication groups of one FSDP2 module, none where it manages no parameter.
 

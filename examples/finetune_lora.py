@@ -166,8 +166,11 @@ def plot(path: Path, stages: list[Stage]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, stage in zip(figure.subplots(1, len(stages), sharey=True), stages, strict=True):
-        axes.plot(stage.log.values("loss/train/total"))
+    for axes, stage in zip(figure.subplots(1, len(stages)), stages, strict=True):
+        losses = stage.log.values("loss/train/total")
+        axes.plot(losses, alpha=0.6, label="training batches")
+        axes.plot([0, len(losses)], [stage.before, stage.after], "o--", label="text held out")
+        axes.legend()
         axes.set(title=stage.title, xlabel="step", ylabel="loss in nats per byte")
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

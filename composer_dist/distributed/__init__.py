@@ -21,6 +21,8 @@ __getattr__, __dir__ = lazy_names(
         "apply_ac": f"{_HERE}.activation_checkpointing",
         "assert_no_meta": f"{_HERE}.initialize",
         "summon_full_params": f"{_HERE}.summon",
+        "DDPSyncStrategy": f"{_HERE}.data_parallel",
+        "ddp_sync_context": f"{_HERE}.data_parallel",
         "no_sync": f"{_HERE}.gradients",
         "clip_grad_norm": f"{_HERE}.gradients",
         "clip_grad_value": f"{_HERE}.gradients",
@@ -32,6 +34,8 @@ __getattr__, __dir__ = lazy_names(
 
 if TYPE_CHECKING:
     from composer_dist.distributed.activation_checkpointing import apply_ac as apply_ac
+    from composer_dist.distributed.data_parallel import DDPSyncStrategy as DDPSyncStrategy
+    from composer_dist.distributed.data_parallel import ddp_sync_context as ddp_sync_context
     from composer_dist.distributed.gradients import clip_grad_norm as clip_grad_norm
     from composer_dist.distributed.gradients import clip_grad_value as clip_grad_value
     from composer_dist.distributed.gradients import no_sync as no_sync

@@ -47,8 +47,9 @@ class Place:
             setattr(self.module, self.key, tensor)
             if self.get() is not tensor:
                 raise ParallelismTypeError(
-                    f"{type(self.module).__name__}.__setattr__ does not keep the parameter {self.key!r} that it "
-                    "is given; it cannot be sharded. Let it, or leave the module out with Rule(..., shard=False)."
+                    f"{type(self.module).__name__}.__setattr__ does not keep the parameter {self.key!r} that "
+                    "it is given, so it cannot be sharded. Let it keep it, or leave the module out with "
+                    "Rule(..., shard=False)."
                 )
         else:
             self._home()[self.key] = tensor

@@ -44,7 +44,7 @@ def _attributes(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]
         if any(place.kind != "parameter" for place in held.places):
             yield (
                 f"{name} is also held as a plain attribute or buffer ({', '.join(held.info.names[1:])}), "
-                "which FSDP2 would not follow. Register it as a parameter there, or look it up when it is used."
+                "which FSDP2 would not follow. Register it as a parameter there, or look it up when used."
             )
 
 

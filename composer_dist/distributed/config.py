@@ -66,6 +66,9 @@ class MeshConfig(_FromDict):
     """"cpu", "cuda", ...; None takes the process group's own."""
 
     def __post_init__(self) -> None:
+        for name, size in self.sizes().items():
+            if not isinstance(size, int):
+                raise ParallelismTypeError(f"Mesh size {name} must be an integer, not {size!r}.")
         bad = {k: v for k, v in self.sizes().items() if v < 1 and v != -1}
         if bad:
             raise ParallelismValueError(
@@ -136,6 +139,20 @@ class FSDP2Config(_FromDict):
     def __post_init__(self) -> None:
         _require("cpu_offload", self.cpu_offload, (False, True, "pinned", "pageable"))
         _require("state_dict_type", self.state_dict_type, ("sharded", "full"))
+        for name in (
+            "activation_checkpointing",
+            "activation_cpu_offload",
+            "load_monolith_rank0_only",
+            "verbose",
+        ):
+            _require(name, getattr(self, name), (False, True))
+        if not isinstance(self.reshard_after_forward, int):
+            raise ParallelismTypeError(
+                "reshard_after_forward must be True, False or a number of ranks, not "
+                f"{self.reshard_after_forward!r}."
+            )
+        if self.load_monolith_rank0_only and self.state_dict_type != "full":
+            raise ParallelismValueError('load_monolith_rank0_only=True requires state_dict_type="full".')
 
     @classmethod
     def from_compatible_attrs(cls, attrs: Mapping[str, Any]) -> Self:
@@ -151,7 +168,7 @@ class FSDP2Config(_FromDict):
             rest["reshard_after_forward"] = strategy == "FULL_SHARD"
         known = {field.name for field in dataclasses.fields(cls)}
         for key in sorted(rest.keys() - known):
-            text = f"FSDP2Config has no {key!r}; '{key}: {rest.pop(key)}' is ignored."
+            text = f"FSDP2Config has no {key!r}; '{key}: {rest.pop(key)}' is ignored.{near_miss(key, known)}"
             warnings.warn(text, UserWarning, stacklevel=2)
         return cls.from_dict(rest)
 
@@ -236,6 +253,8 @@ class ParallelismConfig(_FromDict):
     """Most bytes that travel, or lie in a staging buffer, at one time."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.rules, Rule) or not all(isinstance(rule, Rule) for rule in self.rules):
+            raise ParallelismTypeError("rules must be a sequence of Rule.")
         fsdp2 = self.fsdp2
         aliased = fsdp2 is not None and (fsdp2.activation_checkpointing or fsdp2.activation_cpu_offload)
         if aliased and self.activation_checkpointing is not None:

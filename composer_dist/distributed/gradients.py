@@ -183,7 +183,7 @@ class PlainGradientAveraging:
                 averagings.remove(self)
 
     def _watch(self, root: nn.Module, inputs: Any, output: Any) -> None:
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._queue)
 
@@ -250,19 +250,19 @@ def _groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     return [world] if world is not None and dist.get_world_size(world) > 1 else []
 
 
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
     """The tensors in a module's output, also in subclasses of dict and in any dataclass."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):
         for value in output.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(output, (list, tuple)):
         for value in output:
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         for field in dataclasses.fields(output):
-            yield from _tensors(getattr(output, field.name))
+            yield from tensors_in(getattr(output, field.name))
 
 
 def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:

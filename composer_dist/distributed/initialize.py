@@ -131,6 +131,12 @@ def check_alike(findings: Sequence[list[list[str]]]) -> None:
                 )
 
 
+def peak_bytes(components: Sequence[Component], bucket_bytes: int) -> int:
+    """What a rank needs beside its shards: components of up to a bucket together, or a larger one."""
+    largest = max((component.nbytes for component in components), default=0)
+    return max(largest, min(bucket_bytes, sum(component.nbytes for component in components)))
+
+
 def run_component(
     component: Component,
     structure: Structure,

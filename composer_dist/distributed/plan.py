@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -31,6 +32,7 @@ from composer_dist.distributed.config import (
     near_miss,
     resolve_config,
 )
+from composer_dist.distributed.initialize import Component, find_components, peak_bytes
 from composer_dist.distributed.mesh import mesh_sizes
 from composer_dist.distributed.optimizer import check_optimizers
 from composer_dist.distributed.policies import Choices, WrapPolicy, choose_units
@@ -71,6 +73,9 @@ class ParallelPlan:
     """The names of each parameter that has several."""
     checkpointing: tuple[Checkpointed, ...]
     """Modules whose activations are recomputed or offloaded."""
+    init_peak: int = 0
+    """Bytes that a rank needs beside its shards while the tensors on the meta device are initialised: a
+    bucket, or the largest set of tensors that must be whole together. 0 where nothing is on meta."""
     warnings: tuple[str, ...] = ()
     parameter_units: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Every sharded parameter's first name to its unit's."""
@@ -128,12 +133,14 @@ class ParallelPlan:
             "sync": self.config.sync,
             "transport": self.config.transport,
             "bucket_bytes": self.config.bucket_bytes,
+            "init_peak": self.init_peak,
             "warnings": list(self.warnings),
         }
 
     def digest(self) -> str:
         """A hash that is equal on ranks which are about to do the same."""
-        return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()[:16]
+        facts = self.to_dict() | {"init_peak": None}  # which ranks are on meta differs
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         from composer_dist.reporting.tables import render_plan
@@ -169,7 +176,7 @@ def plan_parallelism(
     """
     config = resolve_config(config)
     structure = read_structure(model)
-    return build_plan(
+    plan = build_plan(
         structure,
         config,
         world_size=_world_size(config) if world_size is None else world_size,
@@ -179,6 +186,11 @@ def plan_parallelism(
         check_fn=activation_checkpointing_check_fn,
         children=children,
     )
+    on_meta = {name for name, held in structure.tensors.items() if held.get().is_meta}
+    components: list[Component] = []
+    with suppress(ParallelismValueError):  # rank 0 may have what nothing here initialises
+        components = find_components(structure, on_meta)
+    return replace(plan, init_peak=peak_bytes(components, config.bucket_bytes))
 
 
 def build_plan(

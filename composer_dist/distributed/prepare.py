@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +31,7 @@ from composer_dist.distributed.initialize import (
     check_alike,
     describe_components,
     find_components,
+    peak_bytes,
 )
 from composer_dist.distributed.mesh import agree_on_mesh
 from composer_dist.distributed.names import check_usable, mark_unusable
@@ -181,6 +183,8 @@ def _prepare(
                 function = None if param_init_fn is meta_init else param_init_fn
                 components = find_components(structure, set(sources.init), function)
         agreement.reach("what is initialised", describe_components(components), check_alike)
+        if (init_peak := peak_bytes(components, settings.bucket_bytes)) != plan.init_peak:
+            plan = done.plan = replace(plan, init_peak=init_peak)
     for warning in [*plan.warnings, *forgotten_optimizers(optimizers, structure)]:
         warnings.warn(warning, UserWarning, stacklevel=3)
 
@@ -188,7 +192,7 @@ def _prepare(
         _execute(done, structure, sources, components, optimizers, agreement)
     done.peak_memory = peak(device)
     if settings.fsdp2 is not None and settings.fsdp2.verbose and agreement.rank == agreement.ranks[0]:
-        print(done)
+        print(plan, done, sep="\n")
     return done
 
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from composer_dist import _torch
 from composer_dist.distributed.aliases import Held, Structure
 from composer_dist.distributed.names import reshard_after_evaluation
+from composer_dist.distributed.outputs import own_outputs
 from composer_dist.distributed.plan import ParallelPlan, Unit
 from composer_dist.errors import ParallelismRuntimeError
 
@@ -123,6 +124,8 @@ def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
 def finish(structure: Structure, plan: ParallelPlan) -> None:
     """Let FSDP2 run its own final checks now, from the outermost units."""
     for unit in plan.units:
+        for name in unit.modules:
+            own_outputs(structure.modules[name])
         module = structure.modules[unit.name]
         if isinstance(module, FSDPModule) and len(unit.modules) == 1:
             _torch.finish_lazily(module)

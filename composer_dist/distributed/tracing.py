@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_dist import _torch
 from composer_dist.distributed.aliases import Structure, ancestors
+from composer_dist.errors import ParallelismValueError
 
 
 @dataclass
@@ -64,12 +65,24 @@ def trace(structure: Structure, initialisers: list[Initialiser]) -> None:
                         recorder.writes.add(name)
                         recorder.names[_storage(now)] = name
                         kept.append(now)
+                _check_ties(structure, mine, initialiser)
                 initialiser.writes = frozenset(recorder.writes)
                 initialiser.touches = frozenset(recorder.writes | recorder.reads)
     finally:
         for name, held in structure.tensors.items():
             for place, old in zip(held.places, before[name], strict=True):
                 place.put(old)
+
+
+def _check_ties(structure: Structure, names: list[str], initialiser: Initialiser) -> None:
+    """An initialiser that puts another tensor in one place of a tie would lose it or break the tie."""
+    for name in names:
+        held = structure.tensors[name]
+        if len({id(place.get()) for place in held.places}) > 1:
+            raise ParallelismValueError(
+                f"The {initialiser.label} of {initialiser.module or 'the root'} puts a new tensor in one "
+                f"place of {' = '.join(held.info.names)}, which are tied. Let it write into the one there."
+            )
 
 
 def _is_about_meta(error: Exception) -> bool:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -131,4 +132,5 @@ class ComposerClassifier(ComposerModel):
                 "ComposerClassifier needs num_classes for its accuracy; pass it, give the module a "
                 "num_classes attribute, or pass train_metrics and val_metrics."
             )
-        return MulticlassAccuracy(num_classes=self.num_classes, average="micro")
+        with torch.device("cpu"):  # a model may be built on meta; its counts are not weights
+            return MulticlassAccuracy(num_classes=self.num_classes, average="micro")

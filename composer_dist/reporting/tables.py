@@ -36,6 +36,8 @@ def render_plan(plan: ParallelPlan) -> str:
     if plan.checkpointing:
         modes = sorted({one.mode for one in plan.checkpointing})
         notes.append(f"activations of {len(plan.checkpointing)} modules: {', '.join(modes)}")
+    if plan.init_peak:
+        notes.append(f"initialisation takes up to {human_bytes(plan.init_peak)} beside the shards")
     notes += [f"warning: {text}" for text in plan.warnings]
     return "\n".join([_render(table), *notes])
 

@@ -18,7 +18,7 @@ from composer_dist.distributed.config import (
     near_miss,
     resolve_config,
 )
-from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
 
 
 def test_p01_sizes_that_do_not_fit_the_world_are_named() -> None:
@@ -210,3 +210,19 @@ def test_a_config_of_another_kind_is_refused() -> None:
 def test_near_miss() -> None:
     assert near_miss("layer.1", ["layers.1", "head"]) == " Did you mean 'layers.1'?"
     assert near_miss("xyz", ["layers.1"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: FSDP2Config(activation_checkpointing=("wraped", {})), "activation_checkpointing is one of"),
+        (lambda: FSDP2Config(activation_cpu_offload="no"), "activation_cpu_offload is one of False, True"),
+        (lambda: FSDP2Config(reshard_after_forward="yes"), "reshard_after_forward must be True, False or"),
+        (lambda: MeshConfig(dp_shard="2"), "Mesh size dp_shard must be an integer, not '2'"),
+        (lambda: ParallelismConfig(rules=Rule("head")), "rules must be a sequence of Rule"),
+        (lambda: FSDP2Config(load_monolith_rank0_only=True), 'requires state_dict_type="full"'),
+    ],
+)
+def test_p91_a_wrong_type_from_python_is_refused_by_name(build: Any, message: str) -> None:
+    with pytest.raises(ParallelismError, match=message):
+        build()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,7 +51,8 @@ def test_p10_the_plan_lists_every_module_with_action_and_reason() -> None:
 def test_a_plan_from_meta_is_the_plan_of_the_real_model() -> None:
     with torch.device("meta"):
         empty = structures.B()
-    assert _plan(empty).to_dict() == _plan(structures.B()).to_dict()
+    real = _plan(structures.B()).to_dict()
+    assert _plan(empty).to_dict() | {"init_peak": 0} == real
     assert _plan(empty).digest() == _plan(structures.B()).digest()
     json.dumps(_plan(empty).to_dict())
 
@@ -340,3 +342,15 @@ def test_plans_grow_linearly(blocks: int) -> None:
         return calls / count
 
     assert walks(4 * blocks) <= walks(blocks) * 1.1
+
+
+def test_the_peak_of_initialisation_stands_in_the_plan() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 16, bias=False))
+    plan = plan_parallelism(model, ParallelismConfig(fsdp2=FSDP2Config(), bucket_bytes=10))
+    assert plan.init_peak == 8 * 16 * 4  # the larger layer, whole
+    assert "initialisation takes up to 512 B beside the shards" in str(plan)
+    roomy = plan_parallelism(model, FSDP2Config())
+    assert roomy.init_peak == (8 * 8 + 8 * 16) * 4  # both fit into one bucket
+    assert plan_parallelism(nn.Linear(2, 2), FSDP2Config()).init_peak == 0
+    assert roomy.digest() == replace(roomy, init_peak=0).digest()

@@ -513,10 +513,6 @@ def clip_what_the_model_shows(reshard: bool, by: str) -> tuple[float, float]:
     )
 
 
-@pytest.mark.xfail(
-    reason="model.parameters() are gathered stand-ins without gradients after an evaluation, and the "
-    "clipping functions leave the shards' gradients alone without a word"
-)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("by", ["norm", "value"])
 def test_p103_clipping_what_the_model_shows_after_an_evaluation(

@@ -45,7 +45,7 @@ def test_a_log_file_gets_lines() -> None:
     evaluations = [line for line in lines if "eval " in line and "loss" in line]
     assert [line.split("  loss ")[0] for line in evaluations] == [
         "eval  100%  after epoch 1/2  batch 3/3",
-        "eval  100%  epoch 2/2  batch 3/3",
+        "eval  100%  after epoch 2/2  batch 3/3",
     ]
     assert all("MulticlassAccuracy 0." in line for line in evaluations)
     assert lines[-1].startswith("train 100%  epoch 2/2  batch 3/3  loss 1.")

@@ -1,0 +1,49 @@
+"""A unit's outputs are tensors of their own, not views.
+
+FSDP2 hooks the outputs of a unit to gather its parameters again before backward. On a view (a Linear
+with a bias returns one for sequences on CPU) an in-place operation of the caller would lose the hook,
+so torch 2.13 warns at every forward. An output that is no view in autograd's eyes, over the same
+memory, keeps it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_dist import _torch
+from composer_dist.distributed.gradients import tensors_in
+
+
+def own_outputs(unit: nn.Module) -> None:
+    """From now on `unit` returns no views; call it after `fully_shard`."""
+    unit.register_forward_hook(_replace_views, prepend=True)  # before FSDP2 hooks the outputs
+
+
+def _replace_views(module: nn.Module, args: Any, output: Any) -> Any:
+    if torch.is_grad_enabled() and any(_is_view(tensor) for tensor in tensors_in(output)):
+        return _torch._apply_to_tensors(_owned, output)
+    return output
+
+
+def _is_view(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor._base is not None
+
+
+def _owned(tensor: torch.Tensor) -> torch.Tensor:
+    own: torch.Tensor = _Own.apply(tensor) if _is_view(tensor) else tensor  # type: ignore[no-untyped-call]
+    return own
+
+
+class _Own(torch.autograd.Function):
+    """The identity, whose result shares memory with its input but is no view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
