@@ -5,12 +5,11 @@ it would move tensors that no module has any more. So its groups are rewritten i
 dictionaries and their lists stay the same objects, for schedulers hold them), and its state is sharded
 as its parameter is: a tensor of the parameter's shape row by row, one that is the parameter's shape
 with some dimensions reduced to 1 (Adafactor's) by its remaining dimensions, scalars as they are.
-Pending gradients go the same way. Optimizers that torch cannot step on shards are refused.
+Pending gradients go the same way.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch.optim import Optimizer
 
 from composer_dist.distributed.aliases import Structure
 from composer_dist.distributed.sync import Cargo, Ranks, elements_of
-from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
 Description = dict[str, Any]
 """State in plain types: optimizer index and parameter name to key to what is held there."""
@@ -30,78 +28,10 @@ Description = dict[str, Any]
 _GRADIENTS = "gradients"
 """The entry of pending gradients in a description; those of states have a slash."""
 
-_UNABLE: dict[str, tuple[int, str]] = {
-    "LBFGS": (1, "it steps along one flat vector of all parameters"),
-    "SparseAdam": (1, "sharded gradients are dense"),
-    "Rprop": (1, "DTensor (torch 2.13) has no masked assignment, which it uses"),
-    "Adafactor": (2, "DTensor (torch 2.13) cannot square its norms over sharded rows in place"),
-}
-"""torch.optim classes that cannot step on sharded parameters: from which number of dimensions, and why."""
-
-
-def check_optimizers(optimizers: Sequence[Optimizer], structure: Structure, plain: Mapping[str, str]) -> None:
-    """Refuse optimizers that could not follow their parameters.
-
-    Raises:
-        ParallelismTypeError: not an optimizer.
-        ParallelismValueError: parameters of another model (with their number), state that cannot be
-            sharded, a `foreach` or `fused` group that mixes sharded and replicated parameters, only
-            frozen parameters where the model has trainable ones.
-    """
-    names = _names(structure)
-    faults: list[str] = []
-    for index, optimizer in enumerate(optimizers):
-        if not isinstance(optimizer, Optimizer):
-            raise ParallelismTypeError(
-                f"optimizer {index} is a {type(optimizer).__name__}, not an Optimizer."
-            )
-        label = type(optimizer).__name__
-        label = f"optimizer {index} ({label})" if len(optimizers) > 1 else label
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        foreign = [parameter for parameter in [*held, *optimizer.state] if id(parameter) not in names]
-        if foreign:
-            shape = tuple(getattr(foreign[0], "shape", ()))
-            faults.append(
-                f"{label} holds {len(foreign)} parameters (of {len(held)}) that are not this model's, the "
-                f"first of shape {shape}; build it from the parameters of the model that is prepared, and "
-                "before it is prepared."
-            )
-            continue
-        frozen = held and not any(parameter.requires_grad for parameter in held)
-        if frozen and any(held.info.requires_grad for held in structure.parameters.values()):
-            faults.append(
-                f"{label} holds only frozen parameters ({len(held)}), while others of the model are "
-                "trainable: it would move nothing. Build it after freezing (an adapter freezes its base), "
-                "from the parameters with requires_grad."
-            )
-            continue
-        ndim, why = _unable(optimizer)
-        unable = [names[id(p)] for p in held if ndim and p.ndim >= ndim and names[id(p)] not in plain]
-        if unable:
-            faults.append(
-                f"{label} cannot step on sharded parameters ({_list(unable)}): {why}. Take another "
-                "optimizer, or leave their modules replicated with Rule(..., shard=False)."
-            )
-            continue
-        for number, group in enumerate(optimizer.param_groups):
-            mode = next((mode for mode in ("foreach", "fused") if group.get(mode)), None)
-            whole = [names[id(p)] for p in group["params"] if names[id(p)] in plain]
-            if mode and whole and len(whole) < len(group["params"]):
-                faults.append(
-                    f"{label} group {number} has {mode}=True but would mix sharded parameters with the "
-                    f"replicated {_list(whole)}; give those a group of their own, or leave {mode} out."
-                )
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if fault := _state_fault(value, parameter):
-                    faults.append(f"{label} state {key!r} of {names[id(parameter)]}: {fault}")
-    if faults:
-        raise ParallelismValueError("\n".join(faults))
-
 
 def describe_groups(optimizers: Sequence[Optimizer], structure: Structure) -> list[list[str]]:
     """What must be alike on all ranks: classes, parameters of each group, plain hyperparameters."""
-    names = _names(structure)
+    names = names_by_id(structure)
     facts: list[list[str]] = []
     for index, optimizer in enumerate(optimizers):
         facts.append([f"optimizer {index}", type(optimizer).__name__])
@@ -116,7 +46,7 @@ def describe_groups(optimizers: Sequence[Optimizer], structure: Structure) -> li
 
 def describe_states(optimizers: Sequence[Optimizer], structure: Structure) -> Description:
     """What state, and which pending gradients, this rank has, in plain types."""
-    names = _names(structure)
+    names = names_by_id(structure)
     found: Description = {}
     for index, optimizer in enumerate(optimizers):
         for parameter, state in optimizer.state.items():
@@ -132,7 +62,7 @@ def describe_states(optimizers: Sequence[Optimizer], structure: Structure) -> De
 
 def state_tensors(optimizers: Sequence[Optimizer], structure: Structure) -> dict[str, torch.Tensor]:
     """The real tensors of states and pending gradients, by what to call them in an error."""
-    names = _names(structure)
+    names = names_by_id(structure)
     found = {
         f"optimizer {index}'s {key} of {names[id(parameter)]}": value
         for index, optimizer in enumerate(optimizers)
@@ -173,7 +103,7 @@ class Follower:
         self._init = init
         self._ranks = Ranks.of(mesh)
         self._old = {name: held.get() for name, held in structure.parameters.items()}
-        self._names = _names(structure)
+        self._names = names_by_id(structure)
         self._groups = {
             f"{index}/{self._names[id(parameter)]}": group
             for index, optimizer in enumerate(optimizers)
@@ -251,51 +181,6 @@ class Follower:
         return value, cargo
 
 
-def check_refills(optimizers: Sequence[Optimizer], structure: Structure, init: frozenset[str]) -> None:
-    """Refuse state on the meta device that nobody can give values to.
-
-    Adagrad makes its state at construction, and says with which value.
-
-    Raises:
-        ParallelismValueError: names the state.
-    """
-    names = _names(structure)
-    faults = [
-        f"{type(optimizer).__name__} state {key!r} of {names[id(parameter)]}"
-        for optimizer in optimizers
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor)
-        and names[id(parameter)] in init
-        and not _is_made_at_construction(optimizer, key, value)
-    ]
-    if faults:
-        raise ParallelismValueError(
-            f"{'; '.join(faults)}: its parameter is on the meta device, without values. Prepare the model "
-            "before the first step."
-        )
-
-
-def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) -> list[str]:
-    """Optimizers of this process that hold the model's parameters but were not handed in.
-
-    They would go on stepping the parameters from before, which no module has any more. Found among the
-    objects that the garbage collector knows; one that the caller has dropped may be among them.
-    """
-    names = _names(structure)
-    known = {id(optimizer) for optimizer in optimizers}
-    found = []
-    for thing in gc.get_objects():
-        if issubclass(type(thing), Optimizer) and id(thing) not in known:
-            held = [p for group in thing.param_groups for p in group["params"] if id(p) in names]
-            if held:
-                found.append(
-                    f"{type(thing).__name__} holds {len(held)} parameters of this model, but was not passed: "
-                    "it will move nothing. Pass it as optimizer=, or build it after preparation."
-                )
-    return found
-
-
 def carry_attributes(old: torch.Tensor, new: nn.Parameter) -> None:
     """Give a new parameter the Python attributes and the gradient hooks of the old one."""
     new.__dict__.update(vars(old))
@@ -305,45 +190,9 @@ def carry_attributes(old: torch.Tensor, new: nn.Parameter) -> None:
         new.register_post_accumulate_grad_hook(hook)
 
 
-def check_hooks(structure: Structure, plain: Mapping[str, str]) -> None:
-    """Refuse gradient hooks on parameters that will be sharded: FSDP2 would drop them.
-
-    Raises:
-        ParallelismValueError: names the parameters.
-    """
-    hooked = [
-        name
-        for name, held in structure.parameters.items()
-        if name not in plain and held.get()._backward_hooks
-    ]
-    if hooked:
-        raise ParallelismValueError(
-            f"Gradient hooks (Tensor.register_hook) on {', '.join(hooked)} cannot be kept: the gradient "
-            "they would see is reduced and sharded. Use register_post_accumulate_grad_hook, or register "
-            "after preparation."
-        )
-
-
-def _names(structure: Structure) -> dict[int, str]:
+def names_by_id(structure: Structure) -> dict[int, str]:
+    """Every parameter's first name, by the object's identity."""
     return {id(held.get()): name for name, held in structure.parameters.items()}
-
-
-def _state_fault(value: Any, parameter: torch.Tensor) -> str | None:
-    if value is None or isinstance(value, (bool, int, float)):
-        return None
-    if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__} cannot be sharded; prepare the model before the first step."
-    if value.ndim == 0:
-        return None
-    fits = value.ndim == parameter.ndim and all(
-        have in (want, 1) for have, want in zip(value.shape, parameter.shape, strict=True)
-    )
-    if fits and not isinstance(value, DTensor):
-        return None
-    return (
-        f"shape {tuple(value.shape)} does not follow from the parameter's {tuple(parameter.shape)}, so it "
-        "cannot be sharded; prepare the model before the first step."
-    )
 
 
 def _describe(value: Any) -> list[Any]:
@@ -366,19 +215,7 @@ def _scalar(
     return value
 
 
-def _is_made_at_construction(optimizer: Optimizer, key: str, value: torch.Tensor) -> bool:
+def is_made_at_construction(optimizer: Optimizer, key: str, value: torch.Tensor) -> bool:
     """Whether a tensor is state that Adagrad makes for parameters on meta, and says with which value."""
     known = key == "step" or value.is_meta
     return known and "initial_accumulator_value" in optimizer.defaults
-
-
-def _unable(optimizer: Optimizer) -> tuple[int, str]:
-    """From how many dimensions a sharded parameter is too much for this optimizer (0: never), and why."""
-    for cls in type(optimizer).__mro__:
-        if cls.__module__.startswith("torch.optim") and cls.__name__ in _UNABLE:
-            return _UNABLE[cls.__name__]
-    return 0, ""
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")

@@ -34,7 +34,7 @@ from composer_dist.distributed.config import (
 )
 from composer_dist.distributed.initialize import Component, find_components, peak_bytes
 from composer_dist.distributed.mesh import mesh_sizes
-from composer_dist.distributed.optimizer import check_optimizers
+from composer_dist.distributed.optimizer_checks import check_optimizers
 from composer_dist.distributed.policies import Choices, WrapPolicy, choose_units
 from composer_dist.distributed.unit_plan import Unit as Unit
 from composer_dist.distributed.unit_plan import idle_rules, plan_unit

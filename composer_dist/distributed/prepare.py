@@ -35,9 +35,8 @@ from composer_dist.distributed.initialize import (
 )
 from composer_dist.distributed.mesh import agree_on_mesh
 from composer_dist.distributed.names import check_usable, mark_unusable
-from composer_dist.distributed.optimizer import (
-    Follower,
-    carry_attributes,
+from composer_dist.distributed.optimizer import Follower, carry_attributes
+from composer_dist.distributed.optimizer_checks import (
     check_hooks,
     check_optimizers,
     check_refills,

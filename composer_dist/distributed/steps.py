@@ -23,7 +23,8 @@ from composer_dist.distributed.config import FSDP2Config, ParallelismConfig, res
 from composer_dist.distributed.gradients import average_plain_gradients
 from composer_dist.distributed.initialize import InitFn, find_components, replace, run_component
 from composer_dist.distributed.mesh import mesh_for
-from composer_dist.distributed.optimizer import carry_attributes, check_hooks
+from composer_dist.distributed.optimizer import carry_attributes
+from composer_dist.distributed.optimizer_checks import check_hooks
 from composer_dist.distributed.plan import ParallelPlan, build_plan
 from composer_dist.distributed.policies import WrapPolicy
 from composer_dist.distributed.sharding import check_offload, fsdp_params_by_place, shard

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.aliases import read_structure
 from composer_dist.distributed.config import Rule
-from composer_dist.distributed.optimizer import check_optimizers, forgotten_optimizers
+from composer_dist.distributed.optimizer_checks import check_optimizers, forgotten_optimizers
 from composer_dist.errors import ParallelismValueError
 from tests.distributed.preparable import Toy, built, close, config, full, same, tokens, train, values
 from tests.world import run
