@@ -169,7 +169,7 @@ def plot(path: Path, stages: list[Stage]) -> None:
     for axes, stage in zip(figure.subplots(1, len(stages)), stages, strict=True):
         losses = stage.log.values("loss/train/total")
         axes.plot(losses, alpha=0.6, label="training batches")
-        axes.plot([0, len(losses)], [stage.before, stage.after], "o--", label="text held out")
+        axes.plot([0, len(losses)], [stage.before, stage.after], "o", label="text held out")
         axes.legend()
         axes.set(title=stage.title, xlabel="step", ylabel="loss in nats per byte")
         axes.grid(alpha=0.3)
