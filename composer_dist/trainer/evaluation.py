@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_dist.distributed import process_group
+from composer_dist.distributed.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.autocast import autocast
 from composer_dist.trainer.batch import map_leaves, to_device
@@ -89,17 +90,18 @@ def predict(state: State, feed: Feed, run_event: RunEvent, keep: bool) -> list[A
 
 
 def fresh_metrics(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
-    """Empty copies on `device`; the model's own stay as they are.
+    """Empty copies on `device`; the model's own stay as they are. Every rank calls it.
 
     Raises:
-        ParallelismValueError: metrics that were made on the meta device, which have no start values.
+        ParallelismValueError: metrics that some rank made on the meta device, which have no start values.
     """
-    empty = [name for name, metric in metrics.items() if _is_on_meta(metric)]
-    if empty:
-        raise ParallelismValueError(
-            f"The metrics {', '.join(empty)} were made on the meta device (inside init_context), so they "
-            "have no values to start from. Make them outside of it."
-        )
+    with Agreement().together("the metrics"):
+        empty = [name for name, metric in metrics.items() if _is_on_meta(metric)]
+        if empty:
+            raise ParallelismValueError(
+                f"The metrics {', '.join(empty)} were made on the meta device (inside init_context), so they "
+                "have no values to start from. Make them outside of it."
+            )
     fresh = {name: copy.deepcopy(metric).to(device) for name, metric in metrics.items()}
     for metric in fresh.values():
         metric.reset()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torchmetrics.classification import MulticlassAccuracy
 
 from composer_dist.checkpoint import full_model_state, load_full_model_state
 from composer_dist.distributed import (
@@ -26,6 +27,7 @@ from composer_dist.distributed import (
 from composer_dist.distributed.config import FSDP2Config, ParallelismConfig, Rule
 from composer_dist.errors import ParallelismError, ParallelismKeyError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
+from composer_dist.trainer.evaluation import fresh_metrics
 from tests.conftest import World
 from tests.distributed import structures
 from tests.distributed.structures import assert_same_training, full
@@ -335,6 +337,20 @@ def metered_fit() -> dict[str, float]:
 def test_a_classifier_built_on_meta_trains_with_its_default_metrics(world2: World) -> None:
     for found in world2(metered_fit):
         assert set(found) == {"MulticlassAccuracy"}
+
+
+def metrics_on_meta_elsewhere() -> str:
+    with init_context(empty=dist.get_rank() > 0):
+        metric = MulticlassAccuracy(num_classes=WIDTH)
+    with pytest.raises(ParallelismError) as error:
+        fresh_metrics({"accuracy": metric}, torch.device("cpu"))
+    return str(error.value)
+
+
+def test_metrics_that_one_rank_made_on_meta_are_refused_on_all(world2: World) -> None:
+    first, second = world2(metrics_on_meta_elsewhere)
+    assert first == second
+    assert first.startswith("Rank 1: The metrics accuracy were made on the meta device")
 
 
 # check_param_tying

@@ -83,7 +83,7 @@ def test_p36_values_are_distributed_as_the_initialisers_say() -> None:
     assert len({tuple(shard.flatten().tolist()) for shard in weight.chunk(4)}) == 4
 
 
-def test_p37_p40_nothing_stays_on_meta() -> None:
+def test_p40_nothing_stays_on_meta() -> None:
     model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.BatchNorm1d(2, device="meta"))
     with pytest.raises(ParallelismRuntimeError, match=r"parameter 0.weight, .*buffer 1.running_mean"):
         assert_no_meta(model)

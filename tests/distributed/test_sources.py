@@ -53,7 +53,7 @@ def make(name: str, device: str, seed: int = 0) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["Toy", "Kinds", "Buffers", "llama", "t5"])
-def test_p80_p41_rank_0s_values_reach_ranks_on_meta(name: str) -> None:
+def test_p41_rank_0s_values_reach_ranks_on_meta(name: str) -> None:
     expected = values(make(name, "cpu"))
     for size, replicas in ((2, 1), (4, 2)):
         for found in run(mixed, size, name, replicas):
