@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from composer_dist.distributed.aliases import Structure
-from composer_dist.distributed.sync import Cargo, Ranks, elements_of
+from composer_dist.distributed.layout import Coordinate, Layout
+from composer_dist.distributed.sync import Cargo
 
 Description = dict[str, Any]
 """State in plain types: optimizer index and parameter name to key to what is held there."""
@@ -101,7 +102,7 @@ class Follower:
         self._description = description
         self._here = here
         self._init = init
-        self._ranks = Ranks.of(mesh)
+        self._coordinate = Coordinate.of(mesh)
         self._old = {name: held.get() for name, held in structure.parameters.items()}
         self._names = names_by_id(structure)
         self._groups = {
@@ -156,22 +157,20 @@ class Follower:
         self, label: str, parameter: nn.Parameter, shape: tuple[int, ...], dtype: str
     ) -> tuple[torch.Tensor, Cargo]:
         """Uninitialised state laid out like its parameter, and the cargo that will fill it."""
-        kind = getattr(torch, dtype)
-        by_rows = isinstance(parameter, DTensor) and shape[0] == parameter.shape[0]
+        kind, layout = getattr(torch, dtype), Layout.of(parameter).like(shape)
         device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
-        cargo = Cargo(label, shape, kind, by_rows, torch.empty(0))
-        first, last = elements_of(cargo, self._ranks.shards, self._ranks.shard)
-        local_shape = shape
-        if by_rows:
-            row = torch.Size(shape[1:]).numel()
-            local_shape = ((last - first) // row if row else 0, *shape[1:])
-        cargo.target = torch.empty(local_shape, dtype=kind, device=device)
+        target = torch.empty(layout.local_shape(self._coordinate), dtype=kind, device=device)
+        cargo = Cargo(label, layout, kind, target)
         if not isinstance(parameter, DTensor):
-            return cargo.target, cargo
-        placements = parameter.placements if by_rows else [Replicate()] * parameter.device_mesh.ndim
+            return target, cargo
+        names = parameter.device_mesh.mesh_dim_names or ("",) * parameter.device_mesh.ndim
+        placements = [
+            placement if (layout.tp_dim is not None if name == "tp" else layout.rows) else Replicate()
+            for name, placement in zip(names, parameter.placements, strict=True)
+        ]
         stride = torch.empty(shape, device="meta").stride()
         value = DTensor.from_local(
-            cargo.target,
+            target,
             parameter.device_mesh,
             placements,
             run_check=False,

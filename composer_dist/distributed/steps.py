@@ -22,6 +22,7 @@ from composer_dist.distributed.aliases import Held, Structure, read_structure
 from composer_dist.distributed.config import FSDP2Config, ParallelismConfig, resolve_config
 from composer_dist.distributed.gradients import average_plain_gradients
 from composer_dist.distributed.initialize import InitFn, find_components, replace, run_component
+from composer_dist.distributed.layout import Layout
 from composer_dist.distributed.mesh import mesh_for
 from composer_dist.distributed.optimizer import carry_attributes
 from composer_dist.distributed.optimizer_checks import check_hooks
@@ -114,7 +115,7 @@ def prepare_fully_shard(
         carry_attributes(original, held.get())  # type: ignore[arg-type]
         if name in shards.local:
             info, target = held.info, shards.local[name]
-            take_slice(Cargo(name, info.shape, info.dtype, True, target, original), mesh)
+            take_slice(Cargo(name, Layout.of(held.get()), info.dtype, target, original), mesh)
     for name in plan.plain:
         held = structure.tensors[name]
         if not held.get().is_contiguous():
@@ -150,9 +151,8 @@ def sync_module_states(model: nn.Module, full_state_dict: Mapping[str, torch.Ten
     cargoes = [
         Cargo(
             name,
-            held.info.shape,
+            Layout.of(held.get()),
             held.info.dtype,
-            isinstance(held.get(), DTensor),
             _storage(model, held, device_of(mesh)),
             sources.get(name),
         )
@@ -229,10 +229,7 @@ def _put(model: nn.Module, held: Held, value: torch.Tensor) -> None:
     if not isinstance(now, DTensor):
         return replace(held, value)
     target = _storage(model, held, value.device)
-    take_slice(
-        Cargo(held.info.name, held.info.shape, held.info.dtype, True, target, value),
-        now.device_mesh,
-    )
+    take_slice(Cargo(held.info.name, Layout.of(now), held.info.dtype, target, value), now.device_mesh)
     return None
 
 

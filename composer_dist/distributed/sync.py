@@ -1,11 +1,11 @@
 """Weights from the rank that has them to the shards of all.
 
 A *cargo* is one tensor on its way from a source rank to every rank of the mesh: each rank receives
-only its rows of a sharded tensor, and all of a whole one (buffers, parameters that stay plain). The
+only its part of a tensor that is cut, and all of a whole one (buffers, parameters that stay plain). The
 schedule is computed alike on every rank: cargoes are cut into *pieces*, pieces are packed into
 *buckets* of bounded size. Within a bucket a piece of a megabyte or more travels straight from the
-source's storage into the target's, smaller ones share a staging buffer. On a 2-D mesh a piece goes to
-one replica only, which then replicates what it has received.
+source's storage into the target's, smaller ones share a staging buffer. Where the mesh has replicas a
+piece goes to one of them only, which then replicates what it has received.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from composer_dist.distributed.layout import Coordinate, Layout, elements, grid
+
 _LARGE = 1 << 20
 """Bytes from which a piece is worth a message of its own."""
 _MASK = (1 << 64) - 1
@@ -29,14 +31,17 @@ class Cargo:
     """One tensor to deliver."""
 
     name: str
-    shape: tuple[int, ...]
+    layout: Layout
     dtype: torch.dtype
-    sharded: bool
-    """Whether each rank gets its rows of dimension 0, or everything."""
     target: torch.Tensor
-    """Where this rank's part goes: contiguous, `(rows, ...)`."""
+    """Where this rank's part goes: contiguous, of the part's elements in row-major order."""
     source: torch.Tensor | None = None
     """The full tensor, on the source rank only; any layout, any device, any dtype."""
+
+    @property
+    def cut(self) -> bool:
+        """Whether ranks get different parts, or everything."""
+        return self.layout.rows or self.layout.tp_dim is not None
 
 
 @dataclass(frozen=True)
@@ -50,37 +55,42 @@ class _Piece:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The mesh as a table of global ranks: `(replicas, shards)`."""
+    """The mesh as a table of global ranks: `(replicas, shards, tp)`; parts differ within a replica."""
 
-    table: list[list[int]]
-    replica: int
-    shard: int
-    shard_group: dist.ProcessGroup | None
-    replica_group: dist.ProcessGroup | None
-    device: torch.device
-    """Where the groups' messages must lie."""
+    mesh: DeviceMesh
+    table: torch.Tensor
+    me: int
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Ranks:
-        """Read a 1-D (shard) or 2-D (replicate, shard) mesh."""
-        coordinate = mesh.get_coordinate() or [0]
-        return cls(
-            table=mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist(),
-            replica=coordinate[0] if mesh.ndim == 2 else 0,
-            shard=coordinate[-1],
-            shard_group=mesh.get_group(mesh.ndim - 1),
-            replica_group=mesh.get_group(0) if mesh.ndim == 2 else None,
-            device=device_of(mesh),
-        )
+        """Read a mesh of any dimensions."""
+        return cls(mesh, grid(mesh), mesh.get_rank())
 
     @property
-    def shards(self) -> int:
-        """Ranks that share one replica."""
-        return len(self.table[0])
+    def device(self) -> torch.device:
+        """Where the groups' messages must lie."""
+        return device_of(self.mesh)
 
-    def find(self, rank: int) -> tuple[int, int]:
-        """Replica and shard of a global rank."""
-        return next((i, row.index(rank)) for i, row in enumerate(self.table) if rank in row)
+    @property
+    def parts(self) -> int:
+        """Ranks of one replica: into how many parts a tensor may be cut."""
+        return self.table[0].numel()
+
+    def replica(self, rank: int) -> int:
+        """The replica that a global rank belongs to."""
+        return int((self.table == rank).nonzero()[0, 0])
+
+    def spread(self, message: torch.Tensor, source: int, dims: int) -> None:
+        """Broadcast from `source` along the outermost `dims` mesh dimensions, the innermost of them first.
+
+        Ranks that differ from the source in a further dimension start from their own message.
+        """
+        here: list[int] = list(self.mesh.get_coordinate() or ())
+        there = (self.mesh.mesh == source).nonzero()[0].tolist()
+        for dim in reversed(range(dims)):
+            if here[:dim] == there[:dim] and self.mesh.size(dim) > 1:
+                index = [*here[:dim], there[dim], *here[dim + 1 :]]
+                dist.broadcast(message, int(self.mesh.mesh[tuple(index)]), group=self.mesh.get_group(dim))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -90,31 +100,13 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def rows_of(rows: int, shards: int, shard: int) -> tuple[int, int]:
-    """The rows [first, last) of dimension 0 that a shard holds, as `torch.chunk` cuts them."""
-    size = -(-rows // shards)
-    return min(shard * size, rows), min((shard + 1) * size, rows)
-
-
-def elements_of(cargo: Cargo, shards: int, shard: int) -> tuple[int, int]:
-    """The elements [first, last) of the full tensor that a shard holds, in row-major order."""
-    numel = torch.Size(cargo.shape).numel()
-    if not cargo.sharded:
-        return 0, numel
-    row = numel // cargo.shape[0]
-    first, last = rows_of(cargo.shape[0], shards, shard)
-    return first * row, last * row
-
-
 def take_slice(cargo: Cargo, mesh: DeviceMesh) -> None:
     """Fill this rank's part from its own copy of the full tensor, without communication."""
-    ranks = Ranks.of(mesh)
     assert cargo.source is not None
-    part = cargo.source.detach()
-    if cargo.sharded:
-        first, last = rows_of(cargo.shape[0], ranks.shards, ranks.shard)
-        part = part[first:last]
-    cargo.target.copy_(part)
+    part, target = cargo.layout.part(Coordinate.of(mesh)), cargo.target.view(-1)
+    step = max(1, _LARGE // cargo.dtype.itemsize)  # what is not a view is copied on its way
+    for start in range(0, part.numel, step):
+        target[start : start + step].copy_(part.of(cargo.source, start, start + step))
 
 
 @torch.no_grad()
@@ -130,37 +122,37 @@ def deliver(cargoes: Mapping[int, Sequence[Cargo]], mesh: DeviceMesh, bucket_byt
     """
     ranks = Ranks.of(mesh)
     schedules = {
-        source: _buckets(_pieces(items, ranks.shards, bucket_bytes), ranks.shards, bucket_bytes)
+        source: _buckets(_pieces(items, ranks, bucket_bytes), ranks.parts, bucket_bytes)
         for source, items in cargoes.items()
     }
     moved = 0
     for step in zip_longest(*schedules.values()):
-        for sharded in (True, False):
+        for cut in (True, False):
             bucket = {
-                source: [piece for piece in pieces if piece.cargo.sharded is sharded]
+                source: [piece for piece in pieces if piece.cargo.cut is cut]
                 for source, pieces in zip(schedules, step, strict=True)
                 if pieces
             }
-            moved += _scatter(bucket, ranks) if sharded else _broadcast(bucket, ranks)
+            moved += _scatter(bucket, ranks) if cut else _broadcast(bucket, ranks)
     return moved
 
 
-def _pieces(cargoes: Sequence[Cargo], shards: int, limit: int) -> Iterator[_Piece]:
+def _pieces(cargoes: Sequence[Cargo], ranks: Ranks, limit: int) -> Iterator[_Piece]:
     """Cut every cargo so that no piece, counted over all the ranks it goes to, exceeds the limit."""
+    largest_at = Coordinate.in_grid(ranks.table, int(ranks.table[0, 0, 0]))
     for cargo in cargoes:
-        largest = elements_of(cargo, shards, 0)[1]
-        copies = shards if cargo.sharded else 1
-        step = max(1, limit // (cargo.dtype.itemsize * copies))
+        largest = cargo.layout.part(largest_at).numel
+        step = max(1, limit // (cargo.dtype.itemsize * (ranks.parts if cargo.cut else 1)))
         for start in range(0, largest, step):
             yield _Piece(cargo, start, min(start + step, largest))
 
 
-def _buckets(pieces: Iterator[_Piece], shards: int, limit: int) -> Iterator[list[_Piece]]:
+def _buckets(pieces: Iterator[_Piece], parts: int, limit: int) -> Iterator[list[_Piece]]:
     """Gather consecutive pieces into buckets within the limit."""
     bucket: list[_Piece] = []
     size = 0
     for piece in pieces:
-        copies = shards if piece.cargo.sharded else 1
+        copies = parts if piece.cargo.cut else 1
         nbytes = (piece.stop - piece.start) * piece.cargo.dtype.itemsize * copies
         if bucket and size + nbytes > limit:
             yield bucket
@@ -172,54 +164,47 @@ def _buckets(pieces: Iterator[_Piece], shards: int, limit: int) -> Iterator[list
 
 
 def _scatter(bucket: dict[int, list[_Piece]], ranks: Ranks) -> int:
-    """One bucket of sharded pieces: from each source to its replica, then across the replicas."""
+    """One bucket of pieces that are cut: from each source to its replica, then across the replicas."""
     sends: list[dist.P2POp] = []
     arrivals: list[tuple[int, _Parcel]] = []
-    me = ranks.table[ranks.replica][ranks.shard]
     moved = 0
     for source, pieces in bucket.items():
-        replica, _ = ranks.find(source)
+        replica = ranks.replica(source)
         mine = _Parcel.into(pieces, ranks)
         arrivals.append((replica, mine))
-        if source == me:
-            for shard, peer in enumerate(ranks.table[replica]):
-                parcel = _Parcel.out_of(pieces, ranks, shard)
-                if peer == me:
+        if source == ranks.me:
+            for peer in ranks.table[replica].flatten().tolist():
+                parcel = _Parcel.out_of(pieces, ranks, peer)
+                if peer == ranks.me:
                     mine.copy_from(parcel)
                 else:
-                    sends += [dist.P2POp(dist.isend, m, peer, ranks.shard_group) for m in parcel.messages]
+                    sends += [dist.P2POp(dist.isend, message, peer) for message in parcel.messages]
                     moved += parcel.nbytes
-        elif replica == ranks.replica:
-            sends += [dist.P2POp(dist.irecv, m, source, ranks.shard_group) for m in mine.messages]
+        elif replica == ranks.replica(ranks.me):
+            sends += [dist.P2POp(dist.irecv, message, source) for message in mine.messages]
             moved += mine.nbytes
     if sends:
         for work in dist.batch_isend_irecv(sends):
             work.wait()
+    _, shard, tp = (ranks.table == ranks.me).nonzero()[0].tolist()
     for replica, parcel in arrivals:
-        if ranks.replica_group is not None:
-            holder = ranks.table[replica][ranks.shard]
+        if len(ranks.table) > 1:
             for message in parcel.messages:
-                dist.broadcast(message, holder, group=ranks.replica_group)
+                ranks.spread(message, int(ranks.table[replica, shard, tp]), dims=1)
             moved += parcel.nbytes
         parcel.unpack()
     return moved
 
 
 def _broadcast(bucket: dict[int, list[_Piece]], ranks: Ranks) -> int:
-    """One bucket of whole pieces: from each source to all ranks, replica by replica."""
+    """One bucket of whole pieces: from each source to all ranks, dimension by dimension of the mesh."""
     moved = 0
-    me = ranks.table[ranks.replica][ranks.shard]
     for source, pieces in bucket.items():
-        replica, _ = ranks.find(source)
         parcel = _Parcel.into(pieces, ranks)
-        if source == me:
-            parcel.copy_from(_Parcel.out_of(pieces, ranks, ranks.shard))
+        if source == ranks.me:
+            parcel.copy_from(_Parcel.out_of(pieces, ranks, ranks.me))
         for message in parcel.messages:
-            if replica == ranks.replica and ranks.shards > 1:
-                dist.broadcast(message, source, group=ranks.shard_group)
-            if ranks.replica_group is not None:
-                holder = ranks.table[replica][ranks.shard]
-                dist.broadcast(message, holder, group=ranks.replica_group)
+            ranks.spread(message, source, dims=ranks.mesh.ndim)
         moved += parcel.nbytes
         parcel.unpack()
     return moved
@@ -242,9 +227,10 @@ class _Parcel:
         return cls([*large, packed] if small else large, small)
 
     @classmethod
-    def out_of(cls, pieces: Sequence[_Piece], ranks: Ranks, shard: int) -> _Parcel:
-        """Messages for a shard, views of the source's storage where they can be."""
-        parts = [_as_bytes(_source(piece, ranks.shards, shard)) for piece in pieces]
+    def out_of(cls, pieces: Sequence[_Piece], ranks: Ranks, peer: int) -> _Parcel:
+        """Messages for a rank, views of the source's storage where they can be."""
+        at = Coordinate.in_grid(ranks.table, peer)
+        parts = [_as_bytes(_source(piece, at)) for piece in pieces]
         large, small = _sort(pieces, parts, ranks)
         packed = [torch.cat([part.to(ranks.device) for part in small])] if small else []
         return cls([*(part.to(ranks.device) for part in large), *packed], [])
@@ -285,29 +271,10 @@ def _target(piece: _Piece) -> torch.Tensor:
     return flat[min(piece.start, flat.numel()) : min(piece.stop, flat.numel())]
 
 
-def _source(piece: _Piece, shards: int, shard: int) -> torch.Tensor:
-    assert piece.cargo.source is not None
-    first, last = elements_of(piece.cargo, shards, shard)
-    start, stop = min(first + piece.start, last), min(first + piece.stop, last)
-    return _elements(piece.cargo.source.detach(), start, stop).to(piece.cargo.dtype)
-
-
-def _elements(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """The elements [start, stop) in row-major order: a view where the layout allows, else a copy."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)[start:stop]
-    if start >= stop:
-        return tensor.new_empty(0)
-    row = tensor.numel() // tensor.shape[0]
-    first, last = -(-start // row), stop // row
-    if first > last:  # within one row
-        return _elements(tensor[last], start - last * row, stop - last * row)
-    parts = [tensor[first:last].reshape(-1).contiguous()]
-    if start < first * row:
-        parts.insert(0, _elements(tensor[first - 1], start - (first - 1) * row, row))
-    if stop > last * row:
-        parts.append(_elements(tensor[last], 0, stop - last * row))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _source(piece: _Piece, at: Coordinate) -> torch.Tensor:
+    cargo = piece.cargo
+    assert cargo.source is not None
+    return cargo.layout.part(at).of(cargo.source, piece.start, piece.stop).to(cargo.dtype)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -325,7 +292,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
     weights = _weights(tensor.device)
     step = _LARGE // tensor.dtype.itemsize
     for start in range(0, tensor.numel(), step):
-        part = _as_bytes(_elements(tensor, start, min(start + step, tensor.numel())))
+        part = _as_bytes(elements(tensor, start, min(start + step, tensor.numel())))
         words, rest = part[: len(part) // 8 * 8], part[len(part) // 8 * 8 :]
         words = (words.clone() if words.storage_offset() % 8 else words).view(torch.int64)
         for numbers in (words, rest.to(torch.int64)):

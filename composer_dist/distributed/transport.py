@@ -7,9 +7,8 @@ and so does what has no plain address: tensors that are not contiguous.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, Self
@@ -18,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed import peer_memory
 from composer_dist.distributed.agreement import Agreement
+from composer_dist.distributed.layout import Coordinate, grid
 from composer_dist.distributed.peer_memory import Range
-from composer_dist.distributed.sync import Cargo, Ranks, deliver, elements_of, take_slice
+from composer_dist.distributed.sync import Cargo, deliver, take_slice
 from composer_dist.errors import ParallelismRuntimeError
 
 Way = Literal["memory", "messages"]
@@ -47,7 +47,7 @@ class Transport:
         self.way: Way = "messages"
         self.moved = 0
         self._mesh = mesh
-        self._ranks = Ranks.of(mesh)
+        self._here = Coordinate.of(mesh)
         self._agreement = agreement
         self._bucket_bytes = bucket_bytes
         self._asked = asked
@@ -131,20 +131,19 @@ class Transport:
                         take_slice(cargo, self._mesh)
                         self.moved += self._read_by_others(cargo)
                 else:
-                    ranges = [part for cargo, address in here if (part := self._range(cargo, address))]
+                    ranges = [part for cargo, address in here for part in self._ranges(cargo, address)]
                     peer_memory.read(pids[rank], ranges)
                     self.moved += sum(part.nbytes for part in ranges)
         return left
 
     def _read_by_others(self, cargo: Cargo) -> int:
         """Bytes that the other ranks together read of one cargo."""
-        first, last = elements_of(cargo, self._ranks.shards, self._ranks.shard)
-        copies = len(self._agreement.ranks) // (self._ranks.shards if cargo.sharded else 1)
-        return (math.prod(cargo.shape) * copies - (last - first)) * cargo.dtype.itemsize
+        table = grid(self._mesh)
+        everybody = (cargo.layout.part(Coordinate.in_grid(table, r)).numel for r in table.flatten().tolist())
+        return (sum(everybody) - cargo.layout.part(self._here).numel) * cargo.dtype.itemsize
 
-    def _range(self, cargo: Cargo, address: int) -> Range | None:
-        first, last = elements_of(cargo, self._ranks.shards, self._ranks.shard)
-        size = cargo.dtype.itemsize
-        if first == last:
-            return None
-        return Range(address + first * size, cargo.target.data_ptr(), (last - first) * size)
+    def _ranges(self, cargo: Cargo, address: int) -> Iterator[Range]:
+        size, target = cargo.dtype.itemsize, cargo.target.data_ptr()
+        for first, length in cargo.layout.part(self._here).runs():
+            yield Range(address + first * size, target, length * size)
+            target += length * size

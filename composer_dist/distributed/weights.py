@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Held, Structure
 from composer_dist.distributed.initialize import Component, replace, run_component
+from composer_dist.distributed.layout import Layout
 from composer_dist.distributed.optimizer import Follower
 from composer_dist.distributed.sharding import Shards
 from composer_dist.distributed.sources import Sources
@@ -93,8 +94,10 @@ class Filling:
         target = self.shards.local.get(name)
         if target is None:
             target = self._whole(held)
-        sharded = name in self.shards.local
-        return Cargo(name, held.info.shape, held.info.dtype, sharded, target, source)
+        layout = (
+            Layout.of(self.shards.sharded[name]) if name in self.shards.local else Layout(held.info.shape)
+        )
+        return Cargo(name, layout, held.info.dtype, target, source)
 
     def _whole(self, held: Held) -> torch.Tensor:
         now = held.get()
