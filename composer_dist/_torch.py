@@ -112,17 +112,19 @@ def fsdp_param_place(param: Any) -> tuple[nn.Module, str]:
     return param._module_info.module, param._module_info.param_name
 
 
-def materialise_shard(
-    param: Any, device: torch.device, pin_memory: bool
-) -> tuple[nn.Parameter, torch.Tensor]:
-    """Give an `FSDPParam` that was sharded on the meta device real storage on `device`.
+def padded_shard(param: Any) -> tuple[torch.Size, torch.dtype]:
+    """Size and dtype of the storage that `materialise_shard` needs: a shard with FSDP2's padding."""
+    return param.padded_sharded_param_size, param.sharded_param.dtype
+
+
+def materialise_shard(param: Any, padded: torch.Tensor) -> tuple[nn.Parameter, torch.Tensor]:
+    """Give an `FSDPParam` that was sharded on the meta device the storage `padded`, as `padded_shard` says.
 
     Returns the registered parameter, a DTensor, and its local tensor: `(rows, ...)`, uninitialised.
     The storage ends in FSDP2's padding, zeroed, so that no later step has to copy the shard.
     """
     size, dim = param.padded_sharded_param_size, param.fsdp_placement.dim
-    dtype, requires_grad = param.sharded_param.dtype, param.sharded_param.requires_grad
-    padded = torch.empty(size, dtype=dtype, device=device, pin_memory=pin_memory)
+    requires_grad = param.sharded_param.requires_grad
     length = param.sharded_size[dim] if param.sharded_size.numel() else 0
     if length < size[dim]:
         padded.narrow(dim, length, size[dim] - length).zero_()

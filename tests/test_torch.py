@@ -82,7 +82,8 @@ def test_a_shard_is_allocated_once_padded_and_in_place() -> None:
     """Without FSDPParam's sizes and setters: bounded memory while weights are delivered."""
     linear = _sharded()
     param = _torch.fsdp_params(linear)[0]
-    parameter, local = _torch.materialise_shard(param, torch.device("cpu"), pin_memory=False)
+    size, dtype = _torch.padded_shard(param)
+    parameter, local = _torch.materialise_shard(param, torch.empty(size, dtype=dtype))
     assert linear.weight is parameter
     assert local.shape == (3, 3)
     assert parameter.to_local().data_ptr() == local.data_ptr() == param._sharded_param_data.data_ptr()
@@ -92,7 +93,8 @@ def test_the_root_settles_before_the_first_forward() -> None:
     """Without `_lazy_init`: FSDP2's checks speak only at the first forward."""
     linear = _sharded()
     for param in _torch.fsdp_params(linear):
-        _torch.materialise_shard(param, torch.device("cpu"), pin_memory=False)
+        size, dtype = _torch.padded_shard(param)
+        _torch.materialise_shard(param, torch.empty(size, dtype=dtype))
     _torch.finish_lazily(linear)
     assert linear._get_fsdp_state()._is_root is True
 

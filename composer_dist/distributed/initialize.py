@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from composer_dist.distributed.aliases import Held, Structure, ancestors, read_structure
+from composer_dist.distributed.arena import empty
 from composer_dist.distributed.optimizer import carry_attributes
 from composer_dist.distributed.policies import inherited
 from composer_dist.distributed.tracing import (
@@ -157,7 +158,7 @@ def run_component(
     before = {name: [place.get() for place in one.places] for name, one in held.items()}
     try:
         for name, one in held.items():
-            value = torch.empty(one.info.shape, dtype=one.info.dtype, device=device)
+            value = empty(one.info.shape, one.info.dtype, device)
             if name in real:
                 value.copy_(real[name].detach())
             one.put(nn.Parameter(value, one.info.requires_grad) if one.info.kind == "parameter" else value)

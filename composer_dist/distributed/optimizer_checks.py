@@ -116,15 +116,16 @@ def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) 
     """
     names = names_by_id(structure)
     known = {id(optimizer) for optimizer in optimizers}
+    things = gc.get_objects()
+    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, Optimizer)}  # a million objects
     found = []
-    for thing in gc.get_objects():
-        if issubclass(type(thing), Optimizer) and id(thing) not in known:
-            held = [p for group in thing.param_groups for p in group["params"] if id(p) in names]
-            if held:
-                found.append(
-                    f"{type(thing).__name__} holds {len(held)} parameters of this model, but was not passed: "
-                    "it will move nothing. Pass it as optimizer=, or build it after preparation."
-                )
+    for thing in filter(lambda thing: type(thing) in kinds, things) if kinds else ():
+        held = [p for group in thing.param_groups for p in group["params"] if id(p) in names]
+        if held and id(thing) not in known:
+            found.append(
+                f"{type(thing).__name__} holds {len(held)} parameters of this model, but was not passed: "
+                "it will move nothing. Pass it as optimizer=, or build it after preparation."
+            )
     return found
 
 

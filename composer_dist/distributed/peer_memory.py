@@ -92,9 +92,9 @@ def readable_by_siblings() -> Iterator[None]:
             libc.prctl(_PR_SET_PTRACER, 0, 0, 0, 0)
 
 
-def address_of(tensor: torch.Tensor) -> int | None:
-    """Where a tensor's bytes lie in a row, or None if they do not, or not in host memory."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+def address_of(tensor: torch.Tensor, dtype: torch.dtype) -> int | None:
+    """Where a tensor's bytes lie in a row, as this dtype, in host memory; None if they do not."""
+    if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
         return None
     return tensor.data_ptr()
 

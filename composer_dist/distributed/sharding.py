@@ -9,6 +9,7 @@ parameter in memory (a transposed view, say) does not matter.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from composer_dist import _torch
 from composer_dist.distributed.aliases import Held, Structure
+from composer_dist.distributed.arena import Arena, padded_bytes
 from composer_dist.distributed.names import reshard_after_evaluation
 from composer_dist.distributed.outputs import own_outputs
 from composer_dist.distributed.plan import ParallelPlan, Unit
@@ -78,12 +80,23 @@ def shard(
     for unit in plan.units:
         home = torch.device("cpu") if unit.offload else device
         known = fsdp_params_by_place(structure.modules[unit.name])
-        for name in unit.parameters:
-            if only_real and originals[name].is_meta:
-                continue
-            param = next(known[place.key_of] for place in managed[name].places if place.key_of in known)
-            sharded[name], local[name] = _torch.materialise_shard(param, home, pins_memory(unit))
+        params = {
+            name: next(known[place.key_of] for place in managed[name].places if place.key_of in known)
+            for name in unit.parameters
+            if not (only_real and originals[name].is_meta)
+        }
+        for name, storage in zip(params, _storages(params.values(), home, pins_memory(unit)), strict=True):
+            sharded[name], local[name] = _torch.materialise_shard(params[name], storage)
     return Shards(originals, sharded, local)
+
+
+def _storages(params: Iterable[Any], device: torch.device, pin: bool) -> Iterator[torch.Tensor]:
+    """Uninitialised memory for the shards of a unit's parameters, padded."""
+    needed = [_torch.padded_shard(param) for param in params]
+    if device.type != "cpu" or pin:
+        return (torch.empty(size, dtype=dtype, device=device, pin_memory=pin) for size, dtype in needed)
+    arena = Arena(sum(padded_bytes(size, dtype) for size, dtype in needed))
+    return (arena.empty(size, dtype) for size, dtype in needed)
 
 
 def fsdp_params_by_place(module: nn.Module) -> dict[tuple[int, str], Any]:

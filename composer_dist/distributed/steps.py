@@ -214,7 +214,9 @@ def _storage(model: nn.Module, held: Held, device: torch.device) -> torch.Tensor
         if value.is_meta:
             param = _fsdp_param(model, held)
             home, pin = _torch.shard_home(param, device)
-            parameter, local = _torch.materialise_shard(param, home, pin)
+            size, dtype = _torch.padded_shard(param)
+            storage = torch.empty(size, dtype=dtype, device=home, pin_memory=pin)
+            parameter, local = _torch.materialise_shard(param, storage)
             carry_attributes(value, parameter)
             return local
         return value.to_local().detach()

@@ -114,7 +114,7 @@ class Transport:
         """Read what has an address; what has none is left, for messages."""
         me = self._agreement.rank
         mine = [
-            peer_memory.address_of(cargo.source) if cargo.source is not None else None
+            peer_memory.address_of(cargo.source, cargo.dtype) if cargo.source is not None else None
             for cargo in cargoes.get(me, ())
         ]
         found: list[list[int | None]] = self._agreement.reach("the addresses", mine, list)
@@ -126,15 +126,22 @@ class Transport:
                 pairs = list(zip(items, addresses[rank], strict=True))
                 left[rank] = [cargo for cargo, address in pairs if address is None]
                 here = [(cargo, address) for cargo, address in pairs if address is not None]
-                if rank == me:
-                    for cargo, _ in here:
-                        take_slice(cargo, self._mesh)
-                        self.moved += self._read_by_others(cargo)
-                else:
-                    ranges = [part for cargo, address in here for part in self._ranges(cargo, address)]
-                    peer_memory.read(pids[rank], ranges)
-                    self.moved += sum(part.nbytes for part in ranges)
+                self.moved += self._copy(here, None if rank == me else pids[rank])
         return left
+
+    def _copy(self, pairs: Sequence[tuple[Cargo, int]], pid: int | None) -> int:
+        """Fill this rank's parts of cargoes that lie at these addresses of process `pid`, None for this one.
+
+        Returns:
+            The bytes read: by this rank, or from this rank by the others.
+        """
+        if pid is None:
+            for cargo, _ in pairs:
+                take_slice(cargo, self._mesh)
+            return sum(self._read_by_others(cargo) for cargo, _ in pairs)
+        ranges = [part for cargo, address in pairs for part in self._ranges(cargo, address)]
+        peer_memory.read(pid, ranges)
+        return sum(part.nbytes for part in ranges)
 
     def _read_by_others(self, cargo: Cargo) -> int:
         """Bytes that the other ranks together read of one cargo."""

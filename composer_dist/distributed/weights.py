@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Held, Structure
+from composer_dist.distributed.arena import empty
 from composer_dist.distributed.initialize import Component, replace, run_component
 from composer_dist.distributed.layout import Layout
 from composer_dist.distributed.optimizer import Follower
@@ -103,7 +104,7 @@ class Filling:
         now = held.get()
         if now.device.type == self.device.type and now.is_contiguous():
             return now.detach()  # filled in place; on the source rank it is the source as well
-        whole = torch.empty(held.info.shape, dtype=held.info.dtype, device=self.device)
+        whole = empty(held.info.shape, held.info.dtype, self.device)
         replace(held, whole)
         return whole
 

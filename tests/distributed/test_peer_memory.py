@@ -73,6 +73,7 @@ def test_where_the_system_has_no_such_call_nothing_is_readable(monkeypatch):
 
 def test_only_contiguous_host_memory_has_an_address():
     tensor = torch.zeros(2, 3)
-    assert peer_memory.address_of(tensor) == tensor.data_ptr()
-    assert peer_memory.address_of(tensor.t()) is None
-    assert peer_memory.address_of(torch.zeros(2, device="meta")) is None
+    assert peer_memory.address_of(tensor, tensor.dtype) == tensor.data_ptr()
+    assert peer_memory.address_of(tensor.t(), tensor.dtype) is None
+    assert peer_memory.address_of(tensor, torch.bfloat16) is None
+    assert peer_memory.address_of(torch.zeros(2, device="meta"), torch.float32) is None

@@ -201,7 +201,7 @@ def fails_later(stage: str, failing: int) -> Outcome:
         raise MemoryError("no room")
 
     options: dict[str, Any] = {}
-    originals = transport.take_slice, weights.run_component, prepare.shard
+    originals = transport.Transport._copy, weights.run_component, prepare.shard
     if stage == "init":
         options["param_init_fn"] = init
         original = weights.run_component
@@ -215,13 +215,13 @@ def fails_later(stage: str, failing: int) -> Outcome:
     elif stage == "parallelize_fn":
         options["parallelize_fn"] = step
     elif stage == "delivery" and bad:
-        transport.take_slice = fail
+        transport.Transport._copy = fail
     elif stage == "checkpointing" and bad:
         prepare.shard = fail
     try:
         outcome = attempt(model, config(), **options)
     finally:
-        transport.take_slice, weights.run_component, prepare.shard = originals
+        transport.Transport._copy, weights.run_component, prepare.shard = originals
     unusable(model, outcome[1])
     return outcome
 
@@ -297,14 +297,14 @@ def dies(victim: int, way: str) -> Outcome:
         os._exit(9)
 
     dist.batch_isend_irecv = third
-    take_slice = transport.take_slice
+    copy = transport.Transport._copy
     if dist.get_rank() == victim and way == "memory":
-        transport.take_slice = die
+        transport.Transport._copy = die
     try:
         outcome = attempt(model, config(bucket_bytes=64, transport=way))
     finally:
         dist.batch_isend_irecv = original
-        transport.take_slice = take_slice
+        transport.Transport._copy = copy
         agreement.GRACE = agreement.MARGIN = timedelta(seconds=4)
     check_marked(model, outcome[1])
     return outcome
@@ -333,17 +333,17 @@ def interrupts(where: str, interrupted: int) -> Outcome:
         raise KeyboardInterrupt
 
     options: dict[str, Any] = {}
-    originals = transport.take_slice, weights.run_component
+    originals = transport.Transport._copy, weights.run_component
     if where == "policy":
         options["fsdp_wrap_policy"] = stop if mine else lambda module: isinstance(module, nn.Linear)
     elif mine and where == "init":
         weights.run_component = stop
     elif mine:
-        transport.take_slice = stop
+        transport.Transport._copy = stop
     try:
         outcome = attempt(model, config(), **options)
     finally:
-        transport.take_slice, weights.run_component = originals
+        transport.Transport._copy, weights.run_component = originals
     if where != "policy":
         check_marked(model, "KeyboardInterrupt")
     return outcome

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from composer_dist.distributed import arena
 from composer_dist.distributed.layout import Coordinate, Layout
 from composer_dist.distributed.sync import Cargo, deliver, fingerprint, take_slice
 from tests.world import run
@@ -213,11 +214,15 @@ def delivery_peak(kind: str) -> int:
 
 
 def profiled(function: Any) -> int:
-    """The most bytes that torch's allocator held above what it held at the start."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profile:
-        function()
+    """The most bytes that torch's allocator held above what it held at the start: no arenas here."""
+    worth, arena._WORTH = arena._WORTH, 1 << 62
+    try:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profile:
+            function()
+    finally:
+        arena._WORTH = worth
     alive = peak = 0
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":

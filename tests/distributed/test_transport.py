@@ -10,6 +10,7 @@ from torch import nn
 from composer_dist.distributed import parallelize_model, peer_memory
 from composer_dist.errors import ParallelismError
 from tests.distributed.preparable import built, config, values
+from tests.distributed.test_sync import profiled
 from tests.world import run
 
 MIB = 1 << 20
@@ -82,14 +83,8 @@ def peak_while_reading() -> int:
     """Bytes that rank 1 allocates beyond its shard while 64 MiB are delivered."""
     with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         model = nn.Linear(4096, 4096, bias=False)
-    with torch.profiler.profile(profile_memory=True) as profile:
-        parallelize_model(model, config(transport="memory", bucket_bytes=1 * MIB))
-    total = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            total += event.nbytes()
-            peak = max(peak, total)
-    return peak - 32 * MIB
+    way = config(transport="memory", bucket_bytes=1 * MIB)
+    return profiled(lambda: parallelize_model(model, way)) - 32 * MIB
 
 
 def test_reading_takes_no_memory_beyond_the_shard() -> None:
