@@ -29,6 +29,8 @@ __getattr__, __dir__ = lazy_names(
         "named_parameters_canonical": f"{_HERE}.names",
         "build_mesh": f"{_HERE}.mesh",
         "sampler_kwargs": f"{_HERE}.mesh",
+        "fsdp_mesh": f"{_HERE}.mesh",
+        "submesh": f"{_HERE}.mesh",
     },
 )
 
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
     from composer_dist.distributed.gradients import no_sync as no_sync
     from composer_dist.distributed.initialize import assert_no_meta as assert_no_meta
     from composer_dist.distributed.mesh import build_mesh as build_mesh
+    from composer_dist.distributed.mesh import fsdp_mesh as fsdp_mesh
     from composer_dist.distributed.mesh import sampler_kwargs as sampler_kwargs
+    from composer_dist.distributed.mesh import submesh as submesh
     from composer_dist.distributed.names import (
         named_parameters_canonical as named_parameters_canonical,
     )

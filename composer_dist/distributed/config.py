@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from composer_dist.distributed import process_group
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
 ActivationCheckpointing = bool | str | tuple[str, Mapping[str, Any] | None] | list[Any] | None
@@ -80,6 +81,18 @@ class MeshConfig(_FromDict):
                 f"Only one mesh size may be -1, but {' and '.join(rest)} are; give the others a number."
             )
 
+    @classmethod
+    def auto(cls, ranks_per_host: int | None = None) -> Self:
+        """Fabric's choice: tensor parallel within each host, sharded across hosts.
+
+        Args:
+            ranks_per_host: None takes the launcher's word.
+
+        Raises:
+            ParallelismValueError: the launcher does not say.
+        """
+        return cls(tp=ranks_per_host or process_group.ranks_per_host())
+
     def sizes(self) -> dict[str, int]:
         """Dimension name to size, outermost first."""
         return {
@@ -116,7 +129,7 @@ class FSDP2Config(_FromDict):
     """Fully sharded data parallelism, with Composer's field names."""
 
     device_mesh: DeviceMesh | None = None
-    """A mesh of your own, 1-D (shard) or 2-D (replicate, shard); None builds it from `MeshConfig`."""
+    """Composer's name for a `ParallelismConfig.mesh` of your own; None builds it from `MeshConfig`."""
     reshard_after_forward: bool | int = True
     """Free the gathered parameters after forward (True), keep them (False), or keep a smaller shard
     over this many ranks (an int that divides the shard dimension)."""
@@ -228,7 +241,8 @@ class Rule(_FromDict):
 class ParallelismConfig(_FromDict):
     """Everything about how a model is made parallel; the one home of what several modes need."""
 
-    mesh: MeshConfig = MeshConfig()
+    mesh: MeshConfig | DeviceMesh = MeshConfig()
+    """The sizes of the mesh, or a mesh of your own: see `composer_dist.distributed.mesh.roles`."""
     fsdp2: FSDP2Config | None = None
     """None means the defaults."""
     tp: TPConfig | None = None
@@ -265,6 +279,8 @@ class ParallelismConfig(_FromDict):
         _require("sync", self.sync, ("auto", "rank0", "verify"))
         _require("transport", self.transport, ("auto", "memory", "messages"))
         _require("containers", self.containers, ("expand", "skip"))
+        if not isinstance(self.mesh, (MeshConfig, DeviceMesh)):
+            raise ParallelismTypeError(f"mesh is a MeshConfig or a DeviceMesh, not {self.mesh!r}.")
         if self.bucket_bytes < 1:
             raise ParallelismValueError(f"bucket_bytes must be positive, not {self.bucket_bytes}.")
 
@@ -318,7 +334,9 @@ def _explain(cls: type, errors: Sequence[Any]) -> str:
     """What pydantic has found, in our words: the path, the fault, the nearest known key."""
     lines = []
     for error in errors:
-        path = [str(part) for part in error["loc"]]
+        path = [str(part) for part in error["loc"] if part != "MeshConfig"]
+        if path[-1] == "is-instance[DeviceMesh]" and len(errors) > 1:
+            continue  # `mesh` is no mesh but sizes, of which the other errors speak
         if error["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
             known = _field_names(cls, path[:-1])
             lines.append(f"unknown key {'.'.join(path)!r}.{near_miss(path[-1], known)}")

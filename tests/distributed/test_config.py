@@ -226,3 +226,29 @@ def test_near_miss() -> None:
 def test_p91_a_wrong_type_from_python_is_refused_by_name(build: Any, message: str) -> None:
     with pytest.raises(ParallelismError, match=message):
         build()
+
+
+@pytest.mark.parametrize(
+    ("environment", "tp"),
+    [
+        ({}, 1),
+        ({"WORLD_SIZE": "1"}, 1),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"WORLD_SIZE": "8", "SLURM_NTASKS_PER_NODE": "2"}, 2),
+    ],
+)
+def test_auto_is_tensor_parallel_within_a_host_and_sharded_across(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], tp: int
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert MeshConfig.auto() == MeshConfig(tp=tp)
+    assert MeshConfig.auto(2).resolve(8) == {"dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 2}
+
+
+@pytest.mark.parametrize("local", ["", "3", "many", "0"])
+def test_auto_does_not_guess_how_many_ranks_a_host_has(monkeypatch: pytest.MonkeyPatch, local: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    with pytest.raises(ParallelismValueError, match=f"LOCAL_WORLD_SIZE is {local or 'not set'}"):
+        MeshConfig.auto()
