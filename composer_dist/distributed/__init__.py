@@ -6,7 +6,7 @@ from composer_dist._lazy import lazy_names
 
 _HERE = "composer_dist.distributed"
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "parallelize_model": f"{_HERE}.prepare",
