@@ -30,6 +30,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "build_mesh": f"{_HERE}.mesh",
         "sampler_kwargs": f"{_HERE}.mesh",
         "fsdp_mesh": f"{_HERE}.mesh",
+        "register_strategy": f"{_HERE}.strategies",
         "submesh": f"{_HERE}.mesh",
     },
 )
@@ -60,4 +61,5 @@ if TYPE_CHECKING:
     from composer_dist.distributed.steps import meta_init as meta_init
     from composer_dist.distributed.steps import prepare_fully_shard as prepare_fully_shard
     from composer_dist.distributed.steps import sync_module_states as sync_module_states
+    from composer_dist.distributed.strategies import register_strategy as register_strategy
     from composer_dist.distributed.summon import summon_full_params as summon_full_params

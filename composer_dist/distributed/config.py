@@ -7,15 +7,16 @@ keys. `resolve_config` turns everything that `parallelize_model` accepts into on
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed import process_group
+from composer_dist.distributed.from_dict import FromDict
+from composer_dist.distributed.from_dict import near_miss as near_miss
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
 ActivationCheckpointing = bool | str | tuple[str, Mapping[str, Any] | None] | list[Any] | None
@@ -24,32 +25,8 @@ Sync = Literal["auto", "rank0", "verify"]
 MIB = 1 << 20
 
 
-class _FromDict:
-    """`from_dict`, the validated way in from YAML and dictionaries."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {
-        "extra": "forbid",
-        "arbitrary_types_allowed": True,
-    }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build this configuration from a dictionary (nested ones included).
-
-        Raises:
-            ParallelismValueError: an unknown key (with its nearest neighbour) or a value of the
-                wrong type; all of them at once.
-        """
-        import pydantic  # only where a dictionary comes in: importing it costs 0.1 s
-
-        try:
-            return pydantic.TypeAdapter(cls).validate_python(dict(values))
-        except pydantic.ValidationError as error:
-            raise ParallelismValueError(_explain(cls, error.errors())) from None
-
-
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig(_FromDict):
+class MeshConfig(FromDict):
     """The sizes of the device mesh's dimensions; their product is the world size.
 
     At most one size may be -1: it takes what the others leave.
@@ -125,7 +102,7 @@ class MeshConfig(_FromDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDP2Config(_FromDict):
+class FSDP2Config(FromDict):
     """Fully sharded data parallelism, with Composer's field names."""
 
     device_mesh: DeviceMesh | None = None
@@ -187,7 +164,7 @@ class FSDP2Config(_FromDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TPConfig(_FromDict):
+class TPConfig(FromDict):
     """Tensor parallelism."""
 
     plan: Literal["auto"] | Mapping[str, Any] = "auto"
@@ -195,7 +172,7 @@ class TPConfig(_FromDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPConfig(_FromDict):
+class DDPConfig(FromDict):
     """Replicated data parallelism."""
 
     find_unused_parameters: bool = False
@@ -209,7 +186,7 @@ Match = Any  # str | re.Pattern | type[nn.Module] | Callable[[str, nn.Module], b
 
 
 @dataclass(frozen=True)
-class Rule(_FromDict):
+class Rule(FromDict):
     """What is to happen to the modules that `match` selects.
 
     A field that is None is left to other rules, the policy, the attributes or the configuration. Where
@@ -238,7 +215,7 @@ class Rule(_FromDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelismConfig(_FromDict):
+class ParallelismConfig(FromDict):
     """Everything about how a model is made parallel; the one home of what several modes need."""
 
     mesh: MeshConfig | DeviceMesh = MeshConfig()
@@ -266,6 +243,16 @@ class ParallelismConfig(_FromDict):
     bucket_bytes: int = 256 * MIB
     """Most bytes that travel, or lie in a staging buffer, at one time."""
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """As for the other configurations; the key "strategy" names one from which the others differ."""
+        rest = dict(values)
+        name = rest.pop("strategy", None)
+        given = super().from_dict(rest)
+        if name is None:
+            return given
+        return dataclasses.replace(resolve_config(name), **{key: getattr(given, key) for key in rest})  # type: ignore[return-value]
+
     def __post_init__(self) -> None:
         if isinstance(self.rules, Rule) or not all(isinstance(rule, Rule) for rule in self.rules):
             raise ParallelismTypeError("rules must be a sequence of Rule.")
@@ -285,11 +272,6 @@ class ParallelismConfig(_FromDict):
             raise ParallelismValueError(f"bucket_bytes must be positive, not {self.bucket_bytes}.")
 
 
-_STRATEGIES: dict[str, Callable[[], ParallelismConfig]] = {
-    "fsdp": lambda: ParallelismConfig(fsdp2=FSDP2Config()),
-}
-
-
 def resolve_config(
     config: FSDP2Config | DDPConfig | ParallelismConfig | Mapping[str, Any] | str,
 ) -> ParallelismConfig:
@@ -304,21 +286,13 @@ def resolve_config(
         case Mapping():
             return ParallelismConfig.from_dict(config)
         case str():
-            if config not in _STRATEGIES:
-                raise ParallelismValueError(
-                    f"There is no strategy {config!r}; there are: {', '.join(sorted(_STRATEGIES))}."
-                )
-            return _STRATEGIES[config]()
+            from composer_dist.distributed.strategies import strategy_named
+
+            return strategy_named(config)
     raise ParallelismTypeError(
         "config must be an FSDP2Config, DDPConfig, ParallelismConfig, ParallelPlan, a dictionary or "
         f"the name of a strategy, not {type(config).__name__}."
     )
-
-
-def near_miss(name: str, candidates: Sequence[str] | set[str]) -> str:
-    """The sentence "Did you mean 'x'?" for the closest candidate, with a space before it, or nothing."""
-    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _require(name: str, value: object, known: Sequence[object]) -> None:
@@ -328,31 +302,3 @@ def _require(name: str, value: object, known: Sequence[object]) -> None:
 
 def _spell(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
-
-
-def _explain(cls: type, errors: Sequence[Any]) -> str:
-    """What pydantic has found, in our words: the path, the fault, the nearest known key."""
-    lines = []
-    for error in errors:
-        path = [str(part) for part in error["loc"] if part != "MeshConfig"]
-        if path[-1] == "is-instance[DeviceMesh]" and len(errors) > 1:
-            continue  # `mesh` is no mesh but sizes, of which the other errors speak
-        if error["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
-            known = _field_names(cls, path[:-1])
-            lines.append(f"unknown key {'.'.join(path)!r}.{near_miss(path[-1], known)}")
-        else:
-            lines.append(f"{'.'.join(path)}: {error['msg']} (got {error['input']!r})")
-    return f"{cls.__name__}: " + " ".join(lines)
-
-
-def _field_names(cls: type, path: Sequence[str]) -> set[str]:
-    """The fields of the dataclass that lies at `path` below `cls`."""
-    homes = {
-        "mesh": MeshConfig,
-        "fsdp2": FSDP2Config,
-        "tp": TPConfig,
-        "ddp": DDPConfig,
-        "rules": Rule,
-    }
-    home: Any = next((homes[part] for part in path if part in homes), cls)
-    return {field.name for field in dataclasses.fields(home)}

@@ -197,11 +197,6 @@ def test_everything_resolves_to_one_config() -> None:
     assert resolve_config(DDPConfig()).mesh == MeshConfig(dp_replicate=-1, dp_shard=1)
 
 
-def test_p102_a_strategy_that_does_not_exist_lists_those_that_do() -> None:
-    with pytest.raises(ParallelismValueError, match="no strategy 'zero3'; there are: .*fsdp"):
-        resolve_config("zero3")
-
-
 def test_a_config_of_another_kind_is_refused() -> None:
     with pytest.raises(ParallelismTypeError, match="not TPConfig"):
         resolve_config(TPConfig())  # type: ignore[arg-type]
