@@ -7,6 +7,7 @@ keys. `resolve_config` turns everything that `parallelize_model` accepts into on
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -195,8 +196,9 @@ class Rule(FromDict):
     """
 
     match: Match
-    """An exact module name, "re:..." or a compiled pattern (both fullmatch), a module type, a
-    callable `(name, module) -> bool`, or a list of these. "" is the root."""
+    """An exact module name, "re:..." or a compiled pattern (both fullmatch), a module type or "type:..."
+    (the name of a class or base class, for YAML), a callable `(name, module) -> bool`, or a list of these,
+    each of which must match. "" is the root."""
     shard: bool | None = None
     """True makes each match a unit; False leaves all parameters below it replicated, gradients
     averaged, but for those of units that somebody has chosen further down."""
@@ -212,6 +214,16 @@ class Rule(FromDict):
     """Tensor-parallel style."""
     optional: bool = False
     """No error where nothing matches."""
+
+    def __post_init__(self) -> None:
+        _check_match(self.match)
+        for name in ("shard", "offload", "optional"):
+            _require(name, getattr(self, name), (None, False, True))
+        if not isinstance(self.reshard_after_forward, (int, type(None))):
+            raise ParallelismTypeError(
+                "A rule's reshard_after_forward is True, False or a number of ranks, not "
+                f"{self.reshard_after_forward!r}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +268,7 @@ class ParallelismConfig(FromDict):
     def __post_init__(self) -> None:
         if isinstance(self.rules, Rule) or not all(isinstance(rule, Rule) for rule in self.rules):
             raise ParallelismTypeError("rules must be a sequence of Rule.")
+        object.__setattr__(self, "rules", tuple(self.rules))  # the caller's list may change
         fsdp2 = self.fsdp2
         aliased = fsdp2 is not None and (fsdp2.activation_checkpointing or fsdp2.activation_cpu_offload)
         if aliased and self.activation_checkpointing is not None:
@@ -293,6 +306,23 @@ def resolve_config(
         "config must be an FSDP2Config, DDPConfig, ParallelismConfig, ParallelPlan, a dictionary or "
         f"the name of a strategy, not {type(config).__name__}."
     )
+
+
+def _check_match(match: Match) -> None:
+    """Refuse what no module can match by."""
+    if isinstance(match, str) and match.startswith("re:"):
+        try:
+            re.compile(match[3:])
+        except re.error as error:
+            raise ParallelismValueError(f"Rule {match!r} is no regular expression: {error}.") from None
+    elif isinstance(match, (list, tuple)) and match:
+        for part in match:
+            _check_match(part)
+    elif not (isinstance(match, (str, re.Pattern)) or callable(match)):
+        raise ParallelismTypeError(
+            "A rule matches by a module name, 're:...', 'type:...', a compiled pattern, a module type, a "
+            f"callable (name, module) -> bool, or a list of these, not by {match!r}."
+        )
 
 
 def _require(name: str, value: object, known: Sequence[object]) -> None:

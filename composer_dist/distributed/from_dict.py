@@ -1,13 +1,17 @@
-"""Configurations from dictionaries, as YAML gives them: validated, and refused in words."""
+"""Configurations from dictionaries, as YAML gives them, validated and refused in words; and back."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any, ClassVar, Self, get_args, get_type_hints
 
-from composer_dist.errors import ParallelismValueError
+import torch
+
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
 
 class FromDict:
@@ -32,6 +36,47 @@ class FromDict:
             return pydantic.TypeAdapter(cls).validate_python(dict(values))
         except pydantic.ValidationError as error:
             raise ParallelismValueError(_explain(cls, error.errors())) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults, in plain types, for YAML and JSON; `from_dict` reads it back.
+
+        A compiled pattern becomes "re:...", a module type "type:...".
+
+        Raises:
+            ParallelismTypeError: something has no form in a file: a function, a device mesh; names it.
+        """
+        return {
+            field.name: _plain(getattr(self, field.name), f"{type(self).__name__}.{field.name}")
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            if getattr(self, field.name) != field.default
+        }
+
+
+def _plain(value: Any, path: str) -> Any:
+    match value:
+        case FromDict():
+            return value.to_dict()
+        case Mapping():
+            return {str(key): _plain(inner, f"{path}.{key}") for key, inner in value.items()}
+        case list() | tuple():
+            return [_plain(inner, path) for inner in value]
+        case re.Pattern():
+            flags = value.flags & ~re.UNICODE
+            return "re:" + (f"(?{_spell_flags(flags)})" if flags else "") + value.pattern
+        case type():
+            return f"type:{value.__module__}.{value.__qualname__}"
+        case torch.dtype():
+            return str(value).removeprefix("torch.")
+        case StrEnum():
+            return value.value
+        case None | bool() | int() | float() | str():
+            return value
+    raise ParallelismTypeError(f"{path} has no form in a file: {type(value).__name__}.")
+
+
+def _spell_flags(flags: int) -> str:
+    letters = {re.I: "i", re.L: "L", re.M: "m", re.S: "s", re.X: "x", re.A: "a"}
+    return "".join(letter for flag, letter in letters.items() if flags & flag)
 
 
 def near_miss(name: str, candidates: Iterable[str]) -> str:
