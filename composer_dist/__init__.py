@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 _CONFIG = "composer_dist.distributed.config"
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "Trainer": "composer_dist.trainer",

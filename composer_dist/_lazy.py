@@ -9,8 +9,8 @@ from typing import Any
 
 def lazy_names(
     package: str, homes: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for a package (PEP 562).
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` (PEP 562) and `__all__` for a package.
 
     Args:
         package: the package's `__name__`.
@@ -25,4 +25,4 @@ def lazy_names(
     def names() -> list[str]:
         return sorted(homes)
 
-    return get, names
+    return get, names, names()

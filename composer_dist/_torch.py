@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -148,6 +149,21 @@ def finish_lazily(root: FSDPModule) -> None:
     `generate`, say) without becoming a root of its own.
     """
     root._get_fsdp_state()._lazy_init()
+
+
+# Meshes cut and joined: FSDP2 shards over data and context parallel ranks together, and wants a part of
+# the mesh whose other parts tensor parallelism uses. Slicing by a flattened name is deprecated in favour of
+# keeping the flattened mesh, which only these make. `_flatten` since torch 2.5, `_concatenate` since 2.10.
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A mesh of several dimensions as one of a single dimension; the same one at every call."""
+    return mesh._flatten(name)
+
+
+def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """The mesh with the dimensions of several disjoint parts of one mesh, over the parts' groups."""
+    return DeviceMesh._concatenate(list(meshes))
 
 
 def _overwrite(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

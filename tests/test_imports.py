@@ -60,6 +60,14 @@ def test_public_names_resolve(package: str, name: str) -> None:
     assert getattr(module, name).__name__ == name
 
 
+@pytest.mark.parametrize("package", [*PUBLIC, "composer_dist.models", "composer_dist.trainer"])
+def test_a_star_imports_every_public_name(package: str) -> None:
+    found: dict[str, object] = {}
+    exec(f"from {package} import *", found)
+    assert set(PUBLIC.get(package, "").split()) <= set(found)
+    assert set(dir(importlib.import_module(package))) == set(found) - {"__builtins__"}
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'composer_dist' has no attribute 'Trainr'"):
         composer_dist.Trainr  # noqa: B018

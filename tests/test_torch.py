@@ -42,6 +42,7 @@ def _imported() -> set[str]:
     public = {
         "torch.nn",
         "torch.autograd.Variable",
+        "torch.distributed.device_mesh.DeviceMesh",
         "torch.distributed.fsdp.FSDPModule",
         "torch.nn.parallel.DistributedDataParallel",
     }
@@ -142,3 +143,15 @@ def test_a_policy_s_function_can_be_read() -> None:
     """Without `CustomPolicy._lambda_fn`: CustomPolicy as fsdp_wrap_policy."""
     assert _torch.CustomPolicy(bool)._lambda_fn is bool
     assert list(inspect.signature(_torch.CustomPolicy).parameters) == ["lambda_fn"]
+
+
+def test_meshes_are_cut_and_joined() -> None:
+    """Without `_flatten` and `_concatenate`: context parallelism beside sharding."""
+    dist.init_process_group("fake", rank=5, world_size=8)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    flat = _torch.flatten_mesh(mesh["b", "c"], "b_c")
+    assert flat is _torch.flatten_mesh(mesh["b", "c"], "b_c")
+    joined = _torch.concatenate_meshes(mesh["a"], flat)
+    assert (joined.mesh_dim_names, joined.mesh.tolist()) == (("a", "b_c"), [[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert joined.get_coordinate() == (1, 1)
+    assert joined.get_group(1) is flat.get_group()

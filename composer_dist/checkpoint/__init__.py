@@ -6,7 +6,7 @@ from composer_dist._lazy import lazy_names
 
 _HERE = "composer_dist.checkpoint"
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "full_model_state": f"{_HERE}.state",

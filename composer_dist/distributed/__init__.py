@@ -6,7 +6,7 @@ from composer_dist._lazy import lazy_names
 
 _HERE = "composer_dist.distributed"
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "parallelize_model": f"{_HERE}.prepare",
@@ -29,6 +29,9 @@ __getattr__, __dir__ = lazy_names(
         "named_parameters_canonical": f"{_HERE}.names",
         "build_mesh": f"{_HERE}.mesh",
         "sampler_kwargs": f"{_HERE}.mesh",
+        "fsdp_mesh": f"{_HERE}.mesh",
+        "register_strategy": f"{_HERE}.strategies",
+        "submesh": f"{_HERE}.mesh",
     },
 )
 
@@ -41,7 +44,9 @@ if TYPE_CHECKING:
     from composer_dist.distributed.gradients import no_sync as no_sync
     from composer_dist.distributed.initialize import assert_no_meta as assert_no_meta
     from composer_dist.distributed.mesh import build_mesh as build_mesh
+    from composer_dist.distributed.mesh import fsdp_mesh as fsdp_mesh
     from composer_dist.distributed.mesh import sampler_kwargs as sampler_kwargs
+    from composer_dist.distributed.mesh import submesh as submesh
     from composer_dist.distributed.names import (
         named_parameters_canonical as named_parameters_canonical,
     )
@@ -56,4 +61,5 @@ if TYPE_CHECKING:
     from composer_dist.distributed.steps import meta_init as meta_init
     from composer_dist.distributed.steps import prepare_fully_shard as prepare_fully_shard
     from composer_dist.distributed.steps import sync_module_states as sync_module_states
+    from composer_dist.distributed.strategies import register_strategy as register_strategy
     from composer_dist.distributed.summon import summon_full_params as summon_full_params

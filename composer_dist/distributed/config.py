@@ -7,14 +7,17 @@ keys. `resolve_config` turns everything that `parallelize_model` accepts into on
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from composer_dist.distributed import process_group
+from composer_dist.distributed.from_dict import FromDict
+from composer_dist.distributed.from_dict import near_miss as near_miss
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
 ActivationCheckpointing = bool | str | tuple[str, Mapping[str, Any] | None] | list[Any] | None
@@ -23,32 +26,8 @@ Sync = Literal["auto", "rank0", "verify"]
 MIB = 1 << 20
 
 
-class _FromDict:
-    """`from_dict`, the validated way in from YAML and dictionaries."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {
-        "extra": "forbid",
-        "arbitrary_types_allowed": True,
-    }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build this configuration from a dictionary (nested ones included).
-
-        Raises:
-            ParallelismValueError: an unknown key (with its nearest neighbour) or a value of the
-                wrong type; all of them at once.
-        """
-        import pydantic  # only where a dictionary comes in: importing it costs 0.1 s
-
-        try:
-            return pydantic.TypeAdapter(cls).validate_python(dict(values))
-        except pydantic.ValidationError as error:
-            raise ParallelismValueError(_explain(cls, error.errors())) from None
-
-
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig(_FromDict):
+class MeshConfig(FromDict):
     """The sizes of the device mesh's dimensions; their product is the world size.
 
     At most one size may be -1: it takes what the others leave.
@@ -79,6 +58,18 @@ class MeshConfig(_FromDict):
             raise ParallelismValueError(
                 f"Only one mesh size may be -1, but {' and '.join(rest)} are; give the others a number."
             )
+
+    @classmethod
+    def auto(cls, ranks_per_host: int | None = None) -> Self:
+        """Fabric's choice: tensor parallel within each host, sharded across hosts.
+
+        Args:
+            ranks_per_host: None takes the launcher's word.
+
+        Raises:
+            ParallelismValueError: the launcher does not say.
+        """
+        return cls(tp=ranks_per_host or process_group.ranks_per_host())
 
     def sizes(self) -> dict[str, int]:
         """Dimension name to size, outermost first."""
@@ -112,11 +103,11 @@ class MeshConfig(_FromDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDP2Config(_FromDict):
+class FSDP2Config(FromDict):
     """Fully sharded data parallelism, with Composer's field names."""
 
     device_mesh: DeviceMesh | None = None
-    """A mesh of your own, 1-D (shard) or 2-D (replicate, shard); None builds it from `MeshConfig`."""
+    """Composer's name for a `ParallelismConfig.mesh` of your own; None builds it from `MeshConfig`."""
     reshard_after_forward: bool | int = True
     """Free the gathered parameters after forward (True), keep them (False), or keep a smaller shard
     over this many ranks (an int that divides the shard dimension)."""
@@ -174,7 +165,7 @@ class FSDP2Config(_FromDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TPConfig(_FromDict):
+class TPConfig(FromDict):
     """Tensor parallelism."""
 
     plan: Literal["auto"] | Mapping[str, Any] = "auto"
@@ -182,7 +173,7 @@ class TPConfig(_FromDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPConfig(_FromDict):
+class DDPConfig(FromDict):
     """Replicated data parallelism."""
 
     find_unused_parameters: bool = False
@@ -196,7 +187,7 @@ Match = Any  # str | re.Pattern | type[nn.Module] | Callable[[str, nn.Module], b
 
 
 @dataclass(frozen=True)
-class Rule(_FromDict):
+class Rule(FromDict):
     """What is to happen to the modules that `match` selects.
 
     A field that is None is left to other rules, the policy, the attributes or the configuration. Where
@@ -205,8 +196,9 @@ class Rule(_FromDict):
     """
 
     match: Match
-    """An exact module name, "re:..." or a compiled pattern (both fullmatch), a module type, a
-    callable `(name, module) -> bool`, or a list of these. "" is the root."""
+    """An exact module name, "re:..." or a compiled pattern (both fullmatch), a module type or "type:..."
+    (the name of a class or base class, for YAML), a callable `(name, module) -> bool`, or a list of these,
+    each of which must match. "" is the root."""
     shard: bool | None = None
     """True makes each match a unit; False leaves all parameters below it replicated, gradients
     averaged, but for those of units that somebody has chosen further down."""
@@ -223,12 +215,23 @@ class Rule(_FromDict):
     optional: bool = False
     """No error where nothing matches."""
 
+    def __post_init__(self) -> None:
+        _check_match(self.match)
+        for name in ("shard", "offload", "optional"):
+            _require(name, getattr(self, name), (None, False, True))
+        if not isinstance(self.reshard_after_forward, (int, type(None))):
+            raise ParallelismTypeError(
+                "A rule's reshard_after_forward is True, False or a number of ranks, not "
+                f"{self.reshard_after_forward!r}."
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelismConfig(_FromDict):
+class ParallelismConfig(FromDict):
     """Everything about how a model is made parallel; the one home of what several modes need."""
 
-    mesh: MeshConfig = MeshConfig()
+    mesh: MeshConfig | DeviceMesh = MeshConfig()
+    """The sizes of the mesh, or a mesh of your own: see `composer_dist.distributed.mesh.roles`."""
     fsdp2: FSDP2Config | None = None
     """None means the defaults."""
     tp: TPConfig | None = None
@@ -252,9 +255,20 @@ class ParallelismConfig(_FromDict):
     bucket_bytes: int = 256 * MIB
     """Most bytes that travel, or lie in a staging buffer, at one time."""
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """As for the other configurations; the key "strategy" names one from which the others differ."""
+        rest = dict(values)
+        name = rest.pop("strategy", None)
+        given = super().from_dict(rest)
+        if name is None:
+            return given
+        return dataclasses.replace(resolve_config(name), **{key: getattr(given, key) for key in rest})  # type: ignore[return-value]
+
     def __post_init__(self) -> None:
         if isinstance(self.rules, Rule) or not all(isinstance(rule, Rule) for rule in self.rules):
             raise ParallelismTypeError("rules must be a sequence of Rule.")
+        object.__setattr__(self, "rules", tuple(self.rules))  # the caller's list may change
         fsdp2 = self.fsdp2
         aliased = fsdp2 is not None and (fsdp2.activation_checkpointing or fsdp2.activation_cpu_offload)
         if aliased and self.activation_checkpointing is not None:
@@ -265,13 +279,10 @@ class ParallelismConfig(_FromDict):
         _require("sync", self.sync, ("auto", "rank0", "verify"))
         _require("transport", self.transport, ("auto", "memory", "messages"))
         _require("containers", self.containers, ("expand", "skip"))
+        if not isinstance(self.mesh, (MeshConfig, DeviceMesh)):
+            raise ParallelismTypeError(f"mesh is a MeshConfig or a DeviceMesh, not {self.mesh!r}.")
         if self.bucket_bytes < 1:
             raise ParallelismValueError(f"bucket_bytes must be positive, not {self.bucket_bytes}.")
-
-
-_STRATEGIES: dict[str, Callable[[], ParallelismConfig]] = {
-    "fsdp": lambda: ParallelismConfig(fsdp2=FSDP2Config()),
-}
 
 
 def resolve_config(
@@ -288,21 +299,30 @@ def resolve_config(
         case Mapping():
             return ParallelismConfig.from_dict(config)
         case str():
-            if config not in _STRATEGIES:
-                raise ParallelismValueError(
-                    f"There is no strategy {config!r}; there are: {', '.join(sorted(_STRATEGIES))}."
-                )
-            return _STRATEGIES[config]()
+            from composer_dist.distributed.strategies import strategy_named
+
+            return strategy_named(config)
     raise ParallelismTypeError(
         "config must be an FSDP2Config, DDPConfig, ParallelismConfig, ParallelPlan, a dictionary or "
         f"the name of a strategy, not {type(config).__name__}."
     )
 
 
-def near_miss(name: str, candidates: Sequence[str] | set[str]) -> str:
-    """The sentence "Did you mean 'x'?" for the closest candidate, with a space before it, or nothing."""
-    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+def _check_match(match: Match) -> None:
+    """Refuse what no module can match by."""
+    if isinstance(match, str) and match.startswith("re:"):
+        try:
+            re.compile(match[3:])
+        except re.error as error:
+            raise ParallelismValueError(f"Rule {match!r} is no regular expression: {error}.") from None
+    elif isinstance(match, (list, tuple)) and match:
+        for part in match:
+            _check_match(part)
+    elif not (isinstance(match, (str, re.Pattern)) or callable(match)):
+        raise ParallelismTypeError(
+            "A rule matches by a module name, 're:...', 'type:...', a compiled pattern, a module type, a "
+            f"callable (name, module) -> bool, or a list of these, not by {match!r}."
+        )
 
 
 def _require(name: str, value: object, known: Sequence[object]) -> None:
@@ -312,29 +332,3 @@ def _require(name: str, value: object, known: Sequence[object]) -> None:
 
 def _spell(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
-
-
-def _explain(cls: type, errors: Sequence[Any]) -> str:
-    """What pydantic has found, in our words: the path, the fault, the nearest known key."""
-    lines = []
-    for error in errors:
-        path = [str(part) for part in error["loc"]]
-        if error["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
-            known = _field_names(cls, path[:-1])
-            lines.append(f"unknown key {'.'.join(path)!r}.{near_miss(path[-1], known)}")
-        else:
-            lines.append(f"{'.'.join(path)}: {error['msg']} (got {error['input']!r})")
-    return f"{cls.__name__}: " + " ".join(lines)
-
-
-def _field_names(cls: type, path: Sequence[str]) -> set[str]:
-    """The fields of the dataclass that lies at `path` below `cls`."""
-    homes = {
-        "mesh": MeshConfig,
-        "fsdp2": FSDP2Config,
-        "tp": TPConfig,
-        "ddp": DDPConfig,
-        "rules": Rule,
-    }
-    home: Any = next((homes[part] for part in path if part in homes), cls)
-    return {field.name for field in dataclasses.fields(home)}

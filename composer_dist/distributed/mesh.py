@@ -2,22 +2,33 @@
 
 The dimensions are named "dp_replicate", "dp_shard", "cp" and "tp", outermost first. A dimension of
 size 1 is left out, except that a replicated model keeps "dp_shard" beside "dp_replicate" (FSDP2 tells
-replication from sharding by the number of dimensions).
+replication from sharding by the number of dimensions). FSDP2 shards over `fsdp_mesh`: ranks that share a
+sequence share the parameters too, over "dp_shard" and "cp" flattened to "dp_shard_cp".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from composer_dist import _torch
 from composer_dist.distributed import process_group
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.config import MeshConfig, ParallelismConfig
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
-_DATA_PARALLEL = ("dp_replicate", "dp_shard")
+DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
+"""All dimensions, outermost first."""
+_FLATTENED = "dp_shard_cp"
+_SYNONYMS = {
+    **{name: name for name in DIMENSIONS},
+    "context_parallel": "cp",
+    "tensor_parallel": "tp",
+}
 
 
 def build_mesh(config: MeshConfig, world_size: int | None = None) -> DeviceMesh:
@@ -35,13 +46,16 @@ def build_mesh(config: MeshConfig, world_size: int | None = None) -> DeviceMesh:
     sizes = config.resolve(dist.get_world_size() if world_size is None else world_size)
     names = mesh_dim_names(sizes)
     device_type = config.device_type or process_group.device_of_group().type
-    return init_device_mesh(device_type, tuple(sizes[n] for n in names), mesh_dim_names=names)
+    mesh = init_device_mesh(device_type, tuple(sizes[n] for n in names), mesh_dim_names=names)
+    fsdp_mesh(mesh)  # which makes the flattened dimension's groups now, on all ranks at once
+    return mesh
 
 
 def mesh_dim_names(sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The dimensions that a mesh of these sizes has."""
     names = [name for name, size in sizes.items() if size > 1]
-    if "dp_shard" not in names and (not names or sizes["dp_replicate"] > 1):
+    replicated = sizes["dp_replicate"] > 1 and sizes["cp"] == 1
+    if "dp_shard" not in names and (not names or replicated):
         names.append("dp_shard")
     return tuple(name for name in sizes if name in names)
 
@@ -53,26 +67,124 @@ def mesh_for(config: ParallelismConfig) -> DeviceMesh:
 
     Raises:
         ParallelismRuntimeError: used before the process group is initialized.
-        ParallelismValueError: a mesh of the user's own beside sizes for another one; sizes that do not
-            multiply to the world size.
+        ParallelismValueError: sizes that do not multiply to the world size, or a mesh of the user's own
+            that cannot be used (see `roles`).
     """
-    own = config.fsdp2.device_mesh if config.fsdp2 else None
+    own = own_mesh(config)
     if own is None:
+        assert isinstance(config.mesh, MeshConfig)
         return build_mesh(config.mesh)
-    if config.mesh != MeshConfig():
-        raise ParallelismValueError(
-            "Both FSDP2Config.device_mesh and ParallelismConfig.mesh say what the mesh is; give one."
-        )
     if own.ndim == 2 and own.mesh_dim_names is None:
         groups = [own.get_group(dim) for dim in range(2)]
-        return DeviceMesh.from_group(groups, own.device_type, own.mesh, mesh_dim_names=_DATA_PARALLEL)
+        return DeviceMesh.from_group(groups, own.device_type, own.mesh, mesh_dim_names=DIMENSIONS[:2])
+    fsdp_mesh(own)
     return own
 
 
-def data_parallel_dims(mesh: DeviceMesh) -> list[int]:
-    """Indices of the mesh dimensions over which data, and so gradients, differ: all but "cp" and "tp"."""
+def own_mesh(config: ParallelismConfig) -> DeviceMesh | None:
+    """The mesh that the user has made, if there is one.
+
+    Raises:
+        ParallelismValueError: a mesh of the user's own beside another one, or beside sizes for one.
+    """
+    own = config.fsdp2.device_mesh if config.fsdp2 else None
+    if isinstance(config.mesh, DeviceMesh):
+        own, other = config.mesh, own
+        both = other is not None and other is not own
+    else:
+        both = own is not None and config.mesh != MeshConfig()
+    if both:
+        raise ParallelismValueError(
+            "Both FSDP2Config.device_mesh and ParallelismConfig.mesh say what the mesh is; give one."
+        )
+    return own
+
+
+def roles(mesh: DeviceMesh) -> dict[str, int]:
+    """Each of `DIMENSIONS` that a mesh has to its index there; how a mesh of the user's own is read.
+
+    Dimensions go by their names, to which Lightning's "tensor_parallel" and "context_parallel" belong.
+    Up to two of other names, or of none, are (replicate, shard), a single one shard.
+
+    Raises:
+        ParallelismValueError: more dimensions than that, or in an order that cannot be used.
+    """
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    return [index for index, name in enumerate(names) if name not in {"cp", "tp"}]
+    found = {_SYNONYMS[name]: index for index, name in enumerate(names) if name in _SYNONYMS}
+    free = [name for name in ("dp_shard", "dp_replicate") if name not in found]
+    others = [index for index, name in enumerate(names) if name not in _SYNONYMS]
+    found.update(zip(free, reversed(others), strict=False))
+    ordered = sorted(found, key=DIMENSIONS.index)
+    if len(found) < mesh.ndim or sorted(found, key=found.__getitem__) != ordered:
+        raise ParallelismValueError(
+            f"The mesh has the dimensions {', '.join(name or 'without a name' for name in names)}; name them "
+            f"{', '.join(DIMENSIONS)}, in this order, leaving out those that it lacks. (One or two of other "
+            "names are taken for shard, or replicate and shard.)"
+        )
+    return {name: found[name] for name in ordered}
+
+
+def submesh(mesh: DeviceMesh, dimension: str) -> DeviceMesh | None:
+    """The 1-D mesh of this rank and its peers along one of `DIMENSIONS`; None where it has no peers."""
+    index = roles(mesh).get(dimension)
+    if index is None or mesh.size(index) == 1:
+        return None
+    return mesh if mesh.ndim == 1 else mesh[_names(mesh)[index]]
+
+
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The mesh that FSDP2 gets, over which data, and so gradients, differ: all but "tp".
+
+    It has one dimension (shard) or two (replicate, shard), where shard is "dp_shard" and "cp" together.
+    None for a mesh that has nothing but "tp". The first call for a mesh may make groups, so all ranks
+    make it together; `build_mesh` and `mesh_for` have made it.
+    """
+    found = roles(mesh)
+    wide = [n for n in ("dp_shard", "cp") if n in found and (n == "dp_shard" or mesh.size(found[n]) > 1)]
+    kept = [n for n in ("dp_replicate", *wide) if n in found]
+    if len(kept) == mesh.ndim and len(wide) < 2:
+        return mesh
+    names = _names(mesh)
+    if len(wide) < 2:
+        return mesh[tuple(names[found[name]] for name in kept)] if kept else None
+    both = mesh[tuple(names[found[name]] for name in wide)]
+    flat = _torch.flatten_mesh(both, _FLATTENED)
+    if "dp_replicate" not in found:
+        return flat
+    return _torch.concatenate_meshes(mesh[names[found["dp_replicate"]]], flat)
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    assert mesh.mesh_dim_names is not None, "a mesh of several dimensions has names"
+    return mesh.mesh_dim_names
+
+
+_meshes: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
+
+
+def remember_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Note the whole mesh of a prepared model, which its parameters know only a part of."""
+    _meshes[model] = mesh
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The mesh that `model` was prepared for by this library; None if it was not."""
+    return _meshes.get(model)
+
+
+def data_parallel_dims(mesh: DeviceMesh) -> list[int]:
+    """Indices of the mesh dimensions over which data differ: all but "cp" and "tp".
+
+    Raises:
+        ParallelismValueError: a mesh in which data and context parallelism are flattened to one.
+    """
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    if _FLATTENED in names:
+        raise ParallelismValueError(
+            f"In the dimension {_FLATTENED!r} ranks with the same data are not told from others; take the "
+            "whole mesh: Preparation.mesh, or mesh_of(model)."
+        )
+    return [index for index, name in enumerate(names) if _SYNONYMS.get(name) not in {"cp", "tp"}]
 
 
 def sampler_kwargs(mesh: DeviceMesh) -> dict[str, int]:
@@ -80,6 +192,7 @@ def sampler_kwargs(mesh: DeviceMesh) -> dict[str, int]:
 
     Raises:
         ParallelismRuntimeError: this rank is not part of the mesh.
+        ParallelismValueError: see `data_parallel_dims`.
     """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -92,21 +205,23 @@ def sampler_kwargs(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def mesh_sizes(config: ParallelismConfig, world_size: int) -> dict[str, int]:
-    """The sizes of the mesh: those of the user's own mesh where there is one."""
-    own = config.fsdp2.device_mesh if config.fsdp2 else None
+    """Each of `DIMENSIONS` to its size: those of the user's own mesh where there is one.
+
+    Raises:
+        ParallelismValueError: sizes that do not multiply to `world_size`, or a mesh of the user's own
+            that cannot be used.
+    """
+    own = own_mesh(config)
     if own is None:
+        assert isinstance(config.mesh, MeshConfig)
         return config.mesh.resolve(world_size)
-    shape = tuple(own.mesh.shape)
-    if len(shape) > 2:
+    found = roles(own)
+    if "dp_replicate" in found and "dp_shard" not in found and config.ddp is None:
         raise ParallelismValueError(
-            f"device_mesh has {len(shape)} dimensions; FSDP2 takes 1 (shard) or 2 (replicate, shard)."
+            "The mesh has dp_replicate and no dp_shard, which FSDP2 cannot replicate over; add a dimension "
+            "dp_shard of size 1, or replicate by DDP (ddp=DDPConfig())."
         )
-    return {
-        "dp_replicate": shape[0] if len(shape) == 2 else 1,
-        "dp_shard": shape[-1],
-        "cp": 1,
-        "tp": 1,
-    }
+    return {name: own.size(found[name]) if name in found else 1 for name in DIMENSIONS}
 
 
 def agree_on_mesh(
@@ -123,14 +238,18 @@ def agree_on_mesh(
     Raises:
         ParallelismValueError: the ranks ask for different meshes, or one that does not fit the world.
     """
-    settings, error, asked = ParallelismConfig(), None, ""
+    settings, error, asked, own = ParallelismConfig(), None, "", None
     try:
         settings = read_config()
         world, _ = process_group.world_and_rank()
+        own = own_mesh(settings)
         asked = f"{mesh_sizes(settings, world)} on {settings.mesh.device_type or 'the default device'}"
+        if own is not None:
+            asked += f", a mesh of {own.mesh.tolist()} with the dimensions {own.mesh_dim_names}"
     except Exception as caught:
         error = caught
-    own = settings.fsdp2.device_mesh if settings.fsdp2 else None
+    if own is not None and own.get_coordinate() is None:
+        raise ParallelismValueError(f"This rank is not part of the mesh, which has {own.mesh.tolist()}.")
     agreement = Agreement(None if own is None else own.mesh.flatten().tolist())
 
     def compare(findings: list[str]) -> None:

@@ -33,7 +33,7 @@ from composer_dist.distributed.config import (
     resolve_config,
 )
 from composer_dist.distributed.initialize import Component, find_components, peak_bytes
-from composer_dist.distributed.mesh import mesh_sizes
+from composer_dist.distributed.mesh import mesh_sizes, own_mesh
 from composer_dist.distributed.optimizer_checks import check_optimizers
 from composer_dist.distributed.policies import Choices, WrapPolicy, choose_units
 from composer_dist.distributed.unit_plan import Unit as Unit
@@ -205,9 +205,9 @@ def build_plan(
     children: tuple[str, ...] = (),
 ) -> ParallelPlan:
     """`plan_parallelism` for a structure that has been read already."""
-    _refuse_unbuilt(config)
-    check_duplicates(structure)
     sizes = mesh_sizes(config, world_size)
+    _refuse_unbuilt(config, sizes)
+    check_duplicates(structure)
     choices = choose_units(structure, config, policy, children)
     assignment = assign(structure, choices)
     warnings = (*choices.warnings, *assignment.warnings, *idle_rules(choices, assignment, config.strict))
@@ -215,7 +215,9 @@ def build_plan(
     last = blocks[-1] if blocks else None
     fsdp2 = config.fsdp2 or FSDP2Config()
     units = tuple(
-        plan_unit(group, structure, fsdp2, sizes["dp_shard"], precision, group.modules == [last])
+        plan_unit(
+            group, structure, fsdp2, sizes["dp_shard"] * sizes["cp"], precision, group.modules == [last]
+        )
         for group in assignment.groups
     )
     checkpointing = plan_checkpointing(structure.modules, config, check_fn, choices.rules, blocks)
@@ -265,14 +267,14 @@ def as_tuple(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimiz
 def _world_size(config: ParallelismConfig) -> int:
     from composer_dist.distributed import process_group
 
-    own = config.fsdp2.device_mesh if config.fsdp2 else None
+    own = own_mesh(config)
     return own.size() if own is not None else process_group.world_and_rank()[0]
 
 
-def _refuse_unbuilt(config: ParallelismConfig) -> None:
+def _refuse_unbuilt(config: ParallelismConfig, sizes: Mapping[str, int]) -> None:
     asked = {
-        "cp": config.mesh.cp != 1,
-        "tp": config.mesh.tp != 1 or config.tp is not None or any(r.tp for r in config.rules),
+        "cp": sizes["cp"] != 1,
+        "tp": sizes["tp"] != 1 or config.tp is not None or any(r.tp for r in config.rules),
         "ddp": config.ddp is not None,
         "compile": config.compile,
     }

@@ -1,4 +1,4 @@
-"""How modules are chosen: by rule, by the caller's policy, by attribute, or by the model's structure.
+"""How units are chosen: by rule, by the caller's policy, by attribute, or by the model's structure.
 
 `choose_units` asks the four in this order for every module; the first with an opinion decides. The
 structure speaks only where nobody else has chosen a unit.
@@ -6,10 +6,9 @@ structure speaks only where nobody else has chosen a unit.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -19,7 +18,8 @@ from composer_dist._torch import CustomPolicy
 from composer_dist.distributed.aliases import Structure, ancestors
 from composer_dist.distributed.blocks import has_forward as has_forward
 from composer_dist.distributed.blocks import holds_parameters, structural_units
-from composer_dist.distributed.config import Match, ParallelismConfig, Rule, near_miss
+from composer_dist.distributed.config import ParallelismConfig
+from composer_dist.distributed.rules import children_of, container_text, merge_rules
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
 
 WrapPolicy = CustomPolicy | Callable[[nn.Module], bool | dict[str, Any]]
@@ -52,78 +52,6 @@ class Choices:
     rules: Mapping[str, Mapping[str, tuple[Any, str]]]
     """Module name to the merged fields of the rules that match it, each with its rule's spelling."""
     warnings: tuple[str, ...] = ()
-
-
-def select(match: Match, modules: Mapping[str, nn.Module]) -> list[str]:
-    """The names in `modules` that `match` selects, in the order of the model (see `Rule.match`).
-
-    Raises:
-        ParallelismTypeError: `match` is none of the kinds that a rule takes.
-    """
-    if isinstance(match, (list, tuple)):
-        chosen = {name for part in match for name in select(part, modules)}
-        return [name for name in modules if name in chosen]
-    if isinstance(match, str) and not match.startswith("re:"):
-        return [match] if match in modules else []
-    if isinstance(match, (str, re.Pattern)):
-        pattern = re.compile(match[3:]) if isinstance(match, str) else match
-        return [name for name in modules if pattern.fullmatch(name)]
-    if isinstance(match, type):
-        return [name for name, module in modules.items() if isinstance(module, match)]
-    if callable(match):
-        return [name for name, module in modules.items() if match(name, module)]
-    raise ParallelismTypeError(
-        "A rule matches by a module name, 're:...', a compiled pattern, a module type, a callable "
-        f"(name, module) -> bool, or a list of these, not by {type(match).__name__}."
-    )
-
-
-def merge_rules(
-    rules: Sequence[Rule], structure: Structure, containers: str
-) -> tuple[dict[str, dict[str, tuple[Any, str]]], list[str]]:
-    """Module name to the fields that the rules set there, later rules winning field by field.
-
-    A ModuleList or ModuleDict stands for its children (or, with `containers="skip"`, for nothing), which
-    the warnings, the second result, say.
-
-    Raises:
-        ParallelismValueError: rules that match nothing and are not optional; all of them at once.
-    """
-    modules = structure.modules
-    merged: dict[str, dict[str, tuple[Any, str]]] = {}
-    unmatched: list[str] = []
-    warnings: dict[str, None] = {}
-    for rule in rules:
-        names = select(rule.match, modules)
-        if not names and not rule.optional:
-            hint = near_miss(rule.match, list(modules)) if isinstance(rule.match, str) else ""
-            unmatched.append(f"No module matches {spell(rule.match)}.{hint}")
-        chosen: dict[str, None] = {}
-        for name in names:
-            inner = [structure.first[name]]
-            if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)) and not has_forward(modules[name]):
-                inner = _children(name, structure)
-                if not set(inner) <= set(names):
-                    warnings[_container_text(name, modules[name], containers)] = None
-                inner = inner if containers == "expand" else []
-            chosen.update(dict.fromkeys(inner))
-        values = {f.name: getattr(rule, f.name) for f in fields(rule) if f.name not in {"match", "optional"}}
-        for name in chosen:
-            for key, value in values.items():
-                if value is not None:
-                    merged.setdefault(name, {})[key] = (value, f"rule {spell(rule.match)}")
-    if unmatched:
-        raise ParallelismValueError(" ".join(unmatched) + " (Rule(..., optional=True) allows that.)")
-    return merged, list(warnings)
-
-
-def spell(match: Match) -> str:
-    """A rule's `match` as its author would write it; the same on every rank."""
-    if isinstance(match, (list, tuple)):
-        return "[" + ", ".join(spell(part) for part in match) + "]"
-    if isinstance(match, re.Pattern):
-        return repr(f"re:{match.pattern}")
-    return repr(match) if isinstance(match, str) else getattr(match, "__qualname__", type(match).__name__)
 
 
 def choose_units(
@@ -255,28 +183,13 @@ def _expand(
         if has_forward(module) or not choice.unit:
             expanded.setdefault(name, choice)
             continue
-        missing = [inner for inner in _children(name, structure) if inner not in chosen]
+        missing = [inner for inner in children_of(name, structure) if inner not in chosen]
         if missing or not module._modules:
-            warnings.append(_container_text(name, module, containers))
+            warnings.append(container_text(name, module, containers))
         if containers == "expand":
             for inner in missing:
                 expanded[inner] = Choice(True, f"{choice.reason}, through {name}", choice.options)
     return expanded, warnings
-
-
-def _children(name: str, structure: Structure) -> list[str]:
-    """The first names of what a bare container holds; of what those hold which are containers too."""
-    found: list[str] = []
-    for key, child in structure.modules[name]._modules.items():
-        path = f"{name}.{key}" if name else key
-        if child is not None and path in structure.modules:
-            found += [structure.first[path]] if has_forward(child) else _children(path, structure)
-    return found
-
-
-def _container_text(name: str, module: nn.Module, containers: str) -> str:
-    skipped = "it is skipped" if containers == "skip" or not module._modules else "its children stand for it"
-    return f"{name or 'The root'} is a {type(module).__name__}, which has no forward of its own; {skipped}."
 
 
 def _metrics(structure: Structure) -> Iterator[tuple[str, str]]:

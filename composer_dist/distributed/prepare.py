@@ -33,7 +33,7 @@ from composer_dist.distributed.initialize import (
     find_components,
     peak_bytes,
 )
-from composer_dist.distributed.mesh import agree_on_mesh
+from composer_dist.distributed.mesh import agree_on_mesh, fsdp_mesh, remember_mesh
 from composer_dist.distributed.names import check_usable, mark_unusable
 from composer_dist.distributed.optimizer import Follower, carry_attributes
 from composer_dist.distributed.optimizer_checks import (
@@ -204,7 +204,7 @@ def _execute(
     agreement: Agreement,
 ) -> None:
     """Carry out the plan; from here on the model changes."""
-    plan, mesh = done.plan, done.mesh
+    plan, mesh = done.plan, fsdp_mesh(done.mesh) or done.mesh
     with agreement.together("sharding"), done.step("shard"):
         follower = Follower(optimizers, structure, sources.states, sources.states_here, sources.init, mesh)
         if plan.checkpointing:
@@ -233,6 +233,7 @@ def _execute(
             average_plain_gradients(done.model, trainable, mesh)
         assert_no_meta(done.model)
         finish(structure, plan)
+        remember_mesh(done.model, done.mesh)
 
 
 def _run_first(

@@ -32,6 +32,8 @@ T = TypeVar("T")
 _ended = 0
 """How many groups over a launcher's processes this process has ended."""
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+_PER_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+"""Where torchrun, Open MPI and Slurm say how many ranks each machine has."""
 _OPERATIONS = {
     "mean": dist.ReduceOp.SUM,  # divided afterwards: only NCCL averages by itself
     "sum": dist.ReduceOp.SUM,
@@ -117,6 +119,26 @@ def local_rank() -> int:
         return int(value)
     _, rank = world_and_rank()
     return rank % (torch.accelerator.device_count() or rank + 1)
+
+
+def ranks_per_host() -> int:
+    """How many ranks the launcher has started on each machine; 1 without a launcher.
+
+    Raises:
+        ParallelismValueError: there are several ranks, and the launcher does not say, or another number
+            than fits.
+    """
+    world = world_and_rank()[0] if _active() else int(os.environ.get("WORLD_SIZE") or 1)
+    if world == 1:
+        return 1
+    value = next(filter(None, map(os.environ.get, _PER_HOST)), "")
+    if not value.isdigit() or not int(value) or world % int(value):
+        raise ParallelismValueError(
+            f"How many of the {world} ranks are on each host is not known: {_PER_HOST[0]} is "
+            f"{value or 'not set'}. Start with torchrun, as many on every host, or give the mesh's sizes, as "
+            "in MeshConfig(dp_replicate=hosts, dp_shard=ranks_per_host)."
+        )
+    return int(value)
 
 
 def backend_for(device_type: str, cpu_ops: bool = False) -> str:

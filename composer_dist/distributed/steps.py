@@ -23,7 +23,7 @@ from composer_dist.distributed.config import FSDP2Config, ParallelismConfig, res
 from composer_dist.distributed.gradients import average_plain_gradients
 from composer_dist.distributed.initialize import InitFn, find_components, replace, run_component
 from composer_dist.distributed.layout import Layout
-from composer_dist.distributed.mesh import mesh_for
+from composer_dist.distributed.mesh import fsdp_mesh, mesh_for, remember_mesh
 from composer_dist.distributed.optimizer import carry_attributes
 from composer_dist.distributed.optimizer_checks import check_hooks
 from composer_dist.distributed.plan import ParallelPlan, build_plan
@@ -100,12 +100,13 @@ def prepare_fully_shard(
     """
     process_group.init(reuse=True)
     config = resolve_config(fsdp2_config)
-    mesh = mesh_for(config)
-    agreement = Agreement(mesh.mesh.flatten().tolist())
+    whole = mesh_for(config)
+    mesh = fsdp_mesh(whole) or whole
+    agreement = Agreement(whole.mesh.flatten().tolist())
     with agreement.together("the plan of the model"):
         structure = read_structure(model)
         plan = build_plan(
-            structure, config, world_size=mesh.size(), precision=precision, policy=auto_wrap_policy
+            structure, config, world_size=whole.size(), precision=precision, policy=auto_wrap_policy
         )
         check_offload(plan)
         check_hooks(structure, plan.plain)
@@ -121,6 +122,7 @@ def prepare_fully_shard(
         if not held.get().is_contiguous():
             replace(held, held.get().detach().contiguous())
     _average_plain(model, structure, mesh, set(plan.plain))
+    remember_mesh(model, whole)
     return plan
 
 

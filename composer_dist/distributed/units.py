@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed.aliases import Structure, TensorInfo, ancestors
 from composer_dist.distributed.policies import Choice, Choices, has_forward, is_sharded
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
 
 @dataclass(eq=False)
@@ -87,6 +88,12 @@ def assign(structure: Structure, choices: Choices) -> Assignment:
 
 def _already_sharded(structure: Structure, choices: Choices) -> tuple[dict[str, str], list[str]]:
     """Chosen modules that the user's own code has sharded, or that lie inside one that is."""
+    old = FullyShardedDataParallel
+    if wrapped := [name or "the root" for name, m in structure.modules.items() if isinstance(m, old)]:
+        raise ParallelismTypeError(
+            f"{', '.join(wrapped)}: wrapped in FullyShardedDataParallel (FSDP1), which FSDP2 replaces; prepare "
+            "the plain module."
+        )
     sharded = {name for name, module in structure.modules.items() if is_sharded(module)}
     if "" in sharded:
         raise ParallelismValueError("The model is sharded already; prepare a model once.")

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from composer_dist._lazy import lazy_names
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "ComposerModel": f"{__name__}.base",

@@ -197,11 +197,6 @@ def test_everything_resolves_to_one_config() -> None:
     assert resolve_config(DDPConfig()).mesh == MeshConfig(dp_replicate=-1, dp_shard=1)
 
 
-def test_p102_a_strategy_that_does_not_exist_lists_those_that_do() -> None:
-    with pytest.raises(ParallelismValueError, match="no strategy 'zero3'; there are: .*fsdp"):
-        resolve_config("zero3")
-
-
 def test_a_config_of_another_kind_is_refused() -> None:
     with pytest.raises(ParallelismTypeError, match="not TPConfig"):
         resolve_config(TPConfig())  # type: ignore[arg-type]
@@ -226,3 +221,29 @@ def test_near_miss() -> None:
 def test_p91_a_wrong_type_from_python_is_refused_by_name(build: Any, message: str) -> None:
     with pytest.raises(ParallelismError, match=message):
         build()
+
+
+@pytest.mark.parametrize(
+    ("environment", "tp"),
+    [
+        ({}, 1),
+        ({"WORLD_SIZE": "1"}, 1),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"WORLD_SIZE": "8", "SLURM_NTASKS_PER_NODE": "2"}, 2),
+    ],
+)
+def test_auto_is_tensor_parallel_within_a_host_and_sharded_across(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], tp: int
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert MeshConfig.auto() == MeshConfig(tp=tp)
+    assert MeshConfig.auto(2).resolve(8) == {"dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 2}
+
+
+@pytest.mark.parametrize("local", ["", "3", "many", "0"])
+def test_auto_does_not_guess_how_many_ranks_a_host_has(monkeypatch: pytest.MonkeyPatch, local: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    with pytest.raises(ParallelismValueError, match=f"LOCAL_WORLD_SIZE is {local or 'not set'}"):
+        MeshConfig.auto()

@@ -289,7 +289,7 @@ def test_the_world_size_is_the_group_s_or_one() -> None:
     own = init_device_mesh("cpu", (2, 8))
     assert plan_parallelism(structures.B(), FSDP2Config(device_mesh=own)).mesh["dp_shard"] == 8
     three = init_device_mesh("cpu", (2, 2, 4))
-    with pytest.raises(ParallelismValueError, match="device_mesh has 3 dimensions"):
+    with pytest.raises(ParallelismValueError, match="mesh has the dimensions without a name, without"):
         plan_parallelism(structures.B(), FSDP2Config(device_mesh=three))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from typing import Any
 
 import pytest
@@ -20,8 +18,6 @@ from composer_dist.distributed.policies import (
     choose_units,
     composer_children,
     inherited,
-    select,
-    spell,
 )
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerModel
@@ -33,66 +29,6 @@ BLOCKS = ["layers.0", "layers.1", "layers.2"]
 def _choose(model: nn.Module, *rules: Rule, policy: Any = None, **options: Any) -> Choices:
     children = options.pop("children", ())
     return choose_units(read_structure(model), ParallelismConfig(rules=rules, **options), policy, children)
-
-
-@pytest.mark.parametrize(
-    ("match", "names"),
-    [
-        ("layers.1", ["layers.1"]),
-        ("", [""]),
-        (r"re:layers\.\d", BLOCKS),
-        (re.compile(r".*\.mlp\.up"), [f"{block}.mlp.up" for block in BLOCKS]),
-        (structures.Mlp, [f"{block}.mlp" for block in BLOCKS]),
-        (lambda name, module: name.endswith("norm") and "." not in name, ["norm"]),
-        (["head", "embed", nn.Embedding], ["embed", "head"]),
-        ("layers", ["layers"]),
-        (r"re:layers\.1", ["layers.1"]),
-        ("re:ayers", []),
-    ],
-)
-def test_p10_each_kind_of_match(match: Any, names: list[str]) -> None:
-    assert select(match, read_structure(structures.B()).modules) == names
-
-
-def test_p11_a_name_is_the_whole_name() -> None:
-    model = structures.B(blocks=12)
-    assert select("layers.1", read_structure(model).modules) == ["layers.1"]
-    assert list(_choose(model, Rule("layers.1", shard=True)).units) == ["layers.1"]
-
-
-def test_p10_another_kind_of_match_is_refused() -> None:
-    with pytest.raises(ParallelismTypeError, match="not by int"):
-        select(3, {})
-
-
-def test_p12_unmatched_rules_are_all_named_with_a_neighbour() -> None:
-    with pytest.raises(ParallelismValueError) as caught:
-        _choose(
-            structures.B(), Rule("layer.1", shard=True), Rule("re:x", shard=True), Rule("head", shard=True)
-        )
-    assert "No module matches 'layer.1'. Did you mean 'layers.1'?" in str(caught.value)
-    assert "No module matches 're:x'." in str(caught.value)
-    assert "'head'" not in str(caught.value)
-
-
-def test_p12_optional_rules_may_match_nothing() -> None:
-    assert list(_choose(structures.B(), Rule("nope", shard=True, optional=True)).units) == ["", *BLOCKS]
-
-
-def test_p13_rules_merge_by_field_and_the_later_wins() -> None:
-    choices = _choose(
-        structures.B(),
-        Rule(r"re:layers\.\d", shard=True, reshard_after_forward=True, mixed_precision="FULL"),
-        Rule("layers.1", reshard_after_forward=False),
-        Rule("layers.1", offload=True),
-    )
-    assert choices.units["layers.0"].options == {"reshard_after_forward": True, "mixed_precision": "FULL"}
-    assert choices.units["layers.1"].options == {
-        "reshard_after_forward": False,
-        "mixed_precision": "FULL",
-        "offload": True,
-    }
-    assert choices.rules["layers.1"]["reshard_after_forward"] == (False, "rule 'layers.1'")
 
 
 def test_p13_a_rule_comes_before_a_policy() -> None:
@@ -132,31 +68,9 @@ def test_p14_a_container_stands_for_its_children(how: str) -> None:
     )
 
 
-def test_p14_containers_in_containers() -> None:
-    model = nn.ModuleDict({"a": nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)])})
-    assert list(_choose(model, Rule("a", shard=True)).units) == ["a.0.0", "a.1"]
-
-
-def test_p14_containers_can_be_skipped() -> None:
-    choices = _choose(structures.B(), Rule("layers", shard=True), Rule("head", shard=True), containers="skip")
-    assert list(choices.units) == ["head"]
-    assert choices.warnings == ("layers is a ModuleList, which has no forward of its own; it is skipped.",)
-
-
 def test_p14_no_warning_where_the_children_are_chosen_themselves() -> None:
     assert _choose(structures.B(), policy=lambda module: True).warnings == ()
     assert _choose(structures.B(), Rule(r"re:layers.*", shard=True)).warnings == ()
-
-
-def test_a_parameter_list_is_no_unit() -> None:
-    model = structures.B()
-    model.extra = nn.ParameterList([torch.ones(3)])
-    choices = _choose(model, Rule("extra", shard=True), Rule("head", shard=True))
-    assert list(choices.units) == ["head"]
-    assert choices.warnings == ("extra is a ParameterList, which has no forward of its own; it is skipped.",)
-    assert dict(_choose(model, Rule("extra", shard=False)).plain) == {
-        "extra": "rule 'extra' leaves it replicated"
-    }
 
 
 def test_p15_parents_and_children_in_any_order() -> None:
@@ -196,17 +110,6 @@ def test_p19_rules_leave_the_root_out_and_policies_do_not() -> None:
         "",
         *BLOCKS,
     ]
-
-
-def test_p20_a_pattern_for_numbered_layers() -> None:
-    model = nn.Module()
-    model.layers = nn.ModuleList([structures.Block()])
-    model.decoder = nn.Module()
-    model.decoder.layers = nn.ModuleList([structures.Block(), structures.Block()])
-    model.encoder = nn.Module()
-    model.encoder.layers = nn.ModuleList([structures.Block()])
-    chosen = select(r"re:(.*\.)?layers\.\d+", read_structure(model).modules)
-    assert chosen == ["layers.0", "decoder.layers.0", "decoder.layers.1", "encoder.layers.0"]
 
 
 def test_p84_attributes_choose_and_refuse() -> None:
@@ -273,11 +176,6 @@ def test_p84_wrong_answers_are_refused(answer: Any, text: str) -> None:
         _choose(structures.B(), policy=lambda module: answer)
 
 
-def test_p23_a_rule_has_no_other_fields() -> None:
-    with pytest.raises(TypeError, match="reshard"):
-        Rule("a", reshard=True)  # type: ignore[call-arg]
-
-
 def test_a_replicated_module_keeps_blocks_inside_it_whole() -> None:
     choices = _choose(structures.EncoderDecoder(), Rule("encoder", shard=False))
     assert list(choices.units) == ["", "decoder.block.0", "decoder.block.1"]
@@ -335,20 +233,6 @@ def test_p85_a_child_s_attribute_counts_and_its_function_does_not_judge_the_chil
 def test_p85_another_model_is_refused() -> None:
     with pytest.raises(ParallelismTypeError, match="not a Sequential"):
         composer_children(structures.M())
-
-
-def test_rules_are_spelt_alike_on_every_rank() -> None:
-    def starts(prefix: str, name: str, module: nn.Module) -> bool:
-        return name.startswith(prefix)
-
-    assert spell(functools.partial(starts, "layers")) == "partial"
-    assert spell(["a", re.compile("b+"), nn.Linear]) == "['a', 're:b+', Linear]"
-
-
-def test_a_rule_for_any_name_of_a_module_counts() -> None:
-    model = structures.B()
-    model.last = model.layers[2]
-    assert list(_choose(model, Rule("last", shard=True)).units) == ["layers.2"]
 
 
 def test_attributes_are_inherited() -> None:

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
+from composer_dist.distributed import plan_parallelism
 from composer_dist.distributed.aliases import read_structure
 from composer_dist.distributed.config import ParallelismConfig, Rule
 from composer_dist.distributed.policies import choose_units
 from composer_dist.distributed.units import Assignment, assign
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.distributed import structures
 
 
@@ -49,6 +52,14 @@ def test_every_parameter_has_one_home() -> None:
         assignment = _assign(model)
         managed = [name for group in assignment.groups for name in group.parameters]
         assert sorted([*managed, *assignment.plain]) == sorted(dict(model.named_parameters()))
+
+
+def test_p21_fsdp1_is_refused_by_name() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    model = structures.B()
+    model.layers[1] = FullyShardedDataParallel(model.layers[1], device_id=torch.device("cpu"))
+    with pytest.raises(ParallelismTypeError, match=r"layers.1 is wrapped in .*, FSDP1, which FSDP2 replaces"):
+        plan_parallelism(model, "fsdp")
 
 
 def test_p22_a_tie_goes_to_the_nearest_common_unit() -> None:
