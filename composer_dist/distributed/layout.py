@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-_NAMES = {"dp_replicate", "dp_shard", "dp_shard_cp", "cp", "tp"}
+from composer_dist.distributed.mesh import roles
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,8 @@ class Coordinate:
 
 
 def grid(mesh: DeviceMesh) -> torch.Tensor:
-    """The mesh as a table of global ranks: `(replicas, shards, tp)`, int.
-
-    Dimensions are told by their names; where these say nothing the first of two replicates.
-    """
-    names = mesh.mesh_dim_names or ()
-    if not _NAMES.intersection(names):
-        names = ("dp_replicate", "dp_shard")[-mesh.ndim :]
-    sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+    """The mesh as a table of global ranks: `(replicas, shards, tp)`, int."""
+    sizes = {name: mesh.size(index) for name, index in roles(mesh).items()}
     return mesh.mesh.reshape(sizes.get("dp_replicate", 1), -1, sizes.get("tp", 1))
 
 
@@ -81,10 +75,10 @@ class Layout:
         if not isinstance(tensor, DTensor):
             return cls(shape)
         rows, tp_dim, tp_groups = False, None, 1
-        names = tensor.device_mesh.mesh_dim_names or ("",) * tensor.device_mesh.ndim
-        for name, placement in zip(names, tensor.placements, strict=True):
+        tp = roles(tensor.device_mesh).get("tp")
+        for index, placement in enumerate(tensor.placements):
             dim = getattr(placement, "dim", None)
-            if dim is not None and name == "tp":
+            if dim is not None and index == tp:
                 tp_dim, tp_groups = dim, getattr(placement, "split_factor", 1)
             elif dim is not None:
                 rows = True

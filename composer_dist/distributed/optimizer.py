@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from composer_dist.distributed.aliases import Structure
 from composer_dist.distributed.layout import Coordinate, Layout
+from composer_dist.distributed.mesh import roles
 from composer_dist.distributed.sync import Cargo
 
 Description = dict[str, Any]
@@ -163,10 +164,10 @@ class Follower:
         cargo = Cargo(label, layout, kind, target)
         if not isinstance(parameter, DTensor):
             return target, cargo
-        names = parameter.device_mesh.mesh_dim_names or ("",) * parameter.device_mesh.ndim
+        tp = roles(parameter.device_mesh).get("tp")
         placements = [
-            placement if (layout.tp_dim is not None if name == "tp" else layout.rows) else Replicate()
-            for name, placement in zip(names, parameter.placements, strict=True)
+            placement if (layout.tp_dim is not None if index == tp else layout.rows) else Replicate()
+            for index, placement in enumerate(parameter.placements)
         ]
         stride = torch.empty(shape, device="meta").stride()
         value = DTensor.from_local(

@@ -91,8 +91,8 @@ def _already_sharded(structure: Structure, choices: Choices) -> tuple[dict[str, 
     old = FullyShardedDataParallel
     if wrapped := [name or "the root" for name, m in structure.modules.items() if isinstance(m, old)]:
         raise ParallelismTypeError(
-            f"{', '.join(wrapped)}: wrapped in FullyShardedDataParallel (FSDP1), which FSDP2 replaces; prepare "
-            "the plain module."
+            f"{', '.join(wrapped)}: wrapped in FullyShardedDataParallel (FSDP1), which FSDP2 replaces; "
+            "prepare the plain module."
         )
     sharded = {name for name, module in structure.modules.items() if is_sharded(module)}
     if "" in sharded:
