@@ -1,27 +1,39 @@
 """How long preparation takes and what it costs, against others doing the same, in one run.
 
-    torchrun --nproc-per-node 4 benchmarks/prepare.py --millions 300 --rounds 3 --json prepare.json
+    python benchmarks/prepare.py --millions 300 --ranks 2 4 --rounds 3 --json prepare.json
+
+launches itself by torchrun, once for each number of ranks; under torchrun it runs as it is.
 
 *From rank 0*: rank 0 holds a Llama in host memory, the other ranks hold it on the meta device; timed
 from the call until every rank has its shards, rotary buffers included where the contender cares for
 them. *Meta init*: all ranks hold it on meta. Contenders take turns within each round; medians are
 shown. Values are verified on every rank after each run, and buffers are reported.
 
+Each contender starts as a fresh process would: what its process had freed is given back to the kernel,
+and memory that a hypervisor has taken back from the machine is touched once, so that no contender pays
+for it.
+
 - floor: every rank copies its shards' bytes once into freshly allocated memory. No rival; the limit.
 - scatter: a plain loop of `dist.scatter`, parameter by parameter. A reference, not a rival.
 - torch: `fully_shard` on meta, then `set_model_state_dict(broadcast_from_rank0=True)`.
 - accelerate: `fully_shard` on meta, then accelerate's own loader for a full state on rank 0. (Its FSDP
   plugin is dropped on CPU, so the loader is called directly.)
+- Lightning, torchtune: `fully_shard` on meta, then their own loaders; where they are installed.
 - one process: `meta_init` of the same model on rank 0 alone, with as many threads as there are cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
+import importlib
 import json
+import mmap
 import os
 import statistics
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -136,6 +148,23 @@ def accelerate_loader(model: nn.Module) -> None:
     fsdp2_load_full_state_dict(stub, model, state)
 
 
+def lightning_loader(model: nn.Module) -> None:
+    from lightning.fabric.strategies.model_parallel import _load_raw_module_state
+
+    state = dict(model.state_dict())  # it looks every name up, on all ranks
+    shard_on_meta(model)
+    model.to_empty(device="cpu")
+    _load_raw_module_state(state, model, dist.get_world_size())
+
+
+def torchtune_loader(model: nn.Module) -> None:
+    from torchtune.training import load_from_full_model_state_dict
+
+    state = shard_on_meta(model)
+    model.to_empty(device="cpu")
+    load_from_full_model_state_dict(model, state, CPU, strict=True)
+
+
 def scatter(model: nn.Module) -> None:
     state = shard_on_meta(model)
     model.to_empty(device="cpu")
@@ -186,10 +215,23 @@ def loopback() -> int:
     return 0
 
 
+def start_fresh(nbytes: int) -> None:
+    """Give back what this process has freed, and see that the machine has memory at hand."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+        dist.barrier()
+        with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            for start in range(0, nbytes, 4096):
+                memory[start] = 1
+    dist.barrier()
+
+
 def measure(run: Callable[[nn.Module], None], model: nn.Module) -> dict[str, float]:
     """Seconds of the slowest rank, loopback traffic, and peak extra memory over all ranks."""
     shard_bytes = sum(p.numel() * p.itemsize for p in model.parameters()) // dist.get_world_size()
-    gc.collect()
+    start_fresh(2 * shard_bytes + (256 << 20))
     reset_peak(CPU)
     before, traffic = peak(CPU), loopback()
     dist.barrier()
@@ -207,8 +249,12 @@ def main() -> None:
     parser.add_argument("--millions", type=float, default=300, help="parameters, in millions")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="worlds to launch")
+    parser.add_argument("--json", type=Path, help="where to write the figures: NAME-RANKS.json")
     arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        launch(arguments.ranks)
+        return
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     dtype, config = getattr(torch, arguments.dtype), config_for(arguments.millions)
@@ -219,12 +265,19 @@ def main() -> None:
         "scatter": scatter,
         "floor": floor,
     }
-    try:
-        import accelerate  # noqa: F401
-
-        from_rank_0["accelerate"] = accelerate_loader
-    except ImportError:
-        pass
+    rivals = {
+        "accelerate": accelerate_loader,
+        "lightning": lightning_loader,
+        "torchtune": torchtune_loader,
+    }
+    for package, rival in rivals.items():
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            if dist.get_rank() == 0:
+                print(f"without {package}: {str(error).strip().splitlines()[0]}")
+        else:
+            from_rank_0[package] = rival
     from_meta = {"composer_dist, meta init": meta, "one process, meta init": one_process}
     figures: dict[str, list[dict[str, float]]] = {}
     buffers: dict[str, str] = {}
@@ -240,6 +293,14 @@ def main() -> None:
     if dist.get_rank() == 0:
         report(figures, buffers, nbytes, arguments)
     dist.destroy_process_group()
+
+
+def launch(worlds: list[int]) -> None:
+    """Run this file under torchrun, once for each number of ranks."""
+    for ranks in worlds:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        subprocess.run([sys.executable, *launcher, *sys.argv], env=environment, check=True)
 
 
 def config_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
@@ -271,7 +332,8 @@ def report(figures, buffers, nbytes: int, arguments: argparse.Namespace) -> None
         )
     Console(width=110).print(table)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"bytes": nbytes, "ranks": world, "median": median}, indent=1))
+        path = arguments.json.with_stem(f"{arguments.json.stem}-{world}")
+        path.write_text(json.dumps({"bytes": nbytes, "ranks": world, "median": median}, indent=1))
 
 
 if __name__ == "__main__":

@@ -17,29 +17,35 @@ _WORTH = 4 << 20
 """Bytes from which memory is worth a mapping of its own: two huge pages."""
 _ALIGNED = 64
 """A cache line, and what torch's own allocator aligns to."""
+_CPU = torch.device("cpu")
 
 
 class Arena:
-    """Memory for several tensors, given back when the last of them is gone.
+    """Memory for several tensors, given back when the last of them is gone; ordinary memory on accelerators.
 
     Each tensor has a storage of its own size, so that saving one saves nothing of its neighbours.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: torch.device = _CPU) -> None:
         self._memory: mmap.mmap | None = None
         self._used = 0
-        if nbytes >= _WORTH and hasattr(mmap, "MADV_HUGEPAGE"):
+        self._device = device
+        if nbytes >= _WORTH and device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             try:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             except OSError:  # a kernel without them
                 self._memory = None
 
+    def reuse(self) -> None:
+        """Hand out the same memory again: nobody needs the tensors made so far any more."""
+        self._used = 0
+
     def empty(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised, contiguous tensor; the sum of `padded_bytes` must not exceed the arena's."""
+        """An uninitialised, contiguous tensor; from elsewhere once the arena is full (see `padded_bytes`)."""
         count = prod(size)
-        if self._memory is None or not count:
-            return torch.empty(size, dtype=dtype, device="cpu")
+        if self._memory is None or not count or self._used + padded_bytes(size, dtype) > len(self._memory):
+            return torch.empty(size, dtype=dtype, device=self._device)
         tensor = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._used).view(size)
         self._used += padded_bytes(size, dtype)
         return tensor
@@ -52,6 +58,4 @@ def padded_bytes(size: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def empty(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`torch.empty`, from an arena of its own in host memory."""
-    if device.type != "cpu":
-        return torch.empty(size, dtype=dtype, device=device)
-    return Arena(padded_bytes(size, dtype)).empty(size, dtype)
+    return Arena(padded_bytes(size, dtype), device).empty(size, dtype)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from composer_dist.distributed.aliases import Held, Structure, ancestors, read_structure
-from composer_dist.distributed.arena import empty
+from composer_dist.distributed.arena import Arena
 from composer_dist.distributed.optimizer import carry_attributes
 from composer_dist.distributed.policies import inherited
 from composer_dist.distributed.tracing import (
@@ -33,6 +33,9 @@ from composer_dist.distributed.tracing import (
     trace,
 )
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+
+_TOGETHER = 64 << 20
+"""Bytes of components that are initialised before they are delivered: few deliveries, little memory."""
 
 InitFn = Callable[[nn.Module], Any]
 
@@ -133,9 +136,13 @@ def check_alike(findings: Sequence[list[list[str]]]) -> None:
 
 
 def peak_bytes(components: Sequence[Component], bucket_bytes: int) -> int:
-    """What a rank needs beside its shards: components of up to a bucket together, or a larger one."""
+    """What a rank needs beside its shards: components of up to this size together, or a single larger one.
+
+    Not much more than the largest at a time, so that memory is touched once and used again.
+    """
     largest = max((component.nbytes for component in components), default=0)
-    return max(largest, min(bucket_bytes, sum(component.nbytes for component in components)))
+    several = min(bucket_bytes, sum(component.nbytes for component in components), _TOGETHER)
+    return max(largest, several)
 
 
 def run_component(
@@ -144,12 +151,14 @@ def run_component(
     seed: int,
     device: torch.device,
     real: Mapping[str, torch.Tensor],
+    scratch: Arena,
 ) -> dict[str, torch.Tensor]:
     """Run a component's initialisers on full tensors; the model holds the same tensors after as before.
 
     Args:
         seed: the model's; each initialiser's own is made of it and its module's name.
         real: tensors that have values already. Initialisers see copies, and what they write is lost.
+        scratch: gives the tensors their memory, on `device`.
 
     Returns:
         The component's tensors, full, on `device`.
@@ -158,7 +167,7 @@ def run_component(
     before = {name: [place.get() for place in one.places] for name, one in held.items()}
     try:
         for name, one in held.items():
-            value = empty(one.info.shape, one.info.dtype, device)
+            value = scratch.empty(one.info.shape, one.info.dtype)
             if name in real:
                 value.copy_(real[name].detach())
             one.put(nn.Parameter(value, one.info.requires_grad) if one.info.kind == "parameter" else value)

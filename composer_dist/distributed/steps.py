@@ -19,6 +19,7 @@ from composer_dist import _torch
 from composer_dist.distributed import process_group
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Held, Structure, read_structure
+from composer_dist.distributed.arena import Arena
 from composer_dist.distributed.config import FSDP2Config, ParallelismConfig, resolve_config
 from composer_dist.distributed.gradients import average_plain_gradients
 from composer_dist.distributed.initialize import InitFn, find_components, replace, run_component
@@ -78,7 +79,7 @@ def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
         if name not in needed and not isinstance(held.get(), DTensor)
     }
     for component in find_components(structure, needed, param_init_fn):
-        values = run_component(component, structure, torch.initial_seed(), device, real)
+        values = run_component(component, structure, torch.initial_seed(), device, real, Arena(0, device))
         for name in needed.intersection(component.tensors):
             _put(module, structure.tensors[name], values[name])
     if mesh is not None:

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Held, Structure
-from composer_dist.distributed.arena import empty
-from composer_dist.distributed.initialize import Component, replace, run_component
+from composer_dist.distributed.arena import Arena, empty
+from composer_dist.distributed.initialize import Component, peak_bytes, replace, run_component
 from composer_dist.distributed.layout import Layout
 from composer_dist.distributed.optimizer import Follower
 from composer_dist.distributed.sharding import Shards
@@ -56,18 +56,23 @@ class Filling:
     def initialise(self, components: Sequence[Component]) -> None:
         """Run the initialisers, each component on one rank, and deliver what they write.
 
-        Components are dealt out by size. In each round every rank runs components of up to a bucket
-        together, or a single larger one, and then all of them are delivered.
+        Components are dealt out by size. In each round every rank runs a few components, or a single large
+        one, and then all of them are delivered.
         """
         real = {name: value for name, value in self.values.items() if name not in self.sources.init}
         owners = deal_out(components, self.agreement.ranks, real)
-        rounds = {rank: list(_rounds(mine, self.bucket_bytes)) for rank, mine in owners.items()}
+        limit = peak_bytes(components, self.bucket_bytes)
+        rounds = {rank: list(_rounds(mine, limit)) for rank, mine in owners.items()}
+        scratch = Arena(limit + sum(len(component.tensors) for component in components) * 64, self.device)
         for number in range(max(map(len, rounds.values()), default=0)):
             turn = {rank: mine[number] for rank, mine in rounds.items() if number < len(mine)}
             made: dict[str, torch.Tensor] = {}
+            scratch.reuse()
             with self.agreement.together("initialisation"):
                 for component in turn.get(self.agreement.rank, ()):
-                    made |= run_component(component, self.structure, self.sources.seed, self.device, real)
+                    made |= run_component(
+                        component, self.structure, self.sources.seed, self.device, real, scratch
+                    )
             self.transport.send(
                 {
                     rank: [
