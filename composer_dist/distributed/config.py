@@ -246,6 +246,8 @@ class ParallelismConfig(FromDict):
     sync: Sync = "auto"
     """Whose weights count: "auto" delivers rank 0's where other ranks are on meta and otherwise
     verifies that all are equal; "rank0" always takes rank 0's; "verify" only compares."""
+    forward_methods: Sequence[str] = ()
+    """Methods besides `forward` ("training_step") in which the units that have them gather too."""
     compile: bool = False
     strict: bool = True
     """False turns errors about options without effect into warnings."""
@@ -268,7 +270,10 @@ class ParallelismConfig(FromDict):
     def __post_init__(self) -> None:
         if isinstance(self.rules, Rule) or not all(isinstance(rule, Rule) for rule in self.rules):
             raise ParallelismTypeError("rules must be a sequence of Rule.")
-        object.__setattr__(self, "rules", tuple(self.rules))  # the caller's list may change
+        if isinstance(self.forward_methods, str):
+            raise ParallelismTypeError("forward_methods must be a sequence of names.")
+        for name in ("rules", "forward_methods"):  # the caller's list may change
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         fsdp2 = self.fsdp2
         aliased = fsdp2 is not None and (fsdp2.activation_checkpointing or fsdp2.activation_cpu_offload)
         if aliased and self.activation_checkpointing is not None:

@@ -32,6 +32,7 @@ from composer_dist.distributed.config import (
     near_miss,
     resolve_config,
 )
+from composer_dist.distributed.forward_methods import check_forward_methods
 from composer_dist.distributed.initialize import Component, find_components, peak_bytes
 from composer_dist.distributed.mesh import mesh_sizes, own_mesh
 from composer_dist.distributed.optimizer_checks import check_optimizers
@@ -130,6 +131,7 @@ class ParallelPlan:
             "checkpointing": [
                 [one.module, one.mode, str(dict(one.options)), one.reason] for one in self.checkpointing
             ],
+            "forward_methods": list(self.config.forward_methods),
             "sync": self.config.sync,
             "transport": self.config.transport,
             "bucket_bytes": self.config.bucket_bytes,
@@ -220,6 +222,7 @@ def build_plan(
         )
         for group in assignment.groups
     )
+    check_forward_methods(config.forward_methods, structure, [n for u in units for n in u.modules])
     checkpointing = plan_checkpointing(structure.modules, config, check_fn, choices.rules, blocks)
     check_optimizers(optimizers, structure, assignment.plain)
     owner = {name: unit.name for unit in units for name in unit.parameters}

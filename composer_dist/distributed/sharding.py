@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from composer_dist import _torch
 from composer_dist.distributed.aliases import Held, Structure
 from composer_dist.distributed.arena import Arena, padded_bytes
+from composer_dist.distributed.forward_methods import gather_in_methods
 from composer_dist.distributed.names import reshard_after_evaluation
 from composer_dist.distributed.outputs import own_outputs
 from composer_dist.distributed.plan import ParallelPlan, Unit
@@ -139,6 +140,7 @@ def finish(structure: Structure, plan: ParallelPlan) -> None:
     for unit in plan.units:
         for name in unit.modules:
             own_outputs(structure.modules[name])
+            gather_in_methods(structure.modules[name], plan.config.forward_methods)
         module = structure.modules[unit.name]
         if isinstance(module, FSDPModule) and len(unit.modules) == 1:
             _torch.finish_lazily(module)

@@ -91,12 +91,12 @@ def _already_sharded(structure: Structure, choices: Choices) -> tuple[dict[str, 
     old = FullyShardedDataParallel
     if wrapped := [name or "the root" for name, m in structure.modules.items() if isinstance(m, old)]:
         raise ParallelismTypeError(
-            f"{', '.join(wrapped)}: wrapped in FullyShardedDataParallel (FSDP1), which FSDP2 replaces; "
-            "prepare the plain module."
+            f"{', '.join(wrapped)} {'is' if len(wrapped) == 1 else 'are'} wrapped in "
+            "FullyShardedDataParallel, FSDP1, which FSDP2 replaces; prepare the plain module."
         )
     sharded = {name for name, module in structure.modules.items() if is_sharded(module)}
     if "" in sharded:
-        raise ParallelismValueError("The model is sharded already; prepare a model once.")
+        raise ParallelismValueError("The model is sharded already; prepare a model once, unsharded.")
     skipped = {
         name: "it is sharded already, or lies inside a module that is"
         for name in choices.units

@@ -58,7 +58,7 @@ def test_p21_fsdp1_is_refused_by_name() -> None:
     dist.init_process_group("fake", rank=0, world_size=2)
     model = structures.B()
     model.layers[1] = FullyShardedDataParallel(model.layers[1], device_id=torch.device("cpu"))
-    with pytest.raises(ParallelismTypeError, match=r"layers.1: wrapped in .* which FSDP2 replaces"):
+    with pytest.raises(ParallelismTypeError, match=r"layers.1 is wrapped in .*, FSDP1, which FSDP2 replaces"):
         plan_parallelism(model, "fsdp")
 
 
