@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from composer_dist.distributed.garbage import no_collection
 from composer_dist.distributed.names import canonical_name
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
@@ -132,6 +133,7 @@ def describe(info: TensorInfo) -> list[object]:
     return [list(info.names), info.kind, list(info.shape), str(info.dtype), info.requires_grad]
 
 
+@no_collection()
 def read_structure(model: nn.Module) -> Structure:
     """List the modules and tensors of `model`, names without wrapper segments."""
     modules: dict[str, nn.Module] = {}

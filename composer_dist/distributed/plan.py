@@ -33,6 +33,7 @@ from composer_dist.distributed.config import (
     resolve_config,
 )
 from composer_dist.distributed.forward_methods import check_forward_methods
+from composer_dist.distributed.garbage import no_collection
 from composer_dist.distributed.initialize import Component, find_components, peak_bytes
 from composer_dist.distributed.mesh import mesh_sizes, own_mesh
 from composer_dist.distributed.optimizer_checks import check_optimizers
@@ -195,6 +196,7 @@ def plan_parallelism(
     return replace(plan, init_peak=peak_bytes(components, config.bucket_bytes))
 
 
+@no_collection()
 def build_plan(
     structure: Structure,
     config: ParallelismConfig,

@@ -22,6 +22,7 @@ from composer_dist import _torch
 from composer_dist.distributed.aliases import Held, Structure
 from composer_dist.distributed.arena import Arena, padded_bytes
 from composer_dist.distributed.forward_methods import gather_in_methods
+from composer_dist.distributed.garbage import no_collection
 from composer_dist.distributed.names import reshard_after_evaluation
 from composer_dist.distributed.outputs import own_outputs
 from composer_dist.distributed.plan import ParallelPlan, Unit
@@ -54,6 +55,7 @@ def check_offload(plan: ParallelPlan) -> None:
         )
 
 
+@no_collection()
 def shard(
     structure: Structure,
     plan: ParallelPlan,
@@ -135,6 +137,7 @@ def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
     )
 
 
+@no_collection()
 def finish(structure: Structure, plan: ParallelPlan) -> None:
     """Let FSDP2 run its own final checks now, from the outermost units."""
     for unit in plan.units:
