@@ -21,7 +21,6 @@ from composer_dist.distributed import process_group
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Structure, read_structure
 from composer_dist.distributed.aliasing import check_aliasing
-from composer_dist.distributed.call_order import check_call_order
 from composer_dist.distributed.checkpoint_plan import apply_checkpointing
 from composer_dist.distributed.config import ParallelismConfig, resolve_config
 from composer_dist.distributed.gradients import average_plain_gradients
@@ -52,8 +51,7 @@ from composer_dist.distributed.plan import (
 )
 from composer_dist.distributed.policies import WrapPolicy, composer_children
 from composer_dist.distributed.preparation import Preparation, peak, reset_peak
-from composer_dist.distributed.sharding import check_offload, finish, shard
-from composer_dist.distributed.skippable import let_skip
+from composer_dist.distributed.sharding import check_offload, finish, hook_units, shard
 from composer_dist.distributed.sources import Sources, decide_sources
 from composer_dist.distributed.steps import meta_init
 from composer_dist.distributed.sync import device_of
@@ -235,10 +233,7 @@ def _execute(
             average_plain_gradients(done.model, trainable, mesh)
         assert_no_meta(done.model)
         finish(structure, plan)
-        let_skip(structure, plan.skippable, [n for u in plan.units for n in u.modules], mesh)
-        wanted = plan.config.check_order
-        if mesh.size() > 1 and (mesh.device_type == "cpu" if wanted == "auto" else wanted):
-            check_call_order({unit.name: structure.modules[unit.name] for unit in plan.units})
+        hook_units(structure, plan, mesh)
         remember_mesh(done.model, done.mesh)
 
 

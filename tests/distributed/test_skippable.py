@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed import named_parameters_canonical, parallelize_model, plan_parallelism
+from composer_dist.distributed import (
+    named_parameters_canonical,
+    parallelize_model,
+    plan_parallelism,
+    prepare_fully_shard,
+)
 from composer_dist.distributed.config import MeshConfig, ParallelismConfig, Rule
 from composer_dist.errors import ParallelismValueError
 from tests.conftest import World
@@ -79,11 +84,15 @@ WHO_SEES = [(True, False), (False, True), (False, False), (True, True)]
 """Which of two data-parallel ranks have images, step by step; with more ranks it repeats."""
 
 
-def _train(policy: str, frozen: bool, mesh: MeshConfig, passes: int = 1) -> list[str]:
+def _train(policy: str, frozen: bool, mesh: MeshConfig, passes: int = 1, by_steps: bool = False) -> list[str]:
     reference, model = _pair(frozen)
     config = ParallelismConfig(mesh=mesh, rules=[Rule("vision", skippable=policy)])
-    optimizers = [torch.optim.AdamW(m.parameters(), 0.05) for m in (reference, model)]
-    done = parallelize_model(model, config, optimizers[1])
+    if by_steps:
+        plan = prepare_fully_shard(model, config)
+        optimizers = [torch.optim.AdamW(m.parameters(), 0.05) for m in (reference, model)]
+    else:
+        optimizers = [torch.optim.AdamW(m.parameters(), 0.05) for m in (reference, model)]
+        plan = parallelize_model(model, config, optimizers[1]).plan
     world, rank = dist.get_world_size(), dist.get_rank()
     for sees in WHO_SEES:
         rows = [
@@ -110,7 +119,7 @@ def _train(policy: str, frozen: bool, mesh: MeshConfig, passes: int = 1) -> list
     plain = {name for name, p in theirs.items() if not isinstance(p, DTensor)}
     vision = {name for name in theirs if name.startswith("vision")}
     assert plain == (vision if policy == "replicate" else {"vision.gain"})
-    return [unit.name for unit in done.plan.units]
+    return [unit.name for unit in plan.units]
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -123,6 +132,10 @@ def test_p35_towers_that_a_rank_skips_train_like_one_process(
 
 def test_p35_also_with_replicas_and_several_backwards(world4: World) -> None:
     world4(_train, "root", False, MeshConfig(dp_replicate=2), 2)
+
+
+def test_p35_also_prepared_step_by_step(world2: World) -> None:
+    world2(_train, "root", False, MeshConfig(), by_steps=True)
 
 
 def test_p35_the_plan_says_so() -> None:
