@@ -137,6 +137,38 @@ def materialise_shard(param: Any, padded: torch.Tensor) -> tuple[nn.Parameter, t
     return parameter, local
 
 
+class _Watched:
+    """An FSDP2 collective, such as `set_custom_all_gather` takes, that tells somebody before it starts."""
+
+    def __init__(self, collective: Any, tell: Callable[[int, Any], None]) -> None:
+        self._collective, self._tell = collective, tell
+        self.allocate = collective.allocate
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        self._tell(input_tensor.numel(), group)
+        return self._collective(output_tensor, input_tensor, group, *args, **kwargs)
+
+
+def before_collectives(module: nn.Module, tell: Callable[[bool, int, list[Any]], None]) -> None:
+    """Have `tell(reduces, numel, groups)` called before each collective of the FSDP2 unit `module`.
+
+    `numel` is the length of what this rank sends; `groups` are those over which it goes, the replicas' after
+    the shards' where gradients are all-reduced next. The present collectives are kept inside, to which
+    there is no public way. Since torch 2.9.
+    """
+    for group in fsdp_param_groups(module) if isinstance(module, FSDPModule) else ():
+
+        def gathers(numel: int, shards: Any) -> None:
+            tell(False, numel, [shards])
+
+        def reduces(numel: int, shards: Any, group: Any = group) -> None:
+            replicas = group.all_reduce_grads and group.mesh_info.replicate_mesh_dim is not None
+            tell(True, numel, [shards, group._all_reduce_process_group] if replicas else [shards])
+
+        group._all_gather_comm = _Watched(group._all_gather_comm, gathers)
+        group._reduce_scatter_comm = _Watched(group._reduce_scatter_comm, reduces)
+
+
 def shard_home(param: Any, device: torch.device) -> tuple[torch.device, bool]:
     """Where an `FSDPParam` keeps its shard, and whether in pinned memory: host memory with offload."""
     return torch.device("cpu") if param.offload_to_cpu else device, param.pin_memory

@@ -155,3 +155,16 @@ def test_meshes_are_cut_and_joined() -> None:
     assert (joined.mesh_dim_names, joined.mesh.tolist()) == (("a", "b_c"), [[0, 1, 2, 3], [4, 5, 6, 7]])
     assert joined.get_coordinate() == (1, 1)
     assert joined.get_group(1) is flat.get_group()
+
+
+def test_fsdp_s_collectives_can_be_watched() -> None:
+    """Without `_all_gather_comm`, `_reduce_scatter_comm` and `mesh_info`: errors for ranks out of step."""
+    linear = _sharded()
+    told: list[tuple[bool, int, int]] = []
+    _torch.before_collectives(
+        linear, lambda reduces, numel, groups: told.append((reduces, numel, len(groups)))
+    )
+    linear.to_empty(device="cpu")
+    linear(torch.ones(2, 3)).sum().backward()  # type: ignore[operator]
+    # 15 weights and 5 biases: 3 of 5 rows here, gathered; padded to 6 for both ranks when they are reduced.
+    assert told == [(False, 12, 1), (True, 24, 1)]

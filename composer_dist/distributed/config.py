@@ -15,7 +15,6 @@ from typing import Any, Literal, Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from composer_dist.distributed import process_group
 from composer_dist.distributed.from_dict import FromDict
 from composer_dist.distributed.from_dict import near_miss as near_miss
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
@@ -69,7 +68,9 @@ class MeshConfig(FromDict):
         Raises:
             ParallelismValueError: the launcher does not say.
         """
-        return cls(tp=ranks_per_host or process_group.ranks_per_host())
+        from composer_dist.distributed import strategies
+
+        return cls(tp=ranks_per_host or strategies.ranks_per_host())
 
     def sizes(self) -> dict[str, int]:
         """Dimension name to size, outermost first."""
@@ -214,9 +215,14 @@ class Rule(FromDict):
     """Tensor-parallel style."""
     optional: bool = False
     """No error where nothing matches."""
+    skippable: Literal["replicate", "root"] | None = None
+    """Some ranks may skip these modules in a step (an image tower, for a batch without images), so nothing
+    in them is a unit: "replicate" leaves their parameters whole on every rank, gradients averaged; "root"
+    gives them to the unit around, which gathers them at every step."""
 
     def __post_init__(self) -> None:
         _check_match(self.match)
+        _require("skippable", self.skippable, (None, "replicate", "root"))
         for name in ("shard", "offload", "optional"):
             _require(name, getattr(self, name), (None, False, True))
         if not isinstance(self.reshard_after_forward, (int, type(None))):
@@ -249,6 +255,10 @@ class ParallelismConfig(FromDict):
     forward_methods: Sequence[str] = ()
     """Methods besides `forward` ("training_step") in which the units that have them gather too."""
     compile: bool = False
+    check_order: bool | Literal["auto"] = "auto"
+    """Before each collective of a unit, compare that all ranks are at the same one, so that a module which
+    some ranks skip is an error and not a hang. "auto" does so on CPU meshes; with an accelerator it costs
+    overlap, and is for finding a hang."""
     strict: bool = True
     """False turns errors about options without effect into warnings."""
     transport: Literal["auto", "memory", "messages"] = "auto"
@@ -281,6 +291,7 @@ class ParallelismConfig(FromDict):
                 "activation_checkpointing is set twice, in ParallelismConfig and (by Composer's alias) in "
                 "FSDP2Config; keep one."
             )
+        _require("check_order", self.check_order, ("auto", True, False))
         _require("sync", self.sync, ("auto", "rank0", "verify"))
         _require("transport", self.transport, ("auto", "memory", "messages"))
         _require("containers", self.containers, ("expand", "skip"))

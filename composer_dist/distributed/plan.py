@@ -38,6 +38,7 @@ from composer_dist.distributed.initialize import Component, find_components, pea
 from composer_dist.distributed.mesh import mesh_sizes, own_mesh
 from composer_dist.distributed.optimizer_checks import check_optimizers
 from composer_dist.distributed.policies import Choices, WrapPolicy, choose_units
+from composer_dist.distributed.skippable import Skippable, plan_skippable
 from composer_dist.distributed.unit_plan import Unit as Unit
 from composer_dist.distributed.unit_plan import idle_rules, plan_unit
 from composer_dist.distributed.units import Assignment, assign
@@ -75,6 +76,8 @@ class ParallelPlan:
     """The names of each parameter that has several."""
     checkpointing: tuple[Checkpointed, ...]
     """Modules whose activations are recomputed or offloaded."""
+    skippable: tuple[Skippable, ...] = ()
+    """Modules with trainable parameters that ranks may skip."""
     init_peak: int = 0
     """Bytes that a rank needs beside its shards while the tensors on the meta device are initialised: a
     bucket, or the largest set of tensors that must be whole together. 0 where nothing is on meta."""
@@ -132,6 +135,7 @@ class ParallelPlan:
             "checkpointing": [
                 [one.module, one.mode, str(dict(one.options)), one.reason] for one in self.checkpointing
             ],
+            "skippable": [[one.module, list(one.parameters), one.unit] for one in self.skippable],
             "forward_methods": list(self.config.forward_methods),
             "sync": self.config.sync,
             "transport": self.config.transport,
@@ -238,6 +242,7 @@ def build_plan(
         plain=assignment.plain,
         ties=tuple(h.info.names for h in structure.parameters.values() if len(h.info.names) > 1),
         checkpointing=checkpointing,
+        skippable=tuple(plan_skippable(structure, choices, assignment)),
         warnings=warnings,
         parameter_units=owner,
         others=dict(_others(structure, owner, assignment.plain)),

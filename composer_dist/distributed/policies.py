@@ -77,10 +77,23 @@ def choose_units(
     rules, warnings = merge_rules(config.rules, structure, config.containers)
     chosen: dict[str, Choice] = {}
     plain = dict(_metrics(structure))
+    skippable = {name: fields["skippable"] for name, fields in rules.items() if "skippable" in fields}
     for name, module in modules.items():
         if structure.first[name] != name:
             continue
         shard, source = rules.get(name, {}).get("shard", (None, ""))
+        if (above := _first_above(name, skippable)) is not None:
+            how, skips = skippable[above]
+            if not name or shard:
+                raise ParallelismValueError(
+                    f"The {source or skips} makes {name or 'the root'} a unit, but the {skips} lets ranks "
+                    f"skip {above or 'it'}, and a unit needs every rank. Leave one of them out."
+                )
+            if how == "replicate" and name == above:
+                plain[name] = f"the {skips} lets ranks skip it"
+            elif shard is False:
+                plain[name] = f"{source} leaves it replicated"
+            continue
         if shard is False:
             plain[name] = f"{source} leaves it replicated"
         elif shard:
@@ -92,7 +105,7 @@ def choose_units(
     chosen, expanded = _expand(chosen, structure, config.containers)
     refused_root = any("shard" in fields and fields["shard"][0] for fields in rules.values())
     refused_root |= "" in plain or ("" in chosen and not chosen[""].unit)
-    units = {name: choice for name, choice in chosen.items() if choice.unit}
+    units = {n: choice for n, choice in chosen.items() if choice.unit and _first_above(n, skippable) is None}
     if not units and (policy is not None or any(hasattr(m, "fsdp_wrap_fn") for m in modules.values())):
         raise ParallelismValueError(
             "Nothing would be sharded: the wrap policy (fsdp_wrap_policy or fsdp_wrap_fn) chooses no "
@@ -100,12 +113,17 @@ def choose_units(
         )
     if units.keys() <= set(children):
         for name, reason in structural_units(structure):
-            if name not in chosen and not any(above in plain for above in ancestors(name)):
+            if name not in chosen and _first_above(name, {**plain, **skippable}) is None:
                 units[name] = Choice(True, reason)
     if "" not in units and not refused_root:
         units[""] = Choice(True, "the root takes what no other unit has")
     units = {n: _with_rules(units[n], rules.get(n, {})) for n in modules if n in units}
     return Choices(units, plain, rules, tuple(dict.fromkeys(warnings + expanded)))
+
+
+def _first_above(name: str, names: Mapping[str, Any]) -> str | None:
+    """`name` or the nearest module above it that is in `names`."""
+    return next((above for above in ancestors(name) if above in names), None)
 
 
 UNIT_FIELDS = ("reshard_after_forward", "mixed_precision", "offload")

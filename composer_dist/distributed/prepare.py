@@ -51,7 +51,7 @@ from composer_dist.distributed.plan import (
 )
 from composer_dist.distributed.policies import WrapPolicy, composer_children
 from composer_dist.distributed.preparation import Preparation, peak, reset_peak
-from composer_dist.distributed.sharding import check_offload, finish, shard
+from composer_dist.distributed.sharding import check_offload, finish, hook_units, shard
 from composer_dist.distributed.sources import Sources, decide_sources
 from composer_dist.distributed.steps import meta_init
 from composer_dist.distributed.sync import device_of
@@ -233,6 +233,7 @@ def _execute(
             average_plain_gradients(done.model, trainable, mesh)
         assert_no_meta(done.model)
         finish(structure, plan)
+        hook_units(structure, plan, mesh)
         remember_mesh(done.model, done.mesh)
 
 

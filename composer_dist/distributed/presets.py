@@ -20,4 +20,4 @@ def layers(*containers: str) -> str:
 
 def lora() -> str:
     """What LoRA adds to a layer (`lora_A`, `lora_B`, ...), to leave it whole with `shard=False`."""
-    return r"re:.*\.lora_\w+"
+    return r"re:.*\.lora_\w+(\..*)?"

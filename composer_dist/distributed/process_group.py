@@ -32,8 +32,6 @@ T = TypeVar("T")
 _ended = 0
 """How many groups over a launcher's processes this process has ended."""
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-_PER_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-"""Where torchrun, Open MPI and Slurm say how many ranks each machine has."""
 _OPERATIONS = {
     "mean": dist.ReduceOp.SUM,  # divided afterwards: only NCCL averages by itself
     "sum": dist.ReduceOp.SUM,
@@ -121,26 +119,6 @@ def local_rank() -> int:
     return rank % (torch.accelerator.device_count() or rank + 1)
 
 
-def ranks_per_host() -> int:
-    """How many ranks the launcher has started on each machine; 1 without a launcher.
-
-    Raises:
-        ParallelismValueError: there are several ranks, and the launcher does not say, or another number
-            than fits.
-    """
-    world = world_and_rank()[0] if _active() else int(os.environ.get("WORLD_SIZE") or 1)
-    if world == 1:
-        return 1
-    value = next(filter(None, map(os.environ.get, _PER_HOST)), "")
-    if not value.isdigit() or not int(value) or world % int(value):
-        raise ParallelismValueError(
-            f"How many of the {world} ranks are on each host is not known: {_PER_HOST[0]} is "
-            f"{value or 'not set'}. Start with torchrun, as many on every host, or give the mesh's sizes, as "
-            "in MeshConfig(dp_replicate=hosts, dp_shard=ranks_per_host)."
-        )
-    return int(value)
-
-
 def backend_for(device_type: str, cpu_ops: bool = False) -> str:
     """The backend that suits a device type: `"nccl"` for `"cuda"`, `"gloo"` for `"cpu"`.
 
@@ -181,6 +159,11 @@ def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
     backends = _backends(group)
     accelerators = [kind for kind in backends if kind != "cpu" and backends[kind] != backends.get("cpu")]
     return _with_index(torch.device(accelerators[0] if accelerators else "cpu"))
+
+
+def device_for_facts(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where a few numbers travel best in `group`: on the CPU if it can, so that no stream is awaited."""
+    return torch.device("cpu") if "cpu" in _backends(group) else device_of_group(group)
 
 
 def all_reduce(

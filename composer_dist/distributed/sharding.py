@@ -21,11 +21,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from composer_dist import _torch
 from composer_dist.distributed.aliases import Held, Structure
 from composer_dist.distributed.arena import Arena, padded_bytes
+from composer_dist.distributed.call_order import check_call_order
 from composer_dist.distributed.forward_methods import gather_in_methods
 from composer_dist.distributed.garbage import no_collection
 from composer_dist.distributed.names import reshard_after_evaluation
 from composer_dist.distributed.outputs import own_outputs
 from composer_dist.distributed.plan import ParallelPlan, Unit
+from composer_dist.distributed.skippable import let_skip
 from composer_dist.errors import ParallelismRuntimeError
 
 
@@ -137,15 +139,26 @@ def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
     )
 
 
+def hook_units(structure: Structure, plan: ParallelPlan, mesh: DeviceMesh) -> None:
+    """What this library adds around the units' calls and collectives; see each function."""
+    units = [(unit, structure.modules[unit.name]) for unit in plan.units]
+    for unit, module in units:
+        for name in unit.modules:
+            own_outputs(structure.modules[name])
+            gather_in_methods(structure.modules[name], plan.config.forward_methods)
+        single = isinstance(module, FSDPModule) and len(unit.modules) == 1
+        if single and unit.reshard_after_forward is not True:
+            reshard_after_evaluation(module)  # type: ignore[arg-type]
+    let_skip(structure, plan.skippable, [n for u in plan.units for n in u.modules], mesh)
+    wanted = plan.config.check_order
+    if mesh.size() > 1 and (mesh.device_type == "cpu" if wanted == "auto" else wanted):
+        check_call_order({unit.name: module for unit, module in units})
+
+
 @no_collection()
 def finish(structure: Structure, plan: ParallelPlan) -> None:
     """Let FSDP2 run its own final checks now, from the outermost units."""
     for unit in plan.units:
-        for name in unit.modules:
-            own_outputs(structure.modules[name])
-            gather_in_methods(structure.modules[name], plan.config.forward_methods)
         module = structure.modules[unit.name]
         if isinstance(module, FSDPModule) and len(unit.modules) == 1:
             _torch.finish_lazily(module)
-            if unit.reshard_after_forward is not True:
-                reshard_after_evaluation(module)

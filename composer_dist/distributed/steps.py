@@ -29,7 +29,7 @@ from composer_dist.distributed.optimizer import carry_attributes
 from composer_dist.distributed.optimizer_checks import check_hooks
 from composer_dist.distributed.plan import ParallelPlan, build_plan
 from composer_dist.distributed.policies import WrapPolicy
-from composer_dist.distributed.sharding import check_offload, fsdp_params_by_place, shard
+from composer_dist.distributed.sharding import check_offload, fsdp_params_by_place, hook_units, shard
 from composer_dist.distributed.sync import Cargo, deliver, device_of, take_slice
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.precision import Precision
@@ -123,6 +123,7 @@ def prepare_fully_shard(
         if not held.get().is_contiguous():
             replace(held, held.get().detach().contiguous())
     _average_plain(model, structure, mesh, set(plan.plain))
+    hook_units(structure, plan, mesh)
     remember_mesh(model, whole)
     return plan
 

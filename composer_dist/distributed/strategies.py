@@ -6,9 +6,12 @@ A name says how the ranks share the work, and not how they are started: Lightnin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+
+import torch.distributed as dist
 
 from composer_dist.distributed.config import (
     DDPConfig,
@@ -19,8 +22,10 @@ from composer_dist.distributed.config import (
     resolve_config,
 )
 from composer_dist.distributed.from_dict import near_miss
-from composer_dist.distributed.process_group import ranks_per_host
 from composer_dist.errors import ParallelismValueError
+
+_PER_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+"""Where torchrun, Open MPI and Slurm say how many ranks each machine has."""
 
 
 def register_strategy(name: str, config: Any, *, replace: bool = False) -> None:
@@ -54,6 +59,26 @@ def strategy_named(name: str) -> ParallelismConfig:
             f"{near_miss(name, _strategies)}"
         )
     return resolve_config(_strategies[name]())
+
+
+def ranks_per_host() -> int:
+    """How many ranks the launcher has started on each machine; 1 without a launcher.
+
+    Raises:
+        ParallelismValueError: there are several ranks, and the launcher does not say, or another number
+            than fits.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+    if world == 1:
+        return 1
+    value = next(filter(None, map(os.environ.get, _PER_HOST)), "")
+    if not value.isdigit() or not int(value) or world % int(value):
+        raise ParallelismValueError(
+            f"How many of the {world} ranks are on each host is not known: {_PER_HOST[0]} is "
+            f"{value or 'not set'}. Start with torchrun, as many on every host, or give the mesh's sizes, as "
+            "in MeshConfig(dp_replicate=hosts, dp_shard=ranks_per_host)."
+        )
+    return int(value)
 
 
 def _hsdp() -> ParallelismConfig:

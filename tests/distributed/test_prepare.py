@@ -11,17 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from composer_dist.distributed import (
     agreement,
     clip_grad_norm,
     init_context,
+    named_parameters_canonical,
     parallelize_model,
     plan_parallelism,
     prepare,
     transport,
     weights,
 )
+from composer_dist.distributed.config import Rule
 from composer_dist.errors import (
     ParallelismError,
     ParallelismKeyError,
@@ -29,7 +33,7 @@ from composer_dist.errors import (
     ParallelismTypeError,
     ParallelismValueError,
 )
-from tests.distributed.preparable import Toy, built, config, same, tokens, train, values
+from tests.distributed.preparable import Toy, built, config, full, same, tokens, train, values
 from tests.world import WorkerError, run
 
 Outcome = tuple[type, str]
@@ -239,6 +243,51 @@ def wrong_return() -> Outcome:
     outcome = attempt(model, config(), parallelize_fn=lambda model, mesh: 3)
     unusable(model, "returned int")
     return outcome
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+def own_step(returns: bool) -> list[str]:
+    """The caller shards one block and wraps the model; rules for what then is there apply to the rest."""
+    model, reference = built(), built()
+    calls = []
+
+    def step(given: nn.Module, mesh: DeviceMesh) -> nn.Module | None:
+        calls.append((given, mesh.mesh_dim_names))
+        fully_shard(given.layers[1], mesh=mesh["dp_shard"])  # type: ignore[index, operator]
+        return Around(given) if returns else None
+
+    prefix = "inner." if returns else ""
+    rules = [Rule([f"{prefix}layers", ""], shard=True)]
+    with pytest.warns(UserWarning, match="Sharded already") as warned:
+        done = parallelize_model(model, config(rules=rules), parallelize_fn=step)
+    assert calls == [(model, ("dp_shard",))]
+    assert done.model is model if not returns else done.model.inner is model  # type: ignore[union-attr]
+    assert any(str(w.message).startswith(f"Sharded already, left as it is: {prefix}layers.1") for w in warned)
+    whole = tokens()
+    half = whole.chunk(2)[dist.get_rank()]
+    for one, batch in ((reference, whole), (done.model, half)):
+        one.eval()
+        nn.functional.cross_entropy(one(batch), (batch * 7) % 16).backward()
+    gradients = {n.removeprefix(prefix): p.grad for n, p in named_parameters_canonical(done.model)}
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(full(gradients[name]), parameter.grad)
+    return [unit.name for unit in done.plan.units]
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_p21_parallelize_fn_runs_first_and_rules_after_it(returns: bool) -> None:
+    layer = "inner.layers.0" if returns else "layers.0"
+    assert run(own_step, 2, returns) == [["", layer]] * 2
 
 
 @pytest.mark.parametrize("absent", [0, 1])

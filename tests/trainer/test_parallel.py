@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from composer_dist.distributed.config import FSDP2Config
+from composer_dist.distributed.config import FSDP2Config, ParallelismConfig
 from composer_dist.distributed.prepare import parallelize_composer_model
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models import HuggingFaceModel
@@ -184,9 +184,9 @@ def test_p99_a_language_models_gradients_are_weighted_by_tokens(world2: World) -
         same(parameters, expected)
 
 
-def on_a_mesh_of_the_users() -> tuple[tuple[int, ...], Result]:
+def on_a_mesh_of_the_users(alias: bool) -> tuple[tuple[int, ...], Result]:
     mesh = init_device_mesh("cpu", (2, 2))
-    config = FSDP2Config(device_mesh=mesh)
+    config = FSDP2Config(device_mesh=mesh) if alias else ParallelismConfig(mesh=mesh)
     model = tagger()
     trainer, log = quiet(
         model,
@@ -200,9 +200,10 @@ def on_a_mesh_of_the_users() -> tuple[tuple[int, ...], Result]:
     return tuple(trainer.preparation.mesh.shape), (log.values("loss/train/total"), weights(model))
 
 
-def test_p89_a_mesh_of_the_users_stays_what_it_is(world4: World) -> None:
+@pytest.mark.parametrize("alias", [True, False])
+def test_p89_a_mesh_of_the_users_stays_what_it_is(world4: World, alias: bool) -> None:
     losses, expected = train([PER_BATCH])
-    for shape, (found, parameters) in world4(on_a_mesh_of_the_users):
+    for shape, (found, parameters) in world4(on_a_mesh_of_the_users, alias):
         assert shape == (2, 2)
         assert found == pytest.approx(losses, rel=1e-5)
         same(parameters, expected)
