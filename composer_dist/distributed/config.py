@@ -261,9 +261,10 @@ class ParallelismConfig(FromDict):
     overlap, and is for finding a hang."""
     strict: bool = True
     """False turns errors about options without effect into warnings."""
-    transport: Literal["auto", "memory", "messages"] = "auto"
+    transport: Literal["auto", "memory", "hosts", "messages"] = "auto"
     """How weights travel: "memory" reads them from the source's memory, which ranks of one host can;
-    "messages" sends them; "auto" takes memory where it can. Either of the first two insists."""
+    "hosts" sends them to one rank of each other host, whose memory the rest of it reads; "messages"
+    sends them to every rank. Each of these insists; "auto" takes the first that works."""
     bucket_bytes: int = 256 * MIB
     """Most bytes that travel, or lie in a staging buffer, at one time."""
 
@@ -293,7 +294,7 @@ class ParallelismConfig(FromDict):
             )
         _require("check_order", self.check_order, ("auto", True, False))
         _require("sync", self.sync, ("auto", "rank0", "verify"))
-        _require("transport", self.transport, ("auto", "memory", "messages"))
+        _require("transport", self.transport, ("auto", "memory", "hosts", "messages"))
         _require("containers", self.containers, ("expand", "skip"))
         if not isinstance(self.mesh, (MeshConfig, DeviceMesh)):
             raise ParallelismTypeError(f"mesh is a MeshConfig or a DeviceMesh, not {self.mesh!r}.")

@@ -31,7 +31,8 @@ class Preparation:
     bytes_moved: int = 0
     """Bytes that this rank sent, received and read while weights were delivered."""
     transport: str = "messages"
-    """How they travelled: "messages", or "memory" where ranks read the source's."""
+    """How they travelled: "memory" where ranks read the source's, "hosts" where one rank of each other
+    host received for it, "messages"."""
     peak_memory: int = 0
     """The most bytes this process held at one time during preparation: allocated on the accelerator,
     or resident in host memory where the model lives there."""

@@ -14,14 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.layout import Coordinate, Layout, elements, grid
+from composer_dist.reporting.progress import Stage
 
-_LARGE = 1 << 20
+LARGE = 1 << 20
 """Bytes from which a piece is worth a message of its own."""
 _MASK = (1 << 64) - 1
 
@@ -42,6 +44,11 @@ class Cargo:
     def cut(self) -> bool:
         """Whether ranks get different parts, or everything."""
         return self.layout.rows or self.layout.tp_dim is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the full tensor."""
+        return prod(self.layout.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -104,27 +111,32 @@ def take_slice(cargo: Cargo, mesh: DeviceMesh) -> None:
     """Fill this rank's part from its own copy of the full tensor, without communication."""
     assert cargo.source is not None
     part, target = cargo.layout.part(Coordinate.of(mesh)), cargo.target.view(-1)
-    step = max(1, _LARGE // cargo.dtype.itemsize)  # what is not a view is copied on its way
+    step = max(1, LARGE // cargo.dtype.itemsize)  # what is not a view is copied on its way
     for start in range(0, part.numel, step):
         target[start : start + step].copy_(part.of(cargo.source, start, start + step))
 
 
 @torch.no_grad()
-def deliver(cargoes: Mapping[int, Sequence[Cargo]], mesh: DeviceMesh, bucket_bytes: int) -> int:
+def deliver(
+    cargoes: Mapping[int, Sequence[Cargo]], mesh: DeviceMesh, bucket_bytes: int, stage: Stage | None = None
+) -> int:
     """Bring each cargo from its source rank to the targets on all ranks of the mesh.
 
     Args:
         cargoes: source rank (global) to its cargoes; the same, in the same order, on every rank.
         bucket_bytes: most bytes of one source that are on their way at one time.
+        stage: where to count what has been delivered.
 
     Returns:
         Bytes that this rank has sent and received.
     """
     ranks = Ranks.of(mesh)
     schedules = {
-        source: _buckets(_pieces(items, ranks, bucket_bytes), ranks.parts, bucket_bytes)
+        source: list(_buckets(_pieces(items, ranks, bucket_bytes), ranks.parts, bucket_bytes))
         for source, items in cargoes.items()
     }
+    stage = stage or Stage("delivery")
+    stage.expect(sum(_size(bucket, ranks.parts) for buckets in schedules.values() for bucket in buckets))
     moved = 0
     for step in zip_longest(*schedules.values()):
         for cut in (True, False):
@@ -134,6 +146,7 @@ def deliver(cargoes: Mapping[int, Sequence[Cargo]], mesh: DeviceMesh, bucket_byt
                 if pieces
             }
             moved += _scatter(bucket, ranks) if cut else _broadcast(bucket, ranks)
+        stage.advance(sum(_size(pieces, ranks.parts) for pieces in step if pieces))
     return moved
 
 
@@ -152,8 +165,7 @@ def _buckets(pieces: Iterator[_Piece], parts: int, limit: int) -> Iterator[list[
     bucket: list[_Piece] = []
     size = 0
     for piece in pieces:
-        copies = parts if piece.cargo.cut else 1
-        nbytes = (piece.stop - piece.start) * piece.cargo.dtype.itemsize * copies
+        nbytes = _size([piece], parts)
         if bucket and size + nbytes > limit:
             yield bucket
             bucket, size = [], 0
@@ -161,6 +173,12 @@ def _buckets(pieces: Iterator[_Piece], parts: int, limit: int) -> Iterator[list[
         size += nbytes
     if bucket:
         yield bucket
+
+
+def _size(pieces: Sequence[_Piece], parts: int) -> int:
+    """Bytes of pieces, over all the ranks of a replica that they go to."""
+    copies = ((piece, parts if piece.cargo.cut else 1) for piece in pieces)
+    return sum((piece.stop - piece.start) * piece.cargo.dtype.itemsize * count for piece, count in copies)
 
 
 def _scatter(bucket: dict[int, list[_Piece]], ranks: Ranks) -> int:
@@ -221,7 +239,7 @@ class _Parcel:
     @classmethod
     def into(cls, pieces: Sequence[_Piece], ranks: Ranks) -> _Parcel:
         """Messages that are the targets' own storage, or will be unpacked into it."""
-        large, small = _sort(pieces, [_as_bytes(_target(piece)) for piece in pieces], ranks)
+        large, small = _sort(pieces, [as_bytes(_target(piece)) for piece in pieces], ranks)
         size = sum(part.numel() for part in small)
         packed = torch.empty(size, dtype=torch.uint8, device=ranks.device)
         return cls([*large, packed] if small else large, small)
@@ -230,7 +248,7 @@ class _Parcel:
     def out_of(cls, pieces: Sequence[_Piece], ranks: Ranks, peer: int) -> _Parcel:
         """Messages for a rank, views of the source's storage where they can be."""
         at = Coordinate.in_grid(ranks.table, peer)
-        parts = [_as_bytes(_source(piece, at)) for piece in pieces]
+        parts = [as_bytes(_source(piece, at)) for piece in pieces]
         large, small = _sort(pieces, parts, ranks)
         packed = [torch.cat([part.to(ranks.device) for part in small])] if small else []
         return cls([*(part.to(ranks.device) for part in large), *packed], [])
@@ -260,7 +278,7 @@ def _sort(
     large: list[torch.Tensor] = []
     small: list[torch.Tensor] = []
     for piece, part in zip(pieces, parts, strict=True):
-        alone = part.numel() >= _LARGE and piece.cargo.target.device.type == ranks.device.type
+        alone = part.numel() >= LARGE and piece.cargo.target.device.type == ranks.device.type
         if part.numel():
             (large if alone else small).append(part)
     return large, small
@@ -277,7 +295,8 @@ def _source(piece: _Piece, at: Coordinate) -> torch.Tensor:
     return cargo.layout.part(at).of(cargo.source, piece.start, piece.stop).to(cargo.dtype)
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat, contiguous tensor's bytes."""
     return tensor.view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
 
 
@@ -290,9 +309,9 @@ def fingerprint(tensor: torch.Tensor) -> int:
     """
     tensor, total = tensor.detach(), hash(tuple(tensor.shape))
     weights = _weights(tensor.device)
-    step = _LARGE // tensor.dtype.itemsize
+    step = LARGE // tensor.dtype.itemsize
     for start in range(0, tensor.numel(), step):
-        part = _as_bytes(elements(tensor, start, min(start + step, tensor.numel())))
+        part = as_bytes(elements(tensor, start, min(start + step, tensor.numel())))
         words, rest = part[: len(part) // 8 * 8], part[len(part) // 8 * 8 :]
         words = (words.clone() if words.storage_offset() % 8 else words).view(torch.int64)
         for numbers in (words, rest.to(torch.int64)):
@@ -304,5 +323,5 @@ def fingerprint(tensor: torch.Tensor) -> int:
 @lru_cache(maxsize=2)
 def _weights(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(1 << 62, (_LARGE // 8,), generator=generator, device="cpu")
+    numbers = torch.randint(1 << 62, (LARGE // 8,), generator=generator, device="cpu")
     return numbers.mul_(2).add_(1).to(device)

@@ -64,26 +64,35 @@ class Filling:
         limit = peak_bytes(components, self.bucket_bytes)
         rounds = {rank: list(_rounds(mine, limit)) for rank, mine in owners.items()}
         scratch = Arena(limit + sum(len(component.tensors) for component in components) * 64, self.device)
-        for number in range(max(map(len, rounds.values()), default=0)):
-            turn = {rank: mine[number] for rank, mine in rounds.items() if number < len(mine)}
-            made: dict[str, torch.Tensor] = {}
-            scratch.reuse()
-            with self.agreement.together("initialisation"):
-                for component in turn.get(self.agreement.rank, ()):
-                    made |= run_component(
-                        component, self.structure, self.sources.seed, self.device, real, scratch
-                    )
-            self.transport.send(
-                {
-                    rank: [
-                        self._cargo(name, made.get(name))
-                        for component in mine
-                        for name in component.tensors
-                        if name in self.sources.init
-                    ]
-                    for rank, mine in turn.items()
-                }
-            )
+        with self.transport.progress.stage("initialising") as stage:
+            stage.expect(sum(component.nbytes for component in components))
+            for number in range(max(map(len, rounds.values()), default=0)):
+                turn = {rank: mine[number] for rank, mine in rounds.items() if number < len(mine)}
+                self._initialise(turn, real, scratch)
+                stage.advance(sum(component.nbytes for mine in turn.values() for component in mine))
+
+    def _initialise(
+        self, turn: Mapping[int, Sequence[Component]], real: Mapping[str, torch.Tensor], scratch: Arena
+    ) -> None:
+        """One round: each rank runs its components, and all of them are delivered."""
+        made: dict[str, torch.Tensor] = {}
+        scratch.reuse()
+        with self.agreement.together("initialisation"):
+            for component in turn.get(self.agreement.rank, ()):
+                made |= run_component(
+                    component, self.structure, self.sources.seed, self.device, real, scratch
+                )
+        self.transport.send(
+            {
+                rank: [
+                    self._cargo(name, made.get(name))
+                    for component in mine
+                    for name in component.tensors
+                    if name in self.sources.init
+                ]
+                for rank, mine in turn.items()
+            }
+        )
 
     def deliver_states(self, follower: Follower, new: Mapping[str, nn.Parameter]) -> None:
         """Bring over, or slice, the optimizer's state and pending gradients."""

@@ -54,7 +54,8 @@ def render_preparation(done: Preparation) -> str:
     table.add_row("units", str(len(plan.units)))
     table.add_row("sharded parameters", f"{len(plan.parameter_units)} ({human_bytes(sharded)})")
     table.add_row("replicated parameters", str(len(plan.plain)))
-    way = {"memory": "read from memory", "messages": "by messages"}[done.transport]
+    ways = {"memory": "read from memory", "hosts": "once per host", "messages": "by messages"}
+    way = ways[done.transport]
     moved = f"{human_bytes(done.bytes_moved)} {way}" if done.bytes_moved else "none"
     table.add_row("bytes moved by this rank", moved)
     where = "resident" if done.mesh.device_type == "cpu" else "allocated"
