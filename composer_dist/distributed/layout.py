@@ -48,11 +48,14 @@ def grid(mesh: DeviceMesh) -> torch.Tensor:
 
     Dimensions are told by their names; where these say nothing the first of two replicates.
     """
-    names = mesh.mesh_dim_names or ()
-    if not _NAMES.intersection(names):
-        names = ("dp_replicate", "dp_shard")[-mesh.ndim :]
-    sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+    sizes = dict(zip(dim_names(mesh), mesh.mesh.shape, strict=True))
     return mesh.mesh.reshape(sizes.get("dp_replicate", 1), -1, sizes.get("tp", 1))
+
+
+def dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of a mesh's dimensions, ours where they say nothing."""
+    names = mesh.mesh_dim_names or ()
+    return names if _NAMES.intersection(names) else ("dp_replicate", "dp_shard")[-mesh.ndim :]
 
 
 def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
