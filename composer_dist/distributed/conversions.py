@@ -31,7 +31,7 @@ class Converted(NamedTuple):
     """Checkpoint's names that the model has no place for, with what they were renamed to."""
 
 
-def convert(model: Any, given: Mapping[str, Blueprint], shapes: Mapping[str, tuple[int, ...]]) -> Converted:
+def convert(model: Any, given: Mapping[str, Blueprint], shapes: dict[str, tuple[int, ...]]) -> Converted:
     """Apply the tables for a transformers model.
 
     Args:
@@ -101,7 +101,7 @@ def original_classes(model: nn.Module) -> Iterator[None]:
     """
     sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     for module, cls in sharded:
-        module.__class__ = _torch.original_class(cls)
+        module.__class__ = _torch.original_class(cls)  # type: ignore[assignment]
     try:
         yield
     finally:

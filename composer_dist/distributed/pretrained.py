@@ -222,8 +222,9 @@ def _gather(target: Target, bucket_bytes: int) -> int:
             block = window
             for outer in dims:
                 block = block.chunk(mesh.size(outer))[here[outer]]
-            mine = block.chunk(mesh.size(dim))[here[dim]]
-            dist.all_gather_into_tensor(block, mine, group=mesh.get_group(dim))
+            parts = list(block.chunk(mesh.size(dim)))
+            mine = parts[here[dim]]
+            dist.all_gather(parts, mine, group=mesh.get_group(dim))
             moved += 2 * (block.nbytes - mine.nbytes)
     return moved
 

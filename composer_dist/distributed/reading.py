@@ -85,18 +85,15 @@ class Files:
         Raises:
             CheckpointRuntimeError: the system reports an error, or the file ends too early.
         """
+        path = self.paths[number]
         views = [memoryview((ctypes.c_char * size).from_address(address)) for address, size in memory]
         while views:
             try:
                 got = os.preadv(self.descriptors[number], views, offset)
             except OSError as error:
-                raise CheckpointRuntimeError(
-                    f"Cannot read {self.paths[number]}: {error.strerror}."
-                ) from error
+                raise CheckpointRuntimeError(f"Cannot read {path}: {error.strerror}.") from error
             if not got:
-                raise CheckpointRuntimeError(
-                    f"{self.paths[number]} has become shorter; it ended at {offset}."
-                )
+                raise CheckpointRuntimeError(f"{path} has become shorter; it ended at {offset}.")
             offset += got
             while views and got >= len(views[0]):
                 got -= len(views.pop(0))
@@ -165,9 +162,7 @@ def _tasks(slabs: Sequence[Slab]) -> Iterator[list[_Batch | Slab]]:
     size = 0
     for slab in slabs:
         for piece in _direct(slab) if _is_direct(slab) else _bands(slab, _STAGE):
-            if isinstance(piece, Slab):
-                pieces.append(piece)
-            elif not (pieces and isinstance(pieces[-1], _Batch) and _joined(pieces[-1], piece)):
+            if not (pieces and _joined(pieces[-1], piece)):
                 pieces.append(piece)
             size += piece.nbytes
             if size >= _BATCH:
@@ -194,8 +189,11 @@ def _direct(slab: Slab) -> Iterator[_Batch]:
             yield _Batch(slab.file, offset + at, size, [(base + start * item + at, size)])
 
 
-def _joined(batch: _Batch, other: _Batch) -> bool:
-    return batch.add(other.file, other.offset, *other.memory[0])
+def _joined(last: _Batch | Slab, piece: _Batch | Slab) -> bool:
+    """Whether a piece could be added to the one before."""
+    if isinstance(last, Slab) or isinstance(piece, Slab):
+        return False
+    return last.add(piece.file, piece.offset, *piece.memory[0])
 
 
 def _bands(slab: Slab, limit: int) -> Iterator[Slab]:

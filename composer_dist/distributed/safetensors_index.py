@@ -190,9 +190,7 @@ def _collect(
     for number, (file, named) in enumerate(files.items()):
         found, size, read = _read_header(root / file, number)
         if absent := sorted((named or set()) - found.keys()):
-            raise CheckpointValueError(
-                f"The index says that {_list(absent)} lie in {file}, which lacks them."
-            )
+            raise CheckpointValueError(f"The index says that {_list(absent)} lie in {file}, but they do not.")
         for name, entry in found.items():
             home = (places or {}).get(name, file)
             if home == file and name in entries:
@@ -248,13 +246,9 @@ def _check_header(
                 f"{path} is corrupt: the header's entry of {name!r} lacks dtype, shape or data_offsets."
             ) from None
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise CheckpointValueError(
-                f"{path}: {name!r} has the dtype {dtype!r}, which torch does not have."
-            )
+            raise CheckpointValueError(f"{path}: {name!r} is of dtype {dtype!r}, which torch does not have.")
         if not all(type(one) is int and 0 <= one < 1 << 63 for one in numbers):
-            raise CheckpointValueError(
-                f"{path} is corrupt: {name!r} has the shape {shape}, at {begin}:{end}."
-            )
+            raise CheckpointValueError(f"{path} is corrupt: {name!r} is {shape}, at bytes {begin}:{end}.")
         entry = Entry(number, DTYPES[dtype], tuple(shape), start + begin)
         if end - begin != entry.nbytes:
             raise CheckpointValueError(

@@ -194,7 +194,7 @@ def _match_base(names: _Names, given: Mapping[str, tuple[str, Blueprint]], base:
 
 
 def _converted(
-    model: Any, given: Mapping[str, Blueprint], shapes: Mapping[str, tuple[int, ...]]
+    model: Any, given: Mapping[str, Blueprint], shapes: dict[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[Blueprint, tuple[str, ...]]], dict[str, str]]:
     """By transformers' tables for its models, by their own names for others."""
     if hasattr(model, "base_model_prefix") and given:

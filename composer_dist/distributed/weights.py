@@ -108,7 +108,8 @@ class Filling:
     def _read(self, component: Component) -> dict[str, torch.Tensor]:
         """What files have of a component's tensors, whole, for initialisers that look at them."""
         found = {}
-        for name in self.sources.disk.intersection(component.tensors) if self.disk else ():
+        for name in self.sources.disk.intersection(component.tensors):
+            assert self.disk is not None
             info = self.structure.tensors[name].info
             found[name] = torch.empty(info.shape, dtype=info.dtype, device=self.device)
             self.disk.read(name, found[name])
