@@ -273,10 +273,11 @@ def _squeeze(tensor: Blueprint, dim: int | None = None) -> Blueprint:
 
 def _getitem(tensor: Blueprint, index: Any) -> Blueprint:
     found, dim = tensor, 0
-    for one in index if isinstance(index, tuple) else (index,):
-        if one is Ellipsis and index in (..., (...,)):
-            continue
-        if isinstance(one, slice) and one.step in (None, 1):
+    every = index if isinstance(index, tuple) else (index,)
+    for number, one in enumerate(every):
+        if one is Ellipsis:
+            dim = found.ndim - (len(every) - number - 1)
+        elif isinstance(one, slice) and one.step in (None, 1):
             low, high, _ = one.indices(found.shape[dim])
             found, dim = _narrow(found, dim, low, max(0, high - low)), dim + 1
         elif isinstance(one, int):
