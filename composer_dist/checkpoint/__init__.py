@@ -12,12 +12,14 @@ __getattr__, __dir__, __all__ = lazy_names(
         "full_model_state": f"{_HERE}.state",
         "load_full_model_state": f"{_HERE}.state",
         "LoadResult": f"{_HERE}.state",
+        "load_pretrained": f"{_HERE}.pretrained",
         "export_pretrained": f"{_HERE}.huggingface",
     },
 )
 
 if TYPE_CHECKING:
     from composer_dist.checkpoint.huggingface import export_pretrained as export_pretrained
+    from composer_dist.checkpoint.pretrained import load_pretrained as load_pretrained
     from composer_dist.checkpoint.state import LoadResult as LoadResult
     from composer_dist.checkpoint.state import full_model_state as full_model_state
     from composer_dist.checkpoint.state import load_full_model_state as load_full_model_state

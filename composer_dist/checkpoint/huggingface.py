@@ -6,16 +6,16 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from composer_dist.checkpoint.adapters import adapter_hosts, as_peft_names
 from composer_dist.checkpoint.state import full_model_state
 from composer_dist.distributed.agreement import Agreement
+from composer_dist.distributed.conversions import original_classes
 from composer_dist.distributed.process_group import world_and_rank
 from composer_dist.distributed.summon import summon_full_params
 from composer_dist.errors import CheckpointRuntimeError, ParallelismTypeError
@@ -96,7 +96,7 @@ def _write(
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=path) as staging:
-            with _original_classes(model):
+            with original_classes(model):
                 if _is_peft(model):
                     model.save_pretrained(staging, state_dict=state)
                 else:
@@ -120,19 +120,3 @@ def _replace(staging: Path, path: Path) -> None:
     for stale in (*path.glob("model*.safetensors"), *path.glob("model.safetensors.index.json")):
         if stale.relative_to(path) not in written:
             stale.unlink()
-
-
-@contextmanager
-def _original_classes(model: nn.Module) -> Iterator[None]:
-    """Inside, modules have the classes that the user gave them, without FSDP2's in front.
-
-    transformers and peft write class names into configurations.
-    """
-    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
-    for module, cls in sharded:
-        module.__class__ = cls.__mro__[2]  # fully_shard's (new class, FSDPModule, original, ...)
-    try:
-        yield
-    finally:
-        for module, cls in sharded:
-            module.__class__ = cls

@@ -30,6 +30,8 @@ class Preparation:
     """Step to seconds, in the order of the steps."""
     bytes_moved: int = 0
     """Bytes that this rank sent, received and read while weights were delivered."""
+    bytes_read: int = 0
+    """Bytes that this rank read from the files given as `weights`."""
     transport: str = "messages"
     """How they travelled: "memory" where ranks read the source's, "hosts" where one rank of each other
     host received for it, "messages"."""

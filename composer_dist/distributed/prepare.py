@@ -8,6 +8,7 @@ a failure anywhere is raised everywhere too, and leaves the model marked as unus
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,7 @@ from composer_dist.distributed.plan import (
 )
 from composer_dist.distributed.policies import WrapPolicy, composer_children
 from composer_dist.distributed.preparation import Preparation, peak, reset_peak
+from composer_dist.distributed.pretrained import Pretrained, open_weights
 from composer_dist.distributed.sharding import check_offload, finish, hook_units, shard
 from composer_dist.distributed.sources import Sources, decide_sources
 from composer_dist.distributed.steps import meta_init
@@ -61,6 +63,7 @@ from composer_dist.errors import ParallelismTypeError
 from composer_dist.precision import Precision
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
+Weights = str | os.PathLike[str] | None
 
 
 def parallelize_model(
@@ -72,6 +75,7 @@ def parallelize_model(
     activation_checkpointing_check_fn: Callable[[nn.Module], bool] | None = None,
     param_init_fn: InitFn | None = None,
     *,
+    weights: Weights = None,
     parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module | None] | None = None,
 ) -> Preparation:
     """Make `model` ready to train on all ranks, in place. Every rank must call it.
@@ -91,6 +95,9 @@ def parallelize_model(
             attributes, or the model's repeated blocks.
         activation_checkpointing_check_fn: `module -> bool`, which modules to checkpoint.
         param_init_fn: initialises one module that holds meta tensors, in place of `reset_parameters`.
+        weights: a safetensors file, or a directory as transformers, peft and `export_pretrained` write
+            it. Every rank reads its part of every tensor in there, whatever the model held; what is not
+            in there must be of an adapter, unless `strict=False`, and is treated as without.
         parallelize_fn: the caller's own step `(model, mesh) -> model | None`, run first.
 
     Returns:
@@ -109,6 +116,7 @@ def parallelize_model(
         activation_checkpointing_check_fn,
         param_init_fn,
         parallelize_fn,
+        weights=weights,
     )
 
 
@@ -117,6 +125,8 @@ def parallelize_composer_model(
     optimizer: Optimizers = None,
     config: Config | ParallelPlan = "fsdp",
     precision: str | Precision | None = None,
+    *,
+    weights: Weights = None,
 ) -> Preparation:
     """`parallelize_model` for a `ComposerModel`: its direct children are units, and it takes the rest.
 
@@ -126,7 +136,7 @@ def parallelize_composer_model(
     Raises:
         ParallelismTypeError: not a ComposerModel.
     """
-    return _prepare(composer_model, config, optimizer, precision, composer=True)
+    return _prepare(composer_model, config, optimizer, precision, composer=True, weights=weights)
 
 
 def _prepare(
@@ -139,6 +149,7 @@ def _prepare(
     param_init_fn: InitFn | None = None,
     parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module | None] | None = None,
     composer: bool = False,
+    weights: Weights = None,
 ) -> Preparation:
     process_group.init(reuse=True)
 
@@ -174,7 +185,9 @@ def _prepare(
         check_hooks(structure, plan.plain)
     done = Preparation(model, plan, mesh)
     with done.step("agree"):
-        sources = decide_sources(agreement, structure, plan, optimizers)
+        disk = open_weights(weights, structure, agreement, settings)
+        names = disk.names if disk else frozenset()
+        sources = decide_sources(agreement, structure, plan, optimizers, names)
         components: list[Component] = []
         with agreement.together("the initialisers"):
             check_refills(optimizers, structure, sources.init)
@@ -184,11 +197,12 @@ def _prepare(
         agreement.reach("what is initialised", describe_components(components), check_alike)
         if (init_peak := peak_bytes(components, settings.bucket_bytes)) != plan.init_peak:
             plan = done.plan = replace(plan, init_peak=init_peak)
-    for warning in [*plan.warnings, *forgotten_optimizers(optimizers, structure)]:
+    left = disk.warnings() if disk else []
+    for warning in [*plan.warnings, *forgotten_optimizers(optimizers, structure), *left]:
         warnings.warn(warning, UserWarning, stacklevel=3)
 
     with _usable_or_marked(model, agreement):
-        _execute(done, structure, sources, components, optimizers, agreement)
+        _execute(done, structure, sources, components, optimizers, agreement, disk)
     done.peak_memory = peak(device)
     if settings.fsdp2 is not None and settings.fsdp2.verbose and agreement.rank == agreement.ranks[0]:
         print(plan, done, sep="\n")
@@ -202,6 +216,7 @@ def _execute(
     components: Sequence[Component],
     optimizers: Sequence[Optimizer],
     agreement: Agreement,
+    disk: Pretrained | None,
 ) -> None:
     """Carry out the plan; from here on the model changes."""
     plan, mesh = done.plan, fsdp_mesh(done.mesh) or done.mesh
@@ -213,7 +228,7 @@ def _execute(
         shards = shard(structure, plan, mesh, device_of(mesh))
     limit = plan.config.bucket_bytes
     with Transport(mesh, agreement, limit, plan.config.transport) as transport:
-        filling = Filling(structure, shards, sources, mesh, agreement, transport, limit)
+        filling = Filling(structure, shards, sources, mesh, agreement, transport, limit, disk)
         with done.step("weights"):
             filling.deliver_weights()
         if components:
@@ -224,6 +239,8 @@ def _execute(
             filling.deliver_states(follower, new)  # type: ignore[arg-type]
             follower.rebind(new)  # type: ignore[arg-type]
     done.bytes_moved, done.transport = transport.moved, transport.way
+    if disk:
+        done.bytes_moved, done.bytes_read = done.bytes_moved + disk.bytes_moved, disk.bytes_read
     with agreement.together("the final checks"), done.step("check"):
         for name, parameter in shards.sharded.items():
             carry_attributes(shards.originals[name], parameter)

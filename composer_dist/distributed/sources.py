@@ -41,6 +41,8 @@ class Sources:
     """On meta everywhere: initialised."""
     local: frozenset[str] = frozenset()
     """Real and equal everywhere: every rank takes its part of its own."""
+    disk: frozenset[str] = frozenset()
+    """Read from files, whatever was there."""
     seed: int = 0
     """The first rank's, for initialisation."""
     states: Description = field(default_factory=dict)
@@ -50,9 +52,16 @@ class Sources:
 
 
 def decide_sources(
-    agreement: Agreement, structure: Structure, plan: ParallelPlan, optimizers: Sequence[Optimizer]
+    agreement: Agreement,
+    structure: Structure,
+    plan: ParallelPlan,
+    optimizers: Sequence[Optimizer],
+    disk: frozenset[str] = frozenset(),
 ) -> Sources:
     """Exchange what every rank has, and decide; nothing has been changed when this raises.
+
+    Args:
+        disk: names of the tensors that files have values for, the same on every rank.
 
     Raises:
         ParallelismValueError: ranks differ in structure, dtype, `requires_grad`, plan or values, the
@@ -72,7 +81,7 @@ def decide_sources(
         for what in ("structure", "plan", "optimizers"):
             if any(finding[what] != findings[0][what] for finding in findings):
                 return {"differs": what}
-        found = _sort(structure, plan.config.sync, [finding["meta"] for finding in findings])
+        found = _sort(structure, plan.config.sync, [finding["meta"] for finding in findings], disk)
         found["seed"] = findings[0]["seed"]
         found["states"] = findings[0]["states"]
         found["same_states"] = all(f["states"] == findings[0]["states"] for f in findings)
@@ -93,7 +102,7 @@ def decide_sources(
             facts = [[unit["modules"], unit] for unit in described["units"]] + [["config", described]]
         agreement.reach(f"what differs in the {differs}", facts, _explain(differs, agreement.ranks))
     rank0, init, kept = (frozenset(verdict[key]) for key in ("rank0", "init", "kept"))
-    local = frozenset(structure.tensors) - rank0 - init - kept
+    local = frozenset(structure.tensors) - rank0 - init - kept - disk
     compared = {name: structure.tensors[name].get() for name in sorted(local)}
     if not rank0:
         compared |= state_tensors(optimizers, structure)
@@ -102,16 +111,17 @@ def decide_sources(
         rank0=rank0,
         init=init,
         local=local,
+        disk=disk,
         seed=verdict["seed"],
         states=verdict["states"],
         states_here=verdict["same_states"] or agreement.rank == agreement.ranks[0],
     )
 
 
-def _sort(structure: Structure, sync: str, metas: Sequence[Any]) -> dict[str, Any]:
-    """From who has what on meta to where each tensor's value comes from."""
-    everything = set(structure.tensors)
-    per_rank = [everything if meta == "all" else set(meta) for meta in metas]
+def _sort(structure: Structure, sync: str, metas: Sequence[Any], disk: frozenset[str]) -> dict[str, Any]:
+    """From who has what on meta to where the value of each tensor that files lack comes from."""
+    everything = set(structure.tensors) - disk
+    per_rank = [everything if meta == "all" else set(meta) - disk for meta in metas]
     nowhere = set.intersection(*per_rank)
     somewhere = set.union(*per_rank)
     lacking = sorted(per_rank[0] - nowhere)

@@ -157,7 +157,7 @@ def sync_module_states(model: nn.Module, full_state_dict: Mapping[str, torch.Ten
             name,
             Layout.of(held.get()),
             held.info.dtype,
-            _storage(model, held, device_of(mesh)),
+            storage_of(model, held, device_of(mesh)),
             sources.get(name),
         )
         for name, held in structure.tensors.items()
@@ -211,7 +211,7 @@ def _average_plain(model: nn.Module, structure: Structure, mesh: DeviceMesh, cha
         average_plain_gradients(model, plain, mesh)  # type: ignore[arg-type]
 
 
-def _storage(model: nn.Module, held: Held, device: torch.device) -> torch.Tensor:
+def storage_of(model: nn.Module, held: Held, device: torch.device) -> torch.Tensor:
     """Where a tensor's values go on this rank; made if it has none yet."""
     value = held.get()
     if isinstance(value, DTensor):
@@ -234,7 +234,7 @@ def _put(model: nn.Module, held: Held, value: torch.Tensor) -> None:
     now = held.get()
     if not isinstance(now, DTensor):
         return replace(held, value)
-    target = _storage(model, held, value.device)
+    target = storage_of(model, held, value.device)
     take_slice(Cargo(held.info.name, Layout.of(now), held.info.dtype, target, value), now.device_mesh)
     return None
 

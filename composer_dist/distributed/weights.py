@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Held, Structure
@@ -15,6 +16,7 @@ from composer_dist.distributed.arena import Arena, empty
 from composer_dist.distributed.initialize import Component, peak_bytes, replace, run_component
 from composer_dist.distributed.layout import Layout
 from composer_dist.distributed.optimizer import Follower
+from composer_dist.distributed.pretrained import Pretrained, Target
 from composer_dist.distributed.sharding import Shards
 from composer_dist.distributed.sources import Sources
 from composer_dist.distributed.sync import Cargo, device_of, take_slice
@@ -32,6 +34,8 @@ class Filling:
     agreement: Agreement
     transport: Transport
     bucket_bytes: int
+    disk: Pretrained | None = None
+    """Where the tensors in `sources.disk` are read from."""
 
     def __post_init__(self) -> None:
         self.device = device_of(self.mesh)
@@ -41,7 +45,9 @@ class Filling:
         }
 
     def deliver_weights(self) -> None:
-        """Bring over what rank 0 has, and slice what every rank has."""
+        """Read what files have, bring over what rank 0 has, and slice what every rank has."""
+        if self.disk is not None:
+            self.disk.fill([self._target(name) for name in sorted(self.sources.disk)], self.bucket_bytes)
         here = self.agreement.rank == self.first
         delivered = [
             self._cargo(name, self.values[name] if here else None) for name in sorted(self.sources.rank0)
@@ -79,8 +85,9 @@ class Filling:
         scratch.reuse()
         with self.agreement.together("initialisation"):
             for component in turn.get(self.agreement.rank, ()):
+                seen = {**real, **self._read(component)}
                 made |= run_component(
-                    component, self.structure, self.sources.seed, self.device, real, scratch
+                    component, self.structure, self.sources.seed, self.device, seen, scratch
                 )
         self.transport.send(
             {
@@ -102,6 +109,25 @@ class Filling:
         else:
             for cargo in cargoes:
                 take_slice(cargo, self.mesh)
+
+    def _target(self, name: str) -> Target:
+        """A tensor that is read from files, and where its part goes."""
+        now = self.shards.sharded.get(name, self.structure.tensors[name].get())
+        if isinstance(now, DTensor):
+            local = self.shards.local.get(name, now.to_local().detach())
+            return Target(name, Layout.of(now), local, now.device_mesh)
+        cargo = self._cargo(name, None)
+        return Target(name, cargo.layout, cargo.target, self.mesh)
+
+    def _read(self, component: Component) -> dict[str, torch.Tensor]:
+        """What files have of a component's tensors, whole, for initialisers that look at them."""
+        found = {}
+        for name in self.sources.disk.intersection(component.tensors):
+            assert self.disk is not None
+            info = self.structure.tensors[name].info
+            found[name] = torch.empty(info.shape, dtype=info.dtype, device=self.device)
+            self.disk.read(name, found[name])
+        return found
 
     def _cargo(self, name: str, source: torch.Tensor | None) -> Cargo:
         """A tensor and where it goes: its shard, or a whole tensor that the model holds from now on."""

@@ -58,6 +58,8 @@ def render_preparation(done: Preparation) -> str:
     way = ways[done.transport]
     moved = f"{human_bytes(done.bytes_moved)} {way}" if done.bytes_moved else "none"
     table.add_row("bytes moved by this rank", moved)
+    if done.bytes_read:
+        table.add_row("bytes read by this rank", human_bytes(done.bytes_read))
     where = "resident" if done.mesh.device_type == "cpu" else "allocated"
     table.add_row("peak memory of this rank", f"{human_bytes(done.peak_memory)} {where}")
     steps = ", ".join(f"{step} {seconds:.2f}" for step, seconds in done.timings.items())

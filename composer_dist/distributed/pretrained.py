@@ -1,0 +1,253 @@
+"""Weights from files into the shards: every rank reads what it holds, and nothing else.
+
+One rank reads the headers and hands what they say to the others through the store; all find out by
+themselves which bytes of which files they need, check everything that can be checked, and only then
+read, straight into their shards. Ranks that hold the same part of a tensor read a share of it each and
+gather the rest from one another, unless it is small.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_dist.distributed.agreement import Agreement
+from composer_dist.distributed.aliases import Structure
+from composer_dist.distributed.config import ParallelismConfig
+from composer_dist.distributed.layout import Coordinate, Layout, Part
+from composer_dist.distributed.mesh import roles
+from composer_dist.distributed.read_plan import Slab, plan_reads
+from composer_dist.distributed.reading import MIB, Files, read_slabs
+from composer_dist.distributed.safetensors_index import Index, read_index
+from composer_dist.distributed.slices import Blueprint
+from composer_dist.distributed.weight_names import Match, match_names
+from composer_dist.errors import CheckpointValueError, ParallelismValueError
+
+_SMALL = MIB
+"""Bytes of a part below which every rank that holds it reads all of it."""
+_SAMPLE = MIB // 4
+
+
+@dataclass
+class Target:
+    """This rank's part of a tensor, to be filled."""
+
+    name: str
+    layout: Layout
+    local: torch.Tensor
+    """Contiguous, of the part's elements in row-major order."""
+    mesh: DeviceMesh | None
+    """None where there is one rank only."""
+
+    @property
+    def part(self) -> Part:
+        """Which elements these are."""
+        return self.layout.part(Coordinate.of(self.mesh) if self.mesh else Coordinate())
+
+    def sharing(self) -> list[int]:
+        """Dimensions of the mesh along which all ranks hold the same part, and read a share of it each."""
+        local, mesh = self.local, self.mesh
+        if mesh is None or local.nbytes < _SMALL or local.device.type != mesh.device_type:
+            return []
+        cut = {"dp_replicate": False, "tp": self.layout.tp_dim is not None}
+        return [
+            dim
+            for name, dim in roles(mesh).items()
+            if mesh.size(dim) > 1 and not cut.get(name, self.layout.rows)
+        ]
+
+
+def open_weights(
+    path: str | os.PathLike[str] | None, structure: Structure, agreement: Agreement, config: ParallelismConfig
+) -> Pretrained | None:
+    """The checkpoint that `parallelize_model` was given, if any; see `Pretrained.open`.
+
+    Raises:
+        ParallelismValueError: the configuration says that others' weights count.
+    """
+    if path is None:
+        return None
+    if config.sync != "auto":
+        raise ParallelismValueError(
+            f"weights= says that the files' weights count, and sync={config.sync!r} that the ranks' do; "
+            "give one of them."
+        )
+    return Pretrained.open(path, structure, agreement, config.strict)
+
+
+@dataclass
+class Pretrained:
+    """A checkpoint in files, matched with a model."""
+
+    index: Index
+    root: Path
+    """The directory of the files as this rank knows it."""
+    match: Match
+    agreement: Agreement
+    bytes_read: int = 0
+    """By this rank so far, headers included."""
+    bytes_moved: int = 0
+    """Sent and received by this rank to share what ranks hold alike."""
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], structure: Structure, agreement: Agreement, strict: bool
+    ) -> Pretrained | None:
+        """Read the headers on the first rank and match them with the model on all; all or none succeed.
+
+        Returns:
+            None where the ranks' models differ, which somebody else explains.
+
+        Raises:
+            CheckpointError: the files are not there, or corrupt, or do not fit the model.
+        """
+        here = Path(path)
+        read = 0
+
+        def decide(digests: list[str]) -> str | None:
+            nonlocal read
+            if len(set(digests)) > 1:
+                return None
+            index = read_index(here)
+            read = index.header_bytes
+            return index.pack()
+
+        packed = agreement.reach("the checkpoint's headers", structure.digest(), decide)
+        if packed is None:
+            return None
+        index = Index.unpack(packed)
+        root = here if here.is_dir() else here.parent
+        with agreement.together("the checkpoint's names"):
+            match = match_names(structure, index.entries, root.name, index.adapter)
+            match.check(structure, index.entries, strict)
+            with Files(root, index.files) as files:
+                for name, twin in match.twins:
+                    _check_twin(name, match.tensors[name], twin, index, files)
+        return cls(index, root, match, agreement, read)
+
+    def warnings(self) -> list[str]:
+        """What did not match, for those who were lenient."""
+        return [
+            f"{what}: {', '.join(names[:10])}{' and others' if len(names) > 10 else ''}."
+            for what, names in (
+                (f"{self.root} lacks these, which keep their values or are initialised", self.match.missing),
+                (f"The model has no place for these of {self.root}", self.match.unexpected),
+            )
+            if names
+        ]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """First names of the tensors that the checkpoint has values for."""
+        return frozenset(self.match.tensors)
+
+    def fill(self, targets: Sequence[Target], bucket_bytes: int) -> None:
+        """Read the targets' values; every rank calls it with the same tensors.
+
+        Args:
+            bucket_bytes: most bytes that ranks gather from one another at one time.
+
+        Raises:
+            CheckpointRuntimeError: a file cannot be read, on whichever rank.
+        """
+        with self.agreement.together("reading the weights"), Files(self.root, self.index.files) as files:
+            slabs = [slab for target in targets for slab in self._slabs(target, bucket_bytes)]
+            self.bytes_read += read_slabs(slabs, files)
+        shared = [target for target in targets if target.sharing()]
+        if shared:
+            self.bytes_moved += self.agreement.collectively(
+                "gathering the weights", lambda: sum(_gather(target, bucket_bytes) for target in shared)
+            )
+
+    def read(self, name: str, whole: torch.Tensor) -> None:
+        """Read all of one tensor, on this rank alone."""
+        target = Target(name, Layout(tuple(whole.shape)), whole, None)
+        with Files(self.root, self.index.files) as files:
+            self.bytes_read += read_slabs(list(self._slabs(target, 0)), files)
+
+    def _slabs(self, target: Target, bucket_bytes: int) -> Iterator[Slab]:
+        """What this rank reads of a target: its share of each window, or everything."""
+        blueprint, flat = self.match.tensors[target.name], target.local.view(-1)
+        for first, last in _shares(target, bucket_bytes):
+            yield from plan_reads(blueprint, self.index.entries, target.part, flat, first, last)
+
+
+def _windows(target: Target, bucket_bytes: int) -> Iterator[tuple[int, int]]:
+    """A shared target in windows that all its holders have an equal share of: (first element, length).
+
+    What is left at the end, less than one element per holder, is not in any.
+    """
+    assert target.mesh is not None
+    holders = prod(target.mesh.size(dim) for dim in target.sharing())
+    step = max(1, bucket_bytes // (target.local.itemsize * holders)) * holders
+    whole = target.local.numel() // holders * holders
+    for first in range(0, whole, step):
+        yield first, min(step, whole - first)
+
+
+def _shares(target: Target, bucket_bytes: int) -> Iterator[tuple[int, int]]:
+    """The elements [first, last) of a target that this rank reads."""
+    dims, numel = target.sharing(), target.local.numel()
+    if not dims:
+        yield 0, numel
+        return
+    assert target.mesh is not None
+    here, number, holders = target.mesh.get_coordinate(), 0, 1
+    assert here is not None
+    for dim in dims:
+        number, holders = number * target.mesh.size(dim) + here[dim], holders * target.mesh.size(dim)
+    for first, length in _windows(target, bucket_bytes):
+        share = length // holders
+        yield first + number * share, first + (number + 1) * share
+    yield numel // holders * holders, numel
+
+
+@torch.no_grad()
+def _gather(target: Target, bucket_bytes: int) -> int:
+    """Complete a target from the shares that its holders have read; returns bytes sent and received."""
+    flat, mesh, moved = target.local.view(-1), target.mesh, 0
+    assert mesh is not None
+    here = mesh.get_coordinate()
+    assert here is not None
+    for first, length in _windows(target, bucket_bytes):
+        window, dims = flat[first : first + length], target.sharing()
+        while dims:  # along the innermost dimension first: there, shares lie side by side
+            dim = dims.pop()
+            block = window
+            for outer in dims:
+                block = block.chunk(mesh.size(outer))[here[outer]]
+            parts = list(block.chunk(mesh.size(dim)))
+            mine = parts[here[dim]]
+            dist.all_gather(parts, mine, group=mesh.get_group(dim))
+            moved += 2 * (block.nbytes - mine.nbytes)
+    return moved
+
+
+def _check_twin(name: str, one: Blueprint, other: Blueprint, index: Index, files: Files) -> None:
+    """Two stored tensors for one tied tensor must be equal; samples of them are compared.
+
+    Raises:
+        CheckpointValueError: they are not.
+    """
+    found = [index.entries[blueprint.source] for blueprint in (one, other) if blueprint.source]
+    if len(found) < 2:
+        return
+    size, samples = found[0].nbytes, []
+    for entry in found:
+        buffer = torch.zeros(3, min(size, _SAMPLE), dtype=torch.uint8)
+        for row, at in zip(buffer, (0, (size - len(buffer[0])) // 2, size - len(buffer[0])), strict=True):
+            if size and entry.nbytes == size:
+                files.read(entry.file, entry.offset + at, [(row.data_ptr(), row.numel())])
+        samples.append(buffer)
+    if found[0].dtype != found[1].dtype or found[0].nbytes != size or not torch.equal(*samples):
+        raise CheckpointValueError(
+            f"{one.source} and {other.source} differ in the checkpoint, but are one tensor, {name}, in the "
+            "model. Untie them (tie_word_embeddings=False) or remove the one that does not count."
+        )

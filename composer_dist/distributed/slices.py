@@ -1,0 +1,318 @@
+"""Tensors that are made of slices of stored ones.
+
+A checkpoint may hold a tensor in pieces, fused with others, transposed or permuted. A *blueprint* is a
+tensor without values that remembers which elements of which stored tensors it consists of, as *boxes*:
+rectangles of it that lie somewhere in a stored tensor with strides of their own. Functions that only
+move elements (cat, stack, chunk, transpose, reshape and their like) turn blueprints into blueprints, so
+a library's own conversion, run on them, says what is to be read from where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from composer_dist.errors import CheckpointValueError
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a tensor whose elements lie in a stored tensor, `strides` apart."""
+
+    source: str
+    """The stored tensor's name."""
+    start: Dims
+    sizes: Dims
+    offset: int
+    """Where the first element lies: its number in the stored tensor, in row-major order."""
+    strides: Dims
+
+    def narrow(self, dim: int, low: int, high: int) -> Box | None:
+        """The part with indices [low, high) in a dimension of the tensor, if there is any."""
+        first, last = max(self.start[dim], low), min(self.start[dim] + self.sizes[dim], high)
+        if first >= last:
+            return None
+        return replace(
+            self,
+            start=_put(self.start, dim, first),
+            sizes=_put(self.sizes, dim, last - first),
+            offset=self.offset + (first - self.start[dim]) * self.strides[dim],
+        )
+
+    def each(self, dim: int) -> Iterator[Box]:
+        """Boxes of one index each in a dimension."""
+        for index in range(self.start[dim], self.start[dim] + self.sizes[dim]):
+            box = self.narrow(dim, index, index + 1)
+            assert box is not None
+            yield box
+
+
+class Blueprint(torch.Tensor):
+    """A tensor on the meta device that knows what it is made of."""
+
+    boxes: tuple[Box, ...]
+
+    @classmethod
+    def stored(cls, name: str, shape: Dims, dtype: torch.dtype) -> Blueprint:
+        """The stored tensor `name` as it is."""
+        whole = Box(name, (0,) * len(shape), shape, 0, contiguous_strides(shape))
+        return cls.made_of((whole,) if prod(shape) else (), shape, dtype)
+
+    @classmethod
+    def made_of(cls, boxes: Sequence[Box], shape: Dims, dtype: torch.dtype) -> Blueprint:
+        """A tensor that consists of these boxes."""
+        made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+        made.boxes = tuple(boxes)
+        return made
+
+    @property
+    def source(self) -> str | None:
+        """The name of the stored tensor that this is as it is, if it is one."""
+        if len(self.boxes) != 1:
+            return None
+        name = self.boxes[0].source
+        same = Blueprint.stored(name, tuple(self.shape), self.dtype).boxes == self.boxes
+        return name if same else None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Moves elements, or tells shapes and the like; whatever needs values is refused."""
+        if rule := _RULES.get(func.__name__):
+            return rule(*args, **(kwargs or {}))
+        untyped: Any = super()
+        result = untyped.__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, torch.Tensor) and func.__name__ != "as_subclass":
+            raise CheckpointValueError(f"it computes with {func.__name__}, which needs values")
+        return result
+
+
+def contiguous_strides(shape: Dims) -> Dims:
+    """Strides of a tensor in row-major order, in elements."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def reshape(boxes: Sequence[Box], old: Dims, new: Dims) -> list[Box]:
+    """The boxes of a tensor of shape `old` after it has been reshaped to `new`."""
+    if prod(old) == 0:
+        return []
+    found, at, left, right = list(boxes), 0, 0, 0
+    while left < len(old) or right < len(new):
+        # The next dimensions of both sides that make up the same number of elements.
+        group, wanted = list(old[left : left + 1]), list(new[right : right + 1])
+        while prod(group) != prod(wanted):
+            side, shape, start = (group, old, left) if prod(group) < prod(wanted) else (wanted, new, right)
+            side.append(shape[start + len(side)])
+        left, right = left + len(group), right + len(wanted)
+        if group != wanted:
+            for number in reversed(range(1, len(group))):  # all into one, from the last
+                inner = prod(group[number:])
+                found = [one for box in found for one in _merge(box, at + number - 1, inner)]
+            for number in range(1, len(wanted)) if group else ():
+                inner = prod(wanted[number:])
+                found = [one for box in found for one in _split(box, at + number - 1, inner)]
+            if bool(group) != bool(wanted):
+                found = [_add(box, at) if wanted else _drop(box, at) for box in found]
+        at += len(wanted)
+    return found
+
+
+def _merge(box: Box, dim: int, inner: int) -> Iterator[Box]:
+    """Make one dimension of `dim` and the next, which is of size `inner`."""
+    start, size, stride = (field[dim : dim + 2] for field in (box.start, box.sizes, box.strides))
+    full = size[1] == inner
+    if size[0] > 1 and not (full and (inner == 1 or stride[0] == stride[1] * inner)):
+        for one in box.each(dim):
+            yield from _merge(one, dim, inner)
+        return
+    yield replace(
+        box,
+        start=_splice(box.start, dim, 2, start[0] * inner + start[1]),
+        sizes=_splice(box.sizes, dim, 2, size[0] * size[1]),
+        strides=_splice(box.strides, dim, 2, stride[0] if inner == 1 else stride[1]),
+    )
+
+
+def _split(box: Box, dim: int, inner: int) -> Iterator[Box]:
+    """Make two dimensions of one, the second of size `inner`."""
+    start, size, stride = box.start[dim], box.sizes[dim], box.strides[dim]
+    border = (start // inner + 1) * inner
+    if start % inner == 0 and size % inner == 0:
+        places, sizes = (start // inner, 0), (size // inner, inner)
+    elif start + size <= border:
+        places, sizes = divmod(start, inner), (1, size)
+    else:
+        whole = (start + size) // inner * inner if start % inner == 0 else border
+        for low, high in ((start, whole), (whole, start + size)):
+            part = box.narrow(dim, low, high)
+            if part is not None:
+                yield from _split(part, dim, inner)
+        return
+    yield replace(
+        box,
+        start=_splice(box.start, dim, 1, *places),
+        sizes=_splice(box.sizes, dim, 1, *sizes),
+        strides=_splice(box.strides, dim, 1, stride * inner, stride),
+    )
+
+
+def _add(box: Box, dim: int) -> Box:
+    return replace(
+        box,
+        start=_splice(box.start, dim, 0, 0),
+        sizes=_splice(box.sizes, dim, 0, 1),
+        strides=_splice(box.strides, dim, 0, 0),
+    )
+
+
+def _drop(box: Box, dim: int) -> Box:
+    return replace(
+        box,
+        start=_splice(box.start, dim, 1),
+        sizes=_splice(box.sizes, dim, 1),
+        strides=_splice(box.strides, dim, 1),
+    )
+
+
+def _put(values: Dims, dim: int, value: int) -> Dims:
+    return _splice(values, dim, 1, value)
+
+
+def _splice(values: Dims, dim: int, count: int, *new: int) -> Dims:
+    return (*values[:dim], *new, *values[dim + count :])
+
+
+# Functions that move elements, with torch's own arguments.
+
+
+def _cat(tensors: Sequence[Blueprint], dim: int = 0) -> Blueprint:
+    first = tensors[0]
+    dim, boxes, at = dim % first.ndim, [], 0
+    for one in tensors:
+        if _put(tuple(one.shape), dim, 0) != _put(tuple(first.shape), dim, 0):
+            raise CheckpointValueError(f"it joins tensors of shapes {_shapes(tensors)}")
+        for box in one.boxes:
+            boxes.append(replace(box, start=_put(box.start, dim, box.start[dim] + at)))
+        at += one.shape[dim]
+    return Blueprint.made_of(boxes, _put(tuple(first.shape), dim, at), first.dtype)
+
+
+def _stack(tensors: Sequence[Blueprint], dim: int = 0) -> Blueprint:
+    return _cat([_unsqueeze(one, dim) for one in tensors], dim)
+
+
+def _narrow(tensor: Blueprint, dim: int, start: int, length: int) -> Blueprint:
+    dim %= tensor.ndim
+    parts = (box.narrow(dim, start, start + length) for box in tensor.boxes)
+    boxes = [replace(b, start=_put(b.start, dim, b.start[dim] - start)) for b in parts if b]
+    return Blueprint.made_of(boxes, _put(tuple(tensor.shape), dim, length), tensor.dtype)
+
+
+def _split_sizes(tensor: Blueprint, split_size_or_sections: Any, dim: int = 0) -> tuple[Blueprint, ...]:
+    size, sections = tensor.shape[dim], split_size_or_sections
+    if isinstance(sections, int):
+        sections = [min(sections, size - at) for at in range(0, size, sections)]
+    if sum(sections) != size:
+        raise CheckpointValueError(f"it splits {size} rows into {list(sections)}")
+    return tuple(_narrow(tensor, dim, sum(sections[:i]), length) for i, length in enumerate(sections))
+
+
+def _chunk(tensor: Blueprint, chunks: int, dim: int = 0) -> tuple[Blueprint, ...]:
+    return _split_sizes(tensor, max(1, -(-tensor.shape[dim] // chunks)), dim)
+
+
+def _unbind(tensor: Blueprint, dim: int = 0) -> tuple[Blueprint, ...]:
+    return tuple(_squeeze(_narrow(tensor, dim, index, 1), dim) for index in range(tensor.shape[dim]))
+
+
+def _permute(tensor: Blueprint, *dims: Any) -> Blueprint:
+    order = [dim % tensor.ndim for dim in (dims[0] if isinstance(dims[0], (tuple, list)) else dims)]
+    boxes = [
+        replace(
+            box,
+            start=tuple(box.start[dim] for dim in order),
+            sizes=tuple(box.sizes[dim] for dim in order),
+            strides=tuple(box.strides[dim] for dim in order),
+        )
+        for box in tensor.boxes
+    ]
+    return Blueprint.made_of(boxes, tuple(tensor.shape[dim] for dim in order), tensor.dtype)
+
+
+def _transpose(tensor: Blueprint, dim0: int, dim1: int) -> Blueprint:
+    order = list(range(tensor.ndim))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return _permute(tensor, order)
+
+
+def _reshape(tensor: Blueprint, *shape: Any) -> Blueprint:
+    wanted = list(shape[0] if isinstance(shape[0], (tuple, list)) else shape)
+    if -1 in wanted:
+        wanted[wanted.index(-1)] = tensor.numel() // max(1, -prod(wanted))
+    if prod(wanted) != tensor.numel():
+        raise CheckpointValueError(f"it reshapes {tuple(tensor.shape)} to {tuple(wanted)}")
+    new = tuple(wanted)
+    return Blueprint.made_of(reshape(tensor.boxes, tuple(tensor.shape), new), new, tensor.dtype)
+
+
+def _unsqueeze(tensor: Blueprint, dim: int) -> Blueprint:
+    shape = list(tensor.shape)
+    shape.insert(dim % (tensor.ndim + 1), 1)
+    return _reshape(tensor, shape)
+
+
+def _squeeze(tensor: Blueprint, dim: int | None = None) -> Blueprint:
+    dims = range(tensor.ndim) if dim is None else [dim % tensor.ndim]
+    return _reshape(tensor, [size for d, size in enumerate(tensor.shape) if d not in dims or size != 1])
+
+
+def _getitem(tensor: Blueprint, index: Any) -> Blueprint:
+    found, dim = tensor, 0
+    every = index if isinstance(index, tuple) else (index,)
+    for number, one in enumerate(every):
+        if one is Ellipsis:
+            dim = found.ndim - (len(every) - number - 1)
+        elif isinstance(one, slice) and one.step in (None, 1):
+            low, high, _ = one.indices(found.shape[dim])
+            found, dim = _narrow(found, dim, low, max(0, high - low)), dim + 1
+        elif isinstance(one, int):
+            found = _squeeze(_narrow(found, dim, one % found.shape[dim], 1), dim)
+        else:
+            raise CheckpointValueError(f"it indexes with {one!r}")
+    return found
+
+
+def _same(tensor: Blueprint, *args: Any, **kwargs: Any) -> Blueprint:
+    return tensor
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    return ", ".join(str(tuple(one.shape)) for one in tensors)
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "cat": _cat,
+    "concat": _cat,
+    "stack": _stack,
+    "narrow": _narrow,
+    "split": _split_sizes,
+    "chunk": _chunk,
+    "unbind": _unbind,
+    "permute": _permute,
+    "transpose": _transpose,
+    "t": lambda tensor: _transpose(tensor, 0, -1),
+    "reshape": _reshape,
+    "view": _reshape,
+    "flatten": lambda tensor: _reshape(tensor, -1),
+    "squeeze": _squeeze,
+    "unsqueeze": _unsqueeze,
+    "__getitem__": _getitem,
+    "contiguous": _same,
+    "clone": _same,
+    "detach": _same,
+}
