@@ -85,6 +85,69 @@ def gradient_sync_flags(module: nn.Module) -> list[tuple[object, str, bool]]:
     return flags
 
 
+def is_replicated(module: nn.Module) -> bool:
+    """Whether composable replicate has been at work on `module`."""
+    return isinstance(module, ComposableDDP)
+
+
+def serve_in_place(model: nn.Module, ddp: DistributedDataParallel) -> None:
+    """Let composable replicate's hooks, set at the first call, run `ddp` around the forward of `model`.
+
+    By itself replicate makes its DDP in the first forward, and over a bare ParameterList, which knows
+    neither buffers nor sparse embeddings nor names. The state's fields are the same since torch 2.2.
+    """
+    if not is_replicated(model):
+        replicate(model)
+    state: Any = replicate.state(model)
+    state.module, state.has_initialized = model, True
+    state._init_args, state._init_kwargs = (), {}
+    state._ddp = ddp
+
+
+def register_late_hooks(model: nn.Module) -> None:
+    """Register what the user has given to composable replicate's `register_comm_hook` since the start."""
+    replicate.state(model).register_comm_hook()
+
+
+class InPlaceDDP(DistributedDataParallel):
+    """DDP that composable replicate's hooks call: `before_forward` and `after_forward` may be overridden.
+
+    Both call what DDP's own forward calls, `_pre_forward` and `_post_forward`. Since torch 2.0.
+    """
+
+    def before_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Make ready for a forward; returns its arguments."""
+        return super()._pre_forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def after_forward(self, output: Any) -> Any:
+        """Make ready for the backward; returns the output."""
+        return super()._post_forward(output)  # type: ignore[no-untyped-call]
+
+    def _pre_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.before_forward(*args, **kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        return self.after_forward(output)
+
+
+@contextmanager
+def ddp_ignores(model: nn.Module, names: list[str]) -> Iterator[None]:
+    """Inside, a DDP that is built around `model` leaves out the parameters and buffers called so.
+
+    The attribute is how DDP is told, and has been since torch 1.7. It joins module and parameter by a dot
+    in one place even for the root's own, so those are named both ways.
+    """
+    key = "_ddp_params_and_buffers_to_ignore"
+    before = vars(model).get(key)
+    vars(model)[key] = [*names, *(f".{name}" for name in names if "." not in name)]
+    try:
+        yield
+    finally:
+        del vars(model)[key]
+        if before is not None:
+            vars(model)[key] = before
+
+
 def current_backward() -> int:
     """The number of the backward pass that this thread is in, -1 outside. Since torch 2.1."""
     return torch._C._current_graph_task_id()
@@ -190,7 +253,7 @@ def all_initialisers_write() -> Iterator[None]:
 
 
 def original_class(sharded: type[nn.Module]) -> type[nn.Module]:
-    """The class that a module had before `fully_shard` put `FSDPModule` in front of it."""
+    """The class that a module had before `fully_shard` or `replicate` put two of theirs in front of it."""
     return sharded.__mro__[2]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from composer_dist import _torch
 from composer_dist.checkpoint.adapters import adapter_hosts, as_peft_names
 from composer_dist.checkpoint.state import full_model_state
 from composer_dist.distributed.agreement import Agreement
@@ -124,15 +125,19 @@ def _replace(staging: Path, path: Path) -> None:
 
 @contextmanager
 def _original_classes(model: nn.Module) -> Iterator[None]:
-    """Inside, modules have the classes that the user gave them, without FSDP2's in front.
+    """Inside, modules have the classes that the user gave them, without FSDP2's or DDP's in front.
 
     transformers and peft write class names into configurations.
     """
-    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
-    for module, cls in sharded:
-        module.__class__ = cls.__mro__[2]  # fully_shard's (new class, FSDPModule, original, ...)
+    prepared: list[tuple[nn.Module, type[nn.Module]]] = [
+        (module, type(module))
+        for module in model.modules()
+        if isinstance(module, FSDPModule) or _torch.is_replicated(module)
+    ]
+    for module, cls in prepared:
+        module.__class__ = _torch.original_class(cls)
     try:
         yield
     finally:
-        for module, cls in sharded:
+        for module, cls in prepared:
             module.__class__ = cls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.plan import ParallelPlan
+from composer_dist.distributed.replica import replica_of
 
 
 @dataclass
@@ -25,7 +27,8 @@ class Preparation:
     plan: ParallelPlan
     mesh: DeviceMesh
     plain_parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    """Parameters that are no DTensors, by name; the gradients of trainable ones are averaged."""
+    """Parameters that are no DTensors, by name; the gradients of trainable ones are averaged, but for
+    those that `DDPConfig.ignored` leaves to each rank."""
     timings: dict[str, float] = field(default_factory=dict)
     """Step to seconds, in the order of the steps."""
     bytes_moved: int = 0
@@ -49,6 +52,12 @@ class Preparation:
             yield
         finally:
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - start
+
+    def close(self) -> None:
+        """Training is over: say, on the first rank, what it has shown that a configuration could use."""
+        replica = replica_of(self.model)
+        if replica is not None and (hint := replica.hint()) and self.mesh.get_rank() == 0:
+            warnings.warn(hint, UserWarning, stacklevel=2)
 
     def __str__(self) -> str:
         from composer_dist.reporting.tables import render_preparation

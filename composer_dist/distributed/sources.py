@@ -72,7 +72,8 @@ def decide_sources(
         for what in ("structure", "plan", "optimizers"):
             if any(finding[what] != findings[0][what] for finding in findings):
                 return {"differs": what}
-        found = _sort(structure, plan.config.sync, [finding["meta"] for finding in findings])
+        ignored = frozenset(plan.replica.ignored if plan.replica else ())
+        found = _sort(structure, plan.config.sync, [finding["meta"] for finding in findings], ignored)
         found["seed"] = findings[0]["seed"]
         found["states"] = findings[0]["states"]
         found["same_states"] = all(f["states"] == findings[0]["states"] for f in findings)
@@ -108,7 +109,7 @@ def decide_sources(
     )
 
 
-def _sort(structure: Structure, sync: str, metas: Sequence[Any]) -> dict[str, Any]:
+def _sort(structure: Structure, sync: str, metas: Sequence[Any], ignored: frozenset[str]) -> dict[str, Any]:
     """From who has what on meta to where each tensor's value comes from."""
     everything = set(structure.tensors)
     per_rank = [everything if meta == "all" else set(meta) for meta in metas]
@@ -127,7 +128,8 @@ def _sort(structure: Structure, sync: str, metas: Sequence[Any]) -> dict[str, An
             "use sync='auto', which delivers rank 0's."
         )
     real = everything - somewhere
-    kept = {  # a plain attribute is the rank's own affair, unless rank 0's values are asked for
+    kept = ignored & real
+    kept |= {  # a plain attribute is the rank's own affair, unless rank 0's values are asked for
         name
         for name, held in structure.tensors.items()
         if name in real
