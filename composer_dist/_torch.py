@@ -110,24 +110,37 @@ def register_late_hooks(model: nn.Module) -> None:
 
 
 class InPlaceDDP(DistributedDataParallel):
-    """DDP that composable replicate's hooks call: `before_forward` and `after_forward` may be overridden.
+    """DDP that composable replicate's hooks call; a subclass says what happens around its steps.
 
-    Both call what DDP's own forward calls, `_pre_forward` and `_post_forward`. Since torch 2.0.
+    The hooks call what DDP's own forward calls, `_pre_forward` and `_post_forward`. Since torch 2.0.
     """
 
-    def before_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Make ready for a forward; returns its arguments."""
-        return super()._pre_forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+    def before_forward(self) -> None:
+        """A forward begins."""
 
-    def after_forward(self, output: Any) -> Any:
-        """Make ready for the backward; returns the output."""
-        return super()._post_forward(output)  # type: ignore[no-untyped-call]
+    def on_error(self, error: RuntimeError) -> None:
+        """DDP refuses to begin a forward; may raise an error of its own."""
+
+    def wants_backward(self, output: Any) -> bool:
+        """Whether the reducer is to average the next backward; asked after a forward that synchronises."""
+        raise NotImplementedError
 
     def _pre_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.before_forward(*args, **kwargs)
+        self.before_forward()
+        try:
+            return super()._pre_forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            self.on_error(error)
+            raise
 
     def _post_forward(self, output: Any) -> Any:
-        return self.after_forward(output)
+        sync = self.require_backward_grad_sync and torch.is_grad_enabled()
+        self.require_backward_grad_sync = ready = sync and self.wants_backward(output)
+        # Of a static graph the first output starts the reducer in backward, asked for or not.
+        if ready or not self.static_graph or self._static_graph_delay_allreduce_enqueued:
+            output = super()._post_forward(output)  # type: ignore[no-untyped-call]
+        self.require_forward_param_sync = sync  # broadcast buffers in the next forward
+        return output
 
 
 @contextmanager

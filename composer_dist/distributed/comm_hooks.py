@@ -27,11 +27,8 @@ HookFunction = Callable[[Any, Any], Future[Tensor]]
 
 LOCAL_SGD = "post_local_sgd"
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_POWER: dict[str, HookFunction] = {
-    "powersgd": power.powerSGD_hook,
-    "batched_powersgd": power.batched_powerSGD_hook,
-}
-_NAMES = (*_DTYPES, *_POWER, LOCAL_SGD)
+_POWER = "powersgd"  # torch's batched variant fails an assert of its own in 2.13
+_NAMES = (*_DTYPES, _POWER, LOCAL_SGD)
 
 
 class CommHook(NamedTuple):
@@ -136,8 +133,8 @@ def build_comm_hook(
     state: Any = group
     if name in _DTYPES:
         function = reduced_in(_DTYPES[name])
-    elif name in _POWER:
-        state, function = power.PowerSGDState(group, **config.comm_hook_options), _POWER[name]
+    elif name == _POWER:
+        state, function = power.PowerSGDState(group, **config.comm_hook_options), power.powerSGD_hook
     else:
         assert config.averaging_period is not None
         state = LocalSGD(group, config.averaging_period, **config.comm_hook_options)
@@ -175,7 +172,7 @@ def _parse(spec: str) -> list[str]:
 
 def _check_options(name: str | None, options: Mapping[str, Any]) -> None:
     """Options by the signature of what they are handed to, and by its own checks."""
-    if name in _POWER:
+    if name == _POWER:
         known = list(inspect.signature(power.PowerSGDState).parameters)[1:]
     elif name == LOCAL_SGD:
         known = list(inspect.signature(LocalSGD).parameters)[2:]
@@ -187,7 +184,7 @@ def _check_options(name: str | None, options: Mapping[str, Any]) -> None:
             + (f"comm_hook={name!r} does not take." if name else "has no effect without a named comm_hook.")
             + (f" It takes {', '.join(known)}." if known else "")
         )
-    if name in _POWER:
+    if name == _POWER:
         try:
             power.PowerSGDState(None, **options)
         except ValueError as error:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.plan import ParallelPlan
 from composer_dist.distributed.replica import replica_of
+
+_log = logging.getLogger("composer_dist")
 
 
 @dataclass
@@ -54,10 +56,10 @@ class Preparation:
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - start
 
     def close(self) -> None:
-        """Training is over: say, on the first rank, what it has shown that a configuration could use."""
+        """Training is over: log, once and on rank 0, what it has shown that the configuration could use."""
         replica = replica_of(self.model)
         if replica is not None and (hint := replica.hint()) and self.mesh.get_rank() == 0:
-            warnings.warn(hint, UserWarning, stacklevel=2)
+            _log.warning(hint)
 
     def __str__(self) -> str:
         from composer_dist.reporting.tables import render_preparation

@@ -188,9 +188,8 @@ def _prepare(
         agreement.reach("what is initialised", describe_components(components), check_alike)
         if (init_peak := peak_bytes(components, settings.bucket_bytes)) != plan.init_peak:
             plan = done.plan = replace(plan, init_peak=init_peak)
-    forgotten = (
-        [] if plan.replica and stays(structure, device) else forgotten_optimizers(optimizers, structure)
-    )
+    objects_stay = plan.replica is not None and stays(structure, device)
+    forgotten = [] if objects_stay else forgotten_optimizers(optimizers, structure)
     for warning in [*plan.warnings, *forgotten]:
         warnings.warn(warning, UserWarning, stacklevel=3)
 

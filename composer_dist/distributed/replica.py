@@ -8,7 +8,8 @@ after it) would leave each rank with its own gradients, and is averaged here at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -131,7 +132,7 @@ class Replica:
             self._hook = build_comm_hook(ddp, self._plan.reduce_dtype, self.group)
         if self._hook is not None:
             self._ddp.register_comm_hook(*self._hook)
-        self._ddp.hook_state = self.local_sgd
+        self._ddp.hook = self._hook
         _torch.serve_in_place(self._model, self._ddp)
 
     def _compute_in(self, dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> None:
@@ -161,20 +162,25 @@ class _Averaging(_torch.InPlaceDDP):
 
     Attributes:
         names: the parameters it averages.
-        steps: backward passes that it has averaged.
+        steps: backward passes that the reducer has averaged.
         is_constant: whether all of them have used the same parameters.
     """
 
     def __init__(self, model: nn.Module, trainable: Mapping[str, nn.Parameter], **options: Any) -> None:
         super().__init__(model, init_sync=False, **options)
         self.names = dict(trainable)
-        self.hook_state: LocalSGD | None = None
+        self.hook: CommHook | None = None
         self.steps, self.is_constant = 0, True
+        self._several = False
+        """Whether a step calls backward several times, or inside of a forward: DDP expects neither."""
         self._expected: set[nn.Parameter] = set()
-        """What the reducer, once made ready, still waits for."""
-        self._used: frozenset[nn.Parameter] | None = None
+        """What the reducer still waits for."""
         self._seen: set[nn.Parameter] = set()
-        self._backward, self._is_ready, self._inside = -1, False, False
+        """What the present or last backward has used."""
+        self._used: frozenset[nn.Parameter] | None = None
+        self._backward, self._is_ready = -1, False
+        self._missed: frozenset[nn.Parameter] = frozenset()
+        """What the backwards before the present one have left over."""
         self._handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(self._saw) for parameter in trainable.values()
         ]
@@ -186,33 +192,32 @@ class _Averaging(_torch.InPlaceDDP):
         self.logger = None
         del self.reducer  # its destructor removes its own
 
-    def before_forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._inside = False
-        try:
-            return super().before_forward(*args, **kwargs)
-        except RuntimeError as error:
-            if self._expected and "finished reduction" in str(error):
-                raise ParallelismRuntimeError(self._explain_unused()) from error
-            raise
+    def before_forward(self) -> None:
+        self._backward = -1  # should the last one have ended by an error
 
-    def after_forward(self, output: Any) -> Any:
-        sync = self.require_backward_grad_sync and torch.is_grad_enabled()
-        # Backwards that ran inside have been averaged; what they leave has no gradient to wait for.
-        ready = sync and not self._inside and any(tensor.requires_grad for tensor in tensors_in(output))
-        self.require_backward_grad_sync = ready
-        output = super().after_forward(output)
-        self.require_forward_param_sync = sync
-        if ready:
+    def on_error(self, error: RuntimeError) -> None:
+        if self._expected and "finished reduction" in str(error):
+            raise ParallelismRuntimeError(
+                f"The last backward gave {self._explain(self._expected)}"
+            ) from error
+
+    def wants_backward(self, output: Any) -> bool:
+        wanted = not self._several and any(tensor.requires_grad for tensor in tensors_in(output))
+        if wanted:
             self._expected = set(self.names.values())
-        return output
+        return wanted
 
     def _saw(self, parameter: nn.Parameter) -> None:
-        """A parameter has its gradient of this backward, not averaged yet."""
+        """A parameter has its gradient of this backward, not averaged yet; the reducer hears of it next."""
         if self._backward != _torch.current_backward():
             self._backward = _torch.current_backward()
-            self._is_ready, self._inside = bool(self._expected), True
+            self._missed, self._is_ready = frozenset(self._expected), bool(self._expected)
             self._seen.clear()
-            _torch.at_end_of_backward(lambda: _torch.at_end_of_backward(self._finish))  # after the reducer
+            _torch.at_end_of_backward(lambda: _torch.at_end_of_backward(self._finish))  # after the reducer's
+        if self._is_ready and not self.static_graph and parameter not in self._expected:
+            raise ParallelismRuntimeError(
+                f"A second backward began, but the one before it gave {self._explain(self._missed)}"
+            )
         self._expected.discard(parameter)
         self._seen.add(parameter)
 
@@ -227,16 +232,30 @@ class _Averaging(_torch.InPlaceDDP):
             self._used = used
             self.steps += 1
         elif all(getattr(o, key) == yes for o, key, yes in _torch.gradient_sync_flags(self.module)):
-            group = self.hook_state.group if self.hook_state else self.process_group
-            average_gradients(list(self.names.values()), group)
+            self._average()
 
-    def _explain_unused(self) -> str:
-        unused = [name for name, parameter in self.names.items() if parameter in self._expected]
+    def _average(self) -> None:
+        """What the reducer does not do, for a whole backward; this and all later ones."""
+        state = self.hook.state if self.hook else None
+        if isinstance(state, LocalSGD):
+            state.next_backward()
+        elif self.hook is not None and not self._several:
+            warnings.warn(
+                "A step that calls backward several times, or inside of forward, averages at the end of each "
+                "in the gradients' own dtype: the comm_hook or reduce_dtype that was asked for is not used.",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._several = True
+        group = state.group if isinstance(state, LocalSGD) else self.process_group
+        average_gradients(list(self.names.values()), group)
+
+    def _explain(self, missing: Collection[nn.Parameter]) -> str:
+        unused = [name for name, parameter in self.names.items() if parameter in missing]
         return (
-            f"The last backward gave {', '.join(unused[:8])}{' and others' if len(unused) > 8 else ''} no "
-            f"gradient ({len(unused)} of {len(self.names)} parameters), so DDP still waits for them. If they "
-            "take no part in the loss, set DDPConfig(find_unused_parameters=True), freeze them, or let the "
-            "loss use every output of the model."
+            f"{', '.join(unused[:8])}{' and others' if len(unused) > 8 else ''} no gradient "
+            f"({len(unused)} of {len(self.names)} parameters), and DDP still waits for them. If a loss does "
+            "not use every parameter, set DDPConfig(find_unused_parameters=True), or freeze the unused."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,14 +15,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
-from composer_dist.distributed import parallelize_model
-from composer_dist.distributed.config import DDPConfig, ParallelismConfig
+from composer_dist.distributed import clip_grad_norm, no_sync, parallelize_model
+from composer_dist.distributed.config import DDPConfig, FSDP2Config, ParallelismConfig
+from composer_dist.distributed.data_parallel import DDPSyncStrategy, ddp_sync_context
 from composer_dist.distributed.steps import meta_init
-from composer_dist.errors import ParallelismError
+from composer_dist.errors import ParallelismError, ParallelismRuntimeError, ParallelismTypeError
 from tests.conftest import World
 from tests.distributed import structures
 from tests.distributed.preparable import Toy, built, close, same, train, values
-from tests.distributed.structures import assert_same_training
+from tests.distributed.structures import M, assert_same_training
+from tests.distributed.test_data_parallel import EXPECTED, Choices, gradients
 
 
 def ddp(**options: Any) -> ParallelismConfig:
@@ -313,7 +316,7 @@ def unused() -> None:
     parallelize_model(model, ddp())
     x = torch.randn(4, 8)
     model(x).sum().backward()
-    with fails(RuntimeError, "second.weight, second.bias", "find_unused_parameters=True", "2 of 4") as error:
+    with fails(RuntimeError, "second.weight, second.bias", "find_unused_parameters=True", "2 of 4"):
         model(x)
     model = Branches()
     single = copy.deepcopy(model)
@@ -349,10 +352,11 @@ def test_p64_the_original_error_is_chained_and_its_type_kept(world2: World) -> N
         assert "Expected to have finished reduction in the prior iteration" in text
 
 
-def hints() -> list[str]:
-    import warnings
-
-    found = []
+def hints() -> list[list[str]]:
+    found: list[list[str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found[-1].append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("composer_dist").addHandler(handler)
     for options, pattern in (
         ({}, (True, True, True)),
         ({"find_unused_parameters": True}, (False, False, False)),
@@ -360,14 +364,13 @@ def hints() -> list[str]:
         ({"static_graph": True}, (True, True, True)),
         ({}, (True,)),
     ):
-        done = parallelize_model(Branches(), ddp(**options))
+        found.append([])
+        done = parallelize_model(built(Branches), ddp(**options))
         for both in pattern:
             done.model(torch.ones(4, 8), both).sum().backward()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            done.close()
-            done.close()
-        found.append([str(one.message) for one in caught])
+        done.close()
+        done.close()
+    logging.getLogger("composer_dist").removeHandler(handler)
     return found
 
 
@@ -404,7 +407,16 @@ class Manual(nn.Module):
         return torch.stack(losses)
 
 
-def manual(options: dict[str, Any], detached: bool) -> None:
+def steps(single: Manual, x: Tensor) -> None:
+    """What `Manual` does, without its checks."""
+    assert single.optimizer is not None
+    for head in (single.left, single.right):
+        head(single.trunk(x).tanh()).square().mean().backward()
+        single.optimizer.step()
+        single.optimizer.zero_grad()
+
+
+def manual(**options: Any) -> None:
     torch.manual_seed(5)
     model = Manual()
     single = copy.deepcopy(model)
@@ -412,23 +424,290 @@ def manual(options: dict[str, Any], detached: bool) -> None:
     parallelize_model(model, ddp(**options), model.optimizer)
     for step in range(3):
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
-        found = model(mine(x))
-        before = [p.detach().clone() for p in single.parameters()]
-        world, dist_is = dist.is_initialized, dist.is_initialized
-        single_step(single, x)
-        assert any(not torch.equal(a, b) for a, b in zip(before, single.parameters(), strict=True))
+        model(mine(x))
+        steps(single, x)
         close(values(model), values(single), rtol=1e-4)
     assert model.checks == [True] * 6
-    del found, world, dist_is
-
-
-def single_step(single: nn.Module, x: Tensor) -> None:
-    for head in (single.left, single.right):
-        head(single.trunk(x).tanh()).square().mean().backward()
-        single.optimizer.step()
-        single.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_p66_two_backwards_and_steps_inside_of_a_forward(world2: World, static_graph: bool) -> None:
-    world2(manual, {"static_graph": static_graph}, False)
+    world2(manual, static_graph=static_graph)
+
+
+class Heads(nn.Module):
+    """Two outputs; `apart`, they share no parameter, and `alike` each uses all of them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.trunk, self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.trunk(x).tanh()
+        left, right = self.left(x if self.kind == "apart" else hidden), self.right(hidden)
+        return (left * right, left + right) if self.kind == "alike" else (left, right)
+
+
+def two_losses(kind: str, **options: Any) -> list[bool]:
+    torch.manual_seed(5)
+    model = Heads(kind)
+    single = copy.deepcopy(model)
+    parallelize_model(model, ddp(**options))
+    between = []
+    for step in range(3):
+        model.zero_grad()
+        single.zero_grad()
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+        first, second = model(mine(x))
+        first.square().mean().backward(retain_graph=True)
+        between.append(alike(model, lambda p: p.grad))
+        second.square().mean().backward()
+        assert alike(model, lambda p: p.grad)
+        for output in single(x):
+            output.square().mean().backward(retain_graph=True)
+        grads_equal(model, single)
+    return between
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_p66_two_backwards_after_one_forward(world2: World, static_graph: bool) -> None:
+    for kind in ("alike", "apart", "shared"):
+        options = {"static_graph": True} if static_graph else {"find_unused_parameters": kind != "alike"}
+        assert world2(two_losses, kind, **options) == [[True] * 3] * 2
+
+
+def partly() -> None:
+    with fails(
+        ParallelismRuntimeError, "A second backward began", "right.weight, right.bias no gradient (2 of 6"
+    ):
+        two_losses("shared")
+
+
+def test_p66_two_partial_backwards_are_refused_by_name_where_ddp_was_not_told(world2: World) -> None:
+    world2(partly)
+    assert world2(two_losses, "apart") == [[False] * 3] * 2  # they become one average when all is there
+
+
+# Frozen and thawed parameters
+
+
+def thaws(**options: Any) -> None:
+    torch.manual_seed(0)
+    model = M()
+    model[0].requires_grad_(False)
+    single = copy.deepcopy(model)
+    optimizers = [SGD(one.parameters(), 0.1) for one in (model, single)]
+    done = parallelize_model(model, ddp(**options), optimizers[0])
+    assert done.plan.plain["0.weight"].endswith("it is frozen")
+    for step in range(6):
+        if step in (2, 4):
+            for one in (model, single):
+                one[0].requires_grad_(step == 2)
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+        model(mine(x)).square().mean().backward()
+        single(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        close(values(model), values(single))
+        assert alike(model)
+
+
+def test_parameters_frozen_and_thawed_later_are_followed(world2: World) -> None:
+    world2(thaws)
+    world2(thaws, gradient_as_bucket_view=True, static_graph=True)
+
+
+# What is left to each rank, and evaluation
+
+
+def left_alone(**options: Any) -> tuple[dict[str, Tensor], dict[str, bool], str]:
+    model = built(seed=dist.get_rank())
+    model._ddp_params_and_buffers_to_ignore = ["layers.1.down.weight"]
+    ignored = ["row", nn.BatchNorm1d, "re:.*shift"]
+    done = parallelize_model(model, ddp(ignored=ignored, sync="rank0", **options))
+    with torch.set_grad_enabled(not options.get("evaluate_only")):
+        output = model(torch.arange(4) + dist.get_rank())
+    if output.requires_grad:
+        output.square().mean().backward()
+    averaged = {name: alike_one(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return values(model), averaged, done.plan.explain("layers.0.norm.weight")
+
+
+def alike_one(tensor: Tensor) -> bool:
+    both = [torch.empty_like(tensor) for _ in range(2)]
+    dist.all_gather(both, tensor)
+    return torch.equal(*both)
+
+
+IGNORED = {"row", "shift", "layers.1.down.weight"}
+
+
+@pytest.mark.parametrize("evaluate_only", [False, True])
+def test_p60_the_ignore_list_is_honoured(world2: World, evaluate_only: bool) -> None:
+    (first, averaged, text), (second, *_) = world2(left_alone, evaluate_only=evaluate_only)
+    different = {name for name, value in first.items() if not torch.equal(value, second[name])}
+    norms = {name for name in first if ".norm." in name}
+    assert IGNORED < different <= IGNORED | norms
+    assert "DDPConfig.ignored=BatchNorm1d leaves it to each rank" in text
+    if evaluate_only:
+        assert averaged == {}
+    else:
+        assert {name for name, equal in averaged.items() if not equal} == {
+            name for name in averaged if name in IGNORED | norms
+        }
+
+
+def kwargs_reach_ddp() -> None:
+    options = {
+        "find_unused_parameters": True,
+        "bucket_cap_mb": 3.0,
+        "gradient_as_bucket_view": True,
+        "broadcast_buffers": False,
+        "skip_all_reduce_unused_params": True,
+    }
+    seen = []
+    init = DistributedDataParallel.__init__
+
+    def record(self: Any, *args: Any, **given: Any) -> None:
+        seen.append(given)
+        init(self, *args, **given)
+
+    DistributedDataParallel.__init__ = record  # type: ignore[method-assign]
+    try:
+        model = M()
+        parallelize_model(model, ddp(**options))
+        model(torch.ones(2, 8)).sum().backward()
+    finally:
+        DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    (given,) = seen
+    wanted = {key: value for key, value in options.items() if key != "broadcast_buffers"} | {
+        "init_sync": False
+    }
+    assert {key: given[key] for key in wanted} == wanted
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_p60_it_wraps_once_with_the_given_options(world2: World) -> None:
+    world2(kwargs_reach_ddp)
+
+
+def evaluates() -> None:
+    model = built(seed=dist.get_rank())
+    cls = type(model)
+    done = parallelize_model(model, ddp(evaluate_only=True, sync="rank0"))
+    assert type(model) is cls
+    assert "evaluate_only" in done.plan.explain("")
+    assert alike(model)
+    with torch.no_grad():
+        model(torch.arange(4))
+    with fails(ParallelismRuntimeError, "scale would get a gradient", "evaluate_only"):
+        model(torch.arange(4))
+    torch.manual_seed(0)
+    frozen = M().requires_grad_(False)
+    assert "no parameter is trainable" in parallelize_model(frozen, ddp()).plan.explain("")
+    frozen(torch.ones(2, 8))
+    frozen[0].weight.requires_grad_()
+    with fails(ParallelismRuntimeError, "0.weight would get a gradient", "no parameter is trainable"):
+        frozen(torch.ones(2, 8))
+
+
+def test_p60_evaluation_only_synchronises(world2: World) -> None:
+    world2(evaluates)
+
+
+def twice() -> None:
+    model = M()
+    parallelize_model(model, ddp())
+    hooks = len(model._forward_hooks)
+    for config in (ddp(), "fsdp"):
+        with fails(TypeError, "The model is replicated by DDP already; prepare a model once"):
+            parallelize_model(model, config)
+    assert len(model._forward_hooks) == hooks
+    with fails(ParallelismTypeError, "0 is replicated by DDP already"):
+        parallelize_model(nn.Sequential(model, nn.Linear(4, 4)), ddp())
+    with fails(ParallelismTypeError, "The model is wrapped in DistributedDataParallel already", ".module"):
+        parallelize_model(DistributedDataParallel(M()), ddp())
+    sharded = M()
+    parallelize_model(sharded, FSDP2Config())
+    with fails(ParallelismTypeError, "is sharded by FSDP2 already"):
+        parallelize_model(sharded, ddp())
+
+
+def test_p61_a_second_preparation_is_a_type_error(world2: World) -> None:
+    world2(twice)
+
+
+# Mixed precision
+
+
+def half(precision: str, **options: Any) -> None:
+    torch.manual_seed(2)
+    model = structures.tied()
+    single = copy.deepcopy(model)
+    optimizers = [Adam(one.parameters(), 0.01) for one in (model, single)]
+    parallelize_model(model, ddp(**options), optimizers[0], precision)
+    dtypes: set[torch.dtype] = set()
+    model.layers[0].mlp.up.register_forward_hook(lambda m, args, out: dtypes.add(out.dtype))
+    low = torch.float16 if "fp16" in precision else torch.bfloat16
+    for step in range(3):
+        x = structures.batch(single, step)
+        output = model(mine(x))
+        with torch.autocast("cpu", low):
+            expected = single(x)
+        output.float().square().mean().backward()
+        expected.float().square().mean().backward()
+        close(
+            {name: p.grad for name, p in model.named_parameters()},
+            {name: p.grad for name, p in single.named_parameters()},
+            rtol=0.1,
+            atol=4e-3,
+        )
+        assert alike(model, lambda p: p.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+        if options.get("mixed_precision") == "PURE":
+            assert all(torch.equal(p.grad, p.grad.to(low).float()) for p in model.parameters())
+        else:
+            assert not all(torch.equal(p.grad, p.grad.to(low).float()) for p in model.parameters())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert dtypes == {low}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
+@pytest.mark.parametrize("mixed_precision", ["DEFAULT", "PURE"])
+def test_p61_mixed_precision_is_autocast_with_full_parameters(
+    world2: World, precision: str, mixed_precision: str
+) -> None:
+    world2(half, precision, mixed_precision=mixed_precision)
+
+
+def outputs_and_failures() -> None:
+    model = M()
+    mixed = {"param_dtype": "bf16", "output_dtype": "fp32"}
+    parallelize_model(model, ddp(mixed_precision=mixed, activation_checkpointing=None))
+    assert model(torch.ones(2, 8)).dtype is torch.float32
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(2, 7))
+    assert not torch.is_autocast_enabled("cpu")
+    model(torch.ones(2, 8)).sum().backward()
+    low = M().bfloat16()
+    parallelize_model(low, ddp(mixed_precision={"reduce_dtype": "fp32"}))
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    low(x).float().square().mean().backward()
+    alone = copy.deepcopy(M().bfloat16())
+    alone.load_state_dict(low.state_dict())
+    alone(x).float().square().mean().backward()
+    for p, q in zip(low.parameters(), alone.parameters(), strict=True):
+        total = q.grad.float()
+        dist.all_reduce(total)
+        torch.testing.assert_close(p.grad, (total / 2).bfloat16(), rtol=0, atol=0)
+
+
+def test_outputs_are_cast_and_half_gradients_reduced_in_float32(world2: World) -> None:
+    world2(outputs_and_failures)
