@@ -125,7 +125,12 @@ class InPlaceDDP(DistributedDataParallel):
         """Whether the reducer is to average the next backward; asked after a forward that synchronises."""
         raise NotImplementedError
 
+    is_nested = False
+    """Whether the present forward runs inside of another one of the same module, which settles all."""
+
     def _pre_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_nested:
+            return args, kwargs
         self.before_forward()
         try:
             return super()._pre_forward(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -134,6 +139,8 @@ class InPlaceDDP(DistributedDataParallel):
             raise
 
     def _post_forward(self, output: Any) -> Any:
+        if self.is_nested:
+            return output
         sync = self.require_backward_grad_sync and torch.is_grad_enabled()
         self.require_backward_grad_sync = ready = sync and self.wants_backward(output)
         # Of a static graph the first output starts the reducer in backward, asked for or not.

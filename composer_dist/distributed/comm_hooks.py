@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.futures import Future
 
-from composer_dist.distributed.config import DDPConfig, near_miss
+from composer_dist.distributed.ddp_config import DDPConfig
+from composer_dist.distributed.from_dict import near_miss
 from composer_dist.distributed.local_sgd import LocalSGD, post_local_sgd
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
@@ -93,7 +94,7 @@ def check_comm_hook(config: DDPConfig, reduce_dtype: torch.dtype | None) -> tupl
             f"comm_hook={spell(config)} and mixed_precision (reduce_dtype {reduce_dtype}) both say how "
             "gradients travel; give one."
         )
-    _check_options(name, config.comm_hook_options)
+    _check_options(name, config.comm_hook_options or {})
     if config.comm_hook_state is not None and (hook is None or name is not None):
         raise ParallelismValueError(
             "comm_hook_state is for a comm_hook that is a function; a named one makes its own from "
@@ -130,14 +131,15 @@ def build_comm_hook(
     if not isinstance(config.comm_hook, str):
         return CommHook(config.comm_hook_state, config.comm_hook)
     *wrappers, name = _parse(config.comm_hook)
+    options = config.comm_hook_options or {}
     state: Any = group
     if name in _DTYPES:
         function = reduced_in(_DTYPES[name])
     elif name == _POWER:
-        state, function = power.PowerSGDState(group, **config.comm_hook_options), power.powerSGD_hook
+        state, function = power.PowerSGDState(group, **options), power.powerSGD_hook
     else:
         assert config.averaging_period is not None
-        state = LocalSGD(group, config.averaging_period, **config.comm_hook_options)
+        state = LocalSGD(group, config.averaging_period, **options)
         function = post_local_sgd
     for wrapper in reversed(wrappers):
         function = cast_around(_DTYPES[wrapper], function)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from composer_dist.distributed.aliases import Structure
 from composer_dist.distributed.averaging import average_gradients
+from composer_dist.distributed.forward_methods import gather_in_methods
 from composer_dist.distributed.gradients import no_sync
 from composer_dist.distributed.replica import Replica, group_of
 from composer_dist.distributed.replica_plan import ReplicaPlan
@@ -20,7 +21,11 @@ from composer_dist.errors import ParallelismValueError
 
 
 def replicate(
-    structure: Structure, plan: ReplicaPlan, mesh: DeviceMesh, optimizers: Sequence[Optimizer]
+    structure: Structure,
+    plan: ReplicaPlan,
+    mesh: DeviceMesh,
+    optimizers: Sequence[Optimizer],
+    forward_methods: Sequence[str] = (),
 ) -> None:
     """Let DDP keep the copies of a model alike, from its weights on, which are the same on all ranks.
 
@@ -30,6 +35,7 @@ def replicate(
         structure: the model's.
         plan: made for it.
         optimizers: bound to its parameters.
+        forward_methods: methods of the model around which DDP works as around its forward.
     """
     model = structure.modules[""]
     if plan.ddp.sync_batch_norm:
@@ -41,6 +47,7 @@ def replicate(
         ignored=[structure.tensors[name].get() for name in plan.ignored],
         mesh=mesh,
     )
+    gather_in_methods(model, forward_methods)
     if replica.local_sgd is not None:
         for optimizer in optimizers:
             optimizer.register_step_post_hook(replica.local_sgd.after_step)

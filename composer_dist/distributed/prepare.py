@@ -231,7 +231,10 @@ def _execute(
             follower.rebind(new)  # type: ignore[arg-type]
     done.bytes_moved, done.transport = transport.moved, transport.way
     if replica := plan.replica:
-        agreement.collectively("replication", lambda: replicate(structure, replica, mesh, optimizers))
+        methods = plan.config.forward_methods
+        agreement.collectively(
+            "replication", lambda: replicate(structure, replica, mesh, optimizers, methods)
+        )
     with agreement.together("the final checks"), done.step("check"):
         for name, parameter in shards.sharded.items():
             carry_attributes(shards.originals[name], parameter)

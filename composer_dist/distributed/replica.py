@@ -55,11 +55,18 @@ class Replica:
         self._ddp: _Averaging | None = None
         self._hook: CommHook | None = None
         self._hinted = False
-        if plan.mp_policy.param_dtype in (torch.bfloat16, torch.float16) or plan.mp_policy.output_dtype:
-            self._compute_in(plan.mp_policy.param_dtype, plan.mp_policy.output_dtype)
-        model.register_forward_pre_hook(self._before_forward)
+        self._depth = 0
+        if (former := replica_of(model)) is not None:  # for evaluation only: others are refused
+            former._remove()
+        dtype = plan.mp_policy.param_dtype
+        low = dtype if dtype in (torch.bfloat16, torch.float16) else None
+        self._handles: list[RemovableHandle] = []
+        if low or plan.mp_policy.output_dtype:
+            self._compute_in(low, plan.mp_policy.output_dtype)
+        self._handles.append(model.register_forward_pre_hook(self._before_forward))
         if not plan.idle:
             self._follow(self._trainable())
+        self._handles.append(model.register_forward_hook(self._after_forward, always_call=True))
         vars(model)[_REPLICA] = self
 
     @property
@@ -84,12 +91,19 @@ class Replica:
             "rely on that, and saves it the search for unused ones."
         )
 
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._parameters.items() if p.requires_grad}
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         """Follow what has been frozen or thawed, or refuse gradients that nobody would average."""
-        if not torch.is_grad_enabled():
+        self._depth += 1
+        if self._ddp is not None:
+            self._ddp.is_nested = self._depth > 1
+        if not torch.is_grad_enabled() or self._depth > 1:
             return
         trainable = self._trainable()
         if self._ddp is None:
@@ -102,6 +116,11 @@ class Replica:
         if trainable and trainable.keys() != self._ddp.names.keys():
             self._follow(trainable)
         _torch.register_late_hooks(model)
+
+    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._depth = max(self._depth - 1, 0)  # an earlier hook may have raised before the forward began
+        if self._ddp is not None:
+            self._ddp.is_nested = self._depth > 1
 
     def _follow(self, trainable: Mapping[str, nn.Parameter]) -> None:
         """A new reducer for these parameters, without communication; the same on every rank."""
@@ -125,7 +144,7 @@ class Replica:
                 bucket_cap_mb=ddp.bucket_cap_mb,
                 gradient_as_bucket_view=ddp.gradient_as_bucket_view,
                 skip_all_reduce_unused_params=ddp.skip_all_reduce_unused_params,
-                **ddp.options,
+                **(ddp.options or {}),
             )
         self._ddp.broadcast_buffers = ddp.broadcast_buffers
         if self.local_sgd is None:  # other states belong to the reducer's buckets
@@ -153,8 +172,8 @@ class Replica:
                 lambda t: t.to(output_dtype) if t.is_floating_point() else t, output
             )
 
-        self._model.register_forward_pre_hook(enter)
-        self._model.register_forward_hook(leave, always_call=True)
+        self._handles.append(self._model.register_forward_pre_hook(enter))
+        self._handles.append(self._model.register_forward_hook(leave, always_call=True))
 
 
 class _Averaging(_torch.InPlaceDDP):

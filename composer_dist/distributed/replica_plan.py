@@ -20,9 +20,11 @@ from composer_dist import _torch
 from composer_dist.distributed.aliases import Structure, ancestors
 from composer_dist.distributed.blocks import structural_units
 from composer_dist.distributed.comm_hooks import LOCAL_SGD, check_comm_hook, innermost, spell
-from composer_dist.distributed.config import DDPConfig, ParallelismConfig, near_miss
-from composer_dist.distributed.policies import UNIT_FIELDS, Choices, is_sharded, merge_rules, select
-from composer_dist.distributed.policies import spell as spell_match
+from composer_dist.distributed.config import DDPConfig, ParallelismConfig, Rule
+from composer_dist.distributed.from_dict import near_miss
+from composer_dist.distributed.policies import UNIT_FIELDS, Choices, is_sharded
+from composer_dist.distributed.rules import merge_rules, select
+from composer_dist.distributed.rules import spell as spell_match
 from composer_dist.distributed.sync_batch_norm import find_batch_norms
 from composer_dist.distributed.units import Assignment
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
@@ -75,7 +77,7 @@ class ReplicaPlan:
         """The plan in plain types."""
         return {
             "ddp": {key: str(value) for key, value in vars(self.ddp).items() if "comm_hook" not in key},
-            "comm_hook": [spell(self.ddp), str(dict(self.ddp.comm_hook_options))],
+            "comm_hook": [spell(self.ddp), str(dict(self.ddp.comm_hook_options or {}))],
             "mixed_precision": str(self.mp_policy),
             "averaged": list(self.averaged),
             "ignored": list(self.ignored),
@@ -140,7 +142,7 @@ def replicate_all(
     warnings += _without_effect(config, rules, policy)
     mp_policy = mixed_precision_policy(precision, ddp.mixed_precision)
     _check_dtypes(structure, mp_policy)
-    _check_options(ddp.options)
+    _check_options(ddp.options or {})
     warnings += check_comm_hook(ddp, mp_policy.reduce_dtype)
     modules, ignored = _ignored(structure, ddp)
     averaged = [name for name in structure.parameters if name not in ignored]
@@ -256,7 +258,7 @@ def _ignored(structure: Structure, ddp: DDPConfig) -> tuple[dict[str, str], dict
     tensors: dict[str, str] = {}
     first = {name: held.info.name for held in structure.tensors.values() for name in held.info.names}
     matches = ddp.ignored if isinstance(ddp.ignored, (list, tuple)) else [ddp.ignored]
-    for match in matches:
+    for match in [Rule(match).match for match in matches]:  # a rule refuses what nothing matches by
         reason = f"DDPConfig.ignored={spell_match(match)} leaves it to each rank"
         below = select(match, structure.modules)
         named = _select_names(match, first)

@@ -46,6 +46,10 @@ def test_p61_three_steps_equal_one_process_on_four_ranks(world4: World) -> None:
     world4(same_training, [structures.tied], {"mesh": {"dp_replicate": 4, "dp_shard": 1}, "ddp": {}})
 
 
+def test_p102_by_the_strategy_s_name(world2: World) -> None:
+    world2(same_training, [structures.M], "ddp")
+
+
 def test_p61_one_rank_is_enough(world1: World) -> None:
     world1(same_training, [structures.tied], DDPConfig())
 
@@ -322,6 +326,9 @@ def evaluates() -> None:
         model(torch.arange(4))
     with fails(ParallelismRuntimeError, "scale would get a gradient", "evaluate_only"):
         model(torch.arange(4))
+    assert parallelize_model(model, ddp()).plan.replica.idle is None  # type: ignore[union-attr]
+    train(model, SGD([p for p in model.parameters() if p.requires_grad], 0.1), 1)
+    assert alike(model)
     torch.manual_seed(0)
     frozen = M().requires_grad_(False)
     assert "no parameter is trainable" in parallelize_model(frozen, ddp()).plan.explain("")

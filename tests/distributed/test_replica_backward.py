@@ -56,6 +56,30 @@ def test_p33_accumulation_and_clipping_equal_the_full_batch(world2: World) -> No
     world2(accumulates)
 
 
+class Stepping(nn.Sequential):
+    """Has a method of its own beside forward."""
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self(x).square().mean()
+
+
+def by_method(**options: Any) -> None:
+    torch.manual_seed(0)
+    model, single = Stepping(nn.Linear(8, 4)), nn.Linear(8, 4)
+    single.load_state_dict(model[0].state_dict())
+    parallelize_model(model, ddp(forward_methods=["training_step"], **options))
+    for step in range(2):
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+        model.training_step(mine(x)).backward()
+        single(x).square().mean().backward()
+        grads_equal(model[0], single)
+
+
+def test_p35_forward_methods_average_as_forward_does(world2: World) -> None:
+    world2(by_method)
+    world2(by_method, static_graph=True)
+
+
 def composers_table() -> dict[str, Any]:
     found = {}
     for strategy in DDPSyncStrategy:

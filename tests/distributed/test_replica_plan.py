@@ -113,6 +113,23 @@ def test_a_tie_is_ignored_only_where_all_of_its_owners_are() -> None:
     assert plan.replica.ignored == ("embed.weight",)
 
 
+def test_it_goes_to_yaml_and_back() -> None:
+    config = DDPConfig(
+        comm_hook="powersgd", comm_hook_options={"start_powerSGD_iter": 5}, ignored=[nn.BatchNorm1d, "head"]
+    )
+    plain = config.to_dict()
+    assert plain["ignored"] == ["type:torch.nn.modules.batchnorm.BatchNorm1d", "head"]
+    assert DDPConfig.from_dict(plain).comm_hook_options == {"start_powerSGD_iter": 5}
+    assert ParallelismConfig(ddp=DDPConfig(static_graph=True)).to_dict() == {"ddp": {"static_graph": True}}
+    plan = plan_parallelism(
+        Toy(), DDPConfig.from_dict(plain | {"ignored": plain["ignored"][:1]}), world_size=2
+    )
+    assert plan.replica is not None
+    assert "layers.0.norm.weight" in plan.replica.ignored
+    with pytest.raises(ParallelismTypeError, match="not by 3"):
+        plan_parallelism(Toy(), DDPConfig(ignored=3), world_size=2)
+
+
 def test_field_values_are_checked() -> None:
     with pytest.raises(ParallelismValueError, match="static_graph is one of False, True"):
         DDPConfig(static_graph="yes")  # type: ignore[arg-type]
