@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from composer_dist import _torch
 
@@ -129,6 +130,54 @@ def test_backward_passes_are_numbered_and_have_an_end() -> None:
     x.sum().backward()
     assert seen[0] >= 0
     assert seen[1:] == [-2]
+
+
+def _replicated() -> tuple[nn.Linear, _torch.InPlaceDDP]:
+    """A linear layer whose forward runs a DDP of ours, on one rank."""
+
+    class Ours(_torch.InPlaceDDP):
+        asked = 0
+
+        def wants_backward(self, output: object) -> bool:
+            self.asked += 1
+            return True
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    linear = nn.Linear(3, 5)
+    ours = Ours(linear, init_sync=False, static_graph=True)
+    _torch.serve_in_place(linear, ours)
+    return linear, ours
+
+
+def test_replicate_s_hooks_run_the_ddp_they_are_given() -> None:
+    """Without replicate's state and DDP's `_pre_forward` and `_post_forward`: DDP in place."""
+    linear, ours = _replicated()
+    assert _torch.is_replicated(linear)
+    assert _torch.original_class(type(linear)) is nn.Linear
+    assert not ours._static_graph_delay_allreduce_enqueued
+    linear(torch.ones(2, 3)).sum().backward()
+    assert ours.asked == 1  # type: ignore[attr-defined]
+    assert ours._static_graph_delay_allreduce_enqueued
+
+
+def test_hooks_given_later_are_registered() -> None:
+    """Without replicate's `_comm_hook_args`: the register_comm_hook of a prepared model is a silent no-op."""
+    linear, ours = _replicated()
+    linear.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[operator]
+    _torch.register_late_hooks(linear)
+    assert len(ours._comm_hooks) == 1
+
+
+def test_ddp_leaves_out_what_it_is_told_to() -> None:
+    """Without `_ddp_params_and_buffers_to_ignore`: DDPConfig.ignored."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    model.own = nn.Parameter(torch.ones(1))
+    with _torch.ddp_ignores(model, ["own", "0.bias", "1.running_mean"]):
+        ddp = DistributedDataParallel(model)
+    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+    assert len(ddp._build_params_for_reducer()[0]) == 3
+    assert len(ddp.modules_buffers) == 2
 
 
 def test_the_groups_timeout_can_be_read() -> None:

@@ -23,6 +23,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "summon_full_params": f"{_HERE}.summon",
         "DDPSyncStrategy": f"{_HERE}.data_parallel",
         "ddp_sync_context": f"{_HERE}.data_parallel",
+        "convert_sync_batch_norm": f"{_HERE}.sync_batch_norm",
+        "revert_sync_batch_norm": f"{_HERE}.sync_batch_norm",
         "no_sync": f"{_HERE}.gradients",
         "clip_grad_norm": f"{_HERE}.gradients",
         "clip_grad_value": f"{_HERE}.gradients",
@@ -63,3 +65,9 @@ if TYPE_CHECKING:
     from composer_dist.distributed.steps import sync_module_states as sync_module_states
     from composer_dist.distributed.strategies import register_strategy as register_strategy
     from composer_dist.distributed.summon import summon_full_params as summon_full_params
+    from composer_dist.distributed.sync_batch_norm import (
+        convert_sync_batch_norm as convert_sync_batch_norm,
+    )
+    from composer_dist.distributed.sync_batch_norm import (
+        revert_sync_batch_norm as revert_sync_batch_norm,
+    )

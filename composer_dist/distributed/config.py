@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from composer_dist.distributed.ddp_config import DDPConfig as DDPConfig
 from composer_dist.distributed.from_dict import FromDict
 from composer_dist.distributed.from_dict import near_miss as near_miss
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
@@ -173,17 +174,6 @@ class TPConfig(FromDict):
     """"auto", or module name (or "re:...") to style."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DDPConfig(FromDict):
-    """Replicated data parallelism."""
-
-    find_unused_parameters: bool = False
-    static_graph: bool = False
-    broadcast_buffers: bool = True
-    bucket_cap_mb: float | None = None
-    gradient_as_bucket_view: bool = False
-
-
 Match = Any  # str | re.Pattern | type[nn.Module] | Callable[[str, nn.Module], bool] | list of these
 
 
@@ -242,6 +232,7 @@ class ParallelismConfig(FromDict):
     """None means the defaults."""
     tp: TPConfig | None = None
     ddp: DDPConfig | None = None
+    """Replicate whole models by DDP, on every rank where `mesh` is left at its default."""
     rules: Sequence[Rule] = ()
     """Exceptions, module by module. Rules that choose units leave the root out unless one selects ""."""
     containers: Literal["expand", "skip"] = "expand"
@@ -307,6 +298,8 @@ def resolve_config(
 ) -> ParallelismConfig:
     """One `ParallelismConfig` from whatever the caller has: itself, a part, a dictionary, a name."""
     match config:
+        case ParallelismConfig(ddp=DDPConfig(), mesh=mesh) if mesh == MeshConfig():
+            return dataclasses.replace(config, mesh=MeshConfig(dp_replicate=-1, dp_shard=1))
         case ParallelismConfig():
             return config
         case FSDP2Config():
@@ -314,7 +307,7 @@ def resolve_config(
         case DDPConfig():
             return ParallelismConfig(mesh=MeshConfig(dp_replicate=-1, dp_shard=1), ddp=config)
         case Mapping():
-            return ParallelismConfig.from_dict(config)
+            return resolve_config(ParallelismConfig.from_dict(config))
         case str():
             from composer_dist.distributed.strategies import strategy_named
 

@@ -95,17 +95,21 @@ def is_ignored(model: Any, names: tuple[str, ...], what: str) -> bool:
 
 @contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
-    """Inside, modules have the classes that the user gave them, without FSDP2's in front.
+    """Inside, modules have the classes that the user gave them, without FSDP2's or DDP's in front.
 
     transformers and peft look tables up by class names, and write them into configurations.
     """
-    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
-    for module, cls in sharded:
-        module.__class__ = _torch.original_class(cls)  # type: ignore[assignment]
+    prepared: list[tuple[nn.Module, type[nn.Module]]] = [
+        (module, type(module))
+        for module in model.modules()
+        if isinstance(module, FSDPModule) or _torch.is_replicated(module)
+    ]
+    for module, cls in prepared:
+        module.__class__ = _torch.original_class(cls)
     try:
         yield
     finally:
-        for module, cls in sharded:
+        for module, cls in prepared:
             module.__class__ = cls
 
 

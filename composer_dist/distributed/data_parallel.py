@@ -1,18 +1,56 @@
-"""Replicated data parallelism: when gradients are averaged while microbatches accumulate."""
+"""Replicated data parallelism: DDP in place, and when it averages while microbatches accumulate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 
-import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
-from composer_dist.distributed import process_group
+from composer_dist.distributed.aliases import Structure
+from composer_dist.distributed.averaging import average_gradients
+from composer_dist.distributed.forward_methods import gather_in_methods
 from composer_dist.distributed.gradients import no_sync
+from composer_dist.distributed.replica import Replica, group_of
+from composer_dist.distributed.replica_plan import ReplicaPlan
+from composer_dist.distributed.sync_batch_norm import convert_sync_batch_norm
 from composer_dist.errors import ParallelismValueError
+
+
+def replicate(
+    structure: Structure,
+    plan: ReplicaPlan,
+    mesh: DeviceMesh,
+    optimizers: Sequence[Optimizer],
+    forward_methods: Sequence[str] = (),
+) -> None:
+    """Let DDP keep the copies of a model alike, from its weights on, which are the same on all ranks.
+
+    Post-local SGD makes process groups, which is collective; nothing else here communicates.
+
+    Args:
+        structure: the model's.
+        plan: made for it.
+        optimizers: bound to its parameters.
+        forward_methods: methods of the model around which DDP works as around its forward.
+    """
+    model = structure.modules[""]
+    if plan.ddp.sync_batch_norm:
+        convert_sync_batch_norm(model, group_of(mesh))
+    replica = Replica(
+        model,
+        plan,
+        parameters={name: structure.tensors[name].get() for name in plan.averaged},  # type: ignore[misc]
+        ignored=[structure.tensors[name].get() for name in plan.ignored],
+        mesh=mesh,
+    )
+    gather_in_methods(model, forward_methods)
+    if replica.local_sgd is not None:
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(replica.local_sgd.after_step)
 
 
 class DDPSyncStrategy(StrEnum):
@@ -53,21 +91,4 @@ def ddp_sync_context(
     with no_sync(model, enabled=not automatic):
         yield
     if strategy is DDPSyncStrategy.FORCED_SYNC and is_final_microbatch:
-        _average_gradients(model)
-
-
-@torch.no_grad()
-def _average_gradients(model: nn.Module) -> None:
-    """Replace every gradient by its mean over the ranks, those of unused parameters counting as zero."""
-    world, _ = process_group.world_and_rank()
-    if world == 1:
-        return
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-    used = process_group.all_reduce(used, "max")
-    for parameter, somewhere in zip(parameters, used.tolist(), strict=True):
-        if somewhere:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
-            parameter.grad.div_(world)
+        average_gradients([parameter for parameter in model.parameters() if parameter.requires_grad])

@@ -38,6 +38,7 @@ from composer_dist.distributed.initialize import Component, find_components, pea
 from composer_dist.distributed.mesh import mesh_sizes, own_mesh
 from composer_dist.distributed.optimizer_checks import check_optimizers
 from composer_dist.distributed.policies import Choices, WrapPolicy, choose_units
+from composer_dist.distributed.replica_plan import ReplicaPlan, check_unprepared, replicate_all
 from composer_dist.distributed.skippable import Skippable, plan_skippable
 from composer_dist.distributed.unit_plan import Unit as Unit
 from composer_dist.distributed.unit_plan import idle_rules, plan_unit
@@ -86,6 +87,8 @@ class ParallelPlan:
     """Every sharded parameter's first name to its unit's."""
     others: Mapping[str, str] = field(default_factory=dict, repr=False)
     """What else the model holds, by name: buffers, and parameters that its own code has sharded."""
+    replica: ReplicaPlan | None = None
+    """What DDP does, where it replicates the model."""
 
     def explain(self, name: str) -> str:
         """In words: what happens to the module or tensor called `name` ("" is the root), and why.
@@ -110,6 +113,8 @@ class ParallelPlan:
     def _explain_module(self, name: str) -> Iterator[str]:
         found = self.modules[name]
         yield f"{name or 'The root'}: {found.action}, because {found.reason}."
+        if self.replica and not name:
+            yield self.replica.explain()
         for unit in self.units:
             if name in unit.modules:
                 count = len(unit.parameters)
@@ -142,6 +147,7 @@ class ParallelPlan:
             "bucket_bytes": self.config.bucket_bytes,
             "init_peak": self.init_peak,
             "warnings": list(self.warnings),
+            "replica": self.replica and self.replica.to_dict(),
         }
 
     def digest(self) -> str:
@@ -216,10 +222,15 @@ def build_plan(
     sizes = mesh_sizes(config, world_size)
     _refuse_unbuilt(config, sizes)
     check_duplicates(structure)
-    choices = choose_units(structure, config, policy, children)
-    assignment = assign(structure, choices)
+    check_unprepared(structure, replicating=config.ddp is not None)
+    replica = None
+    if config.ddp is None:
+        choices = choose_units(structure, config, policy, children)
+        assignment = assign(structure, choices)
+    else:
+        choices, assignment, replica = replicate_all(structure, config, sizes, precision, policy)
     warnings = (*choices.warnings, *assignment.warnings, *idle_rules(choices, assignment, config.strict))
-    blocks = _innermost(assignment)
+    blocks = list(replica.blocks) if replica else _innermost(assignment)
     last = blocks[-1] if blocks else None
     fsdp2 = config.fsdp2 or FSDP2Config()
     units = tuple(
@@ -228,7 +239,8 @@ def build_plan(
         )
         for group in assignment.groups
     )
-    check_forward_methods(config.forward_methods, structure, [n for u in units for n in u.modules])
+    called = [""] if replica else [n for u in units for n in u.modules]
+    check_forward_methods(config.forward_methods, structure, called)
     checkpointing = plan_checkpointing(structure.modules, config, check_fn, choices.rules, blocks)
     check_optimizers(optimizers, structure, assignment.plain)
     owner = {name: unit.name for unit in units for name in unit.parameters}
@@ -246,6 +258,7 @@ def build_plan(
         warnings=warnings,
         parameter_units=owner,
         others=dict(_others(structure, owner, assignment.plain)),
+        replica=replica,
     )
 
 
@@ -285,7 +298,6 @@ def _refuse_unbuilt(config: ParallelismConfig, sizes: Mapping[str, int]) -> None
     asked = {
         "cp": sizes["cp"] != 1,
         "tp": sizes["tp"] != 1 or config.tp is not None or any(r.tp for r in config.rules),
-        "ddp": config.ddp is not None,
         "compile": config.compile,
     }
     if any(asked.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 import time
@@ -15,6 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.plan import ParallelPlan
+from composer_dist.distributed.replica import replica_of
+
+_log = logging.getLogger("composer_dist")
 
 
 @dataclass
@@ -25,7 +29,8 @@ class Preparation:
     plan: ParallelPlan
     mesh: DeviceMesh
     plain_parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    """Parameters that are no DTensors, by name; the gradients of trainable ones are averaged."""
+    """Parameters that are no DTensors, by name; the gradients of trainable ones are averaged, but for
+    those that `DDPConfig.ignored` leaves to each rank."""
     timings: dict[str, float] = field(default_factory=dict)
     """Step to seconds, in the order of the steps."""
     bytes_moved: int = 0
@@ -52,6 +57,12 @@ class Preparation:
             yield
         finally:
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - start
+
+    def close(self) -> None:
+        """Training is over: log, once and on rank 0, what it has shown that the configuration could use."""
+        replica = replica_of(self.model)
+        if replica is not None and (hint := replica.hint()) and self.mesh.get_rank() == 0:
+            _log.warning(hint)
 
     def __str__(self) -> str:
         from composer_dist.reporting.tables import render_preparation

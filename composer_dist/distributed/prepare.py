@@ -24,6 +24,7 @@ from composer_dist.distributed.aliases import Structure, read_structure
 from composer_dist.distributed.aliasing import check_aliasing
 from composer_dist.distributed.checkpoint_plan import apply_checkpointing
 from composer_dist.distributed.config import ParallelismConfig, resolve_config
+from composer_dist.distributed.data_parallel import replicate
 from composer_dist.distributed.gradients import average_plain_gradients
 from composer_dist.distributed.initialize import (
     Component,
@@ -53,6 +54,7 @@ from composer_dist.distributed.plan import (
 from composer_dist.distributed.policies import WrapPolicy, composer_children
 from composer_dist.distributed.preparation import Preparation, peak, reset_peak
 from composer_dist.distributed.pretrained import Pretrained, open_weights
+from composer_dist.distributed.replica_plan import check_replica, stays
 from composer_dist.distributed.sharding import check_offload, finish, hook_units, shard
 from composer_dist.distributed.sources import Sources, decide_sources
 from composer_dist.distributed.steps import meta_init
@@ -183,6 +185,8 @@ def _prepare(
         check_aliasing(structure, plan.plain)
         check_offload(plan)
         check_hooks(structure, plan.plain)
+        if plan.replica:
+            check_replica(plan.replica, structure, optimizers, mesh)
     done = Preparation(model, plan, mesh)
     with done.step("agree"):
         disk = open_weights(weights, structure, agreement, settings)
@@ -197,8 +201,9 @@ def _prepare(
         agreement.reach("what is initialised", describe_components(components), check_alike)
         if (init_peak := peak_bytes(components, settings.bucket_bytes)) != plan.init_peak:
             plan = done.plan = replace(plan, init_peak=init_peak)
-    left = disk.warnings() if disk else []
-    for warning in [*plan.warnings, *forgotten_optimizers(optimizers, structure), *left]:
+    objects_stay = plan.replica is not None and stays(structure, device)
+    forgotten = [] if objects_stay else forgotten_optimizers(optimizers, structure)
+    for warning in [*plan.warnings, *forgotten, *(disk.warnings() if disk else ())]:
         warnings.warn(warning, UserWarning, stacklevel=3)
 
     with _usable_or_marked(model, agreement):
@@ -241,12 +246,17 @@ def _execute(
     done.bytes_moved, done.transport = transport.moved, transport.way
     if disk:
         done.bytes_moved, done.bytes_read = done.bytes_moved + disk.bytes_moved, disk.bytes_read
+    if replica := plan.replica:
+        methods = plan.config.forward_methods
+        agreement.collectively(
+            "replication", lambda: replicate(structure, replica, mesh, optimizers, methods)
+        )
     with agreement.together("the final checks"), done.step("check"):
         for name, parameter in shards.sharded.items():
             carry_attributes(shards.originals[name], parameter)
         done.plain_parameters = {name: new[name] for name in plan.plain}  # type: ignore[misc]
         trainable = {n: p for n, p in done.plain_parameters.items() if p.requires_grad}
-        if trainable:
+        if trainable and not plan.replica:
             average_plain_gradients(done.model, trainable, mesh)
         assert_no_meta(done.model)
         finish(structure, plan)

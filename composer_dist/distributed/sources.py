@@ -81,7 +81,9 @@ def decide_sources(
         for what in ("structure", "plan", "optimizers"):
             if any(finding[what] != findings[0][what] for finding in findings):
                 return {"differs": what}
-        found = _sort(structure, plan.config.sync, [finding["meta"] for finding in findings], disk)
+        ignored = frozenset(plan.replica.ignored if plan.replica else ())
+        metas = [finding["meta"] for finding in findings]
+        found = _sort(structure, plan.config.sync, metas, disk, ignored)
         found["seed"] = findings[0]["seed"]
         found["states"] = findings[0]["states"]
         found["same_states"] = all(f["states"] == findings[0]["states"] for f in findings)
@@ -118,7 +120,13 @@ def decide_sources(
     )
 
 
-def _sort(structure: Structure, sync: str, metas: Sequence[Any], disk: frozenset[str]) -> dict[str, Any]:
+def _sort(
+    structure: Structure,
+    sync: str,
+    metas: Sequence[Any],
+    disk: frozenset[str],
+    ignored: frozenset[str],
+) -> dict[str, Any]:
     """From who has what on meta to where the value of each tensor that files lack comes from."""
     everything = set(structure.tensors) - disk
     per_rank = [everything if meta == "all" else set(meta) - disk for meta in metas]
@@ -137,7 +145,8 @@ def _sort(structure: Structure, sync: str, metas: Sequence[Any], disk: frozenset
             "use sync='auto', which delivers rank 0's."
         )
     real = everything - somewhere
-    kept = {  # a plain attribute is the rank's own affair, unless rank 0's values are asked for
+    kept = ignored & real
+    kept |= {  # a plain attribute is the rank's own affair, unless rank 0's values are asked for
         name
         for name, held in structure.tensors.items()
         if name in real

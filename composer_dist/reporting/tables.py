@@ -32,14 +32,18 @@ def render_plan(plan: ParallelPlan) -> str:
             unit.reason,
         )
     notes = [f"tied: {' = '.join(names)}" for names in plan.ties]
-    notes += [f"replicated: {name} ({reason})" for name, reason in plan.plain.items()]
+    if plan.replica:
+        notes.append(plan.replica.explain())
+        notes += [f"left to each rank: {name}" for name in plan.replica.ignored]
+    else:
+        notes += [f"replicated: {name} ({reason})" for name, reason in plan.plain.items()]
     if plan.checkpointing:
         modes = sorted({one.mode for one in plan.checkpointing})
         notes.append(f"activations of {len(plan.checkpointing)} modules: {', '.join(modes)}")
     if plan.init_peak:
         notes.append(f"initialisation takes up to {human_bytes(plan.init_peak)} beside the shards")
     notes += [f"warning: {text}" for text in plan.warnings]
-    return "\n".join([_render(table), *notes])
+    return "\n".join([_render(table), *notes] if plan.units else [str(table.title), *notes])
 
 
 def render_preparation(done: Preparation) -> str:

@@ -230,9 +230,11 @@ class Trainer:
             callback.run_event(event, self.state, self.logger)
 
     def close(self) -> None:
-        """Closes callbacks and loggers, the last one first."""
+        """Closes callbacks and loggers, the last one first, and the preparation."""
         for callback in reversed((*self.callbacks, *self.logger.destinations)):
             callback.close(self.state, self.logger)
+        if self.preparation is not None:
+            self.preparation.close()
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from composer_dist.distributed import ParallelPlan, plan_parallelism
 from composer_dist.distributed.aliases import read_structure
 from composer_dist.distributed.config import (
-    DDPConfig,
     FSDP2Config,
     MeshConfig,
     ParallelismConfig,
@@ -271,7 +270,6 @@ def test_p94_foreach_over_a_mixed_group_is_refused() -> None:
         ({"tp": TPConfig()}, "tp"),
         ({"rules": [Rule("head", tp="colwise")]}, "tp"),
         ({"mesh": MeshConfig(cp=2)}, "cp"),
-        ({"ddp": DDPConfig()}, "ddp"),
         ({"compile": True}, "compile"),
     ],
 )

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from composer_dist.distributed.config import FSDP2Config, ParallelismConfig
+from composer_dist.distributed.config import DDPConfig, FSDP2Config, ParallelismConfig
 from composer_dist.distributed.prepare import parallelize_composer_model
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models import HuggingFaceModel
@@ -31,6 +31,7 @@ from tests.trainer.models import (
 )
 
 Result = tuple[list[float], dict[str, Tensor]]
+DDP = DDPConfig()
 
 
 def train(parts: list[int], config: Any = None, **options: Any) -> Result:
@@ -49,7 +50,10 @@ def train(parts: list[int], config: Any = None, **options: Any) -> Result:
     )
     trainer.fit()
     assert (trainer.preparation is not None) == (config is not None)
-    assert all(isinstance(p, DTensor) for p in model.parameters()) == (config is not None)
+    assert all(isinstance(p, DTensor) for p in model.parameters()) == (
+        config == "fsdp" or "fsdp2" in (config or "")
+    )
+    trainer.close()
     return log.values("loss/train/total"), weights(model)
 
 
@@ -81,6 +85,23 @@ def test_p98_hsdp_trains_as_one_process_on_the_whole_batch(world4: World) -> Non
         same(parameters, expected)
 
 
+DDP = {"ddp": {}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "options"),
+    [([4, 2], {}), ([5, 1], {"device_train_microbatch_size": 2, "gradient_clipping": 0.05})],
+)
+def test_p98_ddp_trains_as_one_process_on_the_whole_batch(
+    world2: World, parts: list[int], options: dict[str, Any]
+) -> None:
+    clipping = {key: options[key] for key in options if key == "gradient_clipping"}
+    losses, expected = train([PER_BATCH], **clipping)
+    for found, parameters in world2(train, parts, DDP, **options):
+        assert found == pytest.approx(losses, rel=1e-5)
+        same(parameters, expected)
+
+
 def in_pieces(config: Any = None) -> Result:
     """The same run as `train`, cut into pieces, with an evaluation in between."""
     model = tagger()
@@ -102,7 +123,7 @@ def in_pieces(config: Any = None) -> Result:
 
 def test_p98_fit_goes_on_where_it_ended_with_evaluations_in_between(world2: World) -> None:
     losses, expected = train([PER_BATCH])
-    for found, parameters in [in_pieces(), *world2(in_pieces, "fsdp")]:
+    for found, parameters in [in_pieces(), *world2(in_pieces, "fsdp"), *world2(in_pieces, DDP)]:
         assert found == pytest.approx(losses, rel=1e-5)
         same(parameters, expected)
 
@@ -116,10 +137,10 @@ def test_several_ranks_need_a_config_or_a_prepared_model(world2: World) -> None:
     world2(no_config)
 
 
-def prepared_before() -> Result:
+def prepared_before(config: Any) -> Result:
     model = tagger()
     optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
-    parallelize_composer_model(model, optimizer, "fsdp")
+    parallelize_composer_model(model, optimizer, config)
     trainer, log = quiet(
         model,
         optimizers=optimizer,
@@ -132,7 +153,7 @@ def prepared_before() -> Result:
 
 def test_a_model_that_is_prepared_already_is_trained_as_it_is(world2: World) -> None:
     losses, expected = train([PER_BATCH])
-    for found, parameters in world2(prepared_before):
+    for found, parameters in [*world2(prepared_before, "fsdp"), *world2(prepared_before, DDP)]:
         assert found == pytest.approx(losses, rel=1e-5)
         same(parameters, expected)
 
