@@ -24,6 +24,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "DDPSyncStrategy": f"{_HERE}.data_parallel",
         "ddp_sync_context": f"{_HERE}.data_parallel",
         "no_sync": f"{_HERE}.gradients",
+        "parallel_cross_entropy": f"{_HERE}.tp_loss",
         "clip_grad_norm": f"{_HERE}.gradients",
         "clip_grad_value": f"{_HERE}.gradients",
         "named_parameters_canonical": f"{_HERE}.names",
@@ -63,3 +64,4 @@ if TYPE_CHECKING:
     from composer_dist.distributed.steps import sync_module_states as sync_module_states
     from composer_dist.distributed.strategies import register_strategy as register_strategy
     from composer_dist.distributed.summon import summon_full_params as summon_full_params
+    from composer_dist.distributed.tp_loss import parallel_cross_entropy as parallel_cross_entropy

@@ -105,10 +105,10 @@ def train(make: Make, settings: ParallelismConfig, before: int = 0, **options: A
     return {"explained": done.plan.explain("")}
 
 
-def check_mlp() -> dict[str, Any]:
+def check_mlp(tp: int, inner: int) -> dict[str, Any]:
     """Forward, backward and placements of a pair of matrices."""
-    reference, model = built(MLP), built(MLP)
-    parallelize_model(model, config(plan={"up": "colwise", "down": "rowwise"}))
+    reference, model = built(lambda: MLP(inner)), built(lambda: MLP(inner))
+    parallelize_model(model, config(tp=tp, plan={"up": "colwise", "down": "rowwise"}))
     x, y = (torch.arange(32.0).view(4, 8).sin().requires_grad_() for _ in range(2))
     out, expected = model(x), reference(y)
     torch.testing.assert_close(out, expected)
@@ -131,13 +131,17 @@ def check_mlp() -> dict[str, Any]:
 
 
 def test_p30_a_pair_of_matrices_equals_the_reference_forward_and_backward() -> None:
-    for found in run(check_mlp, 2):
+    for found in run(check_mlp, 2, 2, 6):
         assert found["up.weight"] == (Shard(0),)
         assert found["up.bias"] == (Shard(0),)
         assert found["down.weight"] == (Shard(1),)
         assert found["down.bias"] is None
         assert found["norm.weight"] is None
         assert found["shape"] == (3, 8)
+
+
+def test_uneven_parts_equal_the_reference_too() -> None:
+    assert [found["shape"] for found in run(check_mlp, 4, 4, 7)] == [(2, 8), (2, 8), (2, 8), (1, 8)]
 
 
 @pytest.mark.parametrize(
