@@ -40,6 +40,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed._composable.replicate import DDP as ComposableDDP
 from torch.distributed._composable.replicate import replicate as replicate
 
+# How DTensor says that a dimension is cut in several equal groups, each by itself: query, key and value in
+# one matrix. FSDP2 has its own use for it. Since torch 2.5.
+from torch.distributed.tensor.placement_types import _StridedShard as _StridedShard
+
 # Fused elementwise kernels over lists of tensors; torch.nn.utils.clip_grad uses them, and offers no
 # public way to ask for the dtype of a norm. `dtype=` since torch 2.2.
 from torch import _foreach_mul_ as _foreach_mul_
@@ -64,6 +68,20 @@ def fsdp_param_groups(module: FSDPModule) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
     return list(groups)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside a checkpoint wrapper, or the module itself."""
+    return module._checkpoint_wrapped_module if isinstance(module, CheckpointWrapper) else module
+
+
+def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: torch.distributed.ProcessGroup) -> None:
+    """Sums `tensor` over the ranks of `group`; `output` gets this rank's part of dimension 0.
+
+    Torch 2.13 renames it and warns about the old name.
+    """
+    function = getattr(torch.distributed, "reduce_scatter_single", torch.distributed.reduce_scatter_tensor)
+    function(output, tensor, group=group)
 
 
 def gradient_sync_flags(module: nn.Module) -> list[tuple[object, str, bool]]:

@@ -26,6 +26,7 @@ FEATURES = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper": "act_ckpt='wrapped'",
     "torch.distributed._composable.replicate.DDP": "DDP in place",
     "torch.distributed._composable.replicate.replicate": "DDP in place",
+    "torch.distributed.tensor.placement_types._StridedShard": "tensor parallelism of fused matrices",
     "torch._foreach_mul_": "clip_grad_norm",
     "torch._foreach_norm": "clip_grad_norm",
     "torch.utils._python_dispatch.TorchDispatchMode": "tracing initialisers",

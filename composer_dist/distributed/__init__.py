@@ -26,6 +26,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "convert_sync_batch_norm": f"{_HERE}.sync_batch_norm",
         "revert_sync_batch_norm": f"{_HERE}.sync_batch_norm",
         "no_sync": f"{_HERE}.gradients",
+        "parallel_cross_entropy": f"{_HERE}.tp_loss",
         "clip_grad_norm": f"{_HERE}.gradients",
         "clip_grad_value": f"{_HERE}.gradients",
         "named_parameters_canonical": f"{_HERE}.names",
@@ -71,3 +72,4 @@ if TYPE_CHECKING:
     from composer_dist.distributed.sync_batch_norm import (
         revert_sync_batch_norm as revert_sync_batch_norm,
     )
+    from composer_dist.distributed.tp_loss import parallel_cross_entropy as parallel_cross_entropy

@@ -168,10 +168,29 @@ class FSDP2Config(FromDict):
 
 @dataclass(frozen=True, kw_only=True)
 class TPConfig(FromDict):
-    """Tensor parallelism."""
+    """Tensor parallelism: how matrices are cut among the ranks of the mesh's "tp" dimension."""
 
     plan: Literal["auto"] | Mapping[str, Any] = "auto"
-    """"auto", or module name (or "re:...") to style."""
+    """"auto" takes a Hugging Face model's own plan, or infers one from the structure; else module name (or
+    "re:...") to style: a name of `composer_dist.distributed.tp_styles`, or a style object of torch's.
+    `Rule(tp=...)` comes before either."""
+    sequence_parallel: bool = False
+    """Cut the sequence too, between attention and feed-forward: less memory for activations. Lengths must
+    be multiples of tp."""
+    loss_parallel: bool = False
+    """Leave the logits cut over the vocabulary, for `parallel_cross_entropy`, which Hugging Face's causal
+    language models are given."""
+    head_attributes: tuple[str, ...] = ()
+    """Attributes to divide by tp in modules whose projections are cut, beside the known names of head
+    counts and widths. A module may list its own in `tensor_parallel_attributes`."""
+
+    def __post_init__(self) -> None:
+        if self.plan != "auto" and not isinstance(self.plan, Mapping):
+            raise ParallelismTypeError(
+                f"TPConfig.plan is 'auto' or a mapping of module name to style, not {self.plan!r}."
+            )
+        for name in ("sequence_parallel", "loss_parallel"):
+            _require(name, getattr(self, name), (False, True))
 
 
 Match = Any  # str | re.Pattern | type[nn.Module] | Callable[[str, nn.Module], bool] | list of these

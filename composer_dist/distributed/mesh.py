@@ -1,9 +1,9 @@
 """The device mesh: the one owner of its dimensions and their groups.
 
 The dimensions are named "dp_replicate", "dp_shard", "cp" and "tp", outermost first. A dimension of
-size 1 is left out, except that a replicated model keeps "dp_shard" beside "dp_replicate" (FSDP2 tells
-replication from sharding by the number of dimensions). FSDP2 shards over `fsdp_mesh`: ranks that share a
-sequence share the parameters too, over "dp_shard" and "cp" flattened to "dp_shard_cp".
+size 1 is left out, but "dp_shard" stays beside "dp_replicate" (FSDP2 tells replication from sharding by
+the number of dimensions) and beside "tp" alone (FSDP2 casts and offloads). FSDP2 shards over `fsdp_mesh`:
+ranks that share a sequence share the parameters too, over "dp_shard" and "cp" flattened to "dp_shard_cp".
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def mesh_dim_names(sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The dimensions that a mesh of these sizes has."""
     names = [name for name, size in sizes.items() if size > 1]
     replicated = sizes["dp_replicate"] > 1 and sizes["cp"] == 1
-    if "dp_shard" not in names and (not names or replicated):
+    if "dp_shard" not in names and (names in ([], ["tp"]) or replicated):
         names.append("dp_shard")
     return tuple(name for name in sizes if name in names)
 

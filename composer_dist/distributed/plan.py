@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composer_dist.distributed.aliases import (
@@ -40,8 +41,9 @@ from composer_dist.distributed.optimizer_checks import check_optimizers
 from composer_dist.distributed.policies import Choices, WrapPolicy, choose_units
 from composer_dist.distributed.replica_plan import ReplicaPlan, check_unprepared, replicate_all
 from composer_dist.distributed.skippable import Skippable, plan_skippable
+from composer_dist.distributed.tp_plan import TensorParallelPlan, idle_styles, plan_tensor_parallel
 from composer_dist.distributed.unit_plan import Unit as Unit
-from composer_dist.distributed.unit_plan import idle_rules, plan_unit
+from composer_dist.distributed.unit_plan import idle_rules, plan_unit, with_tensor_parallel
 from composer_dist.distributed.units import Assignment, assign
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.precision import Precision
@@ -85,6 +87,8 @@ class ParallelPlan:
     warnings: tuple[str, ...] = ()
     parameter_units: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Every sharded parameter's first name to its unit's."""
+    tensor_parallel: TensorParallelPlan | None = None
+    """Which matrices are cut among tensor-parallel ranks; None where there is one such rank."""
     others: Mapping[str, str] = field(default_factory=dict, repr=False)
     """What else the model holds, by name: buffers, and parameters that its own code has sharded."""
     replica: ReplicaPlan | None = None
@@ -101,6 +105,10 @@ class ParallelPlan:
         tie = next((tie for tie in self.ties if name in tie), (name,))
         others = ", ".join(other for other in tie if other != name)
         tied = f", one parameter with {others}" if others else ""
+        where = self.tensor_parallel.where(tie[0]) if self.tensor_parallel else None
+        if where and tie[0] not in self.parameter_units:
+            return f"{name}{tied}: {where}."
+        tied += f", {where}" if where else ""
         if tie[0] in self.parameter_units:
             return f"{name}{tied}: sharded in unit {self.parameter_units[tie[0]] or 'root'}."
         if tie[0] in self.plain:
@@ -122,6 +130,8 @@ class ParallelPlan:
                     f"It gathers {count} parameter{'s' * (count != 1)}, {unit.nbytes:,} bytes; "
                     f"reshard_after_forward={unit.reshard_after_forward}."
                 )
+        if self.tensor_parallel and (text := self.tensor_parallel.explain(name)):
+            yield text
         for one in self.checkpointing:
             if one.module == name:
                 what = "offloaded to the host" if one.mode == "offload" else f"recomputed ({one.mode})"
@@ -141,6 +151,7 @@ class ParallelPlan:
                 [one.module, one.mode, str(dict(one.options)), one.reason] for one in self.checkpointing
             ],
             "skippable": [[one.module, list(one.parameters), one.unit] for one in self.skippable],
+            "tensor_parallel": self.tensor_parallel and self.tensor_parallel.to_dict(),
             "forward_methods": list(self.config.forward_methods),
             "sync": self.config.sync,
             "transport": self.config.transport,
@@ -229,7 +240,9 @@ def build_plan(
         assignment = assign(structure, choices)
     else:
         choices, assignment, replica = replicate_all(structure, config, sizes, precision, policy)
+    tensor_parallel = plan_tensor_parallel(structure, config, sizes["tp"], choices.rules)
     warnings = (*choices.warnings, *assignment.warnings, *idle_rules(choices, assignment, config.strict))
+    warnings += tuple(idle_styles(config, sizes["tp"]))
     blocks = list(replica.blocks) if replica else _innermost(assignment)
     last = blocks[-1] if blocks else None
     fsdp2 = config.fsdp2 or FSDP2Config()
@@ -241,6 +254,10 @@ def build_plan(
     )
     called = [""] if replica else [n for u in units for n in u.modules]
     check_forward_methods(config.forward_methods, structure, called)
+    if tensor_parallel is not None:
+        assignment, units = with_tensor_parallel(
+            assignment, units, tensor_parallel, structure, sizes, own_mesh(config)
+        )
     checkpointing = plan_checkpointing(structure.modules, config, check_fn, choices.rules, blocks)
     check_optimizers(optimizers, structure, assignment.plain)
     owner = {name: unit.name for unit in units for name in unit.parameters}
@@ -257,6 +274,7 @@ def build_plan(
         skippable=tuple(plan_skippable(structure, choices, assignment)),
         warnings=warnings,
         parameter_units=owner,
+        tensor_parallel=tensor_parallel,
         others=dict(_others(structure, owner, assignment.plain)),
         replica=replica,
     )
@@ -297,7 +315,6 @@ def _world_size(config: ParallelismConfig) -> int:
 def _refuse_unbuilt(config: ParallelismConfig, sizes: Mapping[str, int]) -> None:
     asked = {
         "cp": sizes["cp"] != 1,
-        "tp": sizes["tp"] != 1 or config.tp is not None or any(r.tp for r in config.rules),
         "compile": config.compile,
     }
     if any(asked.values()):
@@ -349,8 +366,8 @@ def _why_duplicate(first: str, structure: Structure) -> str:
 def _others(
     structure: Structure, units: Mapping[str, str], plain: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    for name, held in structure.tensors.items():
-        if held.info.kind == "parameter" and name not in units and name not in plain:
+    for held in structure.tensors.values():
+        if isinstance(held.get(), DTensor):
             yield from ((alias, "sharded already, and left as it is") for alias in held.info.names)
         elif held.info.kind != "parameter":
             yield from ((alias, f"a {held.info.kind}, whole on every rank") for alias in held.info.names)

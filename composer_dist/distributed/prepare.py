@@ -1,6 +1,7 @@
 """The recipe: from the model a user has to one that trains on many devices.
 
-    mesh -> plan -> agree -> activation checkpointing -> shard -> weights -> optimizer -> checks
+    mesh -> plan -> agree -> activation checkpointing -> tensor parallel -> shard
+         -> weights -> optimizer -> checks
 
 Up to the agreement nothing is touched, and whatever is wrong on one rank is raised on all. After it,
 a failure anywhere is raised everywhere too, and leaves the model marked as unusable.
@@ -59,6 +60,7 @@ from composer_dist.distributed.sharding import check_offload, finish, hook_units
 from composer_dist.distributed.sources import Sources, decide_sources
 from composer_dist.distributed.steps import meta_init
 from composer_dist.distributed.sync import device_of
+from composer_dist.distributed.tensor_parallel import finish_tensor_parallel
 from composer_dist.distributed.transport import Transport
 from composer_dist.distributed.weights import Filling
 from composer_dist.errors import ParallelismTypeError
@@ -224,7 +226,7 @@ def _execute(
     disk: Pretrained | None,
 ) -> None:
     """Carry out the plan; from here on the model changes."""
-    plan, mesh = done.plan, fsdp_mesh(done.mesh) or done.mesh
+    plan, mesh = done.plan, done.mesh
     with agreement.together("sharding"), done.step("shard"):
         follower = Follower(optimizers, structure, sources.states, sources.states_here, sources.init, mesh)
         if plan.checkpointing:
@@ -255,13 +257,16 @@ def _execute(
         for name, parameter in shards.sharded.items():
             carry_attributes(shards.originals[name], parameter)
         done.plain_parameters = {name: new[name] for name in plan.plain}  # type: ignore[misc]
+        data_parallel = fsdp_mesh(mesh)
         trainable = {n: p for n, p in done.plain_parameters.items() if p.requires_grad}
-        if trainable and not plan.replica:
-            average_plain_gradients(done.model, trainable, mesh)
+        if trainable and not plan.replica and data_parallel is not None:
+            average_plain_gradients(done.model, trainable, data_parallel)
         assert_no_meta(done.model)
         finish(structure, plan)
         hook_units(structure, plan, mesh)
         remember_mesh(done.model, done.mesh)
+    if plan.tensor_parallel is not None:
+        finish_tensor_parallel(structure, plan.tensor_parallel, mesh, agreement)
 
 
 def _run_first(

@@ -1,10 +1,10 @@
-"""FSDP2 from the plan.
+"""Tensor parallelism and FSDP2 from the plan.
 
 Sharding happens on the meta device, on every rank alike: each parameter is first replaced by a
-shadow without storage, the units are sharded from the outermost inwards, and only then do the shards
-get their storage, to be filled by `sync`, `initialize` or a checkpoint. So no rank needs more than
-its shards, the full tensors stay where they were until they have been delivered, and the layout of a
-parameter in memory (a transposed view, say) does not matter.
+shadow without storage, matrices are cut among the tensor-parallel ranks, the units are sharded from the
+outermost inwards, and only then do the shards get their storage, to be filled by `sync`, `initialize` or
+a checkpoint. So no rank needs more than its shards, the full tensors stay where they were until they have
+been delivered, and the layout of a parameter in memory (a transposed view, say) does not matter.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from composer_dist.distributed.arena import Arena, padded_bytes
 from composer_dist.distributed.call_order import check_call_order
 from composer_dist.distributed.forward_methods import gather_in_methods
 from composer_dist.distributed.garbage import no_collection
+from composer_dist.distributed.mesh import fsdp_mesh, submesh
 from composer_dist.distributed.names import reshard_after_evaluation
 from composer_dist.distributed.outputs import own_outputs
 from composer_dist.distributed.plan import ParallelPlan, Unit
 from composer_dist.distributed.skippable import let_skip
+from composer_dist.distributed.tensor_parallel import apply_tensor_parallel, materialise
 from composer_dist.errors import ParallelismRuntimeError
 
 
@@ -70,16 +72,21 @@ def shard(
     Args:
         structure: the model's.
         plan: made for this structure.
-        mesh: what to shard over; a second, outer dimension replicates.
+        mesh: the whole one.
         device: where shards live; those of units with offload live in host memory instead.
         only_real: parameters that are on the meta device stay there, as meta shards.
     """
-    managed = {name: structure.tensors[name] for unit in plan.units for name in unit.parameters}
+    tensor_parallel = plan.tensor_parallel
+    alone = [] if tensor_parallel is None else list(tensor_parallel.parameters)
+    names = [*(name for unit in plan.units for name in unit.parameters), *alone]
+    managed = {name: structure.tensors[name] for name in names}
     originals = {name: held.get() for name, held in managed.items()}
     for held in managed.values():
         held.put(_shadow(held))
+    if tensor_parallel is not None and (tp_mesh := submesh(mesh, "tp")) is not None:
+        apply_tensor_parallel(structure, tensor_parallel, tp_mesh)
     for unit in plan.units:
-        _shard_unit(unit, structure, mesh)
+        _shard_unit(unit, structure, fsdp_mesh(mesh) or mesh)
     sharded: dict[str, nn.Parameter] = {}
     local: dict[str, torch.Tensor] = {}
     for unit in plan.units:
@@ -92,6 +99,9 @@ def shard(
         }
         for name, storage in zip(params, _storages(params.values(), home, pins_memory(unit)), strict=True):
             sharded[name], local[name] = _torch.materialise_shard(params[name], storage)
+    for name in alone:
+        if name not in plan.parameter_units and not (only_real and originals[name].is_meta):
+            sharded[name], local[name] = materialise(managed[name], device)
     return Shards(originals, sharded, local)
 
 
@@ -149,7 +159,10 @@ def hook_units(structure: Structure, plan: ParallelPlan, mesh: DeviceMesh) -> No
         single = isinstance(module, FSDPModule) and len(unit.modules) == 1
         if single and unit.reshard_after_forward is not True:
             reshard_after_evaluation(module)  # type: ignore[arg-type]
-    let_skip(structure, plan.skippable, [n for u in plan.units for n in u.modules], mesh)
+    data_parallel = fsdp_mesh(mesh)
+    if data_parallel is None:
+        return
+    let_skip(structure, plan.skippable, [n for u in plan.units for n in u.modules], data_parallel)
     wanted = plan.config.check_order
     if mesh.size() > 1 and (mesh.device_type == "cpu" if wanted == "auto" else wanted):
         check_call_order({unit.name: module for unit, module in units})

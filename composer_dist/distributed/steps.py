@@ -109,6 +109,10 @@ def prepare_fully_shard(
         plan = build_plan(
             structure, config, world_size=whole.size(), precision=precision, policy=auto_wrap_policy
         )
+        if plan.tensor_parallel is not None:
+            raise ParallelismValueError(
+                "prepare_fully_shard only shards; use parallelize_model for tensor parallelism."
+            )
         check_offload(plan)
         check_hooks(structure, plan.plain)
     shards = shard(structure, plan, mesh, device_of(mesh), only_real=True)

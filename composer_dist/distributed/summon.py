@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_dist.distributed.agreement import Agreement
+from composer_dist.distributed.layout import Coordinate, Layout, chunk
+from composer_dist.distributed.mesh import submesh
 from composer_dist.distributed.names import canonical_name, check_usable, reshard
 from composer_dist.distributed.process_group import device_of_group, world_and_rank
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
@@ -32,11 +35,47 @@ def gather(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.clone()
     near: Any = tensor.to(tensor.device_mesh.device_type)
+    if (layout := Layout.of(tensor)).tp_dim is not None:
+        return _join(near.to_local(), layout, tensor.device_mesh)
     full: Tensor = near.full_tensor()
     exact = full.untyped_storage().nbytes() == full.numel() * full.element_size()
     shared = full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
     # On one rank, or replicated, the full tensor is the shard itself; uneven ones end in padding.
     return full if exact and not shared else full.clone(memory_format=torch.contiguous_format)
+
+
+def _join(part: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
+    """The full tensor from what the ranks have: their rows first, then the tensor-parallel windows.
+
+    Uneven parts, and groups within a dimension, are beyond DTensor's `full_tensor`.
+    """
+    here = Coordinate.of(mesh)
+    if layout.rows:
+        whole = replace(layout, rows=False).local_shape(here)
+        part = _all_gather(part, whole, 0, 1, submesh(mesh, "dp_shard"))
+    assert layout.tp_dim is not None
+    return _all_gather(part, layout.shape, layout.tp_dim, layout.tp_groups, submesh(mesh, "tp"))
+
+
+def _all_gather(
+    part: Tensor, shape: tuple[int, ...], dim: int, groups: int, mesh: DeviceMesh | None
+) -> Tensor:
+    """A tensor of `shape` from the parts that `chunk` cuts of each of its groups along `dim`."""
+    if mesh is None:
+        return part.clone()
+    step, _ = chunk(shape[dim] // groups, mesh.size(), 1)
+    grouped = (
+        part.unflatten(dim, (groups, -1))
+        if part.numel()
+        else part.new_empty(*shape[:dim], groups, 0, *shape[dim + 1 :])
+    )
+    missing = step - grouped.shape[dim + 1]
+    padding = grouped.new_empty(*grouped.shape[: dim + 1], missing, *grouped.shape[dim + 2 :])
+    mine = torch.cat([grouped, padding], dim + 1).contiguous()
+    parts = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(parts, mine, group=mesh.get_group())
+    whole = torch.cat(parts, dim + 1).narrow(dim + 1, 0, shape[dim] // groups)
+    return whole.reshape(shape).clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()
@@ -50,9 +89,14 @@ def scatter_into(target: Tensor, full: Tensor | None) -> None:
     if full is None:
         return
     if isinstance(target, DTensor):
+        mesh = target.device_mesh
+        full = full.detach().to(mesh.device_type)
+        if (layout := Layout.of(target)).tp_dim is not None:
+            part = layout.part(Coordinate.of(mesh)).of(full)
+            target.to_local().copy_(part.view(target.to_local().shape))
+            return
         # src_data_rank=None slices what is here; the default would scatter rank 0's.
-        full = full.detach().to(target.device_mesh.device_type)
-        shard = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        shard = distribute_tensor(full, mesh, target.placements, src_data_rank=None)
         target.to_local().copy_(shard.to_local())
     else:
         target.copy_(full)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from composer_dist.distributed.aliases import Structure
 from composer_dist.distributed.config import FSDP2Config
+from composer_dist.distributed.mesh import roles
 from composer_dist.distributed.policies import UNIT_FIELDS, Choices
+from composer_dist.distributed.tp_plan import TensorParallelPlan
 from composer_dist.distributed.units import Assignment, Group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.precision import Precision, mixed_precision_policy
@@ -114,6 +117,54 @@ def _offload(options: Mapping[str, Any], fsdp2: FSDP2Config) -> str | None:
         # A rule says whether, and the configuration how.
         return fsdp2.cpu_offload if isinstance(fsdp2.cpu_offload, str) else "auto"
     return wanted or None
+
+
+def with_tensor_parallel(
+    assignment: Assignment,
+    units: Sequence[Unit],
+    plan: TensorParallelPlan,
+    structure: Structure,
+    sizes: Mapping[str, int],
+    mesh: DeviceMesh | None,
+) -> tuple[Assignment, tuple[Unit, ...]]:
+    """What is left to FSDP2 beside tensor parallelism.
+
+    Units gather what this rank has of cut parameters. On a single data-parallel rank there are none at
+    all, unless they cast or offload.
+
+    Args:
+        mesh: the user's own, if there is one.
+
+    Raises:
+        ParallelismValueError: a cut parameter that is in no unit, so that nobody would reduce its gradient;
+            casts or offload on a mesh that FSDP2 has no dimension of.
+    """
+    alone = all(size == 1 for name, size in sizes.items() if name != "tp")
+    if alone and all(unit.mp_policy == MixedPrecisionPolicy() and not unit.offload for unit in units):
+        why = "tensor-parallel ranks alone share the model, and the matrices are cut among them"
+        plain = {name: why for name in structure.parameters if name not in plan.parameters}
+        reason = {name: why for group in assignment.groups for name in group.modules}
+        return replace(assignment, groups=(), plain=plain, skipped=dict(assignment.skipped) | reason), ()
+    if mesh is not None and roles(mesh).keys() == {"tp"}:
+        raise ParallelismValueError(
+            "Mixed precision and offload are FSDP2's, and the mesh has only tensor-parallel ranks; give it a "
+            "dimension dp_shard of size 1, or leave precision and offload out."
+        )
+    outside = [name for name in plan.parameters if name in assignment.plain]
+    if outside and not alone:
+        raise ParallelismValueError(
+            f"{', '.join(outside)} would be cut by tensor parallelism, but no unit reduces the gradients "
+            f"over the data-parallel ranks: {assignment.plain[outside[0]]}. Let a unit have it, or leave it "
+            "whole with Rule(..., tp='replicate')."
+        )
+
+    def gathered(name: str) -> int:
+        nbytes = structure.tensors[name].info.nbytes
+        return -(-nbytes // plan.size) if name in plan.cuts else nbytes
+
+    sized = (replace(unit, nbytes=sum(map(gathered, unit.parameters))) for unit in units)
+    plain = {name: why for name, why in assignment.plain.items() if name not in plan.parameters}
+    return replace(assignment, plain=plain), tuple(sized)
 
 
 def idle_rules(choices: Choices, assignment: Assignment, strict: bool) -> list[str]:

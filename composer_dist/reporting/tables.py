@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,10 @@ def render_plan(plan: ParallelPlan) -> str:
         notes += [f"left to each rank: {name}" for name in plan.replica.ignored]
     else:
         notes += [f"replicated: {name} ({reason})" for name, reason in plan.plain.items()]
+    if plan.tensor_parallel is not None:
+        styles = Counter(one.label for one in plan.tensor_parallel.modules.values())
+        counts = ", ".join(f"{count} {style}" for style, count in styles.items())
+        notes.append(f"tensor parallel: {styles.total()} modules ({counts})")
     if plan.checkpointing:
         modes = sorted({one.mode for one in plan.checkpointing})
         notes.append(f"activations of {len(plan.checkpointing)} modules: {', '.join(modes)}")

@@ -60,7 +60,7 @@ def test_dimensions_of_size_one_are_left_out() -> None:
     assert names(dp_replicate=2) == ("dp_replicate", "dp_shard")
     assert names(dp_replicate=2, cp=2) == ("dp_replicate", "cp")
     assert names(cp=2, tp=2) == ("cp", "tp")
-    assert names(tp=2) == ("tp",)
+    assert names(tp=2) == ("dp_shard", "tp")  # FSDP2, where it casts or offloads
     assert names(dp_replicate=2, dp_shard=2, tp=2) == ("dp_replicate", "dp_shard", "tp")
 
 
@@ -102,7 +102,7 @@ FSDP_MESHES: list[tuple[dict[str, int], Any]] = [
     ({"dp_shard": 4}, (("dp_shard",), [0, 1, 2, 3])),
     ({"dp_replicate": 2, "dp_shard": 2}, (("dp_replicate", "dp_shard"), [[0, 1], [2, 3]])),
     ({"dp_replicate": 4, "dp_shard": 1}, (("dp_replicate", "dp_shard"), [[0], [1], [2], [3]])),
-    ({"tp": 4, "dp_shard": 1}, None),
+    ({"tp": 4, "dp_shard": 1}, (("dp_shard",), [3])),
     ({"cp": 4, "dp_shard": 1}, (("cp",), [0, 1, 2, 3])),
     ({"dp_shard": 2, "tp": 2}, (("dp_shard",), [1, 3])),
     ({"dp_shard": 2, "cp": 2}, (("dp_shard_cp",), [0, 1, 2, 3])),

@@ -20,7 +20,6 @@ from composer_dist.distributed.config import (
     MeshConfig,
     ParallelismConfig,
     Rule,
-    TPConfig,
 )
 from composer_dist.distributed.plan import check_plan
 from composer_dist.errors import ParallelismError, ParallelismKeyError, ParallelismValueError
@@ -266,9 +265,6 @@ def test_p94_foreach_over_a_mixed_group_is_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        ({"mesh": MeshConfig(tp=2)}, "tp"),
-        ({"tp": TPConfig()}, "tp"),
-        ({"rules": [Rule("head", tp="colwise")]}, "tp"),
         ({"mesh": MeshConfig(cp=2)}, "cp"),
         ({"compile": True}, "compile"),
     ],
