@@ -221,7 +221,8 @@ class _Averaging(_torch.InPlaceDDP):
             ) from error
 
     def wants_backward(self, output: Any) -> bool:
-        wanted = not self._several and any(tensor.requires_grad for tensor in tensors_in(output))
+        tensors = list(tensors_in(output))  # none in an object of a kind unknown here
+        wanted = not self._several and (not tensors or any(tensor.requires_grad for tensor in tensors))
         if wanted:
             self._expected = set(self.names.values())
         return wanted

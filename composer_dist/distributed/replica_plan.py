@@ -215,8 +215,9 @@ def _without_effect(
         f"{source} sets {key}"
         for fields in rules.values()
         for key, (_, source) in fields.items()
-        if key in {"shard", *UNIT_FIELDS}
+        if key in {"shard", "tp", *UNIT_FIELDS}
     ]
+    found += ["tp is given"] if config.tp is not None else []
     found += ["fsdp2 is given"] if config.fsdp2 is not None else []
     found += ["a wrap policy is given"] if policy is not None else []
     texts = [f"{what}, which DDP (ddp=) has no use for; leave it out." for what in dict.fromkeys(found)]

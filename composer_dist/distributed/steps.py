@@ -105,6 +105,8 @@ def prepare_fully_shard(
     mesh = fsdp_mesh(whole) or whole
     agreement = Agreement(whole.mesh.flatten().tolist())
     with agreement.together("the plan of the model"):
+        if config.ddp is not None:
+            raise ParallelismValueError("prepare_fully_shard shards; DDP (ddp=) is for parallelize_model.")
         structure = read_structure(model)
         plan = build_plan(
             structure, config, world_size=whole.size(), precision=precision, policy=auto_wrap_policy

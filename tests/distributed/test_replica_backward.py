@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.optim import SGD
 
 from composer_dist.distributed import clip_grad_norm, no_sync, parallelize_model
 from composer_dist.distributed.data_parallel import DDPSyncStrategy, ddp_sync_context
+from composer_dist.distributed.replica import replica_of
 from composer_dist.errors import ParallelismRuntimeError
 from tests.conftest import World
 from tests.distributed.preparable import built, close, values
@@ -247,6 +249,27 @@ class Heads(nn.Module):
         hidden = self.trunk(x).tanh()
         left, right = self.left(x if self.kind == "apart" else hidden), self.right(hidden)
         return (left * right, left + right) if self.kind == "alike" else (left, right)
+
+
+class Opaque(nn.Linear):
+    """Returns an object that nobody can look into."""
+
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(loss=super().forward(x).square().mean())
+
+
+def opaque() -> None:
+    model = Opaque(8, 4)
+    parallelize_model(model, ddp())
+    for step in range(3):
+        model.zero_grad()
+        model(torch.randn(4, 8) * (dist.get_rank() + step)).loss.backward()
+        assert alike(model, lambda p: p.grad)
+    assert replica_of(model).could_be_static  # type: ignore[union-attr]  # the reducer has averaged
+
+
+def test_outputs_of_any_kind_are_averaged_by_the_reducer(world2: World) -> None:
+    world2(opaque)
 
 
 def two_losses(kind: str, **options: Any) -> list[bool]:

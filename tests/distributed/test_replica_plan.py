@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from composer_dist.distributed import plan_parallelism
+from composer_dist.distributed import plan_parallelism, prepare_fully_shard
 from composer_dist.distributed.config import (
     DDPConfig,
     FSDP2Config,
@@ -140,15 +143,17 @@ def test_field_values_are_checked() -> None:
 
 
 def test_dtensors_are_not_replicated() -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
     dist.init_process_group("fake", rank=0, world_size=2)
     model = structures.M()
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
     with pytest.raises(ParallelismTypeError, match="0.weight, 0.bias are DTensors"):
         plan_parallelism(model, DDPConfig(), world_size=2)
+
+
+def test_prepare_fully_shard_does_not_replicate() -> None:
+    dist.init_process_group("fake", rank=0, world_size=1)
+    with pytest.raises(ParallelismValueError, match="prepare_fully_shard shards"):
+        prepare_fully_shard(structures.M(), ParallelismConfig(ddp=DDPConfig()))
 
 
 def test_a_plan_is_made_on_meta() -> None:
