@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -44,15 +45,11 @@ class Target:
     local: torch.Tensor
     """Contiguous, of the part's elements in row-major order."""
     mesh: DeviceMesh | None
-    """None where there is one rank only."""
+    """None where this rank reads for itself alone."""
 
-    @property
-    def part(self) -> Part:
-        """Which elements these are."""
-        return self.layout.part(Coordinate.of(self.mesh) if self.mesh else Coordinate())
-
+    @cached_property
     def sharing(self) -> list[int]:
-        """Dimensions of the mesh along which all ranks hold the same part, and read a share of it each."""
+        """Dimensions of the mesh along which ranks hold the same part, and read a share of it each."""
         local, mesh = self.local, self.mesh
         if mesh is None or local.nbytes < _SMALL or local.device.type != mesh.device_type:
             return []
@@ -158,9 +155,11 @@ class Pretrained:
             CheckpointRuntimeError: a file cannot be read, on whichever rank.
         """
         with self.agreement.together("reading the weights"), Files(self.root, self.index.files) as files:
-            slabs = [slab for target in targets for slab in self._slabs(target, bucket_bytes)]
+            slabs = [
+                slab for target, part in _parts(targets) for slab in self._slabs(target, part, bucket_bytes)
+            ]
             self.bytes_read += read_slabs(slabs, files)
-        shared = [target for target in targets if target.sharing()]
+        shared = [target for target in targets if target.sharing]
         if shared:
             self.bytes_moved += self.agreement.collectively(
                 "gathering the weights", lambda: sum(_gather(target, bucket_bytes) for target in shared)
@@ -170,13 +169,25 @@ class Pretrained:
         """Read all of one tensor, on this rank alone."""
         target = Target(name, Layout(tuple(whole.shape)), whole, None)
         with Files(self.root, self.index.files) as files:
-            self.bytes_read += read_slabs(list(self._slabs(target, 0)), files)
+            self.bytes_read += read_slabs(
+                list(self._slabs(target, target.layout.part(Coordinate()), 0)), files
+            )
 
-    def _slabs(self, target: Target, bucket_bytes: int) -> Iterator[Slab]:
+    def _slabs(self, target: Target, part: Part, bucket_bytes: int) -> Iterator[Slab]:
         """What this rank reads of a target: its share of each window, or everything."""
         blueprint, flat = self.match.tensors[target.name], target.local.view(-1)
         for first, last in _shares(target, bucket_bytes):
-            yield from plan_reads(blueprint, self.index.entries, target.part, flat, first, last)
+            yield from plan_reads(blueprint, self.index.entries, part, flat, first, last)
+
+
+def _parts(targets: Sequence[Target]) -> Iterator[tuple[Target, Part]]:
+    """Targets and what this rank holds of each tensor."""
+    places: dict[int, Coordinate] = {id(None): Coordinate()}
+    for target in targets:
+        if id(target.mesh) not in places:  # finding out takes longer than all the rest
+            assert target.mesh is not None
+            places[id(target.mesh)] = Coordinate.of(target.mesh)
+        yield target, target.layout.part(places[id(target.mesh)])
 
 
 def _windows(target: Target, bucket_bytes: int) -> Iterator[tuple[int, int]]:
@@ -185,7 +196,7 @@ def _windows(target: Target, bucket_bytes: int) -> Iterator[tuple[int, int]]:
     What is left at the end, less than one element per holder, is not in any.
     """
     assert target.mesh is not None
-    holders = prod(target.mesh.size(dim) for dim in target.sharing())
+    holders = prod(target.mesh.size(dim) for dim in target.sharing)
     step = max(1, bucket_bytes // (target.local.itemsize * holders)) * holders
     whole = target.local.numel() // holders * holders
     for first in range(0, whole, step):
@@ -194,7 +205,7 @@ def _windows(target: Target, bucket_bytes: int) -> Iterator[tuple[int, int]]:
 
 def _shares(target: Target, bucket_bytes: int) -> Iterator[tuple[int, int]]:
     """The elements [first, last) of a target that this rank reads."""
-    dims, numel = target.sharing(), target.local.numel()
+    dims, numel = target.sharing, target.local.numel()
     if not dims:
         yield 0, numel
         return
@@ -217,7 +228,7 @@ def _gather(target: Target, bucket_bytes: int) -> int:
     here = mesh.get_coordinate()
     assert here is not None
     for first, length in _windows(target, bucket_bytes):
-        window, dims = flat[first : first + length], target.sharing()
+        window, dims = flat[first : first + length], target.sharing
         while dims:  # along the innermost dimension first: there, shares lie side by side
             dim = dims.pop()
             block = window

@@ -1,0 +1,197 @@
+"""How long it takes to bring weights from disk into the shards, against others doing the same, in one run.
+
+    torchrun --nproc-per-node 4 benchmarks/disk.py --millions 300 --rounds 3 --json disk.json
+
+A Llama lies in a safetensors file that is in the page cache; every rank holds the model on the meta
+device; timed from the call until every rank has its shards. Contenders take turns within each round, and
+each starts with memory given back to the system, as a fresh process does; medians are shown. Values are
+verified on every rank after each run, and buffers are reported.
+
+- slices: a bare loop over the parameters, `safetensors.get_slice` of this rank's rows, copied into the
+  shard. A reference, not a rival.
+- broadcast: rank 0 loads the file, then torch's `set_model_state_dict(broadcast_from_rank0=True)`.
+- every rank loads: each loads the file and keeps its rows (`set_model_state_dict(full_state_dict=True)`).
+- torch reader: `torch.distributed.checkpoint.load` with its `HuggingFaceStorageReader`.
+- transformers: `from_pretrained` on a device mesh, which shards while it loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from prepare import build, config_bytes, config_for, shard_on_meta, verify
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from composer_dist import FSDP2Config
+from composer_dist.distributed import parallelize_model
+from composer_dist.distributed.preparation import peak, reset_peak
+
+CPU = torch.device("cpu")
+FILE = "model.safetensors"
+
+
+def ours(model: nn.Module, directory: Path) -> nn.Module:
+    parallelize_model(model, FSDP2Config(), weights=directory)
+    return model
+
+
+def slices(model: nn.Module, directory: Path) -> nn.Module:
+    shard_on_meta(model)
+    model.to_empty(device="cpu")
+    world, rank = dist.get_world_size(), dist.get_rank()
+    with safe_open(directory / FILE, "pt") as file, torch.no_grad():
+        for name, parameter in model.named_parameters():
+            rows = -(-parameter.shape[0] // world)
+            parameter.to_local().copy_(file.get_slice(name)[rank * rows : (rank + 1) * rows])
+    return model
+
+
+def broadcast(model: nn.Module, directory: Path) -> nn.Module:
+    shard_on_meta(model)
+    state = load_file(directory / FILE) if dist.get_rank() == 0 else {}
+    model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    return model
+
+
+def every_rank(model: nn.Module, directory: Path) -> nn.Module:
+    shard_on_meta(model)
+    state = load_file(directory / FILE)
+    model.to_empty(device="cpu")
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+    return model
+
+
+def torch_reader(model: nn.Module, directory: Path) -> nn.Module:
+    shard_on_meta(model)
+    model.to_empty(device="cpu")
+    dcp.load(dict(model.named_parameters()), storage_reader=dcp.HuggingFaceStorageReader(str(directory)))
+    return model
+
+
+def transformers_loader(model: nn.Module, directory: Path) -> nn.Module:
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    return LlamaForCausalLM.from_pretrained(
+        directory, distributed_config=DistributedConfig(fsdp_size=dist.get_world_size())
+    )
+
+
+def measure(
+    run: Callable[[nn.Module, Path], nn.Module], model: nn.Module, directory: Path
+) -> tuple[nn.Module, dict[str, float]]:
+    """The loaded model; seconds of the slowest rank, and peak extra memory over all ranks."""
+    shard_bytes = sum(p.numel() * p.itemsize for p in model.parameters()) // dist.get_world_size()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    reset_peak(CPU)
+    before = peak(CPU)
+    dist.barrier()
+    start = time.perf_counter()
+    model = run(model, directory)
+    seconds = time.perf_counter() - start
+    numbers = torch.tensor([seconds, float(peak(CPU) - before - shard_bytes)], dtype=torch.float64)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return model, {"seconds": numbers[0].item(), "extra": numbers[1].item()}
+
+
+def main() -> None:
+    """Run all contenders in turn and print medians."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--millions", type=float, default=300, help="parameters, in millions")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--directory", type=Path, help="where the file is written; a temporary directory")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    dtype, config = getattr(torch, arguments.dtype), config_for(arguments.millions)
+    contenders = {
+        "composer_dist": ours,
+        "slices": slices,
+        "broadcast": broadcast,
+        "every rank loads": every_rank,
+        "torch reader": torch_reader,
+        "transformers": transformers_loader,
+    }
+    figures: dict[str, list[dict[str, float]]] = {}
+    buffers: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as own:
+        shared = [own]
+        dist.broadcast_object_list(shared, src=0)
+        directory = Path(shared[0])
+        reference = build(config, dtype, real=True)
+        if dist.get_rank() == 0:
+            reference.save_pretrained(directory, max_shard_size="100GB")
+        expected = {name: buffer.clone() for name, buffer in reference.named_buffers()}
+        del reference
+        dist.barrier()
+        for _ in range(arguments.rounds):
+            for name, run in contenders.items():
+                model = build(config, dtype, real=False)
+                try:
+                    model, figure = measure(run, model, directory)
+                except Exception as error:
+                    if name in figures or run is not transformers_loader:
+                        raise
+                    buffers[name] = f"{type(error).__name__}: {error}"
+                    continue
+                figures.setdefault(name, []).append(figure)
+                buffers[name] = verify(model, expected)
+                del model
+        dist.barrier()
+    if dist.get_rank() == 0:
+        report(figures, buffers, config_bytes(config, dtype), arguments)
+    dist.destroy_process_group()
+
+
+def report(figures, buffers, nbytes: int, arguments: argparse.Namespace) -> None:
+    """A table, and JSON if asked."""
+    world = dist.get_world_size()
+    millions = nbytes / 1e6 / getattr(torch, arguments.dtype).itemsize
+    title = f"{millions:.0f} M parameters in {arguments.dtype} ({nbytes / 1e9:.2f} GB), {world} ranks"
+    table = Table("contender", "seconds", "x broadcast", "x slices", "extra MiB", "buffers", title=title)
+    median = {
+        name: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        for name, runs in figures.items()
+    }
+    for name, row in median.items():
+        table.add_row(
+            name,
+            f"{row['seconds']:.2f}",
+            f"{row['seconds'] / median['broadcast']['seconds']:.2f}",
+            f"{row['seconds'] / median['slices']['seconds']:.2f}",
+            f"{row['extra'] / 2**20:.0f}",
+            buffers.get(name, ""),
+        )
+    Console(width=110).print(table)
+    for name in buffers.keys() - median.keys():
+        print(f"{name} does not run here: {buffers[name]}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"bytes": nbytes, "ranks": world, "median": median}, indent=1))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()
