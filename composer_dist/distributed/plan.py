@@ -32,6 +32,7 @@ from composer_dist.distributed.config import (
     near_miss,
     resolve_config,
 )
+from composer_dist.distributed.context_checks import check_context
 from composer_dist.distributed.forward_methods import check_forward_methods
 from composer_dist.distributed.garbage import no_collection
 from composer_dist.distributed.initialize import Component, find_components, peak_bytes
@@ -216,6 +217,8 @@ def build_plan(
     sizes = mesh_sizes(config, world_size)
     _refuse_unbuilt(config, sizes)
     check_duplicates(structure)
+    if sizes["cp"] > 1:
+        check_context(structure, sizes["cp"])
     choices = choose_units(structure, config, policy, children)
     assignment = assign(structure, choices)
     warnings = (*choices.warnings, *assignment.warnings, *idle_rules(choices, assignment, config.strict))
@@ -283,7 +286,6 @@ def _world_size(config: ParallelismConfig) -> int:
 
 def _refuse_unbuilt(config: ParallelismConfig, sizes: Mapping[str, int]) -> None:
     asked = {
-        "cp": sizes["cp"] != 1,
         "tp": sizes["tp"] != 1 or config.tp is not None or any(r.tp for r in config.rules),
         "ddp": config.ddp is not None,
         "compile": config.compile,
