@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.context_attention import distributed_attention
@@ -24,6 +25,11 @@ from composer_dist.errors import ParallelismRuntimeError
 _proven: WeakSet[nn.Module] = WeakSet()
 
 
+def find_mesh(model: nn.Module) -> DeviceMesh | None:
+    """The mesh for which `model`, or the one that it wraps, was prepared; None if it was not."""
+    return next((mesh for module in model.modules() if (mesh := mesh_of(module)) is not None), None)
+
+
 @contextmanager
 def context_parallel(
     model: nn.Module,
@@ -32,6 +38,7 @@ def context_parallel(
     sequence_dims: Mapping[str, int | None] | None = None,
     buffers: Mapping[str, int] | None = None,
     balanced: bool | None = None,
+    weighted: bool = False,
     check: bool = True,
 ) -> Iterator[Any]:
     """Give each rank its part of the sequence; forward, loss and backward belong inside.
@@ -44,7 +51,7 @@ def context_parallel(
     The part has the global `position_ids`, and for a transformers model labels shifted before they were cut
     (`shift_labels`) and the loss's denominator (`num_items_in_batch`), where the model takes them. Each
     rank's loss is such that its mean over the ranks is the loss of the whole batch, as in data parallelism.
-    Compute a loss of your own so too: the sum over this rank's labels * cp / the labels of the sequence.
+    A loss of your own is so too if it is a mean over a part's labels and all parts have equally many.
 
     Without a "cp" dimension the batch comes back as it is. Evaluation and `generate` need no context:
     every rank has the whole sequence there.
@@ -59,6 +66,9 @@ def context_parallel(
             A rank sees the rows of its positions.
         balanced: give each rank one part of the head and one of the tail, for equal work under a causal
             mask; None does so where the model's attention says it is causal.
+        weighted: you multiply each part's mean loss by cp * its labels / the labels of the whole, as the
+            Trainer does; without, parts with unequally many `labels` are refused where the model takes no
+            `num_items_in_batch`.
         check: prove at the first step that positions meet nowhere but in attention (two forwards of
             a few positions, and a comparison of the batches).
 
@@ -68,7 +78,7 @@ def context_parallel(
             model that cannot be.
         ParallelismKeyError: a buffer that the model does not have.
     """
-    mesh = mesh_of(model)
+    mesh = find_mesh(model)
     if mesh is None:
         raise ParallelismRuntimeError(
             f"context_parallel needs the model that parallelize_model prepared, not {type(model).__name__}."
@@ -77,7 +87,7 @@ def context_parallel(
     if cp is None:
         yield batch
         return
-    splitter = Splitter(model, sequence_dims, buffers, balanced)
+    splitter = Splitter(model, sequence_dims, buffers, balanced, weighted)
     layout = splitter.layout(batch, cp.size(), cp.get_local_rank())
     if check and model not in _proven:
         prove(splitter, batch, layout, cp, Agreement(mesh.mesh.flatten().tolist()))

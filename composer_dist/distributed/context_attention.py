@@ -1,8 +1,8 @@
 """Attention over a sequence of which each rank has a part.
 
-Inside `attention_as`, `torch.nn.functional.scaled_dot_product_attention` is another function, for torch's
-own ring is made so, too. On accelerators that is the ring. Elsewhere, and for what the ring cannot do,
-every rank gathers all keys and values: more memory, the same numbers.
+Inside `distributed_attention`, `torch.nn.functional.scaled_dot_product_attention` is another function, as in
+torch's own context. On CUDA devices it is torch's ring. Elsewhere, and for what the ring cannot do, every
+rank gathers all keys and values: more memory, the same numbers.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def distributed_attention(layout: Layout, mesh: DeviceMesh) -> Iterator[None]:
     gathered = gathered_attention(layout, mesh.get_group())
     with ExitStack() as stack:
         attention = gathered
-        if mesh.device_type != "cpu":
+        if mesh.device_type == "cuda":
             stack.enter_context(_torch.ring_attention(mesh, layout.length, layout.balanced))
             attention = _ring_where_it_can(layout, F.scaled_dot_product_attention, gathered)
         stack.enter_context(attention_as(attention))
@@ -137,7 +137,7 @@ def check_call(layout: Layout, query: Tensor, key: Tensor, mask: Tensor | None) 
 
 
 def _ring_where_it_can(layout: Layout, ring: Attention, gathered: Attention) -> Attention:
-    """Torch's ring, but for what it would refuse, or (dropout) get wrong in backward."""
+    """Torch's ring where that gives the right result; backward of dropout, for one, it gets wrong."""
 
     def attention(
         query: Tensor,
@@ -150,11 +150,25 @@ def _ring_where_it_can(layout: Layout, ring: Attention, gathered: Attention) -> 
         enable_gqa: bool = False,
     ) -> Tensor:
         check_call(layout, query, key, attn_mask)
-        balanced = is_causal or not layout.balanced
-        chosen = ring if query.ndim == 4 and balanced and not dropout_p else gathered
+        able = is_causal or not layout.balanced
+        if able and query.ndim == 4 and not dropout_p and _is_fused(query, key, value, is_causal, enable_gqa):
+            chosen = ring
+        else:
+            chosen = gathered
         return chosen(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     return attention
+
+
+def _is_fused(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool) -> bool:
+    """Whether there is a kernel for this call that gives what the ring adds up by: the log of the sums."""
+    kernels = torch.backends.cuda
+    call = kernels.SDPAParams(query, key, value, None, 0.0, is_causal, enable_gqa)
+    return (
+        kernels.can_use_flash_attention(call)
+        or kernels.can_use_efficient_attention(call)
+        or kernels.can_use_cudnn_attention(call)
+    )
 
 
 def _gather(key: Tensor, value: Tensor, layout: Layout, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from composer_dist import _torch
 from composer_dist.distributed.config import near_miss
 from composer_dist.distributed.context_attention import Layout
 from composer_dist.distributed.names import canonical_name, named_buffers_canonical
@@ -36,6 +38,7 @@ class Splitter:
             names are keys, or indices joined by dots. By default dimension 1 of all that have one.
         buffers: name of a model's buffer that is a table of positions to the dimension of these.
         balanced: see `Layout`; None says yes where every attention module says it is causal.
+        weighted: parts may have unequal numbers of labels, because the caller weighs their losses.
 
     Raises:
         ParallelismKeyError: the model has no buffer of a name.
@@ -47,8 +50,10 @@ class Splitter:
         sequence_dims: Mapping[str, int | None] | None = None,
         buffers: Mapping[str, int] | None = None,
         balanced: bool | None = None,
+        weighted: bool = False,
     ) -> None:
         self.model = model
+        self._weighted = weighted
         self._tables = [(self._place_of(name), dim) for name, dim in (buffers or {}).items()]
         self._dims = dict(sequence_dims or {})
         self._transformer = transformers_model(model)
@@ -154,17 +159,19 @@ class Splitter:
         labels = whole.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
             return whole, None
-        if self._shifts() and whole.get("shift_labels") is None:
+        if self.shifts and whole.get("shift_labels") is None:
             whole["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         counted = whole.get("shift_labels", labels) != IGNORED
         if (given := whole.get("num_items_in_batch")) is not None:
             return whole, float(given) / layout.ranks
         if self.accepts("num_items_in_batch"):
             return whole, max(int(counted.sum()), 1) / layout.ranks
-        self._check_counts(counted, layout)
+        if not self._weighted:
+            self._check_counts(counted, layout)
         return whole, None
 
-    def _shifts(self) -> bool:
+    @property
+    def shifts(self) -> bool:
         """Whether the model's own loss compares a position with the label after it."""
         kind = getattr(self._transformer, "loss_type", "")
         return kind == "ForCausalLM" and self.accepts("shift_labels")
@@ -212,9 +219,9 @@ class Splitter:
         if len(set(counts)) > 1:
             raise ParallelismValueError(
                 f"The ranks' parts have {', '.join(map(str, counts))} labels, so the mean of their losses is "
-                f"not the mean over all labels, and {type(self.model).__name__}.forward takes no "
-                "num_items_in_batch. Let it take that, and divide the summed loss by it; or keep the labels "
-                "under another name, sum the loss outside, and divide by the labels of the sequence / cp."
+                f"not the mean over all labels, and {class_name(self.model)}.forward takes no "
+                "num_items_in_batch. Let it take that, and divide the summed loss by it; or pass "
+                "weighted=True and multiply each part's mean loss by cp * its labels / the whole's labels."
             )
 
     def _main(self, batch: Any) -> Tensor:
@@ -259,6 +266,12 @@ def transformers_model(model: nn.Module) -> nn.Module | None:
     library = sys.modules.get("transformers.modeling_utils")
     kind: Any = getattr(library, "PreTrainedModel", ())
     return next((module for module in model.modules() if isinstance(module, kind)), None)
+
+
+def class_name(model: nn.Module) -> str:
+    """The name of a model's class as the user wrote it."""
+    kind = type(model)
+    return (_torch.original_class(kind) if isinstance(model, FSDPModule) else kind).__name__
 
 
 def map_tensors(fn: Callable[[str, Tensor], Tensor], batch: Any, name: str = "") -> Any:

@@ -69,9 +69,11 @@ def _configured(model: nn.Module) -> Iterator[str]:
         yield f"{name} attends in chunks (attention_chunk_size={config.attention_chunk_size})"
     if getattr(config, "output_router_logits", False):
         yield f"{name} adds its routers' loss, which is no mean over tokens; set output_router_logits=False"
-    for adapter, peft in getattr(model, "peft_config", {}).items():
-        if peft.is_prompt_learning:
-            yield f"the adapter {adapter!r} ({type(peft).__name__}) puts virtual tokens before the sequence"
+    for module in model.modules():
+        adapters = vars(module).get("peft_config") or vars(module).get("_peft_config") or {}
+        for adapter, peft in adapters.items():
+            if peft.is_prompt_learning:
+                yield f"the adapter {adapter!r} ({type(peft).__name__}) puts virtual tokens in front"
 
 
 def _built(modules: dict[str, nn.Module]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.context_attention import Layout, attention_as, check_call
-from composer_dist.distributed.context_batch import IGNORED, Splitter, map_tensors
+from composer_dist.distributed.context_batch import IGNORED, Splitter, class_name, map_tensors
 from composer_dist.distributed.gradients import tensors_in
 from composer_dist.distributed.names import canonical_name
 from composer_dist.errors import ParallelismValueError
@@ -85,7 +85,7 @@ class _Trace:
         """Inside, the model's steps are recorded, and its attention is local."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
-                name = canonical_name(name) or type(model).__name__
+                name = canonical_name(name) or class_name(model)
                 stack.callback(module.register_forward_pre_hook(self._enter(name)).remove)
                 stack.callback(module.register_forward_hook(self._leave(name)).remove)
             stack.enter_context(attention_as(self._attend))
@@ -142,16 +142,18 @@ def at_part(tensor: Tensor, dim: int, layout: Layout) -> Tensor:
 
 
 def _labelled(splitter: Splitter, batch: Any) -> Any:
-    """The batch with labels that any model can have, unequally many on each rank if the model permits."""
+    """The batch with few labels, of the first class, so that most parts have none if the model permits.
+
+    Those of a model that shifts them lie on both sides of the end of a part.
+    """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
         return batch
-    places = torch.arange(labels.shape[1], device=labels.device)
-    pattern = (places * places // 3) % 2
+    few = torch.zeros_like(labels)
     if splitter.accepts("num_items_in_batch"):
-        pattern[: labels.shape[1] // 3] = IGNORED
+        few.fill_(IGNORED)[:, slice(1, 1 + _PER_BLOCK) if splitter.shifts else slice(1)] = 0
     rest = {k: v for k, v in batch.items() if k not in {"shift_labels", "num_items_in_batch"}}
-    return rest | {"labels": pattern.to(labels.dtype).expand_as(labels).contiguous()}
+    return rest | {"labels": few}
 
 
 def _call(splitter: Splitter, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -170,7 +172,7 @@ def _call(splitter: Splitter, batch: Any) -> tuple[tuple[Any, ...], dict[str, An
         signature.bind(**arguments)
     except TypeError as error:
         raise ParallelismValueError(
-            f"Context parallelism first proves that {type(model).__name__} can be split over the sequence, "
+            f"Context parallelism first proves that {class_name(model)} can be split over the sequence, "
             f"for which it calls its forward with the batch, but {error}. Give a mapping of forward's "
             "arguments, or pass check=False if positions meet in scaled_dot_product_attention only."
         ) from None
@@ -232,7 +234,7 @@ def _mean_scalars(trace: _Trace, cp: DeviceMesh) -> list[Tensor]:
 
 
 def _compare(expected: _Trace, found: _Trace, means: list[Tensor], model: nn.Module) -> None:
-    name, ranks = type(model).__name__, found.layout.ranks
+    name, ranks = class_name(model), found.layout.ranks
     if found.refused:
         raise ParallelismValueError(f"{name} cannot be split over the sequence. {found.refused}")
     place = next(
