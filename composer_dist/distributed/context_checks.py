@@ -20,7 +20,7 @@ _ACROSS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((nn.modules.batchnorm._BatchNorm,), "normalises over all positions"),
     ((nn.ZeroPad1d, nn.ZeroPad2d), "shifts positions"),
 )
-_SHOWN = 5
+_SHOWN = 3
 
 
 def check_context(structure: Structure, ranks: int) -> None:
@@ -37,10 +37,9 @@ def check_context(structure: Structure, ranks: int) -> None:
     first = {name: module for name, module in structure.modules.items() if structure.first[name] == name}
     faults = [*_configured(first[""]), *_built(first)]
     if faults:
-        more = f" And {len(faults) - _SHOWN} more." if len(faults) > _SHOWN else ""
         raise ParallelismValueError(
             f"cp={ranks} splits the sequence, which needs a model whose positions meet in "
-            f"scaled-dot-product attention only: {'; '.join(faults[:_SHOWN])}.{more} Or use cp=1."
+            f"scaled-dot-product attention only: {'; '.join(faults)}. Or use cp=1."
         )
 
 
@@ -77,19 +76,23 @@ def _configured(model: nn.Module) -> Iterator[str]:
 
 
 def _built(modules: dict[str, nn.Module]) -> Iterator[str]:
-    """What modules are built of."""
+    """What modules are built of, each kind with the names that it has in the model."""
+    found: dict[tuple[type[nn.Module], str], list[str]] = {}
     for name, module in modules.items():
-        named = f"{name or 'the root'} ({type(module).__name__})"
-        if isinstance(module, nn.modules.conv._ConvNd) and any(size > 1 for size in module.kernel_size):
-            yield f"{named} convolves neighbouring positions"
-        elif _is_own_attention(type(module)):
-            yield (
-                f"{named} computes a softmax of its own; let it call "
-                "torch.nn.functional.scaled_dot_product_attention"
-            )
-        for kinds, why in _ACROSS:
-            if isinstance(module, kinds):
-                yield f"{named} {why}"
+        if why := _fault(module):
+            found.setdefault((type(module), why), []).append(name or "the root")
+    for (kind, why), names in found.items():
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        yield f"{', '.join(names[:_SHOWN])}{more}: {kind.__name__} {why}"
+
+
+def _fault(module: nn.Module) -> str:
+    """Why a module needs other positions, if its type says so."""
+    if isinstance(module, nn.modules.conv._ConvNd) and any(size > 1 for size in module.kernel_size):
+        return "convolves neighbouring positions"
+    if _is_own_attention(type(module)):
+        return "computes a softmax of its own; let it call torch.nn.functional.scaled_dot_product_attention"
+    return next((why for kinds, why in _ACROSS if isinstance(module, kinds)), "")
 
 
 def _is_own_attention(kind: type[nn.Module]) -> bool:

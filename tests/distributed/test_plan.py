@@ -270,7 +270,6 @@ def test_p94_foreach_over_a_mixed_group_is_refused() -> None:
         ({"mesh": MeshConfig(tp=2)}, "tp"),
         ({"tp": TPConfig()}, "tp"),
         ({"rules": [Rule("head", tp="colwise")]}, "tp"),
-        ({"mesh": MeshConfig(cp=2)}, "cp"),
         ({"ddp": DDPConfig()}, "ddp"),
         ({"compile": True}, "compile"),
     ],
