@@ -53,9 +53,23 @@ from torch import _foreach_norm as _foreach_norm
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
+# The switch that says whether torch's ring attention expects the balanced order of positions; the public
+# context manager around the ring has no argument for it. Since torch 2.4, at this path since 2.6.
+from torch.distributed.tensor.experimental._attention import _cp_options
+
 # Applies a function to every tensor in a module's output, however it is nested; FSDP2 casts outputs with
 # it. Since torch 1.13.
 from torch.distributed.utils import _apply_to_tensors as _apply_to_tensors
+
+
+# The collectives on whole tensors, which torch 2.13 has renamed; the old names warn there.
+_before_2_13 = not hasattr(torch.distributed, "all_gather_single")
+all_gather_single: Callable[..., Any] = getattr(
+    torch.distributed, "all_gather_into_tensor" if _before_2_13 else "all_gather_single"
+)
+reduce_scatter_single: Callable[..., Any] = getattr(
+    torch.distributed, "reduce_scatter_tensor" if _before_2_13 else "reduce_scatter_single"
+)
 
 
 def fsdp_param_groups(module: FSDPModule) -> list[Any]:
@@ -297,6 +311,26 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
     """The mesh with the dimensions of several disjoint parts of one mesh, over the parts' groups."""
     return DeviceMesh._concatenate(list(meshes))
+
+
+@contextmanager
+def ring_attention(mesh: DeviceMesh, length: int, balanced: bool) -> Iterator[None]:
+    """Inside, scaled-dot-product attention is torch's ring over the ranks of `mesh` (1-D).
+
+    Torch's context also cuts tensors, one of them at least, from which it reads the sequence's length.
+    """
+    from torch.distributed.tensor.experimental import context_parallel
+
+    before = _cp_options.enable_load_balance
+    _cp_options.enable_load_balance = balanced
+    lengthwise = torch.empty(length, device=mesh.device_type)
+    try:
+        with context_parallel(
+            mesh, buffers=[lengthwise], buffer_seq_dims=[0], no_restore_buffers={lengthwise}
+        ):
+            yield
+    finally:
+        _cp_options.enable_load_balance = before
 
 
 def _overwrite(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

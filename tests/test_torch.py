@@ -30,6 +30,7 @@ FEATURES = {
     "torch._foreach_mul_": "clip_grad_norm",
     "torch._foreach_norm": "clip_grad_norm",
     "torch.utils._python_dispatch.TorchDispatchMode": "tracing initialisers",
+    "torch.distributed.tensor.experimental._attention._cp_options": "context parallelism over torch's ring",
     "torch.distributed.utils._apply_to_tensors": "outputs of units that are no views",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "a second process group in one process",
 }
@@ -46,6 +47,7 @@ def _imported() -> set[str]:
         "torch.autograd.Variable",
         "torch.distributed.device_mesh.DeviceMesh",
         "torch.distributed.fsdp.FSDPModule",
+        "torch.distributed.tensor.experimental.context_parallel",
         "torch.nn.parallel.DistributedDataParallel",
     }
     return names - public

@@ -25,6 +25,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "ddp_sync_context": f"{_HERE}.data_parallel",
         "convert_sync_batch_norm": f"{_HERE}.sync_batch_norm",
         "revert_sync_batch_norm": f"{_HERE}.sync_batch_norm",
+        "context_parallel": f"{_HERE}.context",
         "no_sync": f"{_HERE}.gradients",
         "parallel_cross_entropy": f"{_HERE}.tp_loss",
         "clip_grad_norm": f"{_HERE}.gradients",
@@ -40,6 +41,7 @@ __getattr__, __dir__, __all__ = lazy_names(
 
 if TYPE_CHECKING:
     from composer_dist.distributed.activation_checkpointing import apply_ac as apply_ac
+    from composer_dist.distributed.context import context_parallel as context_parallel
     from composer_dist.distributed.data_parallel import DDPSyncStrategy as DDPSyncStrategy
     from composer_dist.distributed.data_parallel import ddp_sync_context as ddp_sync_context
     from composer_dist.distributed.gradients import clip_grad_norm as clip_grad_norm

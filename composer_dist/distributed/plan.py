@@ -33,6 +33,7 @@ from composer_dist.distributed.config import (
     near_miss,
     resolve_config,
 )
+from composer_dist.distributed.context_checks import check_context
 from composer_dist.distributed.forward_methods import check_forward_methods
 from composer_dist.distributed.garbage import no_collection
 from composer_dist.distributed.initialize import Component, find_components, peak_bytes
@@ -234,6 +235,8 @@ def build_plan(
     _refuse_unbuilt(config, sizes)
     check_duplicates(structure)
     check_unprepared(structure, replicating=config.ddp is not None)
+    if sizes["cp"] > 1:
+        check_context(structure, sizes["cp"])
     replica = None
     if config.ddp is None:
         choices = choose_units(structure, config, policy, children)
@@ -314,7 +317,6 @@ def _world_size(config: ParallelismConfig) -> int:
 
 def _refuse_unbuilt(config: ParallelismConfig, sizes: Mapping[str, int]) -> None:
     asked = {
-        "cp": sizes["cp"] != 1,
         "compile": config.compile,
     }
     if any(asked.values()):

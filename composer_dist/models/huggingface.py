@@ -77,7 +77,7 @@ class HuggingFaceModel(ComposerModel):
         self.train_metrics = {type(metric).__name__: metric for metric in metrics or ()}
         chosen = deepcopy(list(metrics or ())) if eval_metrics is None else eval_metrics
         self.val_metrics = {type(metric).__name__: metric for metric in chosen}
-        self._arguments = frozenset(inspect.signature(type(_base(model)).forward).parameters)
+        self._arguments = _arguments(_base(model))
         if self.should_save_peft_only:
             adapter_keys(model)  # an empty adapter is refused now, not after the training
         self._loading_prefix = ""
@@ -112,10 +112,10 @@ class HuggingFaceModel(ComposerModel):
 
     def loss_weight(self, batch: Any) -> float | None:
         """The number of labels that the loss averages over."""
-        labels = batch.get("labels")
+        labels = batch.get("shift_labels", batch.get("labels"))
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return None
-        if self.shift_labels:
+        if self.shift_labels and "shift_labels" not in batch:
             labels = labels[..., 1:]
         return float((labels != IGNORED).sum())
 
@@ -133,8 +133,8 @@ class HuggingFaceModel(ComposerModel):
 
     def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> None:
         """Adds the batch's outputs and labels, shifted where the model shifts them."""
-        labels = batch["labels"]
-        if self.shift_labels:
+        labels = batch.get("shift_labels", batch["labels"])
+        if self.shift_labels and "shift_labels" not in batch:
             labels = labels.roll(-1, dims=-1)
             labels[..., -1] = IGNORED
         metric.to(labels.device).update(outputs, labels)
@@ -211,6 +211,13 @@ def _fit_vocabulary(model: Any, tokens: int, allow_resizing: bool) -> None:
             "allow_embedding_resizing=True to let it grow."
         )
     model.resize_token_embeddings(tokens)
+
+
+def _arguments(base: nn.Module) -> frozenset[str]:
+    """The names that forward takes, and with `**kwargs` those that transformers' losses do."""
+    known = inspect.signature(type(base).forward).parameters
+    variadic = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    return frozenset(known) | (frozenset({"shift_labels", "num_items_in_batch"}) if variadic else frozenset())
 
 
 def _is_causal(base: nn.Module) -> bool:

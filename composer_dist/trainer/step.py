@@ -8,13 +8,16 @@ counts `w / W`, where `W` is the mean over ranks of a rank's terms in this batch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from composer_dist.distributed import process_group
+from composer_dist.distributed.context import context_parallel, find_mesh
 from composer_dist.distributed.gradients import clip_grad_norm, clip_grad_value, no_sync
+from composer_dist.distributed.mesh import submesh
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.autocast import autocast
 from composer_dist.trainer.batch import num_samples, num_tokens, split, to_device
@@ -62,8 +65,7 @@ def train_batch(
     run_event(Event.BEFORE_TRAIN_BATCH)
     total = torch.zeros((), device=state.device)
     for batch, weight, last in _microbatches(state, fed):
-        state.batch = to_device(batch, state.device)
-        with no_sync(state.model, enabled=not last):
+        with _part(state, batch, weight) as weight, no_sync(state.model, enabled=not last):
             loss = _forward_backward(state, run_event, weight / fed.mean_weight)
         if weight:  # the mean over no terms is nan
             total += loss * (weight / fed.mean_weight)
@@ -105,6 +107,22 @@ def _microbatches(state: State, fed: Fed) -> Iterator[tuple[Any, float, bool]]:
     parts, weights = parts + parts[:1] * missing, weights + [0.0] * missing
     for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         yield part, weight, index == fed.parts - 1
+
+
+@contextmanager
+def _part(state: State, batch: Any, weight: float) -> Iterator[float]:
+    """Set `state.batch`, with context parallelism to this rank's part of it, and give its weight."""
+    state.batch = to_device(batch, state.device)
+    mesh = find_mesh(state.model)
+    cp = submesh(mesh, "cp") if mesh is not None else None
+    if cp is None:
+        yield weight
+        return
+    weighted = state.model.loss_weight(state.batch) is not None
+    with context_parallel(state.model, state.batch, weighted=weighted) as state.batch:
+        if weight and weighted and "num_items_in_batch" not in state.batch:
+            weight = cp.size() * weight_of(state, state.batch)
+        yield weight
 
 
 def _forward_backward(state: State, run_event: Callable[[Event], None], scale: float) -> Tensor:

@@ -265,7 +265,6 @@ def test_p94_foreach_over_a_mixed_group_is_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        ({"mesh": MeshConfig(cp=2)}, "cp"),
         ({"compile": True}, "compile"),
     ],
 )

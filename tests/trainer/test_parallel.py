@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 from torch.optim import SGD
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -179,9 +180,10 @@ def sentences(count: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
-def language_model(parts: list[int], config: Any = None, size: int | None = None) -> Result:
+def language_model(parts: list[int], config: Any = None, size: int | None = None, peers: int = 1) -> Result:
+    """Losses and final weights; `peers` ranks after one another have the same part."""
     model, batch = llama(), sentences(sum(parts))
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = dist.get_rank() // peers if dist.is_initialized() else 0
     rows = slice(sum(parts[:rank]), sum(parts[: rank + 1]))
     trainer, log = quiet(
         model,
@@ -201,6 +203,46 @@ def language_model(parts: list[int], config: Any = None, size: int | None = None
 def test_p99_a_language_models_gradients_are_weighted_by_tokens(world2: World) -> None:
     losses, expected = language_model([7])
     for found, parameters in world2(language_model, [5, 2], "fsdp", 2):
+        assert found == pytest.approx(losses, rel=1e-5)
+        same(parameters, expected)
+
+
+def tagger_on_parts_of_sentences(config: Any = None) -> Result:
+    """Sentences one position longer, so that two ranks can share them; their labels are not equally many."""
+    model = tagger()
+    trainer, log = quiet(
+        model,
+        optimizers=SGD(model.parameters(), lr=0.5),
+        train_dataloader=[
+            {"input_ids": pad(one["input_ids"], (0, 1)), "labels": pad(one["labels"], (0, 1), value=IGNORED)}
+            for one in batches([PER_BATCH], 0)
+        ],
+        max_duration="1ep",
+        parallelism_config=config,
+        device="cpu",
+        device_train_microbatch_size=4,
+    )
+    trainer.fit()
+    return log.values("loss/train/total"), weights(model)
+
+
+def both_on_parts_of_sentences() -> list[Result]:
+    config = {"mesh": {"cp": 2}}
+    return [language_model([7], config, 4, peers=2), tagger_on_parts_of_sentences(config)]
+
+
+def test_context_parallelism_trains_as_one_process(world2: World) -> None:
+    """A loss that the model computes, weighted by the whole's labels, and one that the Trainer weighs."""
+    expected = [language_model([7]), tagger_on_parts_of_sentences()]
+    for results in world2(both_on_parts_of_sentences):
+        for (found, parameters), (losses, whole) in zip(results, expected, strict=True):
+            assert found == pytest.approx(losses, rel=1e-5)
+            same(parameters, whole)
+
+
+def test_context_parallelism_beside_data_parallelism_trains_as_one_process(world4: World) -> None:
+    losses, expected = language_model([7])
+    for found, parameters in world4(language_model, [5, 2], {"mesh": {"cp": 2}}, 2, peers=2):
         assert found == pytest.approx(losses, rel=1e-5)
         same(parameters, expected)
 
