@@ -24,7 +24,9 @@ from composer_dist.distributed.aliases import (
     check_duplicates,
     read_structure,
 )
+from composer_dist.distributed.blocks import structural_units
 from composer_dist.distributed.checkpoint_plan import Checkpointed, plan_checkpointing
+from composer_dist.distributed.compiling import Compiled, plan_compile
 from composer_dist.distributed.config import (
     DDPConfig,
     FSDP2Config,
@@ -83,6 +85,8 @@ class ParallelPlan:
     """Bytes that a rank needs beside its shards while the tensors on the meta device are initialised: a
     bucket, or the largest set of tensors that must be whole together. 0 where nothing is on meta."""
     warnings: tuple[str, ...] = ()
+    compiled: tuple[Compiled, ...] = ()
+    """Modules whose forward torch.compile takes."""
     parameter_units: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Every sharded parameter's first name to its unit's."""
     others: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -125,6 +129,9 @@ class ParallelPlan:
         for one in self.checkpointing:
             if one.module == name:
                 yield one.explain()
+        for compiled in self.compiled:
+            if compiled.module == name:
+                yield compiled.explain()
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain types, for JSON, comparison and the digest."""
@@ -139,6 +146,7 @@ class ParallelPlan:
             "checkpointing": [one.to_list() for one in self.checkpointing],
             "skippable": [[one.module, list(one.parameters), one.unit] for one in self.skippable],
             "forward_methods": list(self.config.forward_methods),
+            "compiled": [one.to_list() for one in self.compiled],
             "sync": self.config.sync,
             "transport": self.config.transport,
             "bucket_bytes": self.config.bucket_bytes,
@@ -228,6 +236,7 @@ def build_plan(
         choices, assignment, replica = replicate_all(structure, config, sizes, precision, policy)
     warnings = (*choices.warnings, *assignment.warnings, *idle_rules(choices, assignment, config.strict))
     blocks = list(replica.blocks) if replica else _innermost(assignment)
+    blocks = blocks or [name for name, _ in structural_units(structure)]
     last = blocks[-1] if blocks else None
     fsdp2 = config.fsdp2 or FSDP2Config()
     units = tuple(
@@ -239,6 +248,8 @@ def build_plan(
     called = [""] if replica else [n for u in units for n in u.modules]
     check_forward_methods(config.forward_methods, structure, called)
     checkpointing = plan_checkpointing(structure.modules, config, check_fn, choices.rules, blocks)
+    inner = [name for unit in units for name in unit.modules]
+    compiled = plan_compile(structure.modules, config, choices.rules, blocks, inner, checkpointing)
     check_optimizers(optimizers, structure, assignment.plain)
     owner = {name: unit.name for unit in units for name in unit.parameters}
     return ParallelPlan(
@@ -253,6 +264,7 @@ def build_plan(
         checkpointing=checkpointing,
         skippable=tuple(plan_skippable(structure, choices, assignment)),
         warnings=warnings,
+        compiled=compiled,
         parameter_units=owner,
         others=dict(_others(structure, owner, assignment.plain)),
         replica=replica,
@@ -295,7 +307,6 @@ def _refuse_unbuilt(config: ParallelismConfig, sizes: Mapping[str, int]) -> None
     asked = {
         "cp": sizes["cp"] != 1,
         "tp": sizes["tp"] != 1 or config.tp is not None or any(r.tp for r in config.rules),
-        "compile": config.compile,
     }
     if any(asked.values()):
         names = ", ".join(name for name, wanted in asked.items() if wanted)
