@@ -34,6 +34,7 @@ from composer_dist.distributed.config import (
     near_miss,
     resolve_config,
 )
+from composer_dist.distributed.float8 import plan_float8
 from composer_dist.distributed.forward_methods import check_forward_methods
 from composer_dist.distributed.garbage import no_collection
 from composer_dist.distributed.initialize import Component, find_components, peak_bytes
@@ -87,6 +88,8 @@ class ParallelPlan:
     warnings: tuple[str, ...] = ()
     compiled: tuple[Compiled, ...] = ()
     """Modules whose forward torch.compile takes."""
+    float8: tuple[str, ...] = ()
+    """Linear layers that compute in float8."""
     parameter_units: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Every sharded parameter's first name to its unit's."""
     others: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -129,6 +132,8 @@ class ParallelPlan:
         for one in self.checkpointing:
             if one.module == name:
                 yield one.explain()
+        if name in self.float8:
+            yield "It computes in float8, because precision is amp_fp8."
         for compiled in self.compiled:
             if compiled.module == name:
                 yield compiled.explain()
@@ -146,6 +151,7 @@ class ParallelPlan:
             "checkpointing": [one.to_list() for one in self.checkpointing],
             "skippable": [[one.module, list(one.parameters), one.unit] for one in self.skippable],
             "forward_methods": list(self.config.forward_methods),
+            "float8": list(self.float8),
             "compiled": [one.to_list() for one in self.compiled],
             "sync": self.config.sync,
             "transport": self.config.transport,
@@ -250,6 +256,9 @@ def build_plan(
     checkpointing = plan_checkpointing(structure.modules, config, check_fn, choices.rules, blocks)
     inner = [name for unit in units for name in unit.modules]
     compiled = plan_compile(structure.modules, config, choices.rules, blocks, inner, checkpointing)
+    float8 = plan_float8(structure, blocks, precision)
+    if float8 and not compiled:
+        warnings = (*warnings, "float8 without torch.compile is slower than amp_bf16; set compile=True.")
     check_optimizers(optimizers, structure, assignment.plain)
     owner = {name: unit.name for unit in units for name in unit.parameters}
     return ParallelPlan(
@@ -265,6 +274,7 @@ def build_plan(
         skippable=tuple(plan_skippable(structure, choices, assignment)),
         warnings=warnings,
         compiled=compiled,
+        float8=float8,
         parameter_units=owner,
         others=dict(_others(structure, owner, assignment.plain)),
         replica=replica,
