@@ -57,6 +57,9 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 # context manager around the ring has no argument for it. Since torch 2.4, at this path since 2.6.
 from torch.distributed.tensor.experimental._attention import _cp_options
 
+# Applies a function to what is of one type in an operation's results. Since torch 1.13.
+from torch.utils._pytree import tree_map_only as tree_map_only
+
 # Applies a function to every tensor in a module's output, however it is nested; FSDP2 casts outputs with
 # it. Since torch 1.13.
 from torch.distributed.utils import _apply_to_tensors as _apply_to_tensors
@@ -354,6 +357,67 @@ def all_initialisers_write() -> Iterator[None]:
     finally:
         for function, code, defaults in before:
             function.__code__, function.__defaults__ = code, defaults
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without its autograd history, sharing memory and version: a change in place shows.
+
+    Beneath autograd, as in a dispatch mode, a plain `detach` shares no version. Since torch 2.1; torch's
+    own selective checkpointing does the same.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def inductor_modes() -> list[str]:
+    """The values of torch.compile's `mode`. Since torch 2.0."""
+    from torch._inductor import list_mode_options
+
+    return sorted(list_mode_options())
+
+
+def inductor_options() -> list[str]:
+    """The keys of torch.compile's `options`. Since torch 2.0."""
+    from torch._inductor import list_options
+
+    return list_options()
+
+
+def backend_within(
+    budget: float, backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+) -> Callable[[Any, Any], Any]:
+    """A backend for torch.compile that keeps at most a share `budget` of the activations.
+
+    The setting is global in torch, so it holds while this backend compiles and no longer. Since torch
+    2.4; torch 2.13 has `torch.autograd.graph.region_activation_memory_budget`, which is to be traced.
+    """
+    from torch._functorch import config
+
+    if backend == "inductor":
+        compiler: Any = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+    else:
+        compiler = torch._TorchCompileWrapper(backend, mode, options, dynamic)
+
+    def compile_within_budget(graph: Any, inputs: Any) -> Any:
+        with config.patch(activation_memory_budget=budget):
+            return compiler(graph, inputs)
+
+    return compile_within_budget
+
+
+def operators() -> dict[str, list[str]]:
+    """Every operation that the dispatcher knows, as "aten.mm", with its overloads. Since torch 1.5."""
+    found: dict[str, list[str]] = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        base, _, overload = name.partition(".")
+        found.setdefault(base.replace("::", "."), []).append(overload or "default")
+    return found
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether torch replaces an operation by others before a dispatch mode sees it. Since torch 1.12."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(operator.has_kernel_for_dispatch_key(key))
 
 
 def original_class(sharded: type[nn.Module]) -> type[nn.Module]:

@@ -32,6 +32,10 @@ FEATURES = {
     "torch.utils._python_dispatch.TorchDispatchMode": "tracing initialisers",
     "torch.distributed.tensor.experimental._attention._cp_options": "context parallelism over torch's ring",
     "torch.distributed.utils._apply_to_tensors": "outputs of units that are no views",
+    "torch.utils._pytree.tree_map_only": "activation_checkpointing=(..., {'save': ...})",
+    "torch._inductor.list_mode_options": "compile={'mode': ...}, checked when planned",
+    "torch._inductor.list_options": "compile={'options': ...}, checked when planned",
+    "torch._functorch.config": "activation_checkpointing=('memory_budget', ...)",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "a second process group in one process",
 }
 

@@ -25,7 +25,9 @@ from composer_dist.distributed.aliases import (
     check_duplicates,
     read_structure,
 )
+from composer_dist.distributed.blocks import structural_units
 from composer_dist.distributed.checkpoint_plan import Checkpointed, plan_checkpointing
+from composer_dist.distributed.compiling import Compiled, plan_compile
 from composer_dist.distributed.config import (
     DDPConfig,
     FSDP2Config,
@@ -34,6 +36,7 @@ from composer_dist.distributed.config import (
     resolve_config,
 )
 from composer_dist.distributed.context_checks import check_context
+from composer_dist.distributed.float8 import plan_float8
 from composer_dist.distributed.forward_methods import check_forward_methods
 from composer_dist.distributed.garbage import no_collection
 from composer_dist.distributed.initialize import Component, find_components, peak_bytes
@@ -86,6 +89,10 @@ class ParallelPlan:
     """Bytes that a rank needs beside its shards while the tensors on the meta device are initialised: a
     bucket, or the largest set of tensors that must be whole together. 0 where nothing is on meta."""
     warnings: tuple[str, ...] = ()
+    compiled: tuple[Compiled, ...] = ()
+    """Modules whose forward torch.compile takes."""
+    float8: tuple[str, ...] = ()
+    """Linear layers that compute in float8."""
     parameter_units: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Every sharded parameter's first name to its unit's."""
     tensor_parallel: TensorParallelPlan | None = None
@@ -135,8 +142,12 @@ class ParallelPlan:
             yield text
         for one in self.checkpointing:
             if one.module == name:
-                what = "offloaded to the host" if one.mode == "offload" else f"recomputed ({one.mode})"
-                yield f"Its activations are {what}, because {one.reason}."
+                yield one.explain()
+        if name in self.float8:
+            yield "It computes in float8, because precision is amp_fp8."
+        for compiled in self.compiled:
+            if compiled.module == name:
+                yield compiled.explain()
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain types, for JSON, comparison and the digest."""
@@ -148,12 +159,12 @@ class ParallelPlan:
             "modules": {name: vars(one) for name, one in self.modules.items()},
             "plain": dict(self.plain),
             "ties": [list(names) for names in self.ties],
-            "checkpointing": [
-                [one.module, one.mode, str(dict(one.options)), one.reason] for one in self.checkpointing
-            ],
+            "checkpointing": [one.to_list() for one in self.checkpointing],
             "skippable": [[one.module, list(one.parameters), one.unit] for one in self.skippable],
             "tensor_parallel": self.tensor_parallel and self.tensor_parallel.to_dict(),
             "forward_methods": list(self.config.forward_methods),
+            "float8": list(self.float8),
+            "compiled": [one.to_list() for one in self.compiled],
             "sync": self.config.sync,
             "transport": self.config.transport,
             "bucket_bytes": self.config.bucket_bytes,
@@ -232,7 +243,6 @@ def build_plan(
 ) -> ParallelPlan:
     """`plan_parallelism` for a structure that has been read already."""
     sizes = mesh_sizes(config, world_size)
-    _refuse_unbuilt(config, sizes)
     check_duplicates(structure)
     check_unprepared(structure, replicating=config.ddp is not None)
     if sizes["cp"] > 1:
@@ -247,6 +257,7 @@ def build_plan(
     warnings = (*choices.warnings, *assignment.warnings, *idle_rules(choices, assignment, config.strict))
     warnings += tuple(idle_styles(config, sizes["tp"]))
     blocks = list(replica.blocks) if replica else _innermost(assignment)
+    blocks = blocks or [name for name, _ in structural_units(structure)]
     last = blocks[-1] if blocks else None
     fsdp2 = config.fsdp2 or FSDP2Config()
     units = tuple(
@@ -262,6 +273,11 @@ def build_plan(
             assignment, units, tensor_parallel, structure, sizes, own_mesh(config)
         )
     checkpointing = plan_checkpointing(structure.modules, config, check_fn, choices.rules, blocks)
+    inner = [name for unit in units for name in unit.modules]
+    compiled = plan_compile(structure.modules, config, choices.rules, blocks, inner, checkpointing)
+    float8 = plan_float8(structure, blocks, precision)
+    if float8 and not compiled:
+        warnings = (*warnings, "float8 without torch.compile is slower than amp_bf16; set compile=True.")
     check_optimizers(optimizers, structure, assignment.plain)
     owner = {name: unit.name for unit in units for name in unit.parameters}
     return ParallelPlan(
@@ -276,6 +292,8 @@ def build_plan(
         checkpointing=checkpointing,
         skippable=tuple(plan_skippable(structure, choices, assignment)),
         warnings=warnings,
+        compiled=compiled,
+        float8=float8,
         parameter_units=owner,
         tensor_parallel=tensor_parallel,
         others=dict(_others(structure, owner, assignment.plain)),
@@ -313,18 +331,6 @@ def _world_size(config: ParallelismConfig) -> int:
 
     own = own_mesh(config)
     return own.size() if own is not None else process_group.world_and_rank()[0]
-
-
-def _refuse_unbuilt(config: ParallelismConfig, sizes: Mapping[str, int]) -> None:
-    asked = {
-        "compile": config.compile,
-    }
-    if any(asked.values()):
-        names = ", ".join(name for name, wanted in asked.items() if wanted)
-        raise ParallelismValueError(
-            f"This version shards (dp_shard) and replicates (dp_replicate); it does not do {names} yet. "
-            "Leave it at its default."
-        )
 
 
 def _innermost(assignment: Assignment) -> list[str]:

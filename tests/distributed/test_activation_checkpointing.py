@@ -16,15 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed import activation_checkpointing
+from composer_dist.distributed import activation_offload
 from composer_dist.distributed.activation_checkpointing import (
-    ac_from_flags,
-    ac_mode,
     apply_ac,
     checkpoint_modules,
     checkpointed_modules,
     is_checkpointed,
 )
+from composer_dist.distributed.checkpoint_options import ac_from_flags, ac_mode
 from composer_dist.distributed.names import named_parameters_canonical
 from composer_dist.errors import (
     ParallelismRuntimeError,
@@ -42,6 +41,8 @@ MODES: list[Any] = [
     "offload",
     ["composable", {"offload": True}],
     ("wrapped", {"offload": True}),
+    "selective",
+    ("wrapped", {"save": ["aten.addmm"]}),
 ]
 
 
@@ -143,7 +144,7 @@ def test_p26_composable_keeps_objects_signatures_and_deep_copies() -> None:
     assert [layer.calls for layer in copied.layers] == [2] * 3
 
 
-@pytest.mark.parametrize("value", ["composable", "wrapped", "offload"])
+@pytest.mark.parametrize("value", ["composable", "wrapped", "offload", "selective"])
 def test_p26_two_backwards_over_one_forward(value: str) -> None:
     model, plain = checkpointed(value)
     for each in (model, plain):
@@ -181,7 +182,7 @@ def test_p26_a_module_under_two_names_is_wrapped_as_one() -> None:
     assert_same(gradients(model), gradients(plain))
 
 
-@pytest.mark.parametrize("value", ["composable", "offload", ("wrapped", {"offload": True})])
+@pytest.mark.parametrize("value", ["composable", "offload", ("wrapped", {"offload": True}), "selective"])
 def test_p26_an_error_in_forward_leaves_nothing_open(value: Any) -> None:
     model, plain = checkpointed(value)
     fails = mock.patch.object(nn.GELU, "forward", side_effect=ZeroDivisionError)
@@ -205,6 +206,9 @@ def test_p26_an_error_in_forward_leaves_nothing_open(value: Any) -> None:
         (("composable", None), ("composable", {})),
         (["offload", {"pin_memory": False}], ("offload", {"pin_memory": False})),
         (("wrapped", {"early_stop": False}), ("wrapped", {"early_stop": False})),
+        ("selective", ("composable", {"save": "default"})),
+        (["selective", {"save": ["aten.mm"]}], ("composable", {"save": ["aten.mm"]})),
+        (("memory_budget", {"budget": 0}), ("memory_budget", {"budget": 0})),
     ],
 )
 def test_p26_every_spelling_of_a_mode(value: Any, expected: Any) -> None:
@@ -226,21 +230,31 @@ def test_p86_composers_flags(checkpointing: bool, offload: bool, expected: Any) 
 
 def test_p27_unknown_mode_lists_the_modes() -> None:
     with pytest.raises(ParallelismValueError, match="'composable', 'wrapped', 'offload'"):
-        ac_mode("selective")
+        ac_mode("partial")
     with pytest.raises(ParallelismValueError, match="Did you mean 'wrapped'"):
         ac_mode(("wraped", {}))
 
 
 def test_p27_not_strict_warns_and_takes_composable() -> None:
-    with pytest.warns(UserWarning, match="'selective'.*Taking 'composable'"):
-        assert ac_mode(("selective", {"a": 1}), strict=False) == ("composable", {})
+    with pytest.warns(UserWarning, match="'partial'.*Taking 'composable'"):
+        assert ac_mode(("partial", {"a": 1}), strict=False) == ("composable", {})
 
 
 @pytest.mark.parametrize(
     ("value", "says"),
     [
         (("composable", {"use_reentrant": True}), "no option 'use_reentrant'; it has context_fn"),
-        (("offload", {"early_stop": True}), "'offload' has no option 'early_stop'; it has pin_"),
+        (("composable", {"every": 0}), "takes as every a positive integer, not 0"),
+        (("composable", {"every": True}), "takes as every a positive integer, not True"),
+        (("composable", {"early_stop": "no"}), "takes as early_stop True or False, not 'no'"),
+        (("composable", {"pin_memory": True}), "no use for pin_memory without offload; set offload=True"),
+        (("composable", {"save": "default", "context_fn": len}), "save or context_fn, not both"),
+        (("wrapped", {"save": "default", "checkpoint_impl": "REENTRANT"}), "use NO_REENTRANT"),
+        (("wrapped", {"checkpoint_impl": "reentrant"}), "'NO_REENTRANT' or 'REENTRANT', not 'reentrant'"),
+        (("memory_budget", {"budget": 1.5}), "a number from 0 .recompute all. to 1 .nothing., not 1.5"),
+        ("memory_budget", r"needs a budget: \('memory_budget', \{'budget': 0.5\}\) keeps half"),
+        (("memory_budget", {"save": []}), "has no option 'save'; it has every, budget; needs a budget"),
+        (("offload", {"early_stop": True}), "'offload' has no option 'early_stop'; it has every, pin_"),
     ],
 )
 def test_p27_unknown_options_are_named(value: Any, says: str) -> None:
@@ -330,7 +344,7 @@ def count_packed(value: Any) -> tuple[int, int]:
     """How many activations of two blocks pass through the host, out and back."""
     model, _ = checkpointed(value, BLOCKS[:2])
     packed, unpacked = [], []
-    pack, unpack = activation_checkpointing.pack, activation_checkpointing.unpack
+    pack, unpack = activation_offload.to_host, activation_offload.unpack
 
     def packing(tensor: torch.Tensor, kept: set[int], pin_memory: bool) -> Any:
         if tensor.untyped_storage().data_ptr() not in kept:
@@ -342,8 +356,8 @@ def count_packed(value: Any) -> tuple[int, int]:
         return unpack(item)
 
     with (
-        mock.patch.object(activation_checkpointing, "pack", packing),
-        mock.patch.object(activation_checkpointing, "unpack", unpacking),
+        mock.patch.object(activation_offload, "to_host", packing),
+        mock.patch.object(activation_offload, "unpack", unpacking),
     ):
         gradients(model)
     return len(packed), len(unpacked)
@@ -361,14 +375,15 @@ def test_p86_offload_sees_every_saved_tensor_and_both_only_the_inputs() -> None:
 def test_p86_saved_tensors_are_copied_to_the_host_but_parameters_are_not() -> None:
     source = torch.randn(3, 4).t()
     with mock.patch("torch.Tensor.device", torch.device("cuda")):  # a stand-in for another device
-        copied, device, _ = activation_checkpointing.pack(source, set(), False)
-        kept = activation_checkpointing.pack(source, {source.untyped_storage().data_ptr()}, False)
-    assert device == torch.device("cuda")
+        packed = activation_offload.to_host(source, set(), False)
+        kept = activation_offload.to_host(source, {source.untyped_storage().data_ptr()}, False)
+    copied = packed.tensor
+    assert packed.home == torch.device("cuda")
     assert copied.device.type == "cpu"
     assert copied.stride() == source.stride()
     assert copied.data_ptr() != source.data_ptr()
     assert torch.equal(copied, source)
-    assert kept[0] is source
+    assert kept.tensor is source
 
 
 def test_p86_a_saved_tensor_changed_in_place_is_noticed() -> None:

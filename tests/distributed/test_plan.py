@@ -262,17 +262,6 @@ def test_p94_foreach_over_a_mixed_group_is_refused() -> None:
         _plan(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, foreach=True))
 
 
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        ({"compile": True}, "compile"),
-    ],
-)
-def test_what_is_not_built_yet_is_refused(config: dict[str, Any], name: str) -> None:
-    with pytest.raises(ParallelismValueError, match=f"does not do {name} yet"):
-        _plan(structures.B(), **config)
-
-
 def test_the_world_size_is_the_group_s_or_one() -> None:
     assert plan_parallelism(structures.B(), "fsdp").world_size == 1
     dist.init_process_group("fake", rank=3, world_size=16)
