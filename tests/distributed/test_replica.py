@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import wraps
 from inspect import signature
 from typing import Any
 
@@ -295,6 +296,7 @@ def kwargs_reach_ddp() -> None:
     seen = []
     init = DistributedDataParallel.__init__
 
+    @wraps(init)
     def record(self: Any, *args: Any, **given: Any) -> None:
         seen.append(given)
         init(self, *args, **given)
