@@ -1,0 +1,142 @@
+"""Every mode with every kind of model: three optimizer steps equal those of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composer_dist.distributed import clip_grad_norm, context_parallel, parallelize_model, sampler_kwargs
+from composer_dist.distributed.config import DDPConfig, FSDP2Config, MeshConfig, ParallelismConfig, TPConfig
+from composer_dist.distributed.names import named_parameters_canonical
+from composer_dist.distributed.summon import gather
+from composer_dist.errors import ParallelismError
+from tests.distributed.preparable import built
+from tests.distributed.tp_models import batch, gpt2, llama, lora_llama
+from tests.world import run
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
+
+RANKS = 4
+Trained = tuple[list[float], dict[str, Tensor]] | str
+
+
+class Mlp(nn.Module):
+    """Pairs of matrices in blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+MODELS = {"llama": llama, "tied gpt2": gpt2, "mlp": Mlp, "lora": lora_llama}
+MODES = {
+    "fsdp": ParallelismConfig(fsdp2=FSDP2Config()),
+    "hsdp": ParallelismConfig(mesh=MeshConfig(dp_replicate=2)),
+    "tp": ParallelismConfig(mesh=MeshConfig(dp_shard=1, tp=RANKS // 2), tp=TPConfig()),
+    "fsdp x tp": ParallelismConfig(mesh=MeshConfig(tp=2), tp=TPConfig()),
+    "hsdp x tp": ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=1, tp=2), tp=TPConfig()),
+    "ddp": ParallelismConfig(ddp=DDPConfig()),
+    "cp": ParallelismConfig(mesh=MeshConfig(dp_shard=1, cp=2)),
+    "fsdp x cp": ParallelismConfig(mesh=MeshConfig(dp_shard=2, cp=2)),
+}
+ALONE = {"tp", "cp"}
+"""On two ranks: nothing but the one dimension."""
+
+
+def train(kind: str, dtype: torch.dtype, mode: str | None = None) -> Trained:
+    """Losses of the whole batch, and final parameters; or what refuses the model."""
+    model = built(MODELS[kind]).to(dtype)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=0.01, eps=1e-3)
+    rows, settings = {"num_replicas": 1, "rank": 0}, None
+    if mode is not None:
+        settings = MODES[mode]
+        try:
+            rows = sampler_kwargs(parallelize_model(model, settings, optimizer).mesh)
+        except ParallelismError as error:
+            return str(error)
+    losses = []
+    for step in range(3):
+        mine = batch(step).chunk(rows["num_replicas"])[rows["rank"]]
+        inputs = {"input_ids": mine, "labels": mine} if kind != "mlp" else {"input_ids": mine}
+        with context_parallel(model, inputs) if "cp" in (mode or "") else open_whole(inputs) as part:
+            loss = loss_of(model, part)
+            loss.backward()
+        clip_grad_norm(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, {name: gather(p).detach().float() for name, p in named_parameters_canonical(model)}
+
+
+class open_whole:  # noqa: N801 (a context)
+    """The batch as it is."""
+
+    def __init__(self, inputs: dict[str, Tensor]) -> None:
+        self.inputs = inputs
+
+    def __enter__(self) -> dict[str, Tensor]:
+        return self.inputs
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def loss_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """A causal language model's own loss; the next token's for plain modules."""
+    if "labels" in inputs or "shift_labels" in inputs:
+        loss: Tensor = model(**inputs).loss
+        return loss
+    logits = model(inputs["input_ids"])[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits.float(), inputs["input_ids"][:, 1:].flatten())
+
+
+def train_all(mode: str) -> dict[tuple[str, str], Trained]:
+    return {
+        (kind, str(dtype)): train(kind, dtype, mode)
+        for kind in MODELS
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
+@cache
+def reference(kind: str, dtype: str) -> Any:
+    return train(kind, getattr(torch, dtype.removeprefix("torch.")))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_three_steps_equal_one_process(mode: str) -> None:
+    ranks = run(train_all, RANKS // 2 if mode in ALONE else RANKS, mode, timeout=180)
+    for (kind, dtype), first in ranks[0].items():
+        if "cp" in mode and kind == "mlp":
+            assert {rank[kind, dtype] for rank in ranks} == {first}
+            assert "attention" in first, first
+            continue
+        losses, expected = reference(kind, dtype)
+        found = [rank[kind, dtype] for rank in ranks]
+        assert not [one for one in found if isinstance(one, str)], (kind, dtype, first)
+        rough = dtype == "torch.bfloat16"
+        for step, want in enumerate(losses):
+            mean = sum(one[0][step] for one in found) / len(found)
+            assert mean == pytest.approx(want, rel=2e-2 if rough else 1e-5), (kind, dtype, step)
+        for _, parameters in found:
+            assert parameters.keys() == expected.keys()
+            for name, value in expected.items():
+                tolerance = {"rtol": 0.05, "atol": 0.02} if rough else {"rtol": 1e-4, "atol": 1e-5}
+                torch.testing.assert_close(
+                    parameters[name], value, **tolerance, msg=lambda m, n=(kind, dtype, name): f"{n}: {m}"
+                )
