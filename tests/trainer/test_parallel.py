@@ -186,9 +186,6 @@ def test_p99_a_language_models_gradients_are_weighted_by_tokens(world2: World) -
         same(parameters, expected)
 
 
-def on_a_mesh_of_the_users(alias: bool) -> tuple[tuple[int, ...], Result]:
-
-
 def tagger_on_parts_of_sentences(config: Any = None) -> Result:
     """Sentences one position longer, so that two ranks can share them; their labels are not equally many."""
     model = tagger()
@@ -229,7 +226,7 @@ def test_context_parallelism_beside_data_parallelism_trains_as_one_process(world
         same(parameters, expected)
 
 
-def on_a_mesh_of_the_users() -> tuple[tuple[int, ...], Result]:
+def on_a_mesh_of_the_users(alias: bool) -> tuple[tuple[int, ...], Result]:
     mesh = init_device_mesh("cpu", (2, 2))
     config = FSDP2Config(device_mesh=mesh) if alias else ParallelismConfig(mesh=mesh)
     model = tagger()
