@@ -24,6 +24,7 @@ from composer_dist.distributed.aliases import Structure, read_structure
 from composer_dist.distributed.aliasing import check_aliasing
 from composer_dist.distributed.checkpoint_plan import apply_checkpointing
 from composer_dist.distributed.config import ParallelismConfig, resolve_config
+from composer_dist.distributed.context import expect_context
 from composer_dist.distributed.gradients import average_plain_gradients
 from composer_dist.distributed.initialize import (
     Component,
@@ -252,6 +253,7 @@ def _execute(
         finish(structure, plan)
         hook_units(structure, plan, mesh)
         remember_mesh(done.model, done.mesh)
+        expect_context(done.model, done.mesh)
 
 
 def _run_first(
