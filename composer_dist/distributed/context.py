@@ -7,11 +7,14 @@ ranks too, and what FSDP2 averages are the gradients of losses whose mean is the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,11 +26,35 @@ from composer_dist.distributed.mesh import mesh_of, submesh
 from composer_dist.errors import ParallelismRuntimeError
 
 _proven: WeakSet[nn.Module] = WeakSet()
+_inside: ContextVar[bool] = ContextVar("context_parallel", default=False)
 
 
 def find_mesh(model: nn.Module) -> DeviceMesh | None:
     """The mesh for which `model`, or the one that it wraps, was prepared; None if it was not."""
     return next((mesh for module in model.modules() if (mesh := mesh_of(module)) is not None), None)
+
+
+def expect_context(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Warn where the first training step of `model` is outside of `context_parallel`, on a mesh for it."""
+    cp = submesh(mesh, "cp")
+    if cp is None:
+        return
+    ranks = cp.size()
+
+    def look(module: nn.Module, args: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        handle.remove()
+        if not _inside.get():
+            warnings.warn(
+                f"The mesh has cp={ranks}, but the model trains outside of context_parallel(model, batch): "
+                "the ranks of a sequence all compute the whole of it. Put forward and backward inside, or "
+                "give these ranks to dp_shard.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    handle = model.register_forward_pre_hook(look)
 
 
 @contextmanager
@@ -93,5 +120,9 @@ def context_parallel(
         prove(splitter, batch, layout, cp, Agreement(mesh.mesh.flatten().tolist()))
         _proven.add(model)
     part = splitter.split(batch, layout)
-    with splitter.tables(layout), distributed_attention(layout, cp):
-        yield part
+    token = _inside.set(True)
+    try:
+        with splitter.tables(layout), distributed_attention(layout, cp):
+            yield part
+    finally:
+        _inside.reset(token)

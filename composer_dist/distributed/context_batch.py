@@ -56,7 +56,7 @@ class Splitter:
         self._weighted = weighted
         self._tables = [(self._place_of(name), dim) for name, dim in (buffers or {}).items()]
         self._dims = dict(sequence_dims or {})
-        self._transformer = transformers_model(model)
+        self._transformer = next(iter(transformers_models(model)), None)
         flags = {flag for m in model.modules() if isinstance(flag := getattr(m, "is_causal", None), bool)}
         config = getattr(self._transformer, "config", None)
         self._causal = flags == {True} and getattr(config, "is_causal", True) is not False
@@ -70,15 +70,15 @@ class Splitter:
         """
         length = self._length(batch)
         parts = ranks * (1 + self.balanced)
-        if length % parts or not length:
-            longer = -(-length // parts) * parts or parts
+        if length % parts or length < 2 * ranks:  # a single query is never causal in transformers
+            longer = max(-(-length // parts) * parts, 2 * ranks)
             why = (
-                f"2 x cp = {parts}, because the causal work is balanced" if self.balanced else f"cp = {ranks}"
+                f"2 x cp = {parts}, for equal work under a causal mask" if self.balanced else f"cp = {ranks}"
             )
-            also = ", or pass balanced=False" if self.balanced and length and not length % ranks else ""
+            even = self.balanced and not length % ranks and length >= 2 * ranks
             raise ParallelismValueError(
                 f"A sequence of {length} positions cannot be divided by {why}; pad it on the right to "
-                f"{longer} (labels {IGNORED}){also}."
+                f"{longer} (labels {IGNORED}){', or pass balanced=False' if even else ''}."
             )
         return Layout(length, ranks, rank, self.balanced)
 
@@ -150,9 +150,10 @@ class Splitter:
         shape = (main.shape[0], layout.length)
         self._check_mask(whole, layout)
         if self.accepts("position_ids"):
-            if whole.get("position_ids") is None:
+            if (given := whole.get("position_ids")) is not None:
+                self._check_positions(given)
+            else:
                 whole["position_ids"] = torch.arange(layout.length, device=main.device).expand(shape)
-            self._check_positions(whole["position_ids"])
         if self._transformer is not None and self.accepts("attention_mask"):
             # Without one, transformers takes a jump in position_ids for the start of another sequence.
             whole["attention_mask"] = torch.ones(shape, dtype=torch.long, device=main.device)
@@ -173,8 +174,8 @@ class Splitter:
     @property
     def shifts(self) -> bool:
         """Whether the model's own loss compares a position with the label after it."""
-        kind = getattr(self._transformer, "loss_type", "")
-        return kind == "ForCausalLM" and self.accepts("shift_labels")
+        loss = getattr(self._transformer, "loss_function", None)
+        return getattr(loss, "__name__", "") == "ForCausalLMLoss" and self.accepts("shift_labels")
 
     def _check_mask(self, batch: MutableMapping[str, Any], layout: Layout) -> None:
         """Drop a padding mask that changes nothing, and refuse all others."""
@@ -261,11 +262,15 @@ class Splitter:
         return dim
 
 
-def transformers_model(model: nn.Module) -> nn.Module | None:
-    """The outermost transformers model in `model`, itself perhaps."""
+def transformers_models(model: nn.Module) -> list[Any]:
+    """The transformers models in `model`, itself perhaps: the outermost of each configuration."""
     library = sys.modules.get("transformers.modeling_utils")
     kind: Any = getattr(library, "PreTrainedModel", ())
-    return next((module for module in model.modules() if isinstance(module, kind)), None)
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, kind):
+            found.setdefault(id(module.config), module)
+    return list(found.values())
 
 
 def class_name(model: nn.Module) -> str:

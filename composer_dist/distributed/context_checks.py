@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from composer_dist.distributed.aliases import Structure
-from composer_dist.distributed.context_batch import transformers_model
+from composer_dist.distributed.context_batch import class_name, transformers_models
 from composer_dist.errors import ParallelismValueError
 
 _ACROSS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
@@ -20,6 +20,7 @@ _ACROSS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((nn.modules.batchnorm._BatchNorm,), "normalises over all positions"),
     ((nn.ZeroPad1d, nn.ZeroPad2d), "shifts positions"),
 )
+_ROPE_BY_LENGTH = ("dynamic", "longrope")
 _SHOWN = 3
 
 
@@ -45,13 +46,20 @@ def check_context(structure: Structure, ranks: int) -> None:
 
 def _configured(model: nn.Module) -> Iterator[str]:
     """What a transformers configuration says against it."""
-    base: Any = transformers_model(model)
-    if base is None:
-        return
-    config, name = base.config, type(base).__name__
-    if config.get_text_config() is not config:
-        yield f"{name} has parts with sequences of their own; take its text model alone"
-        return
+    for base in transformers_models(model):
+        if base.config.get_text_config() is not base.config:
+            yield f"{class_name(base)} has parts with sequences of their own; take its text model alone"
+            return
+        yield from _configured_one(base)
+    for module in model.modules():
+        adapters = vars(module).get("peft_config") or vars(module).get("_peft_config") or {}
+        for adapter, peft in adapters.items():
+            if peft.is_prompt_learning:
+                yield f"the adapter {adapter!r} ({type(peft).__name__}) puts virtual tokens in front"
+
+
+def _configured_one(base: Any) -> Iterator[str]:
+    config, name = base.config, class_name(base)
     if getattr(config, "is_encoder_decoder", False):
         yield f"{name} has an encoder and a decoder, with a sequence each"
     attention = config._attn_implementation
@@ -68,11 +76,6 @@ def _configured(model: nn.Module) -> Iterator[str]:
         yield f"{name} attends in chunks (attention_chunk_size={config.attention_chunk_size})"
     if getattr(config, "output_router_logits", False):
         yield f"{name} adds its routers' loss, which is no mean over tokens; set output_router_logits=False"
-    for module in model.modules():
-        adapters = vars(module).get("peft_config") or vars(module).get("_peft_config") or {}
-        for adapter, peft in adapters.items():
-            if peft.is_prompt_learning:
-                yield f"the adapter {adapter!r} ({type(peft).__name__}) puts virtual tokens in front"
 
 
 def _built(modules: dict[str, nn.Module]) -> Iterator[str]:
@@ -92,6 +95,8 @@ def _fault(module: nn.Module) -> str:
         return "convolves neighbouring positions"
     if _is_own_attention(type(module)):
         return "computes a softmax of its own; let it call torch.nn.functional.scaled_dot_product_attention"
+    if (rope := vars(module).get("rope_type")) in _ROPE_BY_LENGTH:
+        return f"({rope!r} scaling) turns by the sequence's length, which no rank sees"
     return next((why for kinds, why in _ACROSS if isinstance(module, kinds)), "")
 
 

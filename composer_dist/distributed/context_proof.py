@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.context_attention import Layout, attention_as, check_call
@@ -60,7 +61,7 @@ def prove(splitter: Splitter, batch: Any, layout: Layout, cp: DeviceMesh, agreem
     with _evaluating(model):
         for trace, (args, kwargs) in zip((expected, found), calls, strict=True):
             with trace.watching(model), splitter.tables(small if trace.part else None):
-                trace.output = model(*args, **kwargs)
+                trace.run(model, args, kwargs)
         means = _mean_scalars(found, cp)
     with agreement.together("the proof of context parallelism"):
         _compare(expected, found, means, model)
@@ -77,7 +78,7 @@ class _Trace:
     """In order: the place, how often it was passed before, and the values at this rank's positions."""
     output: Any = None
     refused: str = ""
-    """Why the first call of attention that cannot be split cannot be."""
+    """Why a call of attention, or the model, cannot be split; the first reason."""
     _inside: list[str] = field(default_factory=list)
 
     @contextmanager
@@ -90,6 +91,16 @@ class _Trace:
                 stack.callback(module.register_forward_hook(self._leave(name)).remove)
             stack.enter_context(attention_as(self._attend))
             yield
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the output; what the model raises on so few positions is a refusal."""
+        try:
+            self.output = model(*args, **kwargs)
+        except Exception as error:
+            place = self._inside[-1] if self._inside else class_name(model)
+            self.refused = self.refused or (
+                f"{place} raised on {self.layout.length} positions: {type(error).__name__}: {error}"
+            )
 
     def _enter(self, name: str) -> Any:
         return lambda module, args: self._inside.append(name)
@@ -104,6 +115,7 @@ class _Trace:
         return record
 
     def _note(self, place: str, tensor: Tensor, dim: int) -> None:
+        tensor = _local(tensor)
         if tensor.shape[dim] != (self.layout.local_length if self.part else self.layout.length):
             return
         passed = 0
@@ -134,6 +146,11 @@ class _Trace:
             return local.clone()
         groups = query.shape[-3] // value.shape[-3] if query.ndim > 3 else 1
         return local + value.repeat_interleave(groups, dim=-3)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor that tensor parallelism has cut."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def at_part(tensor: Tensor, dim: int, layout: Layout) -> Tensor:
@@ -220,7 +237,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _scalars(trace: _Trace) -> list[Tensor]:
-    return [t.float() for t in tensors_in(trace.output) if t.ndim == 0 and t.is_floating_point()]
+    outputs = map(_local, tensors_in(trace.output))
+    return [tensor.float() for tensor in outputs if tensor.ndim == 0 and tensor.is_floating_point()]
 
 
 def _mean_scalars(trace: _Trace, cp: DeviceMesh) -> list[Tensor]:
@@ -235,8 +253,8 @@ def _mean_scalars(trace: _Trace, cp: DeviceMesh) -> list[Tensor]:
 
 def _compare(expected: _Trace, found: _Trace, means: list[Tensor], model: nn.Module) -> None:
     name, ranks = class_name(model), found.layout.ranks
-    if found.refused:
-        raise ParallelismValueError(f"{name} cannot be split over the sequence. {found.refused}")
+    if refused := expected.refused or found.refused:
+        raise ParallelismValueError(f"{name} cannot be split over the sequence. {refused}")
     place = next(
         (
             place
@@ -265,7 +283,8 @@ def _compare(expected: _Trace, found: _Trace, means: list[Tensor], model: nn.Mod
 def _same_part(expected: _Trace, found: _Trace) -> Iterator[bool]:
     """For each tensor of the output whether the part's is that of the whole at its positions."""
     short, local = expected.layout.length, expected.layout.local_length
-    for whole, part in zip(tensors_in(expected.output), tensors_in(found.output), strict=True):
+    outputs = (map(_local, tensors_in(trace.output)) for trace in (expected, found))
+    for whole, part in zip(*outputs, strict=True):
         if whole.ndim > 1 and (whole.shape[1], part.shape[1]) == (short, local):
             yield _close(at_part(whole, 1, expected.layout), part)
         elif whole.ndim:

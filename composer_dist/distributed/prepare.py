@@ -26,6 +26,7 @@ from composer_dist.distributed.aliasing import check_aliasing
 from composer_dist.distributed.checkpoint_plan import apply_checkpointing, check_pinning
 from composer_dist.distributed.compiling import compile_modules
 from composer_dist.distributed.config import ParallelismConfig, resolve_config
+from composer_dist.distributed.context import expect_context
 from composer_dist.distributed.data_parallel import replicate
 from composer_dist.distributed.float8 import convert_linears
 from composer_dist.distributed.gradients import average_plain_gradients
@@ -273,6 +274,7 @@ def _execute(
         finish(structure, plan)
         hook_units(structure, plan, mesh)
         remember_mesh(done.model, done.mesh)
+        expect_context(done.model, done.mesh)
     if plan.tensor_parallel is not None:
         finish_tensor_parallel(structure, plan.tensor_parallel, mesh, agreement)
 

@@ -21,6 +21,7 @@ from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Held, Structure, read_structure
 from composer_dist.distributed.arena import Arena
 from composer_dist.distributed.config import FSDP2Config, ParallelismConfig, resolve_config
+from composer_dist.distributed.context import expect_context
 from composer_dist.distributed.gradients import average_plain_gradients
 from composer_dist.distributed.initialize import InitFn, find_components, replace, run_component
 from composer_dist.distributed.layout import Layout
@@ -131,6 +132,7 @@ def prepare_fully_shard(
     _average_plain(model, structure, mesh, set(plan.plain))
     hook_units(structure, plan, mesh)
     remember_mesh(model, whole)
+    expect_context(model, whole)
     return plan
 
 

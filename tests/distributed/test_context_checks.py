@@ -89,6 +89,10 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (t5, "T5ForConditionalGeneration has an encoder and a decoder, with a sequence each"),
     (llava, "LlavaForConditionalGeneration has parts with sequences of their own; take its text model alone"),
     (prompted, r"the adapter 'default' \(PromptTuningConfig\) puts virtual tokens in front"),
+    (
+        hf("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        r"model.rotary_emb: LlamaRotaryEmbedding \('dynamic' scaling\) turns by the sequence's length",
+    ),
     (below(nn.LSTM(8, 8)), "1: LSTM is recurrent"),
     (below(nn.Conv1d(8, 8, 3)), "1: Conv1d convolves neighbouring positions"),
     (below(nn.BatchNorm1d(8)), "1: BatchNorm1d normalises over all positions"),

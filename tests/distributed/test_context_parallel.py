@@ -209,6 +209,11 @@ UNFIT: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (partial(Plain, mix=by_import), {"buffers": BUFFERS}, "the output of layers.0.o depends on other"),
     (partial(Plain, mix=of_its_own), {"buffers": BUFFERS}, "called by that name"),
     (partial(Plain, mix=with_a_mask), {"buffers": BUFFERS}, r"layers.0: Attention with a mask \(4, 4\)"),
+    (
+        partial(nn.Linear, LENGTH, 4),
+        {},
+        "Linear raised on 4 positions: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+    ),
     (Pooled, {"buffers": BUFFERS}, "the output of Pooled depends on other positions"),
     (OwnLoss, {"buffers": BUFFERS}, "The loss that OwnLoss computes from its part of the labels is no share"),
 ]
@@ -218,7 +223,9 @@ def _refusals() -> None:
     for build, options, message in UNFIT:
         model = build()
         parallelize_model(model, ParallelismConfig(mesh=MeshConfig(cp=2)))
-        batch, hooks = {"ids": tokens(0), "labels": tokens(1)}, len(model._forward_hooks)
+        batch: Any = {"ids": tokens(0), "labels": tokens(1)}
+        batch = torch.randn(4, LENGTH) if isinstance(model, nn.Linear) else batch
+        hooks = len(model._forward_hooks)
         with pytest.raises(ParallelismValueError, match=message):  # noqa: SIM117
             with context_parallel(model, batch, **options):
                 raise AssertionError(f"nothing runs before the proof: {message}")
@@ -227,6 +234,13 @@ def _refusals() -> None:
 
     model = Plain()
     parallelize_model(model, ParallelismConfig(mesh=MeshConfig(cp=2)))
+    with torch.no_grad():
+        model(tokens(0))
+    with pytest.warns(
+        UserWarning, match=r"cp=2, but the model trains outside of context_parallel\(model, batch"
+    ):
+        model(tokens(0))
+    model(tokens(0))  # said once
     with pytest.raises(ParallelismValueError, match="Ranks 0 and 1 share a sequence but have different"):
         context_parallel(model, tokens(dist.get_rank())).__enter__()
     with pytest.raises(ParallelismValueError, match="missing a required argument: 'ids'. Give a mapping"):
