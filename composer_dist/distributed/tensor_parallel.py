@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, cast
 
@@ -157,6 +158,9 @@ def _forward(
     **kwargs: Any,
 ) -> Any:
     """A module's forward as its style has it."""
+    if style.share:
+        with _sharing():
+            return forward(*args, **kwargs)
     outside: Tensor | None = None
     if style.cut == "rows":
         ids, outside = _own_rows(module, _first(args, kwargs), mesh)
@@ -177,7 +181,7 @@ def _forward(
 def _enter(style: Style, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     match style.before:
         case "copy":
-            return copy(tensor, mesh)
+            return _copy_once(tensor, mesh)
         case "split":
             return split(tensor, -1, mesh)
         case "split_sequence":
@@ -186,6 +190,29 @@ def _enter(style: Style, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
         case "gather_sequence":
             return gather_partial(tensor, SEQUENCE, mesh)
     return tensor
+
+
+_copies: ContextVar[dict[tuple[int, int], tuple[Tensor, Tensor]] | None] = ContextVar("copies", default=None)
+
+
+@contextmanager
+def _sharing() -> Iterator[None]:
+    """Inside, a tensor is copied once, however many modules take it."""
+    token = _copies.set({})
+    try:
+        yield
+    finally:
+        _copies.reset(token)
+
+
+def _copy_once(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    known = _copies.get()
+    if known is None:
+        return copy(tensor, mesh)
+    key = id(tensor), tensor._version  # the dictionary keeps the tensor, so that its id stays its own
+    if key not in known:
+        known[key] = tensor, copy(tensor, mesh)
+    return known[key][1]
 
 
 def _leave(module: nn.Module, style: Style, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
