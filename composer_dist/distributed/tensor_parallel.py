@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, cast
 
@@ -192,27 +191,29 @@ def _enter(style: Style, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return tensor
 
 
-_copies: ContextVar[dict[tuple[int, int], tuple[Tensor, Tensor]] | None] = ContextVar("copies", default=None)
+_copies: list[list[tuple[Tensor, int, Tensor]]] = []
+"""Of each module around that shares copies: the tensor, its version, the copy."""
 
 
 @contextmanager
 def _sharing() -> Iterator[None]:
     """Inside, a tensor is copied once, however many modules take it."""
-    token = _copies.set({})
+    _copies.append([])
     try:
         yield
     finally:
-        _copies.reset(token)
+        _copies.pop()
 
 
 def _copy_once(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    known = _copies.get()
-    if known is None:
+    if not _copies:
         return copy(tensor, mesh)
-    key = id(tensor), tensor._version  # the dictionary keeps the tensor, so that its id stays its own
-    if key not in known:
-        known[key] = tensor, copy(tensor, mesh)
-    return known[key][1]
+    for known, version, copied in _copies[-1]:
+        if known is tensor and version == tensor._version:
+            return copied
+    copied = copy(tensor, mesh)
+    _copies[-1].append((tensor, tensor._version, copied))
+    return copied
 
 
 def _leave(module: nn.Module, style: Style, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
