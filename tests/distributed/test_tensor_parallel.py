@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -188,11 +189,11 @@ def test_activation_checkpointing_goes_with_it() -> None:
         run(train, 2, llama, config(sequence_parallel=True, activation_checkpointing=mode))
 
 
-def deliver(make: Make) -> bool:
+def deliver(make: Make, transport: Any) -> bool:
     """Weights of rank 0 where the others have none; initialisation where nobody has any."""
     reference = built(make)
     model = built(make, device="cpu" if dist.get_rank() == 0 else "meta")
-    parallelize_model(model, config())
+    parallelize_model(model, config(transport=transport))
     same(full_model_state(model, ranks="all"), reference.state_dict())
 
     reference = built(make, device="meta")
@@ -200,17 +201,32 @@ def deliver(make: Make) -> bool:
     meta_init(reference)
     model = built(make, device="meta")
     torch.manual_seed(7)
-    parallelize_model(model, config())
+    parallelize_model(model, config(transport=transport))
     same(full_model_state(model, ranks="all"), reference.state_dict())
     batches = loss_of(model, batch()), loss_of(reference, batch())
     torch.testing.assert_close(*batches)
     return True
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "transport"), [(2, "auto"), (4, "messages")])
 @pytest.mark.parametrize("make", [Decoder, gpt2], ids=lambda make: make.__name__)
-def test_weights_come_from_rank_0_or_from_initialisers_bit_for_bit(make: Make, world: int) -> None:
-    assert run(deliver, world, make) == [True] * world
+def test_weights_come_from_rank_0_or_from_initialisers_bit_for_bit(
+    make: Make, world: int, transport: str
+) -> None:
+    assert run(deliver, world, make, transport) == [True] * world
+
+
+def from_disk(path: str) -> bool:
+    """Weights of a saved model, each rank reading its part."""
+    model = built(gpt2, device="meta")
+    parallelize_model(model, config(), weights=path)
+    same(full_model_state(model, ranks="all"), built(gpt2).state_dict())
+    return True
+
+
+def test_weights_come_from_disk(tmp_path: Path) -> None:
+    built(gpt2).save_pretrained(tmp_path)
+    assert all(run(from_disk, 4, str(tmp_path)))
 
 
 def lightnings_mesh() -> str:
