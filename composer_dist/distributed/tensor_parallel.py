@@ -157,6 +157,9 @@ def _forward(
     **kwargs: Any,
 ) -> Any:
     """A module's forward as its style has it."""
+    if style.share:
+        with _sharing():
+            return forward(*args, **kwargs)
     outside: Tensor | None = None
     if style.cut == "rows":
         ids, outside = _own_rows(module, _first(args, kwargs), mesh)
@@ -177,7 +180,7 @@ def _forward(
 def _enter(style: Style, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     match style.before:
         case "copy":
-            return copy(tensor, mesh)
+            return _copy_once(tensor, mesh)
         case "split":
             return split(tensor, -1, mesh)
         case "split_sequence":
@@ -186,6 +189,31 @@ def _enter(style: Style, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
         case "gather_sequence":
             return gather_partial(tensor, SEQUENCE, mesh)
     return tensor
+
+
+_copies: list[list[tuple[Tensor, int, Tensor]]] = []
+"""Of each module around that shares copies: the tensor, its version, the copy."""
+
+
+@contextmanager
+def _sharing() -> Iterator[None]:
+    """Inside, a tensor is copied once, however many modules take it."""
+    _copies.append([])
+    try:
+        yield
+    finally:
+        _copies.pop()
+
+
+def _copy_once(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    if not _copies:
+        return copy(tensor, mesh)
+    for known, version, copied in _copies[-1]:
+        if known is tensor and version == tensor._version:
+            return copied
+    copied = copy(tensor, mesh)
+    _copies[-1].append((tensor, tensor._version, copied))
+    return copied
 
 
 def _leave(module: nn.Module, style: Style, tensor: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -120,10 +120,13 @@ def _head_size(module: nn.Module) -> int | None:
 
 def _partial_faults(structure: Structure, styled: Mapping[str, Styled], name: str) -> Iterator[str]:
     """Whole parameters of an attention that nobody gave a style: of some heads only, each rank's gradient."""
+    own = styled.get(name)
+    summed = own is not None and isinstance(own.style, Style) and own.style.sum_gradients
     for parameter, held in structure.parameters.items():
         for owner in held.info.owners:
             above = list(ancestors(owner))
-            if name in above and not any(one in styled for one in above[: above.index(name) + 1]):
+            below = above[: above.index(name)] if name in above else []
+            if name in above and not any(one in styled for one in below) and not (owner == name and summed):
                 yield (
                     f"{parameter} stays whole inside {name or 'the root'}, which works on this rank's heads; "
                     f"give {owner or 'the root'} the style 'sum_gradients' if it works head by head, or "

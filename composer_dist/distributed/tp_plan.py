@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -107,7 +108,7 @@ def plan_tensor_parallel(
         styled[logits] = replace(one, style=replace(one.style, name="colwise_logits", after="logits"))
     faults: list[str] = []
     divisions = plan_divisions(structure, styled, size, options.head_attributes, faults)
-    styled = with_adapters(structure, styled)
+    styled = with_adapters(structure, _share_inputs(styled))
     cuts = _cuts(structure, styled, size, faults)
     of_torch = frozenset(_of_torch(structure, styled, faults))
     if faults:
@@ -180,6 +181,17 @@ def _with_ties(structure: Structure, styled: dict[str, Styled]) -> dict[str, Sty
                 style = STYLES["vocab" if embedding else "colwise_gather"]
                 found[owner] = Styled(style, f"it shares its matrix with {having[0]}")
     return found
+
+
+def _share_inputs(styled: dict[str, Styled]) -> dict[str, Styled]:
+    """Modules with several projections of one input, as query, key and value, sum its gradient once."""
+    parents = Counter(
+        name.rpartition(".")[0]
+        for name, one in styled.items()
+        if isinstance(one.style, Style) and one.style.before == "copy"
+    )
+    share = Styled(Style("share_input", share=True), "it projects its input several times")
+    return styled | {name: share for name, count in parents.items() if count > 1 and name not in styled}
 
 
 def _is_whole(one: Styled) -> bool:

@@ -57,11 +57,13 @@ class Style:
     rank's positions, "gather_sequence" all positions, "logits" stay cut, as a DTensor."""
     sum_gradients: bool = False
     """Whether ranks see different parts of the work of the module's whole parameters."""
+    share: bool = False
+    """Whether modules inside that "copy" the same tensor do it once, so that its gradient is summed once."""
 
     @property
     def idle(self) -> bool:
         """Whether it does nothing."""
-        return not (self.cut or self.before or self.after or self.sum_gradients)
+        return not (self.cut or self.before or self.after or self.sum_gradients or self.share)
 
     def __str__(self) -> str:
         return f"{self.name}:{self.groups}" if self.groups > 1 else self.name

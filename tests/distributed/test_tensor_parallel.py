@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from composer_dist.checkpoint.state import full_model_state, load_full_model_state
+from composer_dist.distributed.aliases import read_structure
 from composer_dist.distributed.config import MeshConfig, ParallelismConfig, Rule, TPConfig
 from composer_dist.distributed.gradients import clip_grad_norm, clip_grad_value, no_sync
-from composer_dist.distributed.mesh import sampler_kwargs
+from composer_dist.distributed.layout import Layout
+from composer_dist.distributed.mesh import build_mesh, sampler_kwargs
 from composer_dist.distributed.names import named_parameters_canonical
+from composer_dist.distributed.plan import build_plan
 from composer_dist.distributed.prepare import parallelize_model
+from composer_dist.distributed.sharding import shard
 from composer_dist.distributed.steps import meta_init
 from composer_dist.distributed.summon import gather, summon_full_params
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
@@ -154,7 +161,7 @@ def test_p30_tensor_parallel_alone_equals_the_reference(make: Make) -> None:
 @pytest.mark.parametrize(
     "make", [Decoder, llama, gpt2, lora_llama, lora_gpt2], ids=lambda make: make.__name__
 )
-def test_p30_with_fsdp2_on_two_by_two_ranks_equals_the_reference(make: Make) -> None:
+def test_p30_p32_with_fsdp2_on_two_by_two_ranks_equals_the_reference(make: Make) -> None:
     run(train, 4, make, config())
 
 
@@ -182,11 +189,11 @@ def test_activation_checkpointing_goes_with_it() -> None:
         run(train, 2, llama, config(sequence_parallel=True, activation_checkpointing=mode))
 
 
-def deliver(make: Make) -> bool:
+def deliver(make: Make, transport: Any) -> bool:
     """Weights of rank 0 where the others have none; initialisation where nobody has any."""
     reference = built(make)
     model = built(make, device="cpu" if dist.get_rank() == 0 else "meta")
-    parallelize_model(model, config())
+    parallelize_model(model, config(transport=transport))
     same(full_model_state(model, ranks="all"), reference.state_dict())
 
     reference = built(make, device="meta")
@@ -194,17 +201,81 @@ def deliver(make: Make) -> bool:
     meta_init(reference)
     model = built(make, device="meta")
     torch.manual_seed(7)
-    parallelize_model(model, config())
+    parallelize_model(model, config(transport=transport))
     same(full_model_state(model, ranks="all"), reference.state_dict())
     batches = loss_of(model, batch()), loss_of(reference, batch())
     torch.testing.assert_close(*batches)
     return True
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "transport"), [(2, "auto"), (4, "messages")])
 @pytest.mark.parametrize("make", [Decoder, gpt2], ids=lambda make: make.__name__)
-def test_weights_come_from_rank_0_or_from_initialisers_bit_for_bit(make: Make, world: int) -> None:
-    assert run(deliver, world, make) == [True] * world
+def test_weights_come_from_rank_0_or_from_initialisers_bit_for_bit(
+    make: Make, world: int, transport: str
+) -> None:
+    assert run(deliver, world, make, transport) == [True] * world
+
+
+def from_disk(path: str) -> bool:
+    """Weights of a saved model, each rank reading its part."""
+    model = built(gpt2, device="meta")
+    parallelize_model(model, config(), weights=path)
+    same(full_model_state(model, ranks="all"), built(gpt2).state_dict())
+    return True
+
+
+def test_weights_come_from_disk(tmp_path: Path) -> None:
+    built(gpt2).save_pretrained(tmp_path)
+    assert all(run(from_disk, 4, str(tmp_path)))
+
+
+def lightnings_mesh() -> str:
+    """A mesh of the user's own, whose dimensions have the names of Lightning's."""
+    reference, model = built(MLP), built(MLP)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    plan = TPConfig(plan={"up": "colwise", "down": "rowwise"})
+    parallelize_model(model, ParallelismConfig(mesh=mesh, tp=plan), torch.optim.SGD(model.parameters()))
+    same(full_model_state(model, ranks="all"), reference.state_dict())
+    torch.testing.assert_close(model(torch.ones(2, 8)), reference(torch.ones(2, 8)))
+    return str(dict(named_parameters_canonical(model))["up.weight"].placements)
+
+
+def test_p03_a_mesh_of_the_users_own_is_read_by_its_names() -> None:
+    assert set(run(lightnings_mesh, 4)) == {"(_StridedShard(dim=0, sf=2), Shard(dim=0))"}
+
+
+def test_eight_ranks_replicate_shard_and_cut() -> None:
+    dist.init_process_group("fake", rank=5, world_size=8)
+    try:
+        settings = ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=2, tp=2), tp=TPConfig())
+        model, mesh = built(gpt2, device="meta"), build_mesh(settings.mesh)
+        structure = read_structure(model)
+        plan = build_plan(structure, settings, world_size=8)
+        shards = shard(structure, plan, mesh, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    fused = shards.sharded["transformer.h.0.attn.c_attn.bias"]
+    assert str(fused.placements) == "(Replicate(), _StridedShard(dim=0, sf=2), _StridedShard(dim=0, sf=3))"
+    layout = Layout.of(fused)
+    assert (layout.rows, layout.tp_dim, layout.tp_groups) == (True, 0, 3)
+    assert shards.local["transformer.wte.weight"].shape == (13, 32)  # of 51 rows the last 25, of them 13
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def count() -> list[int]:
+    """All-reduces of a forward, and of a backward."""
+    model = built(Decoder)
+    parallelize_model(model, config())
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called:
+        loss = loss_of(model, batch())
+        forward = called.call_count
+        loss.backward()
+    return [forward, called.call_count - forward]
+
+
+def test_query_key_and_value_sum_the_gradient_of_their_input_once() -> None:
+    # Forward: the embedding, two a block (the head gathers). Backward: the head, two a block.
+    assert run(count, 2) == [[5, 5]] * 2
 
 
 def low_precision() -> tuple[int, float]:

@@ -20,10 +20,10 @@ def losses(classes: int) -> None:
     values = torch.randn(2, 3, classes) * 30
     labels = torch.tensor([[0, classes - 1, -1], [classes // 2, 1, -1]])
     for dtype, reduction in ((torch.float32, "mean"), (torch.bfloat16, "sum"), (torch.float32, "none")):
-        whole = values.to(dtype).requires_grad_()
+        whole = values.to(dtype, copy=True).requires_grad_()
         rows = whole.float().flatten(0, 1)
         expected = nn.functional.cross_entropy(rows, labels.flatten(), ignore_index=-1, reduction=reduction)
-        part = values.to(dtype).chunk(2, -1)[mesh.get_local_rank()].requires_grad_()
+        part = values.to(dtype).chunk(2, -1)[mesh.get_local_rank()].clone().requires_grad_()
         shape, stride = values.shape, values.stride()
         logits = DTensor.from_local(part, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
         found = parallel_cross_entropy(logits, labels, ignore_index=-1, reduction=reduction)  # type: ignore

@@ -48,6 +48,7 @@ def meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 BLOCK = {
+    "attention": "share_input",
     "attention.q_proj": "colwise",
     "attention.k_proj": "colwise",
     "attention.v_proj": "colwise",
@@ -69,7 +70,7 @@ def test_a_plain_decoder_is_planned_by_its_structure() -> None:
     assert plan.explain("layers.0.mlp.0.weight") == text.replace(",", ":")
     assert "tensor-parallel ranks alone share the model" in plan.explain("norm.weight")
     assert plan.units == ()
-    assert "tensor parallel: 14 modules" in str(plan)
+    assert "tensor parallel: 16 modules (1 vocab, 2 share_input, 8 colwise, 4 rowwise, 1" in str(plan)
 
 
 def test_units_gather_what_a_rank_has_of_cut_parameters() -> None:
