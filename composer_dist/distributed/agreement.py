@@ -13,7 +13,6 @@ in the old one.
 
 from __future__ import annotations
 
-import atexit
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -95,7 +94,7 @@ class Agreement:
         Raises:
             ParallelismError: this rank's error, another's, or `decide`'s; or a rank did not come.
         """
-        post = {"step": step, "mine": mine, "error": error and _pack(error)}
+        post = {"step": step, "mine": mine, "error": error and _pack(error), "lost": _is_lost(error)}
         return self._agree(post, decide, self.timeout, error)
 
     @contextmanager
@@ -128,9 +127,7 @@ class Agreement:
             line = _line(self.ranks)
             while not task.done.wait(0.1):
                 if line.store.check([f"{line.prefix}/trouble"]):
-                    # An interpreter that ends under a thread inside of torch aborts. The thread ends
-                    # as soon as the peer it waits for does.
-                    atexit.register(task.done.wait, 5.0)
+                    task.abandon(interrupted=False)
                     raise _LostError("another rank is in trouble")
             return task.result()
         except Exception as caught:
@@ -141,6 +138,7 @@ class Agreement:
             self._agree(post, lambda _: None, GRACE, caught)
             raise AssertionError from caught  # an agreement on an error always raises
         except BaseException as caught:
+            task.abandon(interrupted=isinstance(caught, KeyboardInterrupt))
             self.leave(caught)
             raise
 
@@ -296,10 +294,11 @@ class _LostError(RuntimeError):
     """A collective was given up because of another rank."""
 
 
-def _is_lost(error: BaseException) -> bool:
-    """Whether a collective failed because of another rank, and not by itself."""
+def _is_lost(error: BaseException | None) -> bool:
+    """Whether a collective, or a read, failed because of another rank, and not by itself."""
+    words = "gloo", "NCCL", "Connection", "No such process"
     return isinstance(error, (_LostError, dist.DistError)) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "Connection"))
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )
 
 

@@ -25,6 +25,9 @@ from composer_dist.reporting.progress import Stage
 
 Host = tuple[int, ...]
 
+_ENOUGH = 16 << 20
+"""Bytes of a lane's bucket from which a larger one only delays those who wait for it."""
+
 
 def find_hosts(readable: Mapping[int, Sequence[int]]) -> list[Host] | None:
     """Group ranks by whose memory they can read; None if that is not mutual.
@@ -179,7 +182,7 @@ class Relay:
                     content = contents.setdefault((source, leaders), [])
                     if source == self._me or readers:
                         content.append((cargo, part, readers))
-        limit = self._limit // max(1, len(contents))
+        limit = min(self._limit // max(1, len(contents)), _ENOUGH)
         lanes = []
         for (source, leaders), content in contents.items():
             position = leaders.index(self._leader) if self._leader in leaders else -1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +55,21 @@ class Task(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._value
+
+    def abandon(self, interrupted: bool) -> None:
+        """Let it run on, but not into the interpreter's end, which aborts under a thread inside of torch.
+
+        It ends as soon as the peer that it waits for does. After Ctrl-C everywhere peers may wait for
+        each other: then this process ends by the signal instead.
+        """
+        atexit.register(self._await_end, interrupted)
+
+    def _await_end(self, interrupted: bool) -> None:
+        if not self.done.wait(2.0 if interrupted else 5.0) and interrupted:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
 
     def _run(self) -> None:
         try:
