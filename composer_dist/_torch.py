@@ -322,6 +322,18 @@ def all_initialisers_write() -> Iterator[None]:
             function.__code__, function.__defaults__ = code, defaults
 
 
+def operator_names() -> list[str]:
+    """The names of all operations that torch knows, as "aten.mm". Since torch 1.5."""
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted({name.partition(".")[0].replace("::", ".") for name in names})
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether torch replaces an operation by others before a dispatch mode sees it. Since torch 1.12."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(operator.has_kernel_for_dispatch_key(key))
+
+
 def original_class(sharded: type[nn.Module]) -> type[nn.Module]:
     """The class that a module had before `fully_shard` or `replicate` put two of theirs in front of it."""
     return sharded.__mro__[2]

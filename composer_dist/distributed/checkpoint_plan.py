@@ -10,24 +10,37 @@ from typing import Any
 from torch import nn
 
 from composer_dist.distributed.activation_checkpointing import (
-    Mode,
-    ac_from_flags,
-    ac_mode,
+    check_modules,
     checkpoint_modules,
     checkpointed_modules,
 )
+from composer_dist.distributed.activation_offload import pin_memory
+from composer_dist.distributed.checkpoint_options import Mode, ac_from_flags, ac_mode, in_words, spell
 from composer_dist.distributed.config import ParallelismConfig
 from composer_dist.errors import ParallelismValueError
 
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """One module whose activations are not kept on the device."""
+    """One module whose activations are not all kept on the device."""
 
     module: str
     mode: Mode
     reason: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether its forward runs a second time, under torch's checkpoint."""
+        return self.mode in ("composable", "wrapped")
+
+    def explain(self) -> str:
+        """What happens to its activations, in words."""
+        return f"Its activations are {in_words(self.mode, self.options)}, because {self.reason}."
+
+    def to_list(self) -> list[Any]:
+        """The same in plain types, equal on all ranks."""
+        return [self.module, self.mode, spell(self.options), self.reason]
 
 
 def plan_checkpointing(
@@ -47,24 +60,55 @@ def plan_checkpointing(
         blocks: the innermost units, taken where nobody has chosen.
 
     Raises:
-        ParallelismValueError: `check_fn` where nothing is to be checkpointed, a mode that does not
-            exist, or checkpointing that finds no module.
+        ParallelismValueError: `check_fn` where nothing is to be checkpointed, a mode or an option
+            that does not exist, modules that cannot be checkpointed, or none.
     """
     by_rule = {name: fields["act_ckpt"] for name, fields in rules.items() if "act_ckpt" in fields}
-    chosen = {name: Checkpointed(name, *found) for name, found in _by_rule(by_rule, config.strict)}
+    chosen = {one.module: one for one in _by_rule(by_rule, modules, config.strict)}
     fsdp2 = config.fsdp2
     wanted = config.activation_checkpointing
     if wanted is None and fsdp2 is not None:
         wanted = ac_from_flags(fsdp2.activation_checkpointing, fsdp2.activation_cpu_offload)
     mode = ac_mode(wanted, strict=config.strict)
-    if mode is None:
-        if check_fn is not None:
-            raise ParallelismValueError(
-                "activation_checkpointing_check_fn has no effect: activation checkpointing or offloading "
-                "must be enabled for it. Set activation_checkpointing, or leave the function out."
-            )
-        return tuple(chosen.values())
-    names = checkpointed_modules(modules[""], check_fn)
+    if mode is not None:
+        names, reason = _by_default(modules[""], check_fn, blocks, config.strict)
+        for one in _take(names, *mode, reason):
+            if one.module not in by_rule:
+                chosen[one.module] = one
+    elif check_fn is not None:
+        raise ParallelismValueError(
+            "activation_checkpointing_check_fn has no effect: activation checkpointing or offloading "
+            "must be enabled for it. Set activation_checkpointing, or leave the function out."
+        )
+    for kind in dict.fromkeys(one.mode for one in chosen.values()):
+        check_modules(modules, [name for name, one in chosen.items() if one.mode == kind], kind)
+    return tuple(chosen.values())
+
+
+def check_pinning(chosen: Sequence[Checkpointed]) -> None:
+    """Refuse pinned memory where no accelerator can pin it.
+
+    Raises:
+        ParallelismRuntimeError: a module insists on pinned memory and there is no accelerator.
+    """
+    for one in chosen:
+        pin_memory(one.options.get("pin_memory"))
+
+
+def apply_checkpointing(model: nn.Module, chosen: Sequence[Checkpointed]) -> None:
+    """Checkpoint the chosen modules, in place; before anything is compiled or sharded."""
+    ours = [one for one in chosen if one.mode != "memory_budget"]
+    kinds = {(one.mode, repr(one.options)): one for one in ours}
+    for kind, one in kinds.items():
+        names = [other.module for other in ours if (other.mode, repr(other.options)) == kind]
+        checkpoint_modules(model, names, one.mode, one.options)
+
+
+def _by_default(
+    model: nn.Module, check_fn: Callable[[nn.Module], bool] | None, blocks: Sequence[str], strict: bool
+) -> tuple[list[str], str]:
+    """The modules that no rule names, and why they."""
+    names = checkpointed_modules(model, check_fn)
     reason = "activation_checkpointing_check_fn" if check_fn else "an attribute of the model asks for it"
     if not names and check_fn is None:
         names, reason = list(blocks), "it is a block"
@@ -78,27 +122,34 @@ def plan_checkpointing(
             )
             + " no module. Mark modules with _activation_checkpointing, or pass a check function."
         )
-        if config.strict:
+        if strict:
             raise ParallelismValueError(message)
         warnings.warn(message, UserWarning, stacklevel=2)
-    for name in names:
-        if name not in by_rule:
-            chosen[name] = Checkpointed(name, mode[0], reason, mode[1])
-    return tuple(chosen.values())
-
-
-def apply_checkpointing(model: nn.Module, chosen: Sequence[Checkpointed]) -> None:
-    """Checkpoint the chosen modules, in place; before anything is sharded."""
-    kinds = {(one.mode, repr(one.options)): one for one in chosen}
-    for kind, one in kinds.items():
-        names = [other.module for other in chosen if (other.mode, repr(other.options)) == kind]
-        checkpoint_modules(model, names, one.mode, one.options)
+    return names, reason
 
 
 def _by_rule(
-    rules: Mapping[str, tuple[Any, str]], strict: bool
-) -> Iterator[tuple[str, tuple[Mode, str, dict[str, Any]]]]:
-    for name, (value, source) in rules.items():
-        mode = ac_mode(value, strict=strict)
+    rules: Mapping[str, tuple[Any, str]], modules: Mapping[str, nn.Module], strict: bool
+) -> Iterator[Checkpointed]:
+    together: dict[tuple[str, str], list[str]] = {}
+    for name in modules:
+        if name in rules:
+            value, source = rules[name]
+            together.setdefault((source, repr(value)), []).append(name)
+    for (source, _), names in together.items():
+        mode = ac_mode(rules[names[0]][0], strict=strict)
         if mode is not None:
-            yield name, (mode[0], source, mode[1])
+            yield from _take(names, *mode, source)
+
+
+def _take(names: Sequence[str], mode: Mode, options: Mapping[str, Any], reason: str) -> Iterator[Checkpointed]:
+    """Every one of the modules, or every n-th, beginning with the first.
+
+    So the last block is left out: its backward comes first, and would recompute it for nothing.
+    """
+    options = dict(options)
+    every = options.pop("every", 1)
+    if every > 1:
+        reason = f"{reason}, every {every} of which the first is taken"
+    for name in names[::every]:
+        yield Checkpointed(name, mode, reason, options)

@@ -134,8 +134,7 @@ class ParallelPlan:
             yield text
         for one in self.checkpointing:
             if one.module == name:
-                what = "offloaded to the host" if one.mode == "offload" else f"recomputed ({one.mode})"
-                yield f"Its activations are {what}, because {one.reason}."
+                yield one.explain()
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain types, for JSON, comparison and the digest."""
@@ -147,9 +146,7 @@ class ParallelPlan:
             "modules": {name: vars(one) for name, one in self.modules.items()},
             "plain": dict(self.plain),
             "ties": [list(names) for names in self.ties],
-            "checkpointing": [
-                [one.module, one.mode, str(dict(one.options)), one.reason] for one in self.checkpointing
-            ],
+            "checkpointing": [one.to_list() for one in self.checkpointing],
             "skippable": [[one.module, list(one.parameters), one.unit] for one in self.skippable],
             "tensor_parallel": self.tensor_parallel and self.tensor_parallel.to_dict(),
             "forward_methods": list(self.config.forward_methods),

@@ -23,7 +23,7 @@ from composer_dist.distributed import process_group
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Structure, read_structure
 from composer_dist.distributed.aliasing import check_aliasing
-from composer_dist.distributed.checkpoint_plan import apply_checkpointing
+from composer_dist.distributed.checkpoint_plan import apply_checkpointing, check_pinning
 from composer_dist.distributed.config import ParallelismConfig, resolve_config
 from composer_dist.distributed.data_parallel import replicate
 from composer_dist.distributed.gradients import average_plain_gradients
@@ -186,6 +186,7 @@ def _prepare(
             )
         check_aliasing(structure, plan.plain)
         check_offload(plan)
+        check_pinning(plan.checkpointing)
         check_hooks(structure, plan.plain)
         if plan.replica:
             check_replica(plan.replica, structure, optimizers, mesh)

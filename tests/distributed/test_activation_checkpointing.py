@@ -16,15 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed import activation_checkpointing
+from composer_dist.distributed import activation_offload
 from composer_dist.distributed.activation_checkpointing import (
-    ac_from_flags,
-    ac_mode,
     apply_ac,
     checkpoint_modules,
     checkpointed_modules,
     is_checkpointed,
 )
+from composer_dist.distributed.checkpoint_options import ac_from_flags, ac_mode
 from composer_dist.distributed.names import named_parameters_canonical
 from composer_dist.errors import (
     ParallelismRuntimeError,
@@ -226,21 +225,21 @@ def test_p86_composers_flags(checkpointing: bool, offload: bool, expected: Any) 
 
 def test_p27_unknown_mode_lists_the_modes() -> None:
     with pytest.raises(ParallelismValueError, match="'composable', 'wrapped', 'offload'"):
-        ac_mode("selective")
+        ac_mode("partial")
     with pytest.raises(ParallelismValueError, match="Did you mean 'wrapped'"):
         ac_mode(("wraped", {}))
 
 
 def test_p27_not_strict_warns_and_takes_composable() -> None:
-    with pytest.warns(UserWarning, match="'selective'.*Taking 'composable'"):
-        assert ac_mode(("selective", {"a": 1}), strict=False) == ("composable", {})
+    with pytest.warns(UserWarning, match="'partial'.*Taking 'composable'"):
+        assert ac_mode(("partial", {"a": 1}), strict=False) == ("composable", {})
 
 
 @pytest.mark.parametrize(
     ("value", "says"),
     [
         (("composable", {"use_reentrant": True}), "no option 'use_reentrant'; it has context_fn"),
-        (("offload", {"early_stop": True}), "'offload' has no option 'early_stop'; it has pin_"),
+        (("offload", {"early_stop": True}), "'offload' has no option 'early_stop'; it has every, pin_"),
     ],
 )
 def test_p27_unknown_options_are_named(value: Any, says: str) -> None:
@@ -330,7 +329,7 @@ def count_packed(value: Any) -> tuple[int, int]:
     """How many activations of two blocks pass through the host, out and back."""
     model, _ = checkpointed(value, BLOCKS[:2])
     packed, unpacked = [], []
-    pack, unpack = activation_checkpointing.pack, activation_checkpointing.unpack
+    pack, unpack = activation_offload.pack, activation_offload.unpack
 
     def packing(tensor: torch.Tensor, kept: set[int], pin_memory: bool) -> Any:
         if tensor.untyped_storage().data_ptr() not in kept:
@@ -342,8 +341,8 @@ def count_packed(value: Any) -> tuple[int, int]:
         return unpack(item)
 
     with (
-        mock.patch.object(activation_checkpointing, "pack", packing),
-        mock.patch.object(activation_checkpointing, "unpack", unpacking),
+        mock.patch.object(activation_offload, "pack", packing),
+        mock.patch.object(activation_offload, "unpack", unpacking),
     ):
         gradients(model)
     return len(packed), len(unpacked)
@@ -361,8 +360,8 @@ def test_p86_offload_sees_every_saved_tensor_and_both_only_the_inputs() -> None:
 def test_p86_saved_tensors_are_copied_to_the_host_but_parameters_are_not() -> None:
     source = torch.randn(3, 4).t()
     with mock.patch("torch.Tensor.device", torch.device("cuda")):  # a stand-in for another device
-        copied, device, _ = activation_checkpointing.pack(source, set(), False)
-        kept = activation_checkpointing.pack(source, {source.untyped_storage().data_ptr()}, False)
+        copied, device, _ = activation_offload.pack(source, set(), False)
+        kept = activation_offload.pack(source, {source.untyped_storage().data_ptr()}, False)
     assert device == torch.device("cuda")
     assert copied.device.type == "cpu"
     assert copied.stride() == source.stride()

@@ -1,0 +1,80 @@
+"""Activation offloading: what autograd saves during a module's forward lies in host memory."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_dist.errors import ParallelismRuntimeError
+
+
+def pin_memory(wanted: bool | None) -> bool:
+    available = torch.accelerator.is_available()
+    if wanted and not available:
+        raise ParallelismRuntimeError(
+            "pin_memory=True needs an accelerator, and this machine has none; leave it out."
+        )
+    return available if wanted is None else wanted
+
+
+class HostSaved:
+    """Keeps what autograd saves during a module's forward in host memory.
+
+    The region opens and closes by hooks, outside of the recomputation's and inside FSDP2's, which
+    `fully_shard` puts around it later.
+    """
+
+    def __init__(self, module: nn.Module, pin_memory: bool) -> None:
+        self._pin_memory = pin_memory
+        self._open: list[contextlib.AbstractContextManager[Any]] = []
+        module.register_forward_pre_hook(self._enter, prepend=True)
+        module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        # Parameters are no activations, and FSDP2 frees and gathers them itself.
+        local = (p for p in module.parameters() if not isinstance(p, DTensor))
+        kept = {parameter.untyped_storage().data_ptr() for parameter in local}
+        region = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: pack(tensor, kept, self._pin_memory), unpack
+        )
+        region.__enter__()
+        self._open.append(region)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._open:  # empty where an earlier hook failed before `_enter`
+            self._open.pop().__exit__(None, None, None)
+
+
+Packed = tuple[torch.Tensor, torch.device | None, int]
+
+
+def pack(tensor: torch.Tensor, kept: set[int], pin_memory: bool) -> Packed:
+    """A saved tensor on the host, the device it came from (None if not copied) and its version."""
+    host = tensor.device.type == "cpu" or tensor.layout is not torch.strided
+    if host or isinstance(tensor, DTensor) or tensor.untyped_storage().data_ptr() in kept:
+        return tensor, None, tensor._version
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=pin_memory)
+    copy.copy_(tensor, non_blocking=pin_memory)
+    return copy, tensor.device, 0
+
+
+def unpack(packed: Packed) -> torch.Tensor:
+    """The saved tensor, back on its device.
+
+    Raises:
+        ParallelismRuntimeError: it was not copied and has changed since, which autograd itself
+            would notice but for the hooks.
+    """
+    tensor, device, version = packed
+    if device is not None:
+        return tensor.to(device, non_blocking=tensor.is_pinned())
+    if tensor._version != version:
+        raise ParallelismRuntimeError(
+            f"A tensor of shape {tuple(tensor.shape)} that backward needs was changed in place "
+            "after forward saved it."
+        )
+    return tensor

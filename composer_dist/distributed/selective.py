@@ -1,0 +1,145 @@
+"""Selective checkpointing: the results of some operations are kept, all others are computed again.
+
+Operations go by torch's own names, as a profiler shows them: "aten.mm", or "aten.mm.out" for one
+overload. What counts is what reaches the dispatcher: a matrix product of a Linear is "aten.mm" or,
+with a bias, "aten.addmm".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from composer_dist import _torch
+from composer_dist.distributed.config import near_miss
+from composer_dist.errors import ParallelismValueError
+
+DEFAULT = "default"
+"""In a list of operations: those below, dear to compute and cheap to keep."""
+_DEFAULT = (
+    # matrix products and convolutions
+    "aten.mm",
+    "aten.bmm",
+    "aten.addmm",
+    "aten.baddbmm",
+    "aten.convolution",
+    "aten._scaled_mm",
+    "aten._grouped_mm",
+    # attention
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_fused_attention_overrideable",
+    "aten._flash_attention_forward",
+    "aten._efficient_attention_forward",
+    "higher_order.flex_attention",
+    # collectives
+    "_c10d_functional.all_gather_into_tensor",
+    "_c10d_functional.all_reduce",
+    "_c10d_functional.all_to_all_single",
+    "_c10d_functional.reduce_scatter_tensor",
+)
+
+ContextFn = Callable[[], tuple[Any, Any]]
+
+
+def keeping(names: str | Sequence[str]) -> ContextFn:
+    """The `context_fn` of torch's checkpoint under which the results of the named operations are kept.
+
+    A call that draws random numbers (attention with dropout, say) is repeated all the same: the
+    operations after it would otherwise draw others than in forward.
+
+    Raises:
+        ParallelismValueError: see `operators`.
+    """
+    kept = operators(names)
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = operator in kept and not _draws(operator, args, kwargs)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    # A partial, because that is what torch.compile can read.
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+def operators(names: str | Sequence[str]) -> frozenset[Any]:
+    """The operations of the given names, all overloads of those that name none.
+
+    Raises:
+        ParallelismValueError: names of nothing; of operations that torch takes apart before they
+            run, that change a tensor in place, or that always draw random numbers. All of them at
+            once, each with its remedy.
+    """
+    names = [names] if isinstance(names, str) else names
+    found: set[Any] = set()
+    faults: list[str] = []
+    for name in names:
+        if name == DEFAULT:
+            found.update(one for each in _DEFAULT for one in _overloads(each))
+            continue
+        overloads = list(_overloads(name))
+        fault = _fault(name, overloads)
+        if fault:
+            faults.append(fault)
+        found.update(overloads)
+    if faults:
+        raise ParallelismValueError(f"Activation checkpointing cannot save {'; '.join(faults)}.")
+    return frozenset(found)
+
+
+def _overloads(name: str) -> Iterator[Any]:
+    """The operations of one name: several overloads, one, or none where there is no such name."""
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.partition(".")
+    if namespace == "higher_order":
+        yield from filter(None, [getattr(torch.ops.higher_order, rest, None)])
+        return
+    found = getattr(getattr(torch.ops, namespace, None), packet, None) if packet else None
+    if not isinstance(found, torch._ops.OpOverloadPacket):
+        return
+    known = {one: getattr(found, one) for one in found.overloads()}
+    if overload:
+        yield from [known[overload]] if overload in known else []
+        return
+    # Overloads that write to a given tensor are not meant, unless there are no others ("aten.relu_").
+    yield from [one for one in known.values() if not one._schema.is_mutable] or known.values()
+
+
+def _fault(name: str, overloads: Sequence[Any]) -> str | None:
+    if not overloads:
+        return f"{name!r}, for there is no such operation.{near_miss(name, _torch.operator_names())}"
+    plain = [one for one in overloads if isinstance(one, torch._ops.OpOverload)]
+    if any(one._schema.is_mutable for one in plain):
+        return f"{name!r}, which changes a tensor in place; leave it out"
+    if any(_torch.is_composite(one) for one in plain):
+        return (
+            f"{name!r}, which torch takes apart before it runs; name what it is made of ('aten.mm' and "
+            "'aten.addmm' for a linear layer), or 'default'"
+        )
+    if any(_is_random(one) and _dropout_position(one) is None for one in plain):
+        return f"{name!r}, which draws random numbers; leave it out, and it will draw the same again"
+    return None
+
+
+def _is_random(operator: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+
+
+def _dropout_position(operator: Any) -> int | None:
+    names = [argument.name for argument in operator._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else None
+
+
+def _draws(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if not _is_random(operator):
+        return False
+    position = _dropout_position(operator)
+    if position is None:
+        return True
+    default = operator._schema.arguments[position].default_value
+    return bool(kwargs.get("dropout_p", args[position] if position < len(args) else default))
