@@ -322,6 +322,42 @@ def all_initialisers_write() -> Iterator[None]:
             function.__code__, function.__defaults__ = code, defaults
 
 
+def inductor_modes() -> list[str]:
+    """The values of torch.compile's `mode`. Since torch 2.0."""
+    from torch._inductor import list_mode_options
+
+    return sorted(list_mode_options())
+
+
+def inductor_options() -> list[str]:
+    """The keys of torch.compile's `options`. Since torch 2.0."""
+    from torch._inductor import list_options
+
+    return list_options()
+
+
+def backend_within(
+    budget: float, backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+) -> Callable[[Any, Any], Any]:
+    """A backend for torch.compile that keeps at most a share `budget` of the activations.
+
+    The setting is global in torch, so it holds while this backend compiles and no longer. Since torch
+    2.4; torch 2.13 has `torch.autograd.graph.region_activation_memory_budget`, which is to be traced.
+    """
+    from torch._functorch import config
+
+    if backend == "inductor":
+        compiler: Any = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+    else:
+        compiler = torch._TorchCompileWrapper(backend, mode, options, dynamic)
+
+    def compile_within_budget(graph: Any, inputs: Any) -> Any:
+        with config.patch(activation_memory_budget=budget):
+            return compiler(graph, inputs)
+
+    return compile_within_budget
+
+
 def operator_names() -> list[str]:
     """The names of all operations that torch knows, as "aten.mm". Since torch 1.5."""
     names = torch._C._dispatch_get_all_op_names()

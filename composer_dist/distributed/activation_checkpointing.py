@@ -168,8 +168,11 @@ def _replace(model: nn.Module, module: nn.Module, wrapper: nn.Module) -> None:
 def is_checkpointed(module: nn.Module) -> bool:
     """Whether `module` recomputes its forward by our doing, or is a checkpoint wrapper."""
     forward = vars(module).get("forward")
-    composable = isinstance(forward, functools.partial) and isinstance(forward.func, _Recompute)
-    return composable or isinstance(module, _torch.CheckpointWrapper)
+    while forward is not None:
+        if isinstance(forward, functools.partial) and isinstance(forward.func, _Recompute):
+            return True
+        forward = getattr(forward, "__wrapped__", None)  # compiled, maybe
+    return isinstance(module, _torch.CheckpointWrapper)
 
 
 def _recompute_in_place(module: nn.Module, options: Mapping[str, Any]) -> None:

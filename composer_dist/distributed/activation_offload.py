@@ -13,6 +13,11 @@ from composer_dist.errors import ParallelismRuntimeError
 
 
 def pin_memory(wanted: bool | None) -> bool:
+    """Whether host copies lie in pinned memory; None pins where there is an accelerator.
+
+    Raises:
+        ParallelismRuntimeError: True where there is none.
+    """
     available = torch.accelerator.is_available()
     if wanted and not available:
         raise ParallelismRuntimeError(

@@ -45,8 +45,10 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "pin_memory": (lambda v: v is None or isinstance(v, bool), "True, False or None"),
     "preserve_rng_state": _FLAG,
     "save": (
-        lambda v: v == selective.DEFAULT
-        or (isinstance(v, (list, tuple)) and bool(v) and all(isinstance(name, str) for name in v)),
+        lambda v: (
+            v == selective.DEFAULT
+            or (isinstance(v, (list, tuple)) and bool(v) and all(isinstance(name, str) for name in v))
+        ),
         "'default' or a list of operations such as ['aten.mm']",
     ),
 }
@@ -104,9 +106,7 @@ def _check_options(mode: Mode, options: Mapping[str, Any]) -> None:
     unknown = [str(key) for key in options if key not in _OPTIONS[mode]]
     faults = []
     if unknown:
-        faults.append(
-            f"has no option {', '.join(map(repr, unknown))}; it has {', '.join(_OPTIONS[mode])}"
-        )
+        faults.append(f"has no option {', '.join(map(repr, unknown))}; it has {', '.join(_OPTIONS[mode])}")
     for key, value in options.items():
         if key in _OPTIONS[mode] and not _VALUES[key][0](value):
             faults.append(f"takes as {key} {_VALUES[key][1]}, not {value!r}")
@@ -138,7 +138,9 @@ def in_words(mode: Mode, options: Mapping[str, Any]) -> str:
     text = f"recomputed ({mode})"
     if "save" in options:
         saved = options["save"]
-        what = "matrix products, attention and collectives" if saved == selective.DEFAULT else ", ".join(saved)
+        what = (
+            "matrix products, attention and collectives" if saved == selective.DEFAULT else ", ".join(saved)
+        )
         text += f" but for the results of {what}"
     if options.get("offload"):
         text += ", their inputs offloaded to the host"

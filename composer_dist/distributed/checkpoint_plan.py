@@ -142,7 +142,9 @@ def _by_rule(
             yield from _take(names, *mode, source)
 
 
-def _take(names: Sequence[str], mode: Mode, options: Mapping[str, Any], reason: str) -> Iterator[Checkpointed]:
+def _take(
+    names: Sequence[str], mode: Mode, options: Mapping[str, Any], reason: str
+) -> Iterator[Checkpointed]:
     """Every one of the modules, or every n-th, beginning with the first.
 
     So the last block is left out: its backward comes first, and would recompute it for nothing.

@@ -21,6 +21,7 @@ from composer_dist.distributed.from_dict import near_miss as near_miss
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
 ActivationCheckpointing = bool | str | tuple[str, Mapping[str, Any] | None] | list[Any] | None
+Compile = bool | Mapping[str, Any] | None
 Sync = Literal["auto", "rank0", "verify"]
 
 MIB = 1 << 20
@@ -228,6 +229,8 @@ class Rule(FromDict):
     """Some ranks may skip these modules in a step (an image tower, for a batch without images), so nothing
     in them is a unit: "replicate" leaves their parameters whole on every rank, gradients averaged; "root"
     gives them to the unit around, which gathers them at every step."""
+    compile: bool | Mapping[str, Any] | None = None
+    """As `ParallelismConfig.compile`, for these modules; False leaves them out."""
 
     def __post_init__(self) -> None:
         _check_match(self.match)
@@ -257,14 +260,17 @@ class ParallelismConfig(FromDict):
     containers: Literal["expand", "skip"] = "expand"
     """A selected ModuleList or ModuleDict stands for its children, or for nothing."""
     activation_checkpointing: ActivationCheckpointing = None
-    """"composable" (renames nothing), "wrapped", "offload", or (mode, options); True is
-    "composable"."""
+    """"composable" (recompute all; renames nothing; also True), "selective" (recompute what is cheap),
+    "wrapped", "offload", "memory_budget", or (mode, options): "every" (n), "save" (operations), "offload",
+    ...; see docs/parallelism.md."""
     sync: Sync = "auto"
     """Whose weights count: "auto" delivers rank 0's where other ranks are on meta and otherwise
     verifies that all are equal; "rank0" always takes rank 0's; "verify" only compares."""
     forward_methods: Sequence[str] = ()
     """Methods besides `forward` ("training_step") in which the units that have them gather too."""
-    compile: bool = False
+    compile: bool | Mapping[str, Any] = False
+    """Compile the model's blocks, each by itself: True, or options of torch.compile ("backend", "mode",
+    "dynamic", "fullgraph", "options")."""
     check_order: bool | Literal["auto"] = "auto"
     """Before each collective of a unit, compare that all ranks are at the same one, so that a module which
     some ranks skip is an error and not a hang. "auto" does so on CPU meshes; with an accelerator it costs

@@ -25,7 +25,9 @@ from composer_dist.distributed.aliases import (
     check_duplicates,
     read_structure,
 )
+from composer_dist.distributed.blocks import structural_units
 from composer_dist.distributed.checkpoint_plan import Checkpointed, plan_checkpointing
+from composer_dist.distributed.compiling import Compiled, plan_compile
 from composer_dist.distributed.config import (
     DDPConfig,
     FSDP2Config,
@@ -85,6 +87,8 @@ class ParallelPlan:
     """Bytes that a rank needs beside its shards while the tensors on the meta device are initialised: a
     bucket, or the largest set of tensors that must be whole together. 0 where nothing is on meta."""
     warnings: tuple[str, ...] = ()
+    compiled: tuple[Compiled, ...] = ()
+    """Modules whose forward torch.compile takes."""
     parameter_units: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Every sharded parameter's first name to its unit's."""
     tensor_parallel: TensorParallelPlan | None = None
@@ -135,6 +139,9 @@ class ParallelPlan:
         for one in self.checkpointing:
             if one.module == name:
                 yield one.explain()
+        for compiled in self.compiled:
+            if compiled.module == name:
+                yield compiled.explain()
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain types, for JSON, comparison and the digest."""
@@ -150,6 +157,7 @@ class ParallelPlan:
             "skippable": [[one.module, list(one.parameters), one.unit] for one in self.skippable],
             "tensor_parallel": self.tensor_parallel and self.tensor_parallel.to_dict(),
             "forward_methods": list(self.config.forward_methods),
+            "compiled": [one.to_list() for one in self.compiled],
             "sync": self.config.sync,
             "transport": self.config.transport,
             "bucket_bytes": self.config.bucket_bytes,
@@ -241,6 +249,7 @@ def build_plan(
     warnings = (*choices.warnings, *assignment.warnings, *idle_rules(choices, assignment, config.strict))
     warnings += tuple(idle_styles(config, sizes["tp"]))
     blocks = list(replica.blocks) if replica else _innermost(assignment)
+    blocks = blocks or [name for name, _ in structural_units(structure)]
     last = blocks[-1] if blocks else None
     fsdp2 = config.fsdp2 or FSDP2Config()
     units = tuple(
@@ -256,6 +265,8 @@ def build_plan(
             assignment, units, tensor_parallel, structure, sizes, own_mesh(config)
         )
     checkpointing = plan_checkpointing(structure.modules, config, check_fn, choices.rules, blocks)
+    inner = [name for unit in units for name in unit.modules]
+    compiled = plan_compile(structure.modules, config, choices.rules, blocks, inner, checkpointing)
     check_optimizers(optimizers, structure, assignment.plain)
     owner = {name: unit.name for unit in units for name in unit.parameters}
     return ParallelPlan(
@@ -270,6 +281,7 @@ def build_plan(
         checkpointing=checkpointing,
         skippable=tuple(plan_skippable(structure, choices, assignment)),
         warnings=warnings,
+        compiled=compiled,
         parameter_units=owner,
         tensor_parallel=tensor_parallel,
         others=dict(_others(structure, owner, assignment.plain)),
@@ -312,7 +324,6 @@ def _world_size(config: ParallelismConfig) -> int:
 def _refuse_unbuilt(config: ParallelismConfig, sizes: Mapping[str, int]) -> None:
     asked = {
         "cp": sizes["cp"] != 1,
-        "compile": config.compile,
     }
     if any(asked.values()):
         names = ", ".join(name for name, wanted in asked.items() if wanted)

@@ -1,6 +1,6 @@
 """The recipe: from the model a user has to one that trains on many devices.
 
-    mesh -> plan -> agree -> activation checkpointing -> tensor parallel -> shard
+    mesh -> plan -> agree -> activation checkpointing -> compile -> tensor parallel -> shard
          -> weights -> optimizer -> checks
 
 Up to the agreement nothing is touched, and whatever is wrong on one rank is raised on all. After it,
@@ -24,6 +24,7 @@ from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Structure, read_structure
 from composer_dist.distributed.aliasing import check_aliasing
 from composer_dist.distributed.checkpoint_plan import apply_checkpointing, check_pinning
+from composer_dist.distributed.compiling import compile_modules
 from composer_dist.distributed.config import ParallelismConfig, resolve_config
 from composer_dist.distributed.data_parallel import replicate
 from composer_dist.distributed.gradients import average_plain_gradients
@@ -233,6 +234,7 @@ def _execute(
         if plan.checkpointing:
             apply_checkpointing(done.model, plan.checkpointing)
             structure = read_structure(done.model)
+        compile_modules(structure.modules, plan.compiled)
         shards = shard(structure, plan, mesh, device_of(mesh))
     limit = plan.config.bucket_bytes
     with Transport(mesh, agreement, limit, plan.config.transport) as transport:

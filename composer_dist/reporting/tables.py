@@ -45,6 +45,9 @@ def render_plan(plan: ParallelPlan) -> str:
     if plan.checkpointing:
         modes = sorted({one.mode for one in plan.checkpointing})
         notes.append(f"activations of {len(plan.checkpointing)} modules: {', '.join(modes)}")
+    if plan.compiled:
+        backends = sorted({one.options["backend"] for one in plan.compiled})
+        notes.append(f"compiled: {len(plan.compiled)} modules, each by itself ({', '.join(backends)})")
     if plan.init_peak:
         notes.append(f"initialisation takes up to {human_bytes(plan.init_peak)} beside the shards")
     notes += [f"warning: {text}" for text in plan.warnings]

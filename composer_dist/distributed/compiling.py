@@ -1,0 +1,275 @@
+"""torch.compile, block by block: which modules, with which options, and how in place.
+
+What is compiled is a module's forward, not its call: hooks, FSDP2's and ours among them, stay outside
+and run as they always do, so that they break no graph. Alike blocks share one compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_dist import _torch
+from composer_dist.distributed.activation_checkpointing import is_cache, is_checkpointed, without_cache
+from composer_dist.distributed.aliases import ancestors
+from composer_dist.distributed.checkpoint_plan import Checkpointed
+from composer_dist.distributed.config import Compile, ParallelismConfig, near_miss
+from composer_dist.distributed.policies import has_forward
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+
+_KEYS = ("backend", "mode", "dynamic", "fullgraph", "options")
+_AS_TRACED = ("eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "ts")
+"""Backends that run what Dynamo has traced: a recomputation draws other random numbers (torch 2.13)."""
+_MIN_CUT = ("inductor", "aot_eager", "aot_eager_decomp_partition")
+"""Backends with the partitioner that reads a memory budget."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One module whose forward is compiled."""
+
+    module: str
+    reason: str
+    options: Mapping[str, Any]
+    """Of torch.compile; the backend always among them."""
+    budget: float | None = None
+    """Share of the activations that may be kept, by `act_ckpt="memory_budget"`."""
+
+    def explain(self) -> str:
+        """With what it is compiled, and why, in words."""
+        options = ", ".join(f"{key}={value}" for key, value in self.options.items())
+        return f"Its forward is compiled ({options}), because {self.reason}."
+
+    def to_list(self) -> list[Any]:
+        """The same in plain types."""
+        return [
+            self.module,
+            {key: str(value) for key, value in self.options.items()},
+            self.budget,
+            self.reason,
+        ]
+
+
+def compile_options(value: Compile) -> dict[str, Any] | None:
+    """What a user wrote for `compile`, as options of torch.compile; None where nothing is compiled.
+
+    Raises:
+        ParallelismValueError: an unknown option, backend, mode or inductor option, or a pair that
+            excludes each other; all of them at once.
+        ParallelismTypeError: neither a bool nor a mapping.
+    """
+    if value is None or value is False:
+        return None
+    if value is not True and not isinstance(value, Mapping):
+        raise ParallelismTypeError(f"compile is a bool or a mapping of options, not {value!r}.")
+    options = {"backend": "inductor", **({} if value is True else value)}
+    faults = list(_option_faults(options))
+    if faults:
+        raise ParallelismValueError(f"compile {'; '.join(faults)}.")
+    return {key: given for key, given in options.items() if given is not None}
+
+
+def _option_faults(options: Mapping[str, Any]) -> Iterator[str]:
+    for key in options:
+        if key not in _KEYS:
+            yield f"has no option {key!r}; it has {', '.join(_KEYS)}.{near_miss(str(key), _KEYS)}".rstrip(".")
+    for key in ("dynamic", "fullgraph"):
+        if options.get(key) not in (None, True, False):
+            yield f"takes as {key} True or False, not {options[key]!r}"
+    backend, mode, inner = options["backend"], options.get("mode"), options.get("options")
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if backend not in backends:
+        yield f"has no backend {backend!r} here; it has {', '.join(backends)}"
+    elif backend != "inductor" and not (mode is None and inner is None):
+        yield f"takes mode and options with backend 'inductor' only, not {backend!r}; leave them out"
+    elif mode is not None and inner is not None:
+        yield "takes mode or options, not both; leave one out"
+    elif mode is not None and mode not in _torch.inductor_modes():
+        yield f"has no mode {mode!r}; it has {', '.join(_torch.inductor_modes())}"
+    elif inner is not None and not isinstance(inner, Mapping):
+        yield f"takes as options a mapping of inductor's options, not {inner!r}"
+    elif inner is not None:
+        known = _torch.inductor_options()
+        for key in inner:
+            if str(key).replace("-", "_") not in known:
+                yield f"has no inductor option {key!r}.{near_miss(str(key), known)}".rstrip(".")
+
+
+def plan_compile(
+    modules: Mapping[str, nn.Module],
+    config: ParallelismConfig,
+    rules: Mapping[str, Mapping[str, tuple[Any, str]]],
+    blocks: Sequence[str],
+    units: Sequence[str],
+    checkpointing: Sequence[Checkpointed],
+) -> tuple[Compiled, ...]:
+    """Choose the modules: by rule, else the model's blocks.
+
+    Args:
+        modules: the model's, by name.
+        config: whether, and with which options.
+        rules: their fields by module name.
+        blocks: what is compiled where no rule says otherwise.
+        units: modules that FSDP2 gathers.
+        checkpointing: what else happens to the modules' activations.
+
+    Raises:
+        ParallelismValueError: see `compile_options`; nothing to compile; a module that cannot be
+            compiled so, or whose checkpointing and compilation do not go together.
+    """
+    general = compile_options(config.compile)
+    by_rule = {name: fields["compile"] for name, fields in rules.items() if "compile" in fields}
+    budgets = {one.module: one.options["budget"] for one in checkpointing if one.mode == "memory_budget"}
+    chosen: dict[str, Compiled] = {}
+    for name in modules:
+        value, source = by_rule.get(name, (general is not None and name in blocks, "it is a block"))
+        options = general if value is True and general is not None else compile_options(value)
+        if options is not None:
+            chosen[name] = Compiled(name, source, options, budgets.get(name))
+    faults = [
+        *_idle(general, by_rule, blocks, chosen, budgets),
+        *_clashes(modules, chosen, units, checkpointing),
+    ]
+    if faults:
+        raise ParallelismValueError("\n".join(faults))
+    return tuple(chosen.values())
+
+
+def _idle(
+    general: Mapping[str, Any] | None,
+    by_rule: Mapping[str, tuple[Any, str]],
+    blocks: Sequence[str],
+    chosen: Mapping[str, Compiled],
+    budgets: Mapping[str, float],
+) -> Iterator[str]:
+    """What has been asked for and would have no effect."""
+    if general is not None and not blocks and not chosen:
+        yield (
+            "compile is on, but the model has no repeated block: choose what is compiled with "
+            "Rule(..., compile=True)."
+        )
+    excluded: dict[str, list[str]] = {}
+    for name, (value, source) in by_rule.items():
+        if value is False:
+            excluded.setdefault(source, []).append(name)
+    for source, names in excluded.items():
+        if general is None or not set(names) & set(blocks):
+            yield f"{source} sets compile=False, but nothing there would be compiled; leave it out."
+    uncompiled = [name for name in budgets if name not in chosen]
+    if uncompiled:
+        yield (
+            f"The memory budget of {_some(uncompiled)} is for torch.compile, which is off there; set "
+            "compile=True, or choose another mode of activation checkpointing."
+        )
+
+
+def _clashes(
+    modules: Mapping[str, nn.Module],
+    chosen: Mapping[str, Compiled],
+    units: Sequence[str],
+    checkpointing: Sequence[Checkpointed],
+) -> Iterator[str]:
+    """Why some of the chosen modules cannot be compiled."""
+    recomputed = {one.module: one for one in checkpointing if one.recomputes}
+    for name, one in chosen.items():
+        module, spelled, backend = modules[name], name or "the root", one.options["backend"]
+        if not has_forward(module):
+            yield f"{spelled} has no forward to compile; choose the modules in it."
+        if is_compiled(module):
+            yield f"{spelled} is compiled already; leave it to one side, or set Rule(..., compile=False)."
+        inner = [unit for unit in units if unit != name and name in ancestors(unit)]
+        if inner and one.options.get("fullgraph"):
+            yield (
+                f"{spelled} cannot be compiled with fullgraph=True: {_some(inner)} in it gathers its "
+                "parameters between two graphs. Compile the units in it, or leave fullgraph out."
+            )
+        traced = [other for other in recomputed if name in ancestors(other)]
+        if traced and backend in _AS_TRACED:
+            yield (
+                f"compile backend {backend!r} recomputes {_some(traced)} with other random numbers "
+                "(dropout); use 'aot_eager' or 'inductor', or no activation checkpointing."
+            )
+        around = [above for above in ancestors(name) if above != name and above in recomputed]
+        if any("save" in recomputed[above].options for above in around):
+            yield (
+                f"{_some(around)} saves results of single operations, but {spelled} in it is compiled as "
+                "one; compile and checkpoint the same module."
+            )
+        if one.budget is not None and backend not in _MIN_CUT:
+            yield f"compile backend {backend!r} knows no memory budget; {', '.join(_MIN_CUT)} do."
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(name or "the root" for name in names[:3]) + more
+
+
+def compile_modules(modules: Mapping[str, nn.Module], compiled: Sequence[Compiled]) -> None:
+    """Compile the chosen modules, in place; after activation checkpointing and before sharding.
+
+    Compilation itself happens at the first forward.
+    """
+    alike: dict[str, dict[str, Any]] = {}
+    for one in compiled:
+        options = dict(one.options)
+        if one.budget is not None:
+            # One backend for all alike: with another, Dynamo would compile every block on its own.
+            key = repr((options, one.budget))
+            options = alike[key] = alike.get(key) or _within(one.budget, options)
+        _compile_in_place(modules[one.module], options)
+
+
+def _within(budget: float, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with a backend that keeps to a memory budget."""
+    rest = {key: options[key] for key in ("dynamic", "fullgraph") if key in options}
+    inner = (options.get(key) for key in ("mode", "options", "dynamic"))
+    return {"backend": _torch.backend_within(budget, options["backend"], *inner), **rest}
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of `module` run compiled code, by our doing or the user's."""
+    ours = isinstance(vars(module).get("forward"), _CompiledForward)
+    return ours or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _compile_in_place(module: nn.Module, options: Mapping[str, Any]) -> None:
+    forward = module.forward
+    module.forward = functools.update_wrapper(_CompiledForward(module, options), forward)
+
+
+class _CompiledForward:
+    """A module's forward, compiled when first called.
+
+    Deep copies and pickles leave the compiled code behind, and compile their own.
+    """
+
+    def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        self._module, self._forward, self._options = module, module.forward, dict(options)
+        self._recomputed = is_checkpointed(module)
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        return torch.compile(self._forward, **self._options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_compiled"}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(is_cache(value) for value in (*args, *kwargs.values())):
+            if self._recomputed:  # here already: inside, every block would be compiled for its own index
+                args, kwargs = without_cache(self._module, args, kwargs)
+            else:
+                warnings.warn(_CACHE, UserWarning, stacklevel=2)
+        return self._compiled(*args, **kwargs)
+
+
+_CACHE = (
+    "A compiled block was called for training with a key-value cache, so that every block is compiled "
+    "on its own, and after the eighth none. Call the model with use_cache=False."
+)
