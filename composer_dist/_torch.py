@@ -53,6 +53,9 @@ from torch import _foreach_norm as _foreach_norm
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
+# Applies a function to what is of one type in an operation's results. Since torch 1.13.
+from torch.utils._pytree import tree_map_only as tree_map_only
+
 # Applies a function to every tensor in a module's output, however it is nested; FSDP2 casts outputs with
 # it. Since torch 1.13.
 from torch.distributed.utils import _apply_to_tensors as _apply_to_tensors
@@ -320,6 +323,16 @@ def all_initialisers_write() -> Iterator[None]:
     finally:
         for function, code, defaults in before:
             function.__code__, function.__defaults__ = code, defaults
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without its autograd history, sharing memory and version: a change in place shows.
+
+    Beneath autograd, as in a dispatch mode, a plain `detach` shares no version. Since torch 2.1; torch's
+    own selective checkpointing does the same.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def inductor_modes() -> list[str]:

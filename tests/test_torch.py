@@ -31,6 +31,7 @@ FEATURES = {
     "torch._foreach_norm": "clip_grad_norm",
     "torch.utils._python_dispatch.TorchDispatchMode": "tracing initialisers",
     "torch.distributed.utils._apply_to_tensors": "outputs of units that are no views",
+    "torch.utils._pytree.tree_map_only": "activation_checkpointing=(..., {'save': ...})",
     "torch._inductor.list_mode_options": "compile={'mode': ...}, checked when planned",
     "torch._inductor.list_options": "compile={'options': ...}, checked when planned",
     "torch._functorch.config": "activation_checkpointing=('memory_budget', ...)",

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from composer_dist import _torch
-from composer_dist.distributed.activation_offload import HostSaved, pin_memory
+from composer_dist.distributed.activation_offload import HostSaved, pin_memory, stay, to_host
 from composer_dist.distributed.checkpoint_options import Mode, ac_from_flags, ac_mode
 from composer_dist.distributed.policies import has_forward, inherited
 from composer_dist.distributed.selective import keeping
@@ -123,7 +123,8 @@ def checkpoint_modules(
     offload = options.pop("offload", mode == "offload")
     pinned = pin_memory(options.pop("pin_memory", None))
     if "save" in options:
-        options["context_fn"] = keeping(options.pop("save"))
+        pack = functools.partial(to_host, kept=frozenset(), pin_memory=pinned) if offload else stay
+        options["save"] = keeping(options["save"], pack)
     # Innermost first: wrapping a module changes the names of those inside it.
     for name in sorted(set(names), key=lambda name: (name.count("."), name), reverse=True):
         module = modules[name]
@@ -195,6 +196,7 @@ class _Recompute:
     def __init__(self, options: Mapping[str, Any], function: Callable[..., Any] | None = None) -> None:
         self._function = function
         self._options = dict(options)
+        self._contexts = self._options.pop("save", None)
         implementation = self._options.pop("checkpoint_impl", None)
         self._options["use_reentrant"] = getattr(implementation, "name", implementation) == "REENTRANT"
 
@@ -202,7 +204,11 @@ class _Recompute:
         if torch.is_grad_enabled():
             args, kwargs = without_cache(block, args, kwargs)
         function = functools.partial(self._function or block, **kwargs)
-        return checkpoint(function, *args, **self._options)
+        options = self._options
+        if self._contexts is not None:
+            run, traced = self._contexts
+            options = {**options, "context_fn": traced if torch.compiler.is_compiling() else run}
+        return checkpoint(function, *args, **options)
 
 
 def without_cache(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,7 +46,7 @@ class HostSaved:
         local = (p for p in module.parameters() if not isinstance(p, DTensor))
         kept = {parameter.untyped_storage().data_ptr() for parameter in local}
         region = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: pack(tensor, kept, self._pin_memory), unpack
+            lambda tensor: to_host(tensor, kept, self._pin_memory), unpack
         )
         region.__enter__()
         self._open.append(region)
@@ -54,30 +56,42 @@ class HostSaved:
             self._open.pop().__exit__(None, None, None)
 
 
-Packed = tuple[torch.Tensor, torch.device | None, int]
+@dataclass(frozen=True)
+class Packed:
+    """A tensor put away until backward."""
+
+    tensor: torch.Tensor
+    home: torch.device | None
+    """Where it came from; None if it stayed there."""
+    version: int
 
 
-def pack(tensor: torch.Tensor, kept: set[int], pin_memory: bool) -> Packed:
-    """A saved tensor on the host, the device it came from (None if not copied) and its version."""
+def stay(tensor: torch.Tensor) -> Packed:
+    """The tensor where it is."""
+    return Packed(tensor, None, tensor._version)
+
+
+def to_host(tensor: torch.Tensor, kept: Set[int], pin_memory: bool) -> Packed:
+    """The tensor on the host, unless it is there already or its storage is among `kept`."""
     host = tensor.device.type == "cpu" or tensor.layout is not torch.strided
     if host or isinstance(tensor, DTensor) or tensor.untyped_storage().data_ptr() in kept:
-        return tensor, None, tensor._version
+        return stay(tensor)
     copy = torch.empty_like(tensor, device="cpu", pin_memory=pin_memory)
     copy.copy_(tensor, non_blocking=pin_memory)
-    return copy, tensor.device, 0
+    return Packed(copy, tensor.device, 0)
 
 
 def unpack(packed: Packed) -> torch.Tensor:
-    """The saved tensor, back on its device.
+    """The tensor, back on its device.
 
     Raises:
         ParallelismRuntimeError: it was not copied and has changed since, which autograd itself
             would notice but for the hooks.
     """
-    tensor, device, version = packed
-    if device is not None:
-        return tensor.to(device, non_blocking=tensor.is_pinned())
-    if tensor._version != version:
+    tensor = packed.tensor
+    if packed.home is not None:
+        return tensor.to(packed.home, non_blocking=tensor.is_pinned())
+    if tensor._version != packed.version:
         raise ParallelismRuntimeError(
             f"A tensor of shape {tuple(tensor.shape)} that backward needs was changed in place "
             "after forward saved it."

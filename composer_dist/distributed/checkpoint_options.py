@@ -114,11 +114,8 @@ def _check_options(mode: Mode, options: Mapping[str, Any]) -> None:
         faults.append("needs a budget: ('memory_budget', {'budget': 0.5}) keeps half of the activations")
     if mode != "offload" and "pin_memory" in options and not options.get("offload"):
         faults.append("has no use for pin_memory without offload; set offload=True, or leave it out")
-    if "save" in options:
-        if options.get("offload"):
-            faults.append("keeps on the device what save names; leave out save, or offload")
-        if "context_fn" in options:
-            faults.append("takes save or context_fn, not both; leave one out")
+    if "save" in options and "context_fn" in options:
+        faults.append("takes save or context_fn, not both; leave one out")
     implementation = options.get("checkpoint_impl")
     if getattr(implementation, "name", implementation) == "REENTRANT":
         idle = [key for key in ("context_fn", "debug", "save") if key in options]
@@ -143,7 +140,7 @@ def in_words(mode: Mode, options: Mapping[str, Any]) -> str:
         )
         text += f" but for the results of {what}"
     if options.get("offload"):
-        text += ", their inputs offloaded to the host"
+        text += "; what is kept lies on the host"
     return text
 
 

@@ -132,10 +132,12 @@ def plan_compile(
         options = general if value is True and general is not None else compile_options(value)
         if options is not None:
             chosen[name] = Compiled(name, source, options, budgets.get(name))
-    faults = [
-        *_idle(general, by_rule, blocks, chosen, budgets),
-        *_clashes(modules, chosen, units, checkpointing),
-    ]
+    clashes: dict[str, list[str]] = {}
+    for name, one in chosen.items():
+        for text in _clashes(modules[name], one, units, checkpointing):
+            clashes.setdefault(text, []).append(name)
+    faults = list(_idle(general, by_rule, blocks, chosen, budgets))
+    faults += [f"Cannot compile {_some(names)}: {text}" for text, names in clashes.items()]
     if faults:
         raise ParallelismValueError("\n".join(faults))
     return tuple(chosen.values())
@@ -170,39 +172,38 @@ def _idle(
 
 
 def _clashes(
-    modules: Mapping[str, nn.Module],
-    chosen: Mapping[str, Compiled],
-    units: Sequence[str],
-    checkpointing: Sequence[Checkpointed],
+    module: nn.Module, one: Compiled, units: Sequence[str], checkpointing: Sequence[Checkpointed]
 ) -> Iterator[str]:
-    """Why some of the chosen modules cannot be compiled."""
-    recomputed = {one.module: one for one in checkpointing if one.recomputes}
-    for name, one in chosen.items():
-        module, spelled, backend = modules[name], name or "the root", one.options["backend"]
-        if not has_forward(module):
-            yield f"{spelled} has no forward to compile; choose the modules in it."
-        if is_compiled(module):
-            yield f"{spelled} is compiled already; leave it to one side, or set Rule(..., compile=False)."
-        inner = [unit for unit in units if unit != name and name in ancestors(unit)]
-        if inner and one.options.get("fullgraph"):
+    """Why a chosen module cannot be compiled."""
+    name, backend = one.module, one.options["backend"]
+    recomputed = [other for other in checkpointing if other.recomputes]
+    inside = [other for other in recomputed if name in ancestors(other.module)]
+    around = [other for other in recomputed if other.module != name and other.module in ancestors(name)]
+    if not has_forward(module):
+        yield "there is no forward; choose the modules inside."
+    if is_compiled(module):
+        yield "it is done already; leave it to preparation, or set Rule(..., compile=False)."
+    if any(unit != name and name in ancestors(unit) for unit in units):
+        asked = {"activation checkpointing": inside, "fullgraph=True": one.options.get("fullgraph")}
+        for other in (text for text, wanted in asked.items() if wanted):
             yield (
-                f"{spelled} cannot be compiled with fullgraph=True: {_some(inner)} in it gathers its "
-                "parameters between two graphs. Compile the units in it, or leave fullgraph out."
+                f"units inside gather their parameters between two graphs, which {other} does not allow; "
+                f"compile those units instead (Rule(..., compile=True)), or leave {other} out."
             )
-        traced = [other for other in recomputed if name in ancestors(other)]
-        if traced and backend in _AS_TRACED:
-            yield (
-                f"compile backend {backend!r} recomputes {_some(traced)} with other random numbers "
-                "(dropout); use 'aot_eager' or 'inductor', or no activation checkpointing."
-            )
-        around = [above for above in ancestors(name) if above != name and above in recomputed]
-        if any("save" in recomputed[above].options for above in around):
-            yield (
-                f"{_some(around)} saves results of single operations, but {spelled} in it is compiled as "
-                "one; compile and checkpoint the same module."
-            )
-        if one.budget is not None and backend not in _MIN_CUT:
-            yield f"compile backend {backend!r} knows no memory budget; {', '.join(_MIN_CUT)} do."
+    if inside and backend in _AS_TRACED:
+        yield (
+            f"backend {backend!r} recomputes activations with other random numbers (dropout); use "
+            "'aot_eager' or 'inductor', or no activation checkpointing."
+        )
+    if any({"save", "offload"} <= other.options.keys() for other in inside):
+        yield "what activation checkpointing saves stays on the device; leave out save, or offload."
+    if any("save" in other.options for other in around):
+        yield (
+            "activation checkpointing around it saves the results of single operations, and a compiled "
+            "module is one; compile and checkpoint the same module."
+        )
+    if one.budget is not None and backend not in _MIN_CUT:
+        yield f"backend {backend!r} knows no memory budget; {', '.join(_MIN_CUT)} do."
 
 
 def _some(names: Sequence[str]) -> str:

@@ -17,9 +17,15 @@ from composer_dist import _torch
 from composer_dist.distributed.gradients import tensors_in
 
 
-def own_outputs(unit: nn.Module) -> None:
-    """From now on `unit` returns no views; call it after `fully_shard`."""
-    unit.register_forward_hook(_replace_views, prepend=True)  # before FSDP2 hooks the outputs
+def own_outputs(unit: nn.Module, traced: bool = False) -> None:
+    """From now on `unit` returns no views; call it after `fully_shard`.
+
+    Args:
+        unit: a unit of FSDP2's.
+        traced: whether torch.compile compiles a module around it; it leaves the hook alone then.
+    """
+    hook = torch.compiler.disable(_replace_views) if traced else _replace_views
+    unit.register_forward_hook(hook, prepend=True)  # before FSDP2 hooks the outputs
 
 
 def _replace_views(module: nn.Module, args: Any, output: Any) -> Any:

@@ -8,15 +8,16 @@ with a bias, "aten.addmm".
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from composer_dist import _torch
+from composer_dist.distributed.activation_offload import Packed, unpack
 from composer_dist.distributed.config import near_miss
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
 DEFAULT = "default"
 """In a list of operations: those below, dear to compute and cheap to keep."""
@@ -45,26 +46,89 @@ _DEFAULT = (
     "_c10d_functional.reduce_scatter_tensor",
 )
 
-ContextFn = Callable[[], tuple[Any, Any]]
+Pack = Callable[[torch.Tensor], Packed]
 
 
-def keeping(names: str | Sequence[str]) -> ContextFn:
-    """The `context_fn` of torch's checkpoint under which the results of the named operations are kept.
+def keeping(names: str | Sequence[str], pack: Pack) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Two `context_fn` of torch's checkpoint under which the results of the named operations are kept.
 
     A call that draws random numbers (attention with dropout, say) is repeated all the same: the
     operations after it would otherwise draw others than in forward.
+
+    Args:
+        names: of operations, see `operators`.
+        pack: what is done to a result that is kept; `unpack` undoes it.
+
+    Returns:
+        One to run, ours, and one for torch.compile, which only marks what is to be kept. Torch's own,
+        when run, demands that every operation comes again, those of FSDP2's hooks among them, allows
+        one backward only, and offloads nothing (torch 2.13).
 
     Raises:
         ParallelismValueError: see `operators`.
     """
     kept = operators(names)
 
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = operator in kept and not _draws(operator, args, kwargs)
+    def keeps(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        return operator in kept and not _draws(operator, args, kwargs)
+
+    def contexts() -> tuple[Any, Any]:
+        results: dict[Any, list[Any]] = {}
+        return _Keep(keeps, results, pack), _Replay(keeps, results)
+
+    def mark(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = keeps(operator, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     # A partial, because that is what torch.compile can read.
-    return functools.partial(create_selective_checkpoint_contexts, policy)
+    return contexts, functools.partial(create_selective_checkpoint_contexts, mark)
+
+
+class _Keep(_torch.TorchDispatchMode):
+    """Keeps results, in the order in which each operation gives them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, keeps: Callable[..., bool], results: dict[Any, list[Any]], pack: Pack) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keeps, self._results, self._pack = keeps, results, pack
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = operator(*args, **kwargs)
+        if self._keeps(operator, args, kwargs):
+            packed = _torch.tree_map_only(torch.Tensor, lambda one: self._pack(_torch.detached(one)), result)
+            self._results.setdefault(operator, []).append(packed)
+        return result
+
+
+class _Replay(_torch.TorchDispatchMode):
+    """Gives the kept results in place of the operations; as often as backward needs them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, keeps: Callable[..., bool], results: Mapping[Any, list[Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keeps, self._results = keeps, results
+        self._next: dict[Any, Iterator[Any]] = {}
+
+    def __enter__(self) -> Self:
+        self._next = {operator: iter(each) for operator, each in self._results.items()}
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._keeps(operator, args, kwargs):
+            return operator(*args, **kwargs)
+        result = next(self._next.get(operator, iter(())), self)
+        if result is self:
+            raise ParallelismRuntimeError(
+                f"{operator} ran more often in the recomputation than in forward; a checkpointed module "
+                "must do the same both times."
+            )
+        # Detached anew: autograd makes the tensor that it gets its own.
+        return _torch.tree_map_only(Packed, lambda one: _torch.detached(unpack(one)), result)
 
 
 def operators(names: str | Sequence[str]) -> frozenset[Any]:
@@ -135,7 +199,7 @@ def _dropout_position(operator: Any) -> int | None:
     return names.index("dropout_p") if "dropout_p" in names else None
 
 
-def _draws(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if not _is_random(operator):
         return False
     position = _dropout_position(operator)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from composer_dist import _torch
-from composer_dist.distributed.aliases import Held, Structure
+from composer_dist.distributed.aliases import Held, Structure, ancestors
 from composer_dist.distributed.arena import Arena, padded_bytes
 from composer_dist.distributed.call_order import check_call_order
 from composer_dist.distributed.forward_methods import gather_in_methods
@@ -152,9 +152,11 @@ def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
 def hook_units(structure: Structure, plan: ParallelPlan, mesh: DeviceMesh) -> None:
     """What this library adds around the units' calls and collectives; see each function."""
     units = [(unit, structure.modules[unit.name]) for unit in plan.units]
+    compiled = {one.module for one in plan.compiled}
     for unit, module in units:
         for name in unit.modules:
-            own_outputs(structure.modules[name])
+            traced = any(above in compiled for above in ancestors(name) if above != name)
+            own_outputs(structure.modules[name], traced)
             gather_in_methods(structure.modules[name], plan.config.forward_methods)
         single = isinstance(module, FSDPModule) and len(unit.modules) == 1
         if single and unit.reshard_after_forward is not True:

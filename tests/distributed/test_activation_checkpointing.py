@@ -329,7 +329,7 @@ def count_packed(value: Any) -> tuple[int, int]:
     """How many activations of two blocks pass through the host, out and back."""
     model, _ = checkpointed(value, BLOCKS[:2])
     packed, unpacked = [], []
-    pack, unpack = activation_offload.pack, activation_offload.unpack
+    pack, unpack = activation_offload.to_host, activation_offload.unpack
 
     def packing(tensor: torch.Tensor, kept: set[int], pin_memory: bool) -> Any:
         if tensor.untyped_storage().data_ptr() not in kept:
@@ -341,7 +341,7 @@ def count_packed(value: Any) -> tuple[int, int]:
         return unpack(item)
 
     with (
-        mock.patch.object(activation_offload, "pack", packing),
+        mock.patch.object(activation_offload, "to_host", packing),
         mock.patch.object(activation_offload, "unpack", unpacking),
     ):
         gradients(model)
@@ -360,14 +360,15 @@ def test_p86_offload_sees_every_saved_tensor_and_both_only_the_inputs() -> None:
 def test_p86_saved_tensors_are_copied_to_the_host_but_parameters_are_not() -> None:
     source = torch.randn(3, 4).t()
     with mock.patch("torch.Tensor.device", torch.device("cuda")):  # a stand-in for another device
-        copied, device, _ = activation_offload.pack(source, set(), False)
-        kept = activation_offload.pack(source, {source.untyped_storage().data_ptr()}, False)
-    assert device == torch.device("cuda")
+        packed = activation_offload.to_host(source, set(), False)
+        kept = activation_offload.to_host(source, {source.untyped_storage().data_ptr()}, False)
+    copied = packed.tensor
+    assert packed.home == torch.device("cuda")
     assert copied.device.type == "cpu"
     assert copied.stride() == source.stride()
     assert copied.data_ptr() != source.data_ptr()
     assert torch.equal(copied, source)
-    assert kept[0] is source
+    assert kept.tensor is source
 
 
 def test_p86_a_saved_tensor_changed_in_place_is_noticed() -> None:

@@ -266,7 +266,6 @@ def test_p94_foreach_over_a_mixed_group_is_refused() -> None:
     ("config", "name"),
     [
         ({"mesh": MeshConfig(cp=2)}, "cp"),
-        ({"compile": True}, "compile"),
     ],
 )
 def test_what_is_not_built_yet_is_refused(config: dict[str, Any], name: str) -> None:
