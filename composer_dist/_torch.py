@@ -371,10 +371,13 @@ def backend_within(
     return compile_within_budget
 
 
-def operator_names() -> list[str]:
-    """The names of all operations that torch knows, as "aten.mm". Since torch 1.5."""
-    names = torch._C._dispatch_get_all_op_names()
-    return sorted({name.partition(".")[0].replace("::", ".") for name in names})
+def operators() -> dict[str, list[str]]:
+    """Every operation that the dispatcher knows, as "aten.mm", with its overloads. Since torch 1.5."""
+    found: dict[str, list[str]] = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        base, _, overload = name.partition(".")
+        found.setdefault(base.replace("::", "."), []).append(overload or "default")
+    return found
 
 
 def is_composite(operator: Any) -> bool:

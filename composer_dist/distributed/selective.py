@@ -41,9 +41,12 @@ _DEFAULT = (
     "higher_order.flex_attention",
     # collectives
     "_c10d_functional.all_gather_into_tensor",
+    "_c10d_functional.all_gather_into_tensor_coalesced",
     "_c10d_functional.all_reduce",
+    "_c10d_functional.all_reduce_coalesced",
     "_c10d_functional.all_to_all_single",
     "_c10d_functional.reduce_scatter_tensor",
+    "_c10d_functional.reduce_scatter_tensor_coalesced",
 )
 
 Pack = Callable[[torch.Tensor], Packed]
@@ -140,14 +143,15 @@ def operators(names: str | Sequence[str]) -> frozenset[Any]:
             once, each with its remedy.
     """
     names = [names] if isinstance(names, str) else names
+    known = _torch.operators()
     found: set[Any] = set()
     faults: list[str] = []
     for name in names:
         if name == DEFAULT:
-            found.update(one for each in _DEFAULT for one in _overloads(each))
+            found.update(one for each in _DEFAULT for one in _overloads(each, known))
             continue
-        overloads = list(_overloads(name))
-        fault = _fault(name, overloads)
+        overloads = list(_overloads(name, known))
+        fault = _fault(name, overloads, known)
         if fault:
             faults.append(fault)
         found.update(overloads)
@@ -156,27 +160,25 @@ def operators(names: str | Sequence[str]) -> frozenset[Any]:
     return frozenset(found)
 
 
-def _overloads(name: str) -> Iterator[Any]:
+def _overloads(name: str, known: Mapping[str, Sequence[str]]) -> Iterator[Any]:
     """The operations of one name: several overloads, one, or none where there is no such name."""
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
-    if namespace == "higher_order":
-        yield from filter(None, [getattr(torch.ops.higher_order, rest, None)])
-        return
     found = getattr(getattr(torch.ops, namespace, None), packet, None) if packet else None
     if not isinstance(found, torch._ops.OpOverloadPacket):
+        yield from [found] if isinstance(found, torch._ops.HigherOrderOperator) else []
         return
-    known = {one: getattr(found, one) for one in found.overloads()}
+    every = {one: getattr(found, one) for one in known.get(f"{namespace}.{packet}", ())}
     if overload:
-        yield from [known[overload]] if overload in known else []
+        yield from [every[overload]] if overload in every else []
         return
     # Overloads that write to a given tensor are not meant, unless there are no others ("aten.relu_").
-    yield from [one for one in known.values() if not one._schema.is_mutable] or known.values()
+    yield from [one for one in every.values() if not one._schema.is_mutable] or every.values()
 
 
-def _fault(name: str, overloads: Sequence[Any]) -> str | None:
+def _fault(name: str, overloads: Sequence[Any], known: Mapping[str, Any]) -> str | None:
     if not overloads:
-        return f"{name!r}, for there is no such operation.{near_miss(name, _torch.operator_names())}"
+        return f"{name!r}, for there is no such operation.{near_miss(name, list(known))}"
     plain = [one for one in overloads if isinstance(one, torch._ops.OpOverload)]
     if any(one._schema.is_mutable for one in plain):
         return f"{name!r}, which changes a tensor in place; leave it out"
