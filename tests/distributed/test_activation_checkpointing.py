@@ -41,6 +41,8 @@ MODES: list[Any] = [
     "offload",
     ["composable", {"offload": True}],
     ("wrapped", {"offload": True}),
+    "selective",
+    ("wrapped", {"save": ["aten.addmm"]}),
 ]
 
 
@@ -142,7 +144,7 @@ def test_p26_composable_keeps_objects_signatures_and_deep_copies() -> None:
     assert [layer.calls for layer in copied.layers] == [2] * 3
 
 
-@pytest.mark.parametrize("value", ["composable", "wrapped", "offload"])
+@pytest.mark.parametrize("value", ["composable", "wrapped", "offload", "selective"])
 def test_p26_two_backwards_over_one_forward(value: str) -> None:
     model, plain = checkpointed(value)
     for each in (model, plain):
@@ -180,7 +182,7 @@ def test_p26_a_module_under_two_names_is_wrapped_as_one() -> None:
     assert_same(gradients(model), gradients(plain))
 
 
-@pytest.mark.parametrize("value", ["composable", "offload", ("wrapped", {"offload": True})])
+@pytest.mark.parametrize("value", ["composable", "offload", ("wrapped", {"offload": True}), "selective"])
 def test_p26_an_error_in_forward_leaves_nothing_open(value: Any) -> None:
     model, plain = checkpointed(value)
     fails = mock.patch.object(nn.GELU, "forward", side_effect=ZeroDivisionError)
@@ -204,6 +206,9 @@ def test_p26_an_error_in_forward_leaves_nothing_open(value: Any) -> None:
         (("composable", None), ("composable", {})),
         (["offload", {"pin_memory": False}], ("offload", {"pin_memory": False})),
         (("wrapped", {"early_stop": False}), ("wrapped", {"early_stop": False})),
+        ("selective", ("composable", {"save": "default"})),
+        (["selective", {"save": ["aten.mm"]}], ("composable", {"save": ["aten.mm"]})),
+        (("memory_budget", {"budget": 0}), ("memory_budget", {"budget": 0})),
     ],
 )
 def test_p26_every_spelling_of_a_mode(value: Any, expected: Any) -> None:
@@ -239,6 +244,16 @@ def test_p27_not_strict_warns_and_takes_composable() -> None:
     ("value", "says"),
     [
         (("composable", {"use_reentrant": True}), "no option 'use_reentrant'; it has context_fn"),
+        (("composable", {"every": 0}), "takes as every a positive integer, not 0"),
+        (("composable", {"every": True}), "takes as every a positive integer, not True"),
+        (("composable", {"early_stop": "no"}), "takes as early_stop True or False, not 'no'"),
+        (("composable", {"pin_memory": True}), "no use for pin_memory without offload; set offload=True"),
+        (("composable", {"save": "default", "context_fn": len}), "save or context_fn, not both"),
+        (("wrapped", {"save": "default", "checkpoint_impl": "REENTRANT"}), "use NO_REENTRANT"),
+        (("wrapped", {"checkpoint_impl": "reentrant"}), "'NO_REENTRANT' or 'REENTRANT', not 'reentrant'"),
+        (("memory_budget", {"budget": 1.5}), "a number from 0 .recompute all. to 1 .nothing., not 1.5"),
+        ("memory_budget", r"needs a budget: \('memory_budget', \{'budget': 0.5\}\) keeps half"),
+        (("memory_budget", {"save": []}), "has no option 'save'; it has every, budget; needs a budget"),
         (("offload", {"early_stop": True}), "'offload' has no option 'early_stop'; it has every, pin_"),
     ],
 )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
-from composer_dist.distributed import plan_parallelism
-from composer_dist.distributed.activation_checkpointing import is_checkpointed
+from composer_dist.distributed import parallelize_model, plan_parallelism
+from composer_dist.distributed.activation_checkpointing import apply_ac, is_checkpointed
 from composer_dist.distributed.checkpoint_plan import Checkpointed, apply_checkpointing
 from composer_dist.distributed.config import FSDP2Config, ParallelismConfig, Rule
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.distributed import structures
 
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
@@ -112,3 +114,88 @@ def test_the_plan_is_carried_out() -> None:
     )
     assert [is_checkpointed(layer) for layer in model.layers] == [True, False, True]
     assert type(model.layers[2]).__name__ == "CheckpointWrapper"
+
+
+def test_p26_every_nth_block_beginning_with_the_first() -> None:
+    found = _plan(structures.B(), activation_checkpointing=("composable", {"every": 2, "early_stop": False}))
+    reason = "it is a block, every 2 of which the first is taken"
+    assert found == tuple(
+        Checkpointed(name, "composable", reason, {"early_stop": False}) for name in ("layers.0", "layers.2")
+    )
+    assert [
+        one.module for one in _plan(structures.B(), activation_checkpointing=("offload", {"every": 3}))
+    ] == ["layers.0"]
+
+
+def test_p26_a_rule_counts_its_own_modules() -> None:
+    rules = [Rule("re:.*mlp", act_ckpt=("selective", {"every": 2})), Rule("layers.1", act_ckpt="offload")]
+    found = _plan(structures.B(), activation_checkpointing=("composable", {"every": 2}), rules=rules)
+    assert [(one.module, one.mode) for one in found] == [
+        ("layers.0.mlp", "composable"),
+        ("layers.2.mlp", "composable"),
+        ("layers.1", "offload"),
+        ("layers.0", "composable"),
+        ("layers.2", "composable"),
+    ]
+
+
+def test_the_plan_explains_what_becomes_of_activations() -> None:
+    rules = [
+        Rule("layers.0", act_ckpt="selective"),
+        Rule("layers.1", act_ckpt=("wrapped", {"save": ["aten.mm", "aten.tanh"], "offload": True})),
+        Rule("layers.2", act_ckpt="offload"),
+    ]
+    plan = plan_parallelism(structures.B(), ParallelismConfig(rules=rules))
+    for name, said in {
+        "layers.0": "recomputed (composable) but for the results of matrix products, attention and "
+        "collectives",
+        "layers.1": "recomputed (wrapped) but for the results of aten.mm, aten.tanh; what is kept lies on "
+        "the host",
+        "layers.2": "offloaded to the host",
+    }.items():
+        assert plan.explain(name).endswith(f"Its activations are {said}, because rule '{name}'.")
+
+
+def test_options_come_from_yaml() -> None:
+    values = {"activation_checkpointing": ["selective", {"save": ["default", "aten.silu"], "every": 2}]}
+    found = plan_parallelism(structures.B(), values).checkpointing
+    assert [one.options["save"] for one in found] == [["default", "aten.silu"]] * 2
+
+
+def test_functions_among_the_options_have_one_spelling_on_every_rank() -> None:
+    def context() -> None: ...
+
+    plan = plan_parallelism(
+        structures.B(), ParallelismConfig(activation_checkpointing=("composable", {"context_fn": context}))
+    )
+    (one, *_) = plan.to_dict()["checkpointing"]
+    assert one[2] == {"context_fn": context.__qualname__}
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ([Rule("", act_ckpt="wrapped")], "the root cannot be wrapped, for nothing holds it"),
+        ([Rule("layers.1", act_ckpt=("selective", {"svae": []}))], "no option 'svae'; it has .*save"),
+    ],
+)
+def test_p27_what_cannot_be_checkpointed_is_named_when_planned(rules: list[Rule], says: str) -> None:
+    with pytest.raises(ParallelismValueError, match=says):
+        _plan(structures.B(), rules=rules)
+
+
+def test_p27_what_is_checkpointed_already_is_named_when_planned() -> None:
+    model = structures.B()
+    apply_ac(model, True, False, lambda module: module is model.layers[1])
+    with pytest.raises(ParallelismValueError, match="'layers.1' is checkpointed already"):
+        _plan(model, activation_checkpointing=True)
+
+
+def test_p29_pinning_without_an_accelerator_is_refused_before_anything_changes() -> None:
+    model = structures.B()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    config = ParallelismConfig(activation_checkpointing=("offload", {"pin_memory": True}))
+    no_accelerator = mock.patch("torch.accelerator.is_available", return_value=False)
+    with no_accelerator, pytest.raises(ParallelismRuntimeError, match="pin_memory=True needs an accelerator"):
+        parallelize_model(model, config)
+    model(structures.batch(model))  # as usable as before
