@@ -16,6 +16,8 @@ amp_fp8        bfloat16, float32   bfloat16, bfloat16  float32, float32
 
 *Gathered in* is the dtype of the all-gather, of the forward's floating-point inputs, and of the
 forward and backward computation; *reduced in* that of the gradients' reduce-scatter and all-reduce.
+Under amp_fp8 the matrix products of the blocks' linear layers are computed in float8 (see
+`composer_dist.distributed.float8`).
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ def mixed_precision_policy(
     """
     precision = as_precision(precision)
     if precision is Precision.AMP_FP8:
-        _require_fp8()
+        require_fp8()
     if isinstance(mixed_precision, Mapping):
         return _from_mapping(precision, mixed_precision)
     if not isinstance(mixed_precision, str):
@@ -175,7 +177,12 @@ def _from_mapping(precision: Precision | None, values: Mapping[str, Any]) -> Mix
     return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast)
 
 
-def _require_fp8() -> None:
+def require_fp8() -> None:
+    """Raise where amp_fp8 cannot run.
+
+    Raises:
+        ParallelismValueError: names everything that is missing.
+    """
     missing = []
     if importlib.util.find_spec("torchao") is None:
         missing.append("torchao is not installed (pip install 'composer-dist[torchao]')")

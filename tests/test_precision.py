@@ -93,9 +93,26 @@ def test_p88_wrong_values_and_combinations_are_refused(
         mixed_precision_policy(precision, mixed_precision)
 
 
-def test_p88_fp8_is_refused_where_it_cannot_run() -> None:
-    no_device = mock.patch("torch.cuda.is_available", return_value=False)
-    with no_device, pytest.raises(ParallelismValueError, match="no CUDA device.*Use 'amp_bf16'"):
+@pytest.mark.parametrize(
+    ("torchao", "capability", "says"),
+    [
+        (
+            None,
+            None,
+            r"torchao is not installed \(pip install .*\) and there is no CUDA device. Use 'amp_bf16'",
+        ),
+        (object(), None, "cannot run here: there is no CUDA device. Use"),
+        (object(), (8, 0), "cannot run here: the device's compute capability is 8.0, below 8.9. Use"),
+        (None, (9, 0), r"cannot run here: torchao is not installed \(pip .*\). Use"),
+    ],
+)
+def test_p88_fp8_is_refused_where_it_cannot_run(torchao: Any, capability: Any, says: str) -> None:
+    with (
+        mock.patch("importlib.util.find_spec", return_value=torchao),
+        mock.patch("torch.cuda.is_available", return_value=capability is not None),
+        mock.patch("torch.cuda.get_device_capability", return_value=capability),
+        pytest.raises(ParallelismValueError, match=says),
+    ):
         mixed_precision_policy("amp_fp8")
 
 

@@ -35,6 +35,7 @@ from composer_dist.distributed.config import (
     near_miss,
     resolve_config,
 )
+from composer_dist.distributed.float8 import plan_float8
 from composer_dist.distributed.forward_methods import check_forward_methods
 from composer_dist.distributed.garbage import no_collection
 from composer_dist.distributed.initialize import Component, find_components, peak_bytes
@@ -89,6 +90,8 @@ class ParallelPlan:
     warnings: tuple[str, ...] = ()
     compiled: tuple[Compiled, ...] = ()
     """Modules whose forward torch.compile takes."""
+    float8: tuple[str, ...] = ()
+    """Linear layers that compute in float8."""
     parameter_units: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Every sharded parameter's first name to its unit's."""
     tensor_parallel: TensorParallelPlan | None = None
@@ -139,6 +142,8 @@ class ParallelPlan:
         for one in self.checkpointing:
             if one.module == name:
                 yield one.explain()
+        if name in self.float8:
+            yield "It computes in float8, because precision is amp_fp8."
         for compiled in self.compiled:
             if compiled.module == name:
                 yield compiled.explain()
@@ -157,6 +162,7 @@ class ParallelPlan:
             "skippable": [[one.module, list(one.parameters), one.unit] for one in self.skippable],
             "tensor_parallel": self.tensor_parallel and self.tensor_parallel.to_dict(),
             "forward_methods": list(self.config.forward_methods),
+            "float8": list(self.float8),
             "compiled": [one.to_list() for one in self.compiled],
             "sync": self.config.sync,
             "transport": self.config.transport,
@@ -267,6 +273,9 @@ def build_plan(
     checkpointing = plan_checkpointing(structure.modules, config, check_fn, choices.rules, blocks)
     inner = [name for unit in units for name in unit.modules]
     compiled = plan_compile(structure.modules, config, choices.rules, blocks, inner, checkpointing)
+    float8 = plan_float8(structure, blocks, precision)
+    if float8 and not compiled:
+        warnings = (*warnings, "float8 without torch.compile is slower than amp_bf16; set compile=True.")
     check_optimizers(optimizers, structure, assignment.plain)
     owner = {name: unit.name for unit in units for name in unit.parameters}
     return ParallelPlan(
@@ -282,6 +291,7 @@ def build_plan(
         skippable=tuple(plan_skippable(structure, choices, assignment)),
         warnings=warnings,
         compiled=compiled,
+        float8=float8,
         parameter_units=owner,
         tensor_parallel=tensor_parallel,
         others=dict(_others(structure, owner, assignment.plain)),

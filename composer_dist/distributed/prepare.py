@@ -27,6 +27,7 @@ from composer_dist.distributed.checkpoint_plan import apply_checkpointing, check
 from composer_dist.distributed.compiling import compile_modules
 from composer_dist.distributed.config import ParallelismConfig, resolve_config
 from composer_dist.distributed.data_parallel import replicate
+from composer_dist.distributed.float8 import convert_linears
 from composer_dist.distributed.gradients import average_plain_gradients
 from composer_dist.distributed.initialize import (
     Component,
@@ -65,7 +66,7 @@ from composer_dist.distributed.tensor_parallel import finish_tensor_parallel
 from composer_dist.distributed.transport import Transport
 from composer_dist.distributed.weights import Filling
 from composer_dist.errors import ParallelismTypeError
-from composer_dist.precision import Precision
+from composer_dist.precision import Precision, require_fp8
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 Weights = str | os.PathLike[str] | None
@@ -188,6 +189,8 @@ def _prepare(
         check_aliasing(structure, plan.plain)
         check_offload(plan)
         check_pinning(plan.checkpointing)
+        if plan.float8:
+            require_fp8()
         check_hooks(structure, plan.plain)
         if plan.replica:
             check_replica(plan.replica, structure, optimizers, mesh)
@@ -231,6 +234,8 @@ def _execute(
     plan, mesh = done.plan, done.mesh
     with agreement.together("sharding"), done.step("shard"):
         follower = Follower(optimizers, structure, sources.states, sources.states_here, sources.init, mesh)
+        if plan.float8:
+            convert_linears(structure.modules, plan.float8)
         if plan.checkpointing:
             apply_checkpointing(done.model, plan.checkpointing)
             structure = read_structure(done.model)

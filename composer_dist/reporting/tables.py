@@ -48,6 +48,8 @@ def render_plan(plan: ParallelPlan) -> str:
     if plan.compiled:
         backends = sorted({one.options["backend"] for one in plan.compiled})
         notes.append(f"compiled: {len(plan.compiled)} modules, each by itself ({', '.join(backends)})")
+    if plan.float8:
+        notes.append(f"float8: {len(plan.float8)} linear layers")
     if plan.init_peak:
         notes.append(f"initialisation takes up to {human_bytes(plan.init_peak)} beside the shards")
     notes += [f"warning: {text}" for text in plan.warnings]
