@@ -26,6 +26,7 @@ from composer_dist.distributed.aliases import (
     read_structure,
 )
 from composer_dist.distributed.checkpoint_plan import Checkpointed, plan_checkpointing
+from composer_dist.distributed.codec_checks import check_codecs
 from composer_dist.distributed.config import (
     DDPConfig,
     FSDP2Config,
@@ -258,6 +259,7 @@ def build_plan(
         assignment, units = with_tensor_parallel(
             assignment, units, tensor_parallel, structure, sizes, own_mesh(config)
         )
+    check_codecs(structure, units, sizes)
     checkpointing = plan_checkpointing(structure.modules, config, check_fn, choices.rules, blocks)
     check_optimizers(optimizers, structure, assignment.plain)
     owner = {name: unit.name for unit in units for name in unit.parameters}
