@@ -217,10 +217,10 @@ def parts(name: str, tensor: Tensor, full: Tensor | None) -> Iterator[tuple[str,
 
 def own_attributes(tensor: Tensor) -> dict[str, Any]:
     """The Python attributes that somebody has put on a tensor, without those that its class is made of."""
-    attributes = vars(tensor)
+    attributes = dict(vars(tensor))
     if attributes and not isinstance(tensor, DTensor) and codec_of(tensor) is not None:
         made = vars(rebuild(tensor, inner_tensors(tensor), tensor.shape))
-        return {name: value for name, value in attributes.items() if name not in made}
+        attributes = {name: value for name, value in attributes.items() if name not in made}
     return attributes
 
 

@@ -235,10 +235,10 @@ def build_plan(
     _refuse_unbuilt(config, sizes)
     check_duplicates(structure)
     check_unprepared(structure, replicating=config.ddp is not None)
-    replica = None
+    replica, shards = None, sizes["dp_shard"] * sizes["cp"]
     if config.ddp is None:
         choices = choose_units(structure, config, policy, children)
-        assignment = assign(structure, choices)
+        assignment = assign(structure, choices, shards)
     else:
         choices, assignment, replica = replicate_all(structure, config, sizes, precision, policy)
     tensor_parallel = plan_tensor_parallel(structure, config, sizes["tp"], choices.rules)
@@ -248,9 +248,7 @@ def build_plan(
     last = blocks[-1] if blocks else None
     fsdp2 = config.fsdp2 or FSDP2Config()
     units = tuple(
-        plan_unit(
-            group, structure, fsdp2, sizes["dp_shard"] * sizes["cp"], precision, group.modules == [last]
-        )
+        plan_unit(group, structure, fsdp2, shards, precision, group.modules == [last])
         for group in assignment.groups
     )
     called = [""] if replica else [n for u in units for n in u.modules]

@@ -44,9 +44,7 @@ class Int8Rows(Tensor):
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         return (self.data8, self.scales), self.shift
 
-    def fsdp_post_all_gather(
-        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
-    ) -> Any:
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
         return None if out is not None else (type(self)(*outputs, metadata), outputs)
 
     @classmethod
