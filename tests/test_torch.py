@@ -27,8 +27,6 @@ FEATURES = {
     "torch.distributed._composable.replicate.DDP": "DDP in place",
     "torch.distributed._composable.replicate.replicate": "DDP in place",
     "torch.distributed.tensor.placement_types._StridedShard": "tensor parallelism of fused matrices",
-
-
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "quantised parameters (codecs)",
     "torch.distributed.tensor._dtensor_spec.TensorMeta": "quantised parameters (codecs)",
     "torch._foreach_mul_": "clip_grad_norm",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -11,21 +11,30 @@ from composer_dist.distributed.codecs import codec_of, empty_like, inner_tensors
 from composer_dist.distributed.unit_plan import Unit
 from composer_dist.errors import ParallelismValueError
 
+_UNCUT = "cannot go with tensor parallelism, which cuts plain tensors. Use tp=1."
 
-def check_codecs(structure: Structure, units: Sequence[Unit], sizes: Mapping[str, int]) -> None:
+
+def check_codecs(
+    structure: Structure, units: Sequence[Unit], sizes: Mapping[str, int], cut: Collection[str] = ()
+) -> None:
     """Refuse parameters whose class, or whose codec, cannot follow the plan.
 
     Args:
         sizes: mesh dimension to size.
+        cut: names of the parameters that tensor parallelism cuts.
 
     Raises:
         ParallelismValueError: names the parameters, all of them at once, each with the first reason.
     """
-    faults = []
+    faults = [
+        f"{name}, a {type(structure.tensors[name].get()).__name__}, {_UNCUT}"
+        for name in cut
+        if structure.tensors[name].info.inner
+    ]
     for unit in units:
         for name in unit.parameters:
             held = structure.tensors[name]
-            if held.info.inner and (fault := next(_faults(held, unit, sizes), None)):
+            if held.info.inner and name not in cut and (fault := next(_faults(held, unit, sizes), None)):
                 faults.append(
                     f"{name}, a {type(held.get()).__name__}, {fault} Or leave its module replicated with "
                     "Rule(..., shard=False)."
@@ -55,7 +64,7 @@ def _faults(held: Held, unit: Unit, sizes: Mapping[str, int]) -> Iterator[str]:
             "only. Set reshard_after_forward to True or False."
         )
     if sizes["tp"] > 1:
-        yield "cannot be cut by tensor parallelism. Use tp=1."
+        yield _UNCUT
     shards = sizes["dp_shard"] * sizes["cp"]
     rows = {"it": info.shape[0]} | {inner.name: (*inner.shape, 1)[0] for inner in info.inner if inner.rows}
     if uneven := [f"{name} has {count}" for name, count in rows.items() if count % shards]:

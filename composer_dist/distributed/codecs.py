@@ -190,7 +190,7 @@ def encoded(full: Tensor, like: Tensor) -> Tensor:
         return full
     wanted, local = describe_inner(like), local_part(like)
     if describe_inner(full) != wanted or type(full) is not type(local):
-        device = full.device if local.is_meta else local.device
+        device = full.device if local.device.type in {"meta", "cpu"} else local.device
         full = codec.from_dense(dense(full).to(device, like.dtype), local)
         if (got := describe_inner(full)) != wanted:
             raise ParallelismValueError(

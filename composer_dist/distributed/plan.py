@@ -257,7 +257,8 @@ def build_plan(
         assignment, units = with_tensor_parallel(
             assignment, units, tensor_parallel, structure, sizes, own_mesh(config)
         )
-    check_codecs(structure, units, sizes)
+    cut = tensor_parallel.parameters if tensor_parallel else ()
+    check_codecs(structure, units, sizes, cut)
     checkpointing = plan_checkpointing(structure.modules, config, check_fn, choices.rules, blocks)
     check_optimizers(optimizers, structure, assignment.plain)
     owner = {name: unit.name for unit in units for name in unit.parameters}

@@ -18,6 +18,7 @@ from composer_dist.distributed.initialize import Component, peak_bytes, replace,
 from composer_dist.distributed.layout import Layout
 from composer_dist.distributed.optimizer import Follower
 from composer_dist.distributed.pretrained import Pretrained, Target
+from composer_dist.distributed.pretrained_codecs import fill_encoded
 from composer_dist.distributed.sharding import Shards
 from composer_dist.distributed.sources import Sources
 from composer_dist.distributed.sync import Cargo, device_of, inner_cargoes, take_slice
@@ -48,7 +49,11 @@ class Filling:
     def deliver_weights(self) -> None:
         """Read what files have, bring over what rank 0 has, and slice what every rank has."""
         if self.disk is not None:
-            self.disk.fill([self._target(name) for name in sorted(self.sources.disk)], self.bucket_bytes)
+            made_of = {name: self.structure.tensors[name].info.inner for name in sorted(self.sources.disk)}
+            plain = [self._target(name) for name, inner in made_of.items() if not inner]
+            self.disk.fill(plain, self.bucket_bytes)
+            others = {name: self._destination(name) for name, inner in made_of.items() if inner}
+            fill_encoded(self.disk, others, self.device, self.agreement, self.transport.send)
         here = self.agreement.rank == self.first
         delivered = [
             cargo
@@ -135,11 +140,14 @@ class Filling:
 
     def _cargoes(self, name: str, source: torch.Tensor | None) -> list[Cargo]:
         """A tensor, or what it is made of, and where it goes."""
-        held = self.structure.tensors[name]
-        if not held.info.inner:
+        if not self.structure.tensors[name].info.inner:
             return [self._cargo(name, source)]
+        return inner_cargoes(name, self._destination(name), source)
+
+    def _destination(self, name: str) -> torch.Tensor:
+        """The tensor of the model that is filled: sharded, or whole."""
         sharded = self.shards.sharded.get(name)
-        return inner_cargoes(name, self._whole(held) if sharded is None else sharded, source)
+        return self._whole(self.structure.tensors[name]) if sharded is None else sharded
 
     def _cargo(self, name: str, source: torch.Tensor | None) -> Cargo:
         """A tensor and where it goes: its shard, or a whole tensor that the model holds from now on."""

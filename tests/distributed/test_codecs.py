@@ -6,15 +6,17 @@ Every test of the machinery runs on an 8-bit class of its own; those of NF4 need
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer_dist.checkpoint import full_model_state, load_full_model_state
+from composer_dist.checkpoint import full_model_state, load_full_model_state, load_pretrained
 from composer_dist.distributed import (
     parallelize_model,
     plan_parallelism,
@@ -24,7 +26,7 @@ from composer_dist.distributed import (
     sync_module_states,
 )
 from composer_dist.distributed.codecs import dense, empty_like, encoded
-from composer_dist.distributed.config import FSDP2Config, Rule
+from composer_dist.distributed.config import FSDP2Config, MeshConfig, ParallelismConfig, Rule, TPConfig
 from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
 from tests.distributed.preparable import built, close, config, same, train
 from tests.distributed.quantised import Adapted, Int8Rows, Stack, quantise
@@ -155,16 +157,38 @@ def stepwise(device: str, how: str) -> dict[str, Tensor]:
     return found
 
 
-def test_whole_ones_are_delivered_too() -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_files_hold_dense_values(kind: str, tmp_path: Path, size: int) -> None:
+    stored = reference(kind)
+    save_file(stored, tmp_path / "model.safetensors")
+    expected = {name: again(value, name, kind) for name, value in stored.items()}
+    for states in run(from_files, size, kind, str(tmp_path)):
+        for state in states:
+            same(state, expected)
+
+
+def from_files(kind: str, path: str) -> list[dict[str, Tensor]]:
+    model, later, bare = stack(kind, device="meta"), stack(kind, seed=1), stack(kind, device="meta")
+    parallelize_model(model, config(), weights=path)
+    parallelize_model(later, config())
+    load_pretrained(later, path)
+    load_pretrained(bare, path)  # not prepared
+    assert type(bare.get_parameter(BASE)).__name__ in ("Int8Rows", "NF4Tensor")
+    return [full_model_state(one, ranks="all") for one in (model, later, bare)]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_whole_ones_are_delivered_too(strategy: str) -> None:
     start = reference("int8")
-    for rank in run(replicated, 2):
+    for rank in run(replicated, 2, strategy):
         same(rank["state"], start)
         assert rank["kind"] == ["Int8Rows", "cpu", "frozen"]
 
 
-def replicated() -> dict[str, Any]:
+def replicated(strategy: str) -> dict[str, Any]:
     model = stack("int8", device="meta" if dist.get_rank() else "cpu")
-    parallelize_model(model, config(rules=(Rule("re:.*base", shard=False),)))
+    rules = (Rule("re:.*base", shard=False),)
+    parallelize_model(model, "ddp" if strategy == "ddp" else config(rules=rules))
     weight: Any = model.get_parameter(BASE)
     kind = [type(weight).__name__, weight.data8.device.type, weight.tag]
     train(model, adam(model), steps=1)
@@ -299,7 +323,15 @@ def test_p46_what_cannot_work_is_refused_when_planned(
     plan_parallelism(make(), whole, world_size=world_size)
 
 
-def test_tensor_parallelism_and_foreign_classes_are_refused_by_name() -> None:
+@pytest.mark.parametrize("plan", [{}, {"layers.0.base": "colwise"}])
+def test_p46_tensor_parallelism_is_refused_by_name(plan: dict[str, str]) -> None:
+    tp = TPConfig(plan=plan or {"head": "colwise"})
+    settings = ParallelismConfig(mesh=MeshConfig(tp=2), fsdp2=FSDP2Config(), tp=tp)
+    with pytest.raises(ParallelismValueError, match=f"{BASE}, a Int8Rows, cannot go with tensor"):
+        plan_parallelism(Stack(), settings, world_size=4)
+
+
+def test_foreign_classes_are_refused_by_name() -> None:
     for unknown, theirs in run(foreign, 1):
         assert f"{BASE} is a Other" in unknown
         assert "register_tensor_codec" in unknown
