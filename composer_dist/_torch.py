@@ -6,7 +6,7 @@ says which feature falls if it goes. Code that differs by torch version lives he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -16,6 +16,8 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
 # A wrap policy as Composer and FSDP1 users write it; only its function is read. Since torch 2.1.
@@ -43,6 +45,10 @@ from torch.distributed._composable.replicate import replicate as replicate
 # How DTensor says that a dimension is cut in several equal groups, each by itself: query, key and value in
 # one matrix. FSDP2 has its own use for it. Since torch 2.5.
 from torch.distributed.tensor.placement_types import _StridedShard as _StridedShard
+
+# What a DTensor is made of: the one way to look at memory that is there as a DTensor without moving it
+# (`DTensor.from_local` copies a shard in host memory to the mesh's device). Since torch 2.0.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # Fused elementwise kernels over lists of tensors; torch.nn.utils.clip_grad uses them, and offers no
 # public way to ask for the dtype of a norm. `dtype=` since torch 2.2.
@@ -285,6 +291,26 @@ def before_collectives(module: nn.Module, tell: Callable[[bool, int, list[Any]],
 
         group._all_gather_comm = _Watched(group._all_gather_comm, gathers)
         group._reduce_scatter_comm = _Watched(group._reduce_scatter_comm, reduces)
+
+
+def adopt_shard(param: Any, local: torch.Tensor) -> nn.Parameter:
+    """Let `local`, of a class with all-gather extensions, be the shard of an `FSDPParam`.
+
+    The parameter may have been sharded as a plain tensor. Returns the registered one, a DTensor.
+    """
+    parameter = nn.Parameter(param.to_sharded_dtensor(local), requires_grad=False)
+    param._sharded_param_data = local.view(-1)
+    param.sharded_param = parameter
+    param._setattr_on_modules(parameter)
+    param._init_extensions()
+    return parameter
+
+
+def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], parts: int) -> DTensor:
+    """`local`, where it is, as a DTensor of `parts` times as many rows; nothing is copied or sent."""
+    shape = torch.Size([*(rows * parts for rows in local.shape[:1]), *local.shape[1:]])
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
 
 
 def shard_home(param: Any, device: torch.device) -> tuple[torch.device, bool]:

@@ -27,6 +27,8 @@ FEATURES = {
     "torch.distributed._composable.replicate.DDP": "DDP in place",
     "torch.distributed._composable.replicate.replicate": "DDP in place",
     "torch.distributed.tensor.placement_types._StridedShard": "tensor parallelism of fused matrices",
+    "torch.distributed.tensor._dtensor_spec.DTensorSpec": "quantised parameters (codecs)",
+    "torch.distributed.tensor._dtensor_spec.TensorMeta": "quantised parameters (codecs)",
     "torch._foreach_mul_": "clip_grad_norm",
     "torch._foreach_norm": "clip_grad_norm",
     "torch.utils._python_dispatch.TorchDispatchMode": "tracing initialisers",
@@ -52,6 +54,8 @@ def _imported() -> set[str]:
         "torch.distributed.device_mesh.DeviceMesh",
         "torch.distributed.fsdp.FSDPModule",
         "torch.distributed.tensor.experimental.context_parallel",
+        "torch.distributed.tensor.DTensor",
+        "torch.distributed.tensor.placement_types.Placement",
         "torch.nn.parallel.DistributedDataParallel",
     }
     return names - public

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,10 @@ from composer_dist.distributed.layout import Layout
 from composer_dist.distributed.mesh import mesh_of
 from composer_dist.distributed.names import mark_unusable, reshard
 from composer_dist.distributed.pretrained import Pretrained, Target
+from composer_dist.distributed.pretrained_codecs import fill_encoded
 from composer_dist.distributed.process_group import device_of_group
 from composer_dist.distributed.steps import meta_init, storage_of
-from composer_dist.distributed.sync import device_of
+from composer_dist.distributed.sync import Cargo, deliver, device_of
 from composer_dist.errors import ParallelismValueError
 
 
@@ -64,8 +66,17 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
         if lacking:
             find_components(structure, lacking)
     try:
-        targets = [_target(name, model, structure, mesh, device) for name in sorted(pretrained.names)]
-        pretrained.fill(targets, ParallelismConfig().bucket_bytes)
+        limit, tensors = ParallelismConfig().bucket_bytes, structure.tensors
+        names = sorted(name for name in pretrained.names if not tensors[name].info.inner)
+        targets = [_target(name, model, structure, mesh, device) for name in names]
+        pretrained.fill(targets, limit)
+        others = {}
+        for name in sorted(pretrained.names.difference(names)):
+            storage_of(model, tensors[name], device)
+            others[name] = tensors[name].get()
+        fill_encoded(
+            pretrained, others, device, agreement, lambda cargoes: _send(cargoes, mesh, agreement, limit)
+        )
         for target in targets:
             _put_back(structure.tensors[target.name].get(), target.local)
         if lacking:
@@ -101,6 +112,18 @@ def _target(
     if isinstance(now, DTensor):
         return Target(name, Layout.of(now), local, now.device_mesh)
     return Target(name, Layout(held.info.shape), local, mesh)
+
+
+def _send(
+    cargoes: Mapping[int, Sequence[Cargo]], mesh: DeviceMesh | None, agreement: Agreement, limit: int
+) -> None:
+    """Deliver over the mesh, or, where this rank is alone, copy."""
+    if mesh is not None:
+        agreement.collectively("the delivery", lambda: deliver(cargoes, mesh, limit))
+        return
+    for cargo in (cargo for mine in cargoes.values() for cargo in mine):
+        assert cargo.source is not None
+        cargo.target.copy_(cargo.source)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

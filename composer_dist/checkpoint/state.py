@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint.adapters import adapter_keys, whole_state
 from composer_dist.distributed.agreement import Agreement
+from composer_dist.distributed.codecs import codec_of, dense, empty_like, encoded, own_attributes, parts
 from composer_dist.distributed.names import canonical_name, check_usable, reshard
 from composer_dist.distributed.process_group import broadcast, device_of_group, world_and_rank
 from composer_dist.distributed.summon import broadcast_full, gather, scatter_into
@@ -129,9 +130,14 @@ def load_full_model_state(
     for name, dtype in plan["tensors"]:
         target, full = targets[name], given.get(name)
         _materialize(target)
-        if broadcasts:
-            full = broadcast_full(full, target.shape, getattr(torch, dtype))
-        scatter_into(target, full)
+        if codec_of(target) is not None:
+            with Agreement().together(f"the codec of {name}"):
+                full = None if full is None else encoded(full, target)
+        for _, part, value in parts(name, target, full):
+            if broadcasts:
+                sent = getattr(torch, dtype) if part is target else part.dtype
+                value = broadcast_full(value, part.shape, sent)
+            scatter_into(part, value)
     for name in plan["objects"]:
         value = given.get(name)
         _owner(model, name).set_extra_state(broadcast(value) if broadcasts else value)
@@ -193,6 +199,7 @@ def _on_cpu(value: Any, dtype: torch.dtype | None, keep: bool) -> Any:
     full = gather(value) if sharded else value.detach()
     if not keep:
         return None
+    full = dense(full)
     return full.to("cpu", dtype if dtype and full.is_floating_point() else full.dtype, copy=not sharded)
 
 
@@ -233,11 +240,17 @@ def _materialize(target: Tensor) -> None:
     if not target.is_meta:
         return
     mesh = target.device_mesh if isinstance(target, DTensor) else None
-    device = device_of_group() if mesh is None else mesh.device_type
-    real: Tensor = torch.empty_like(target, device=device)
+    device = device_of_group() if mesh is None else torch.device(mesh.device_type)
+    real: Tensor
+    if codec_of(target) is None:
+        real = torch.empty_like(target, device=device)
+    elif isinstance(target, DTensor):
+        real = DTensor.from_local(empty_like(target.to_local(), device), mesh, target.placements)
+    else:
+        real = empty_like(target, device)
     if isinstance(target, nn.Parameter):
         real = nn.Parameter(real, requires_grad=target.requires_grad)
-    real.__dict__.update(target.__dict__)
+    real.__dict__.update(own_attributes(target))
     torch.utils.swap_tensors(target, real)
 
 

@@ -35,12 +35,14 @@ __getattr__, __dir__, __all__ = lazy_names(
         "sampler_kwargs": f"{_HERE}.mesh",
         "fsdp_mesh": f"{_HERE}.mesh",
         "register_strategy": f"{_HERE}.strategies",
+        "register_tensor_codec": f"{_HERE}.codecs",
         "submesh": f"{_HERE}.mesh",
     },
 )
 
 if TYPE_CHECKING:
     from composer_dist.distributed.activation_checkpointing import apply_ac as apply_ac
+    from composer_dist.distributed.codecs import register_tensor_codec as register_tensor_codec
     from composer_dist.distributed.context import context_parallel as context_parallel
     from composer_dist.distributed.data_parallel import DDPSyncStrategy as DDPSyncStrategy
     from composer_dist.distributed.data_parallel import ddp_sync_context as ddp_sync_context

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from composer_dist.distributed.codecs import Inner, describe_inner
 from composer_dist.distributed.garbage import no_collection
 from composer_dist.distributed.names import canonical_name
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
@@ -80,10 +81,14 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    inner: tuple[Inner, ...] = ()
+    """What it is made of, if its class has a codec."""
 
     @property
     def nbytes(self) -> int:
         """Size of the whole tensor in bytes."""
+        if self.inner:
+            return sum(inner.nbytes for inner in self.inner)
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -123,14 +128,15 @@ class Structure:
         return {name: held for name, held in self.tensors.items() if held.info.kind == "parameter"}
 
     def digest(self) -> str:
-        """A hash of all names, shapes, dtypes, `requires_grad` flags and ties."""
+        """A hash of all names, shapes, dtypes, `requires_grad` flags, ties and inner tensors."""
         facts = [describe(held.info) for held in self.tensors.values()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def describe(info: TensorInfo) -> list[object]:
     """`info` in the plain types that a digest, or another rank, can compare."""
-    return [list(info.names), info.kind, list(info.shape), str(info.dtype), info.requires_grad]
+    inner = [[one.name, list(one.shape), str(one.dtype)] for one in info.inner]
+    return [list(info.names), info.kind, list(info.shape), str(info.dtype), info.requires_grad, inner]
 
 
 @no_collection()
@@ -168,6 +174,7 @@ def read_structure(model: nn.Module) -> Structure:
                     shape=tuple(tensor.shape),
                     dtype=tensor.dtype,
                     requires_grad=tensor.requires_grad,
+                    inner=describe_inner(tensor),
                 ),
                 tuple(places[key]),
             )

@@ -23,7 +23,7 @@ def check_aliasing(structure: Structure, plain: Mapping[str, str]) -> None:
 
     Raises:
         ParallelismValueError: parameters that are also plain attributes, that overlap other tensors in
-            memory, or that are of a subclass of Parameter; all of them at once.
+            memory, or that are of a tensor subclass without a codec; all of them at once.
     """
     faults = [*_subclasses(structure, plain), *_attributes(structure, plain), *_overlaps(structure, plain)]
     if faults:
@@ -32,10 +32,18 @@ def check_aliasing(structure: Structure, plain: Mapping[str, str]) -> None:
 
 def _subclasses(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:
     for name, held in _sharded(structure, plain):
-        if type(held.get()) not in (nn.Parameter, torch.Tensor):
+        cls = type(held.get())
+        if cls.__module__.partition(".")[0] == "bitsandbytes":
             yield (
-                f"{name} is a {type(held.get()).__name__}; sharding would make it a plain Parameter. Leave "
-                "its module replicated with Rule(..., shard=False)."
+                f"{name} is a {cls.__name__} of bitsandbytes, whose scales lie outside of the tensor and "
+                "would be lost. Quantise with torchao's NF4Tensor, or leave its module replicated with "
+                "Rule(..., shard=False)."
+            )
+        elif cls not in (nn.Parameter, torch.Tensor) and not held.info.inner:
+            yield (
+                f"{name} is a {cls.__name__}; sharding would make it a plain Parameter. Say how it is "
+                "taken apart with register_tensor_codec, or leave its module replicated with "
+                "Rule(..., shard=False)."
             )
 
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from composer_dist.distributed.aliases import Held, Structure, ancestors, read_structure
 from composer_dist.distributed.arena import Arena
+from composer_dist.distributed.codecs import dense
 from composer_dist.distributed.optimizer import carry_attributes
 from composer_dist.distributed.policies import inherited
 from composer_dist.distributed.tracing import (
@@ -94,6 +95,7 @@ def find_components(
     initialisers = list(_find_initialisers(structure, needed, param_init_fn))
     trace(structure, initialisers)
     written = {name for initialiser in initialisers for name in initialiser.writes}
+    written -= {name for name in needed if structure.tensors[name].info.inner}  # they write dense values
     missing: dict[str, list[str]] = {}
     for name in sorted(needed - written):
         owner = structure.modules[structure.tensors[name].info.owners[0]]
@@ -169,7 +171,7 @@ def run_component(
         for name, one in held.items():
             value = scratch.empty(one.info.shape, one.info.dtype)
             if name in real:
-                value.copy_(real[name].detach())
+                value.copy_(dense(real[name]))
             one.put(nn.Parameter(value, one.info.requires_grad) if one.info.kind == "parameter" else value)
         with random_state_kept(device), torch.no_grad(), as_constructed(structure):
             for initialiser in component.initialisers:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from composer_dist.distributed.aliases import Structure
+from composer_dist.distributed.codecs import own_attributes
 from composer_dist.distributed.layout import Coordinate, Layout
 from composer_dist.distributed.mesh import roles
 from composer_dist.distributed.sync import Cargo
@@ -183,7 +184,7 @@ class Follower:
 
 def carry_attributes(old: torch.Tensor, new: nn.Parameter) -> None:
     """Give a new parameter the Python attributes and the gradient hooks of the old one."""
-    new.__dict__.update(vars(old))
+    new.__dict__.update(own_attributes(old))
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(hook)
     for hook in (old._post_accumulate_grad_hooks or {}).values():

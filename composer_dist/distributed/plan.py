@@ -27,6 +27,7 @@ from composer_dist.distributed.aliases import (
 )
 from composer_dist.distributed.blocks import structural_units
 from composer_dist.distributed.checkpoint_plan import Checkpointed, plan_checkpointing
+from composer_dist.distributed.codec_checks import check_codecs
 from composer_dist.distributed.compiling import Compiled, plan_compile
 from composer_dist.distributed.config import (
     DDPConfig,
@@ -247,10 +248,10 @@ def build_plan(
     check_unprepared(structure, replicating=config.ddp is not None)
     if sizes["cp"] > 1:
         check_context(structure, sizes["cp"])
-    replica = None
+    replica, shards = None, sizes["dp_shard"] * sizes["cp"]
     if config.ddp is None:
         choices = choose_units(structure, config, policy, children)
-        assignment = assign(structure, choices)
+        assignment = assign(structure, choices, shards)
     else:
         choices, assignment, replica = replicate_all(structure, config, sizes, precision, policy)
     tensor_parallel = plan_tensor_parallel(structure, config, sizes["tp"], choices.rules)
@@ -261,9 +262,7 @@ def build_plan(
     last = blocks[-1] if blocks else None
     fsdp2 = config.fsdp2 or FSDP2Config()
     units = tuple(
-        plan_unit(
-            group, structure, fsdp2, sizes["dp_shard"] * sizes["cp"], precision, group.modules == [last]
-        )
+        plan_unit(group, structure, fsdp2, shards, precision, group.modules == [last])
         for group in assignment.groups
     )
     called = [""] if replica else [n for u in units for n in u.modules]
@@ -272,6 +271,8 @@ def build_plan(
         assignment, units = with_tensor_parallel(
             assignment, units, tensor_parallel, structure, sizes, own_mesh(config)
         )
+    cut = tensor_parallel.parameters if tensor_parallel else ()
+    check_codecs(structure, units, sizes, cut)
     checkpointing = plan_checkpointing(structure.modules, config, check_fn, choices.rules, blocks)
     inner = [name for unit in units for name in unit.modules]
     compiled = plan_compile(structure.modules, config, choices.rules, blocks, inner, checkpointing)

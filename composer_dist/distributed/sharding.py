@@ -22,6 +22,7 @@ from composer_dist import _torch
 from composer_dist.distributed.aliases import Held, Structure, ancestors
 from composer_dist.distributed.arena import Arena, padded_bytes
 from composer_dist.distributed.call_order import check_call_order
+from composer_dist.distributed.codecs import empty_like
 from composer_dist.distributed.forward_methods import gather_in_methods
 from composer_dist.distributed.garbage import no_collection
 from composer_dist.distributed.mesh import fsdp_mesh, submesh
@@ -95,8 +96,15 @@ def shard(
         params = {
             name: next(known[place.key_of] for place in managed[name].places if place.key_of in known)
             for name in unit.parameters
-            if not (only_real and originals[name].is_meta)
+            if managed[name].info.inner or not (only_real and originals[name].is_meta)
         }
+        for name in [name for name in params if managed[name].info.inner]:
+            rows = _torch.padded_shard(params[name])[0][0]
+            where = torch.device("meta") if only_real and originals[name].is_meta else home
+            made = empty_like(originals[name], where, originals[name].shape[0] // rows, pins_memory(unit))
+            parameter = _torch.adopt_shard(params.pop(name), made)
+            if not made.is_meta:
+                sharded[name], local[name] = parameter, made
         for name, storage in zip(params, _storages(params.values(), home, pins_memory(unit)), strict=True):
             sharded[name], local[name] = _torch.materialise_shard(params[name], storage)
     for name in alone:

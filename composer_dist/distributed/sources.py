@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Structure, describe
+from composer_dist.distributed.codecs import parts
 from composer_dist.distributed.optimizer import (
     Description,
     describe_groups,
@@ -105,7 +106,8 @@ def decide_sources(
         agreement.reach(f"what differs in the {differs}", facts, _explain(differs, agreement.ranks))
     rank0, init, kept = (frozenset(verdict[key]) for key in ("rank0", "init", "kept"))
     local = frozenset(structure.tensors) - rank0 - init - kept - disk
-    compared = {name: structure.tensors[name].get() for name in sorted(local)}
+    tensors = ((name, structure.tensors[name].get()) for name in sorted(local))
+    compared = {part: tensor for name, held in tensors for part, tensor, _ in parts(name, held, None)}
     if not rank0:
         compared |= state_tensors(optimizers, structure)
     _verify(agreement, compared)
@@ -207,7 +209,7 @@ def _difference(what: str, rank: int, first: Any, theirs: Any) -> str:
         return f"  {name}: rank {has} has it, rank {lacks} has not"
     if what == "optimizers":
         return f"  {first[0]}: {first[1]} on rank 0, {theirs[1]} on rank {rank}"
-    labels = ("names", "kind", "shape", "dtype", "requires_grad")
+    labels = ("names", "kind", "shape", "dtype", "requires_grad", "made of")
     for label, mine, other in zip(labels, first, theirs, strict=True):
         if mine != other:
             return f"  {first[0][0]}: {label} is {mine} on rank 0, {other} on rank {rank}"

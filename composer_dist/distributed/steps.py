@@ -20,6 +20,7 @@ from composer_dist.distributed import process_group
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Held, Structure, read_structure
 from composer_dist.distributed.arena import Arena
+from composer_dist.distributed.codecs import empty_like, encoded, local_part
 from composer_dist.distributed.config import FSDP2Config, ParallelismConfig, resolve_config
 from composer_dist.distributed.context import expect_context
 from composer_dist.distributed.gradients import average_plain_gradients
@@ -31,7 +32,7 @@ from composer_dist.distributed.optimizer_checks import check_hooks
 from composer_dist.distributed.plan import ParallelPlan, build_plan
 from composer_dist.distributed.policies import WrapPolicy
 from composer_dist.distributed.sharding import check_offload, fsdp_params_by_place, hook_units, shard
-from composer_dist.distributed.sync import Cargo, deliver, device_of, take_slice
+from composer_dist.distributed.sync import Cargo, deliver, device_of, inner_cargoes, take_slice
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.precision import Precision
 
@@ -123,8 +124,8 @@ def prepare_fully_shard(
         held = structure.tensors[name]
         carry_attributes(original, held.get())  # type: ignore[arg-type]
         if name in shards.local:
-            info, target = held.info, shards.local[name]
-            take_slice(Cargo(name, Layout.of(held.get()), info.dtype, target, original), mesh)
+            for cargo in inner_cargoes(name, held.get(), original):
+                take_slice(cargo, mesh)
     for name in plan.plain:
         held = structure.tensors[name]
         if not held.get().is_contiguous():
@@ -160,15 +161,12 @@ def sync_module_states(model: nn.Module, full_state_dict: Mapping[str, torch.Ten
         if agreement.rank == first:
             sources = {name: _find(held, full_state_dict) for name, held in structure.tensors.items()}
     on_meta = {name for name, held in structure.tensors.items() if held.get().is_meta}
+    for held in structure.tensors.values():
+        storage_of(model, held, device_of(mesh))
     cargoes = [
-        Cargo(
-            name,
-            Layout.of(held.get()),
-            held.info.dtype,
-            storage_of(model, held, device_of(mesh)),
-            sources.get(name),
-        )
+        cargo
         for name, held in structure.tensors.items()
+        for cargo in inner_cargoes(name, held.get(), sources.get(name))
     ]
     limit = ParallelismConfig().bucket_bytes
     agreement.collectively("the delivery", lambda: deliver({first: cargoes}, mesh, limit))
@@ -205,7 +203,7 @@ def _find(held: Held, full_state_dict: Mapping[str, torch.Tensor]) -> torch.Tens
         raise ParallelismValueError(
             f"{info.name}: shape {tuple(value.shape)} in full_state_dict, {info.shape} in the model."
         )
-    return value
+    return encoded(value, held.get())
 
 
 def _average_plain(model: nn.Module, structure: Structure, mesh: DeviceMesh, changed: set[str]) -> None:
@@ -226,6 +224,10 @@ def storage_of(model: nn.Module, held: Held, device: torch.device) -> torch.Tens
         if value.is_meta:
             param = _fsdp_param(model, held)
             home, pin = _torch.shard_home(param, device)
+            if held.info.inner:
+                local = empty_like(local_part(value), home, pin_memory=pin)
+                carry_attributes(value, _torch.adopt_shard(param, local))
+                return local
             size, dtype = _torch.padded_shard(param)
             storage = torch.empty(size, dtype=dtype, device=home, pin_memory=pin)
             parameter, local = _torch.materialise_shard(param, storage)
@@ -233,7 +235,10 @@ def storage_of(model: nn.Module, held: Held, device: torch.device) -> torch.Tens
             return local
         return value.to_local().detach()
     if value.is_meta or not value.is_contiguous():
-        replace(held, torch.empty(held.info.shape, dtype=held.info.dtype, device=device))
+        if held.info.inner:
+            replace(held, empty_like(value, device))
+        else:
+            replace(held, torch.empty(held.info.shape, dtype=held.info.dtype, device=device))
     return held.get().detach()
 
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_dist.distributed.agreement import Agreement
+from composer_dist.distributed.codecs import encoded, inner_tensors, parts, rebuild
 from composer_dist.distributed.layout import Coordinate, Layout, chunk
 from composer_dist.distributed.mesh import submesh
 from composer_dist.distributed.names import canonical_name, check_usable, reshard
@@ -32,6 +33,8 @@ def gather(tensor: Tensor) -> Tensor:
     An offloaded shard travels through its mesh's device, where the result stays.
     """
     tensor = tensor.detach()
+    if inner := inner_tensors(tensor):
+        return rebuild(tensor, {name: gather(part) for name, part in inner.items()}, tensor.shape)
     if not isinstance(tensor, DTensor):
         return tensor.clone()
     near: Any = tensor.to(tensor.device_mesh.device_type)
@@ -224,16 +227,14 @@ def _register(places: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> N
 def _write_back(summoned: list[_Summoned], rank0_only: bool, with_grads: bool) -> None:
     """What the modules hold now goes into the shards; checked for all before the first is written."""
     with Agreement().together("summon_full_params"):
-        for one in summoned:
-            if one.full is not None:
-                one.full = _held(one, with_grads)
-    for one in summoned:
-        _deliver(one.shard, one.full, rank0_only)
+        held = [None if one.full is None else _held(one, with_grads) for one in summoned]
+    for one, full in zip(summoned, held, strict=True):
+        _deliver(one.shard, full, rank0_only)
         if with_grads and one.shard.grad is not None:
-            _deliver(one.shard.grad, None if one.full is None else one.full.grad, rank0_only)
+            _deliver(one.shard.grad, None if full is None else full.grad, rank0_only)
 
 
-def _held(one: _Summoned, with_grads: bool) -> nn.Parameter:
+def _held(one: _Summoned, with_grads: bool) -> Tensor:
     """The full parameter that is registered now, which the user may have replaced."""
     module, name = one.places[0]
     now = module._parameters[name]
@@ -251,10 +252,11 @@ def _held(one: _Summoned, with_grads: bool) -> nn.Parameter:
                 f"{what}{one.name} has shape {None if tensor is None else tuple(tensor.shape)} at the "
                 f"end of summon_full_params, {tuple(one.shard.shape)} before; change values only."
             )
-    return now
+    return encoded(now, one.shard)
 
 
 def _deliver(shard: Tensor, full: Tensor | None, rank0_only: bool) -> None:
-    if rank0_only:
-        full = broadcast_full(full, shard.shape, shard.dtype)
-    scatter_into(shard, full)
+    for _, target, value in parts("", shard, full):
+        if rank0_only:
+            value = broadcast_full(value, target.shape, target.dtype)
+        scatter_into(target, value)

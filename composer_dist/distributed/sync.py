@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from composer_dist.distributed.codecs import local_part, parts
 from composer_dist.distributed.layout import Coordinate, Layout, elements, grid
 from composer_dist.reporting.progress import Stage
 
@@ -49,6 +50,19 @@ class Cargo:
     def nbytes(self) -> int:
         """Of the full tensor."""
         return prod(self.layout.shape) * self.dtype.itemsize
+
+
+def inner_cargoes(name: str, tensor: torch.Tensor, source: torch.Tensor | None) -> list[Cargo]:
+    """The cargoes that fill a tensor of the model in place: one, or one for each of its inner tensors.
+
+    Args:
+        tensor: full, or this rank's shard.
+        source: the full value, of the same class, on the source rank only.
+    """
+    return [
+        Cargo(part, Layout.of(target), target.dtype, local_part(target), value)
+        for part, target, value in parts(name, tensor, source)
+    ]
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,11 @@ class Assignment:
     warnings: tuple[str, ...]
 
 
-def assign(structure: Structure, choices: Choices) -> Assignment:
+def assign(structure: Structure, choices: Choices, shards: int | None = None) -> Assignment:
     """Give every parameter of the model to one unit, or leave it plain.
+
+    Args:
+        shards: ranks that share each parameter, where it is known.
 
     Raises:
         ParallelismValueError: ties or dtypes that no arrangement of units can hold (all of them
@@ -65,6 +68,10 @@ def assign(structure: Structure, choices: Choices) -> Assignment:
         if isinstance(held.get(), DTensor):
             continue  # sharded by the user's own code, and left as it is
         reason = _why_plain(held.info, structure, choices, groups)
+        if (
+            held.info.inner and shards == 1
+        ):  # there FSDP2 passes on the first inner tensor alone (2.11 to 2.13)
+            reason = reason or "it is made of several tensors, which FSDP2 gathers from two ranks or more"
         home = None if reason else _home(held.info, structure, groups, faults)
         if home is None:
             plain[name] = reason or "no unit contains it (Rule('', shard=True) makes the root one)"

@@ -13,13 +13,15 @@ from torch.distributed.tensor import DTensor
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Held, Structure
 from composer_dist.distributed.arena import Arena, empty
+from composer_dist.distributed.codecs import empty_like
 from composer_dist.distributed.initialize import Component, peak_bytes, replace, run_component
 from composer_dist.distributed.layout import Layout
 from composer_dist.distributed.optimizer import Follower
 from composer_dist.distributed.pretrained import Pretrained, Target
+from composer_dist.distributed.pretrained_codecs import fill_encoded
 from composer_dist.distributed.sharding import Shards
 from composer_dist.distributed.sources import Sources
-from composer_dist.distributed.sync import Cargo, device_of, take_slice
+from composer_dist.distributed.sync import Cargo, device_of, inner_cargoes, take_slice
 from composer_dist.distributed.transport import Transport
 
 
@@ -47,15 +49,22 @@ class Filling:
     def deliver_weights(self) -> None:
         """Read what files have, bring over what rank 0 has, and slice what every rank has."""
         if self.disk is not None:
-            self.disk.fill([self._target(name) for name in sorted(self.sources.disk)], self.bucket_bytes)
+            made_of = {name: self.structure.tensors[name].info.inner for name in sorted(self.sources.disk)}
+            plain = [self._target(name) for name, inner in made_of.items() if not inner]
+            self.disk.fill(plain, self.bucket_bytes)
+            others = {name: self._destination(name) for name, inner in made_of.items() if inner}
+            fill_encoded(self.disk, others, self.device, self.agreement, self.transport.send)
         here = self.agreement.rank == self.first
         delivered = [
-            self._cargo(name, self.values[name] if here else None) for name in sorted(self.sources.rank0)
+            cargo
+            for name in sorted(self.sources.rank0)
+            for cargo in self._cargoes(name, self.values[name] if here else None)
         ]
         self.transport.send({self.first: delivered})
         for name in sorted(self.sources.local):
             if name in self.shards.local:
-                take_slice(self._cargo(name, self.values[name]), self.mesh)
+                for cargo in self._cargoes(name, self.values[name]):
+                    take_slice(cargo, self.mesh)
             elif self.values[name].device.type != self.device.type:
                 replace(self.structure.tensors[name], self.values[name].detach().to(self.device))
 
@@ -129,6 +138,17 @@ class Filling:
             self.disk.read(name, found[name])
         return found
 
+    def _cargoes(self, name: str, source: torch.Tensor | None) -> list[Cargo]:
+        """A tensor, or what it is made of, and where it goes."""
+        if not self.structure.tensors[name].info.inner:
+            return [self._cargo(name, source)]
+        return inner_cargoes(name, self._destination(name), source)
+
+    def _destination(self, name: str) -> torch.Tensor:
+        """The tensor of the model that is filled: sharded, or whole."""
+        sharded = self.shards.sharded.get(name)
+        return self._whole(self.structure.tensors[name]) if sharded is None else sharded
+
     def _cargo(self, name: str, source: torch.Tensor | None) -> Cargo:
         """A tensor and where it goes: its shard, or a whole tensor that the model holds from now on."""
         held = self.structure.tensors[name]
@@ -144,7 +164,10 @@ class Filling:
         now = held.get()
         if now.device.type == self.device.type and now.is_contiguous():
             return now.detach()  # filled in place; on the source rank it is the source as well
-        whole = empty(held.info.shape, held.info.dtype, self.device)
+        if held.info.inner:
+            whole = empty_like(now, self.device)
+        else:
+            whole = empty(held.info.shape, held.info.dtype, self.device)
         replace(held, whole)
         return whole
 
