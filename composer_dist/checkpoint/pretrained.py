@@ -16,6 +16,7 @@ from composer_dist.distributed.aliases import Structure, read_structure
 from composer_dist.distributed.config import ParallelismConfig
 from composer_dist.distributed.initialize import find_components
 from composer_dist.distributed.layout import Layout
+from composer_dist.distributed.mesh import mesh_of
 from composer_dist.distributed.names import mark_unusable, reshard
 from composer_dist.distributed.pretrained import Pretrained, Target
 from composer_dist.distributed.process_group import device_of_group
@@ -46,7 +47,7 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     """
     reshard(model)
     structure = read_structure(model)
-    mesh = _mesh_of(structure)
+    mesh = mesh_of(model) or _mesh_of(structure)
     device = device_of_group() if mesh is None else device_of(mesh)
     agreement = Agreement(mesh.mesh.flatten().tolist() if mesh is not None else None)
     pretrained = Pretrained.open(path, structure, agreement, strict)

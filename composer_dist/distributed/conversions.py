@@ -21,6 +21,9 @@ from composer_dist import _torch
 from composer_dist.distributed.slices import Blueprint
 from composer_dist.errors import CheckpointValueError
 
+_MOVED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Buffers that were saved once and lay elsewhere (`PreTrainedModel._adjust_missing_and_unexpected_keys`)."""
+
 
 class Converted(NamedTuple):
     """What a checkpoint's tensors make."""
@@ -90,6 +93,9 @@ def convert(model: Any, given: Mapping[str, Blueprint], shapes: dict[str, tuple[
 def is_ignored(model: Any, names: tuple[str, ...], what: str) -> bool:
     """Whether the model says that it does not matter when one of these is "missing" or "unexpected"."""
     patterns = set(getattr(model, f"_keys_to_ignore_on_load_{what}", None) or ())
+    if what == "unexpected" and hasattr(model, "base_model_prefix"):
+        buffers = [name for name, _ in model.named_buffers()]
+        patterns.update(one for one in _MOVED if any(re.search(one, name) for name in buffers))
     return any(re.search(pattern, name) for pattern in patterns for name in names)
 
 

@@ -48,17 +48,17 @@ class Target:
     """None where this rank reads for itself alone."""
 
     @cached_property
-    def sharing(self) -> list[int]:
+    def sharing(self) -> tuple[int, ...]:
         """Dimensions of the mesh along which ranks hold the same part, and read a share of it each."""
         local, mesh = self.local, self.mesh
         if mesh is None or local.nbytes < _SMALL or local.device.type != mesh.device_type:
-            return []
+            return ()
         cut = {"dp_replicate": False, "tp": self.layout.tp_dim is not None}
-        return [
+        return tuple(
             dim
             for name, dim in roles(mesh).items()
             if mesh.size(dim) > 1 and not cut.get(name, self.layout.rows)
-        ]
+        )
 
 
 def open_weights(
@@ -228,7 +228,7 @@ def _gather(target: Target, bucket_bytes: int) -> int:
     here = mesh.get_coordinate()
     assert here is not None
     for first, length in _windows(target, bucket_bytes):
-        window, dims = flat[first : first + length], target.sharing
+        window, dims = flat[first : first + length], list(target.sharing)
         while dims:  # along the innermost dimension first: there, shares lie side by side
             dim = dims.pop()
             block = window
