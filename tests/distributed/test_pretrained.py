@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from composer_dist import DDPConfig
 from composer_dist.distributed import parallelize_composer_model, parallelize_model, pretrained
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import read_structure
@@ -157,6 +159,49 @@ def as_from_pretrained(directory: Path) -> None:
         if "gpt2" in name:
             names = {held.info.names for held in read_structure(model).tensors.values()}
             assert any(len(each) == 2 for each in names)  # still tied
+
+
+def test_a_base_checkpoint_and_new_adapters(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    llama().save_pretrained(tmp_path)
+    run(new_adapters, 2, tmp_path)
+
+
+def new_adapters(directory: Path) -> None:
+    warnings.simplefilter("ignore")
+    with torch.device("meta"):
+        model = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=3))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    parallelize_model(model, config(), optimizer, weights=directory)
+    found = values(model)
+    reference = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    plain = {name.replace(".base_layer", ""): value for name, value in found.items() if "lora_" not in name}
+    same({name.removeprefix("base_model.model."): value for name, value in plain.items()}, values(reference))
+    for name, value in found.items():
+        assert "lora_" not in name or bool(value.any()) == ("lora_A" in name)
+    ids = torch.arange(8).view(1, 8)
+    torch.testing.assert_close(model(input_ids=ids).logits, reference(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_replicas_read_a_share_each(tmp_path: Path, ranks: int) -> None:
+    reads = run(replicated, ranks, saved(built(seed=3), tmp_path))
+    whole = sum(tensor.nbytes for tensor in built().state_dict().values()) - 2 * built().head.weight.nbytes
+    assert all(read <= 1.5 * whole / ranks + 500 for read in reads[1:])
+
+
+def replicated(path: Path) -> int:
+    pretrained._SMALL = 64
+    expected = built(seed=3)
+    model = built(device="meta" if dist.get_rank() else "cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    done = parallelize_model(model, DDPConfig(), optimizer, weights=path)
+    same(values(model), values(expected))
+    train(model, optimizer)
+    train(expected, torch.optim.SGD(expected.parameters(), lr=0.1), whole=True)
+    for name, value in values(expected).items():
+        torch.testing.assert_close(values(model)[name], value, rtol=1e-5, atol=1e-6)
+    return done.bytes_read
 
 
 # What the files lack, and what they have too much
