@@ -30,6 +30,7 @@ from composer_dist.distributed.safetensors_index import Index, read_index
 from composer_dist.distributed.slices import Blueprint
 from composer_dist.distributed.weight_names import Match, match_names
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
+from composer_dist.reporting.progress import Progress
 
 _SMALL = MIB
 """Bytes of a part below which every rank that holds it reads all of it."""
@@ -154,16 +155,20 @@ class Pretrained:
         Raises:
             CheckpointRuntimeError: a file cannot be read, on whichever rank.
         """
-        with self.agreement.together("reading the weights"), Files(self.root, self.index.files) as files:
-            slabs = [
-                slab for target, part in _parts(targets) for slab in self._slabs(target, part, bucket_bytes)
-            ]
-            self.bytes_read += read_slabs(slabs, files)
-        shared = [target for target in targets if target.sharing]
-        if shared:
-            self.bytes_moved += self.agreement.collectively(
-                "gathering the weights", lambda: sum(_gather(target, bucket_bytes) for target in shared)
-            )
+        progress = Progress(self.agreement.rank == self.agreement.ranks[0])
+        with progress.stage("reading weights") as stage:
+            with self.agreement.together("reading the weights"), Files(self.root, self.index.files) as files:
+                slabs = [
+                    slab
+                    for target, part in _parts(targets)
+                    for slab in self._slabs(target, part, bucket_bytes)
+                ]
+                self.bytes_read += read_slabs(slabs, files, stage=stage)
+            shared = [target for target in targets if target.sharing]
+            if shared:
+                self.bytes_moved += self.agreement.collectively(
+                    "gathering the weights", lambda: sum(_gather(target, bucket_bytes) for target in shared)
+                )
 
     def read(self, name: str, whole: torch.Tensor) -> None:
         """Read all of one tensor, on this rank alone."""

@@ -24,6 +24,7 @@ import torch
 
 from composer_dist.distributed.read_plan import Slab
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
+from composer_dist.reporting.progress import Stage
 
 MIB = 1 << 20
 THREADS = 4
@@ -124,13 +125,17 @@ class _Batch:
         return True
 
 
-def read_slabs(slabs: Sequence[Slab], files: Files, threads: int = THREADS) -> int:
-    """Fill the slabs' targets; returns the bytes that were read.
+def read_slabs(
+    slabs: Sequence[Slab], files: Files, threads: int = THREADS, stage: Stage | None = None
+) -> int:
+    """Fill the slabs' targets; returns the bytes that were read, and counts those that arrive in `stage`.
 
     Raises:
         CheckpointRuntimeError: a read fails.
     """
     staging = threading.local()
+    progress = stage or Stage("reading")
+    progress.expect(sum(slab.nbytes for slab in slabs))
 
     def work(pieces: list[_Batch | Slab]) -> int:
         total = 0
@@ -143,6 +148,7 @@ def read_slabs(slabs: Sequence[Slab], files: Files, threads: int = THREADS) -> i
                     pin = piece.target.device.type != "cpu"
                     staging.buffer = torch.empty(_STAGE, dtype=torch.uint8, pin_memory=pin)
                 total += _read_staged(piece, files, staging.buffer)
+            progress.advance(piece.nbytes)
         return total
 
     slabs = sorted(slabs, key=lambda slab: (slab.file, slab.offset))

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 PATIENCE = 2.0
@@ -28,14 +28,17 @@ class Stage:
     label: str
     total: int = 0
     done: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def expect(self, nbytes: int) -> None:
         """There is more to do."""
-        self.total += nbytes
+        with self._lock:
+            self.total += nbytes
 
     def advance(self, nbytes: int) -> None:
-        """So much more is done."""
-        self.done += nbytes
+        """So much more is done; any thread may say so."""
+        with self._lock:
+            self.done += nbytes
 
 
 class Progress:
@@ -63,7 +66,9 @@ class Progress:
             return
         self._idle, ended = False, threading.Event()
         display = Display(stage, self._stream or sys.stderr, self._clock)
-        watcher = threading.Thread(target=_watch, args=(display, ended), daemon=True)
+        watcher = threading.Thread(
+            target=_watch, args=(display, ended), daemon=True, name="composer_dist-progress"
+        )
         watcher.start()
         try:
             yield stage

@@ -17,6 +17,7 @@ from composer_dist.distributed.reading import Files, read_slabs
 from composer_dist.distributed.safetensors_index import Index, read_index
 from composer_dist.distributed.slices import Blueprint
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
+from composer_dist.reporting.progress import Stage
 from tests.distributed.test_layout import expected, layouts
 
 NUMBERS = torch.arange(4 * 6 * 12).remainder(113)
@@ -58,9 +59,11 @@ def test_parts_of_any_layout(
             slabs += plan_reads(blueprint, index.entries, part, local.view(-1), 0, part.numel // 2)
             slabs += plan_reads(blueprint, index.entries, part, local.view(-1), part.numel // 2)
             targets.append((layout, at, local))
-    read(index, slabs)
+    counted = Stage("reading")
+    read(index, slabs, stage=counted)
     for layout, at, local in targets:
         assert torch.equal(local, expected(values[str(layout.shape)].float(), layout, at)), (layout, at)
+    assert counted.done == counted.total == sum(local.numel() for *_, local in targets) * stored.itemsize
 
 
 @pytest.mark.parametrize("stage", [64, 1 << 20])
