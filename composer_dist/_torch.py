@@ -209,6 +209,16 @@ def ddp_ignores(model: nn.Module, names: list[str]) -> Iterator[None]:
             vars(model)[key] = before
 
 
+def accumulated_nbytes(module: FSDPModule) -> int:
+    """Bytes of a unit's whole gradients, in the dtype in which FSDP2 adds them up. Since torch 2.4."""
+    return sum(
+        param._orig_size.numel() * (group.mp_policy.reduce_dtype or param.sharded_param.dtype).itemsize
+        for group in fsdp_param_groups(module)
+        for param in group.fsdp_params
+        if param.sharded_param.requires_grad
+    )
+
+
 def current_backward() -> int:
     """The number of the backward pass that this thread is in, -1 outside. Since torch 2.1."""
     return torch._C._current_graph_task_id()

@@ -27,6 +27,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "revert_sync_batch_norm": f"{_HERE}.sync_batch_norm",
         "context_parallel": f"{_HERE}.context",
         "no_sync": f"{_HERE}.gradients",
+        "accumulate": f"{_HERE}.accumulation",
+        "accumulated_bytes": f"{_HERE}.accumulation",
         "parallel_cross_entropy": f"{_HERE}.tp_loss",
         "clip_grad_norm": f"{_HERE}.gradients",
         "clip_grad_value": f"{_HERE}.gradients",
@@ -41,6 +43,8 @@ __getattr__, __dir__, __all__ = lazy_names(
 )
 
 if TYPE_CHECKING:
+    from composer_dist.distributed.accumulation import accumulate as accumulate
+    from composer_dist.distributed.accumulation import accumulated_bytes as accumulated_bytes
     from composer_dist.distributed.activation_checkpointing import apply_ac as apply_ac
     from composer_dist.distributed.codecs import register_tensor_codec as register_tensor_codec
     from composer_dist.distributed.context import context_parallel as context_parallel

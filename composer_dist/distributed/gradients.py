@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,6 +48,13 @@ def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
         enabled: False does the opposite: backward inside synchronises, whatever an outer context
             says.
     """
+    with synchronising(model, lambda what: not enabled):
+        yield
+
+
+@contextlib.contextmanager
+def synchronising(model: nn.Module, decide: Callable[[str], bool]) -> Iterator[None]:
+    """Inside, what is reduced in backward is what `decide` says of its flag's name."""
     flags: list[tuple[object, str, bool]] = []
     for module in model.modules():
         flags += _torch.gradient_sync_flags(module)
@@ -55,7 +62,7 @@ def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in flags]
     try:
         for owner, attribute, synchronises in flags:
-            setattr(owner, attribute, synchronises != enabled)
+            setattr(owner, attribute, synchronises == decide(attribute))
         yield
     finally:
         for owner, attribute, value in before:

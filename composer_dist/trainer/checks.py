@@ -72,6 +72,12 @@ def check_microbatch_size(size: object) -> None:
         )
 
 
+def check_accumulate(how: object) -> None:
+    """Refuses ways to accumulate that do not exist."""
+    if how not in ("sharded", "unsharded"):
+        raise ParallelismValueError(f"accumulate is 'sharded' or 'unsharded', not {how!r}.")
+
+
 def check_precision(precision: Precision | None) -> None:
     """Refuses the precisions that the training loop cannot do yet."""
     if precision is Precision.AMP_FP16:

@@ -10,6 +10,7 @@ from functools import partial
 from torch import Tensor
 from torch.optim import Optimizer
 
+from composer_dist.distributed.accumulation import Accumulate
 from composer_dist.trainer.evaluation import compute_metrics, fresh_metrics
 from composer_dist.trainer.events import Event
 from composer_dist.trainer.feed import Fed, Feed
@@ -27,6 +28,7 @@ class LoopOptions:
 
     microbatch_size: int | None
     clipping: GradientClipping | None
+    accumulate: Accumulate
     schedule_batches: bool
     eval_interval: Time | None
     replicas: int
@@ -124,7 +126,7 @@ class TrainingLoop:
         metrics: dict[str, float | Tensor] = {**_learning_rates(state.optimizers)}
         for metric in state.train_metrics.values():
             metric.reset()
-        metrics |= train_batch(state, fed, self._run_event, self._options.clipping)
+        metrics |= train_batch(state, fed, self._run_event, self._options.clipping, self._options.accumulate)
         if self._options.schedule_batches:
             self._step_schedulers()
         state.timestamp = state.timestamp.next_batch(

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from composer_dist.distributed import process_group
+from composer_dist.distributed.accumulation import Accumulate, accumulate
 from composer_dist.distributed.context import context_parallel, find_mesh
-from composer_dist.distributed.gradients import clip_grad_norm, clip_grad_value, no_sync
+from composer_dist.distributed.gradients import clip_grad_norm, clip_grad_value
 from composer_dist.distributed.mesh import submesh
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.autocast import autocast
@@ -45,7 +46,11 @@ def weight_of(state: State, batch: Any) -> float:
 
 
 def train_batch(
-    state: State, fed: Fed, run_event: Callable[[Event], None], clipping: GradientClipping | None
+    state: State,
+    fed: Fed,
+    run_event: Callable[[Event], None],
+    clipping: GradientClipping | None,
+    how: Accumulate = "sharded",
 ) -> dict[str, Tensor]:
     """Trains on one batch; `state.loss` is then the mean loss over the batches of all ranks.
 
@@ -65,7 +70,7 @@ def train_batch(
     run_event(Event.BEFORE_TRAIN_BATCH)
     total = torch.zeros((), device=state.device)
     for batch, weight, last in _microbatches(state, fed):
-        with _part(state, batch, weight) as weight, no_sync(state.model, enabled=not last):
+        with _part(state, batch, weight) as weight, accumulate(state.model, last, how):
             loss = _forward_backward(state, run_event, weight / fed.mean_weight)
         if weight:  # the mean over no terms is nan
             total += loss * (weight / fed.mean_weight)

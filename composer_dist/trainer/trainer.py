@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from composer_dist.distributed import process_group
+from composer_dist.distributed.accumulation import Accumulate, accumulated_bytes
 from composer_dist.distributed.preparation import Preparation
 from composer_dist.distributed.prepare import parallelize_composer_model
 from composer_dist.errors import ParallelismValueError
@@ -56,6 +57,8 @@ class Trainer:
         device: where to train; by default the process group's device, else the accelerator.
         device_train_microbatch_size: the most samples in one forward and backward; None takes the
             whole batch.
+        accumulate: "sharded" reduces each microbatch's gradients at once; "unsharded" once a batch, and
+            holds whole gradients until then, as many bytes as the hyperparameters say.
         gradient_clipping: the largest global norm, or a `GradientClipping`.
         seed: for Python, torch, and numpy where it is in use: the same on all ranks during
             preparation; afterwards a rank's own, equal where the data is equal. None leaves the
@@ -87,6 +90,7 @@ class Trainer:
         precision: str | Precision | None = None,
         device: str | torch.device | None = None,
         device_train_microbatch_size: int | None = None,
+        accumulate: Accumulate = "sharded",
         gradient_clipping: float | GradientClipping | None = None,
         seed: int | None = None,
         eval_interval: Time | str | int | None = "1ep",
@@ -98,6 +102,7 @@ class Trainer:
     ) -> None:
         checks.check_model(model)
         checks.check_microbatch_size(device_train_microbatch_size)
+        checks.check_accumulate(accumulate)
         self._precision = as_precision(precision)
         checks.check_precision(self._precision)
         self._max_duration = checks.positive("max_duration", max_duration)
@@ -140,6 +145,7 @@ class Trainer:
         options = LoopOptions(
             microbatch_size=device_train_microbatch_size,
             clipping=clipping,
+            accumulate=accumulate,
             schedule_batches=bool(step_schedulers_every_batch),
             eval_interval=interval if eval_dataloader is not None else None,
             replicas=self._data_part["num_replicas"],
@@ -153,6 +159,8 @@ class Trainer:
                 "max_duration": str(self._max_duration),
                 "precision": str(self._precision),
                 "device_train_microbatch_size": device_train_microbatch_size,
+                "accumulate": accumulate,
+                "accumulated_gradient_bytes": accumulated_bytes(model, accumulate),
                 "gradient_clipping": str(clipping),
                 "seed": seed,
             }

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import Callback, Event, GradientClipping
 from composer_dist.trainer.step import total_loss
+from tests.collectives import Collectives
 from tests.trainer.models import (
     IGNORED,
     PER_BATCH,
@@ -192,25 +192,13 @@ def test_p32_the_norm_that_is_clipped_is_the_whole_models(world2: World) -> None
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-class Collectives(TorchDispatchMode):
-    """Counts collectives by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.counts[func.__name__.partition(".")[0]] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def collectives(microbatch_size: int | None) -> Counter[str]:
+def collectives(microbatch_size: int | None, how: str = "sharded") -> Counter[str]:
     """What one batch of 3 samples sends."""
     trainer, _ = quiet(
         tagger(),
         train_dataloader=batches([3, 3], dist.get_rank()),
         device_train_microbatch_size=microbatch_size,
+        accumulate=how,
         parallelism_config="fsdp",
     )
     trainer.fit(duration="1ba")
@@ -219,8 +207,10 @@ def collectives(microbatch_size: int | None) -> Counter[str]:
     return counted.counts
 
 
-def test_p33_gradients_are_reduced_once_per_batch(world2: World) -> None:
+def test_p99_gradients_are_reduced_once_per_microbatch_or_per_batch(world2: World) -> None:
     whole, cut = world2(collectives, None)[0], world2(collectives, 1)[0]
-    assert cut["_reduce_scatter_base_"] == whole["_reduce_scatter_base_"] > 0
+    once = world2(collectives, 1, "unsharded")[0]
+    assert once["_reduce_scatter_base_"] == whole["_reduce_scatter_base_"] > 0
+    assert cut["_reduce_scatter_base_"] == 3 * whole["_reduce_scatter_base_"]
     assert cut["_allgather_base_"] > whole["_allgather_base_"] > 0
     assert cut["allreduce_"] == whole["allreduce_"] == 2  # what the ranks have, and the loss
