@@ -30,6 +30,7 @@ from composer_dist.distributed.safetensors_index import Index, read_index
 from composer_dist.distributed.slices import Blueprint
 from composer_dist.distributed.weight_names import Match, match_names
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
+from composer_dist.reporting.progress import Progress
 
 _SMALL = MIB
 """Bytes of a part below which every rank that holds it reads all of it."""
@@ -145,11 +146,12 @@ class Pretrained:
         """First names of the tensors that the checkpoint has values for."""
         return frozenset(self.match.tensors)
 
-    def fill(self, targets: Sequence[Target], bucket_bytes: int) -> None:
+    def fill(self, targets: Sequence[Target], bucket_bytes: int, progress: Progress | None = None) -> None:
         """Read the targets' values; every rank calls it with the same tensors.
 
         Args:
             bucket_bytes: most bytes that ranks gather from one another at one time.
+            progress: shows how far it is; None makes one for the first rank.
 
         Raises:
             CheckpointRuntimeError: a file cannot be read, on whichever rank.
@@ -158,7 +160,9 @@ class Pretrained:
             slabs = [
                 slab for target, part in _parts(targets) for slab in self._slabs(target, part, bucket_bytes)
             ]
-            self.bytes_read += read_slabs(slabs, files)
+            progress = progress or Progress(shown=self.agreement.rank == self.agreement.ranks[0])
+            with progress.stage("reading weights") as stage:
+                self.bytes_read += read_slabs(slabs, files, stage=stage)
         shared = [target for target in targets if target.sharing]
         if shared:
             self.bytes_moved += self.agreement.collectively(

@@ -24,6 +24,7 @@ import torch
 
 from composer_dist.distributed.read_plan import Slab
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
+from composer_dist.reporting.progress import Stage
 
 MIB = 1 << 20
 THREADS = 4
@@ -124,8 +125,14 @@ class _Batch:
         return True
 
 
-def read_slabs(slabs: Sequence[Slab], files: Files, threads: int = THREADS) -> int:
+def read_slabs(
+    slabs: Sequence[Slab], files: Files, threads: int = THREADS, stage: Stage | None = None
+) -> int:
     """Fill the slabs' targets; returns the bytes that were read.
+
+    Args:
+        threads: how many read at the same time.
+        stage: is told how far the reading is.
 
     Raises:
         CheckpointRuntimeError: a read fails.
@@ -143,9 +150,13 @@ def read_slabs(slabs: Sequence[Slab], files: Files, threads: int = THREADS) -> i
                     pin = piece.target.device.type != "cpu"
                     staging.buffer = torch.empty(_STAGE, dtype=torch.uint8, pin_memory=pin)
                 total += _read_staged(piece, files, staging.buffer)
+            if stage is not None:
+                stage.advance(piece.nbytes)
         return total
 
     slabs = sorted(slabs, key=lambda slab: (slab.file, slab.offset))
+    if stage is not None:
+        stage.expect(sum(slab.nbytes for slab in slabs))
     with ThreadPoolExecutor(threads, thread_name_prefix="composer_dist-read") as pool:
         tasks = [pool.submit(work, pieces) for pieces in _tasks(slabs)]
         try:

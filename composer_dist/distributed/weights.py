@@ -47,7 +47,8 @@ class Filling:
     def deliver_weights(self) -> None:
         """Read what files have, bring over what rank 0 has, and slice what every rank has."""
         if self.disk is not None:
-            self.disk.fill([self._target(name) for name in sorted(self.sources.disk)], self.bucket_bytes)
+            targets = [self._target(name) for name in sorted(self.sources.disk)]
+            self.disk.fill(targets, self.bucket_bytes, self.transport.progress)
         here = self.agreement.rank == self.first
         delivered = [
             self._cargo(name, self.values[name] if here else None) for name in sorted(self.sources.rank0)
