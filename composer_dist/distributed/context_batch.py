@@ -77,7 +77,8 @@ class Splitter:
             )
             even = self.balanced and not length % ranks and length >= 2 * ranks
             raise ParallelismValueError(
-                f"A sequence of {length} positions cannot be divided by {why}; pad it on the right to "
+                f"A sequence of {length} positions cannot be divided by {why}; pad it on the right (a "
+                f"collator's pad_to_multiple_of={parts}) to "
                 f"{longer} (labels {IGNORED}){', or pass balanced=False' if even else ''}."
             )
         return Layout(length, ranks, rank, self.balanced)

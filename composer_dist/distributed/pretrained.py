@@ -146,29 +146,28 @@ class Pretrained:
         """First names of the tensors that the checkpoint has values for."""
         return frozenset(self.match.tensors)
 
-    def fill(self, targets: Sequence[Target], bucket_bytes: int) -> None:
+    def fill(self, targets: Sequence[Target], bucket_bytes: int, progress: Progress | None = None) -> None:
         """Read the targets' values; every rank calls it with the same tensors.
 
         Args:
             bucket_bytes: most bytes that ranks gather from one another at one time.
+            progress: shows how far it is; None makes one for the first rank.
 
         Raises:
             CheckpointRuntimeError: a file cannot be read, on whichever rank.
         """
-        progress = Progress(self.agreement.rank == self.agreement.ranks[0])
-        with progress.stage("reading weights") as stage:
-            with self.agreement.together("reading the weights"), Files(self.root, self.index.files) as files:
-                slabs = [
-                    slab
-                    for target, part in _parts(targets)
-                    for slab in self._slabs(target, part, bucket_bytes)
-                ]
+        with self.agreement.together("reading the weights"), Files(self.root, self.index.files) as files:
+            slabs = [
+                slab for target, part in _parts(targets) for slab in self._slabs(target, part, bucket_bytes)
+            ]
+            progress = progress or Progress(shown=self.agreement.rank == self.agreement.ranks[0])
+            with progress.stage("reading weights") as stage:
                 self.bytes_read += read_slabs(slabs, files, stage=stage)
-            shared = [target for target in targets if target.sharing]
-            if shared:
-                self.bytes_moved += self.agreement.collectively(
-                    "gathering the weights", lambda: sum(_gather(target, bucket_bytes) for target in shared)
-                )
+        shared = [target for target in targets if target.sharing]
+        if shared:
+            self.bytes_moved += self.agreement.collectively(
+                "gathering the weights", lambda: sum(_gather(target, bucket_bytes) for target in shared)
+            )
 
     def read(self, name: str, whole: torch.Tensor) -> None:
         """Read all of one tensor, on this rank alone."""

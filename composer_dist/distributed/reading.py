@@ -128,14 +128,16 @@ class _Batch:
 def read_slabs(
     slabs: Sequence[Slab], files: Files, threads: int = THREADS, stage: Stage | None = None
 ) -> int:
-    """Fill the slabs' targets; returns the bytes that were read, and counts those that arrive in `stage`.
+    """Fill the slabs' targets; returns the bytes that were read.
+
+    Args:
+        threads: how many read at the same time.
+        stage: is told how far the reading is.
 
     Raises:
         CheckpointRuntimeError: a read fails.
     """
     staging = threading.local()
-    progress = stage or Stage("reading")
-    progress.expect(sum(slab.nbytes for slab in slabs))
 
     def work(pieces: list[_Batch | Slab]) -> int:
         total = 0
@@ -148,10 +150,13 @@ def read_slabs(
                     pin = piece.target.device.type != "cpu"
                     staging.buffer = torch.empty(_STAGE, dtype=torch.uint8, pin_memory=pin)
                 total += _read_staged(piece, files, staging.buffer)
-            progress.advance(piece.nbytes)
+            if stage is not None:
+                stage.advance(piece.nbytes)
         return total
 
     slabs = sorted(slabs, key=lambda slab: (slab.file, slab.offset))
+    if stage is not None:
+        stage.expect(sum(slab.nbytes for slab in slabs))
     with ThreadPoolExecutor(threads, thread_name_prefix="composer_dist-read") as pool:
         tasks = [pool.submit(work, pieces) for pieces in _tasks(slabs)]
         try:

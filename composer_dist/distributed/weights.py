@@ -51,7 +51,7 @@ class Filling:
         if self.disk is not None:
             made_of = {name: self.structure.tensors[name].info.inner for name in sorted(self.sources.disk)}
             plain = [self._target(name) for name, inner in made_of.items() if not inner]
-            self.disk.fill(plain, self.bucket_bytes)
+            self.disk.fill(plain, self.bucket_bytes, self.transport.progress)
             others = {name: self._destination(name) for name, inner in made_of.items() if inner}
             fill_encoded(self.disk, others, self.device, self.agreement, self.transport.send)
         here = self.agreement.rank == self.first

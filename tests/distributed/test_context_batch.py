@@ -105,13 +105,17 @@ RIGHT, LEFT = [[1] * 8, [1] * 6 + [0] * 2], [[1] * 8, [0] * 2 + [1] * 6]
         (
             "Llama",
             {"input_ids": IDS[:, :6]},
-            "6 positions cannot be divided by 2 x cp = 4, .* to 8 .*balanced=False",
+            "6 positions cannot be divided by 2 x cp = 4, .*pad_to_multiple_of=4\\) to 8 .*balanced=False",
         ),
-        ("Llama", {"input_ids": IDS[:, :7]}, r"7 positions cannot .* on the right to 8 \(labels -100\)\.$"),
+        (
+            "Llama",
+            {"input_ids": IDS[:, :7]},
+            r"7 positions cannot .* on the right .* to 8 \(labels -100\)\.$",
+        ),
         (
             "Bert",
             {"input_ids": IDS[:, :7]},
-            "7 positions cannot be divided by cp = 2; pad it on the right to 8",
+            "7 positions cannot be divided by cp = 2; pad it on the right .* to 8",
         ),
         ("Llama", masked(LEFT), "padding on the left .*tokenizer.padding_side='right'"),
         ("Llama", masked([[1] * 8, [1, 0] * 4]), "padding on the left or in between"),

@@ -15,17 +15,21 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from composer_dist import DDPConfig
+from composer_dist import DDPConfig, MeshConfig, ParallelismConfig, TPConfig
+from composer_dist.checkpoint import load_pretrained
 from composer_dist.distributed import parallelize_composer_model, parallelize_model, pretrained
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import read_structure
 from composer_dist.distributed.layout import Coordinate, Layout
+from composer_dist.distributed.names import named_parameters_canonical
 from composer_dist.distributed.pretrained import Pretrained, Target
 from composer_dist.distributed.reading import Files
 from composer_dist.distributed.safetensors_index import read_index
 from composer_dist.distributed.slices import Blueprint
+from composer_dist.distributed.summon import gather
 from composer_dist.distributed.weight_names import Match
 from composer_dist.errors import (
     CheckpointKeyError,
@@ -37,6 +41,8 @@ from composer_dist.errors import (
 from composer_dist.models import HuggingFaceModel
 from tests.distributed.preparable import Toy, built, config, same, tokens, train, values
 from tests.distributed.test_sync import profiled
+from tests.distributed.tp_models import gpt2 as tp_gpt2
+from tests.distributed.tp_models import phi3, qwen3, tied_llama
 from tests.world import run
 
 MIB = 1 << 20
@@ -202,6 +208,33 @@ def replicated(path: Path) -> int:
     for name, value in values(expected).items():
         torch.testing.assert_close(values(model)[name], value, rtol=1e-5, atol=1e-6)
     return done.bytes_read
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 1), (4, 2)])
+def test_tensor_parallel_models_read_their_windows(tmp_path: Path, ranks: int, replicas: int) -> None:
+    for make in (phi3, qwen3, tp_gpt2, tied_llama):
+        model = built(make, seed=3)
+        model.save_pretrained(tmp_path / make.__name__)
+    run(windows, ranks, tmp_path, replicas)
+
+
+def windows(directory: Path, replicas: int) -> None:
+    pretrained._SMALL = 64
+    for make in (phi3, qwen3, tp_gpt2, tied_llama):
+        expected = {name: parameter.detach() for name, parameter in built(make, seed=3).named_parameters()}
+        settings = ParallelismConfig(
+            mesh=MeshConfig(dp_replicate=replicas, tp=2), tp=TPConfig(), bucket_bytes=4096
+        )
+        for start in ("meta", "cpu"):
+            model = built(make, seed=4, device=start)
+            done = parallelize_model(model, settings, weights=directory / make.__name__)
+            same({name: gather(p) for name, p in named_parameters_canonical(model)}, expected)
+            whole = sum(parameter.nbytes for parameter in expected.values())
+            assert done.bytes_read < whole
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+        assert load_pretrained(model, directory / make.__name__) == ([], [])
+        same({name: gather(p) for name, p in named_parameters_canonical(model)}, expected)
 
 
 # What the files lack, and what they have too much
