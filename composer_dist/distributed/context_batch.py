@@ -176,7 +176,8 @@ class Splitter:
     def shifts(self) -> bool:
         """Whether the model's own loss compares a position with the label after it."""
         loss = getattr(self._transformer, "loss_function", None)
-        return getattr(loss, "__name__", "") == "ForCausalLMLoss" and self.accepts("shift_labels")
+        known = inspect.signature(loss).parameters if callable(loss) else ()
+        return "shift_labels" in known and self.accepts("shift_labels")
 
     def _check_mask(self, batch: MutableMapping[str, Any], layout: Layout) -> None:
         """Drop a padding mask that changes nothing, and refuse all others."""

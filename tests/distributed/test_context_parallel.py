@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as imported_attention
 
 from composer_dist.distributed import build_mesh, context_parallel, parallelize_model, sampler_kwargs
-from composer_dist.distributed.config import MeshConfig, ParallelismConfig
+from composer_dist.distributed.config import MeshConfig, ParallelismConfig, TPConfig
 from composer_dist.distributed.mesh import remember_mesh
 from composer_dist.distributed.names import named_parameters_canonical
 from composer_dist.errors import ParallelismKeyError, ParallelismRuntimeError, ParallelismValueError
@@ -142,7 +142,7 @@ def same_training(
         model, ParallelismConfig(mesh=MeshConfig(**mesh), **(config or {})), optimizers[1]
     )
     count, index = sampler_kwargs(done.mesh).values()
-    assert count * mesh["cp"] == dist.get_world_size()
+    assert count * mesh["cp"] * mesh.get("tp", 1) == dist.get_world_size()
     for step in range(3):
         whole = batch_of(step)
         expected = torch.stack([loss_of(reference, rows(whole, count, i)) for i in range(count)]).mean()
@@ -166,7 +166,7 @@ def same_training(
         one.eval()
     with torch.no_grad():  # every rank has the whole sequence
         outputs = [one(rows(tokens(7), count, index)) for one in (reference, model)]
-    logits = [one if isinstance(one, Tensor) else one.logits for one in outputs]
+    logits = [full(one if isinstance(one, Tensor) else one.logits) for one in outputs]
     assert (logits[1] - logits[0]).abs().max() < tolerance * logits[0].abs().max()
 
 
@@ -190,18 +190,20 @@ def _two() -> None:
 
 
 def test_cp_on_two_ranks_equals_one_process(world2: World) -> None:
-    world2(_two)
+    world2(_two, timeout=180)
 
 
 def _four() -> None:
     same_training(llama, padded, own_loss, {"dp_shard": 2, "cp": 2})
     same_training(Plain, tokens, square, {"dp_replicate": 2, "dp_shard": 1, "cp": 2}, buffers=BUFFERS)
     same_training(llama, padded, own_loss, {"cp": 4})
+    cut = {"tp": TPConfig(sequence_parallel=True, loss_parallel=True)}
+    same_training(llama, padded, own_loss, {"dp_shard": 1, "cp": 2, "tp": 2}, config=cut)
     same_training(Plain, tokens, square, {"cp": 4}, buffers=BUFFERS, balanced=False)
 
 
-def test_cp_beside_data_parallelism_equals_one_process(world4: World) -> None:
-    world4(_four)
+def test_cp_beside_data_and_tensor_parallelism_equals_one_process(world4: World) -> None:
+    world4(_four, timeout=180)
 
 
 def by_import(*heads: Tensor, is_causal: bool) -> Tensor:
