@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,7 +28,8 @@ from composer_dist.errors import ParallelismError, ParallelismRuntimeError
 from tests.distributed.preparable import built, config, same, values
 from tests.distributed.test_prepare import attempt, check_marked
 from tests.distributed.test_sync import cargoes_of, check, profiled, tensors
-from tests.world import WorkerError, run
+from tests.worker import HOST
+from tests.world import WorkerError, _host_store, run
 
 MIB = 1 << 20
 Hosts = Sequence[Sequence[int]]
@@ -304,3 +309,33 @@ def dies(victim: int) -> tuple[type, str]:
         agreement.GRACE = agreement.MARGIN = timedelta(seconds=4)
     check_marked(model, outcome[1])
     return outcome
+
+
+@pytest.mark.slow
+def test_hosts_are_found_across_pid_namespaces() -> None:
+    """As in two containers: the same pids on both sides, and nobody reads across."""
+    separate = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*separate, "true"], check=False).returncode:
+        pytest.skip("needs the right to make pid namespaces")
+    store = _host_store()
+    environment = os.environ | {
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": "4",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    rank = f"{sys.executable} -m tests.distributed.namespaced"
+    both = [
+        subprocess.Popen(
+            [*separate, "sh", "-c", f"{rank} {first} & {rank} {first + 1}; wait"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for first in (0, 2)
+    ]
+    lines = [line for each in both for line in each.communicate(timeout=240)[0].splitlines()]
+    found = sorted((json.loads(line) for line in lines), key=lambda each: each["rank"])
+    assert [each["way"] for each in found] == ["hosts"] * 4
+    assert {each["pid"] for each in found[:2]} == {each["pid"] for each in found[2:]}
