@@ -7,7 +7,7 @@ says which feature falls if it goes. Code that differs by torch version lives he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -98,13 +98,31 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module._checkpoint_wrapped_module if isinstance(module, CheckpointWrapper) else module
 
 
-def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: torch.distributed.ProcessGroup) -> None:
-    """Sums `tensor` over the ranks of `group`; `output` gets this rank's part of dimension 0.
+# Collectives that return a new tensor; there is no public way to call them. Since torch 2.2.
 
-    Torch 2.13 renames it and warns about the old name.
-    """
-    function = getattr(torch.distributed, "reduce_scatter_single", torch.distributed.reduce_scatter_tensor)
-    function(output, tensor, group=group)
+
+def all_reduced(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    """The sum of `tensor`, contiguous, over the ranks of the group of this name."""
+    functional: Any = torch.ops._c10d_functional
+    return _waited(functional.all_reduce(tensor, "sum", group))
+
+
+def all_gathered(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """The tensors of all ranks, contiguous and alike, one after the other along dimension 0."""
+    functional: Any = torch.ops._c10d_functional
+    return _waited(functional.all_gather_into_tensor(tensor, size, group))
+
+
+def reduce_scattered(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """This rank's part, along dimension 0, of the sum of `tensor`, contiguous, over the ranks."""
+    functional: Any = torch.ops._c10d_functional
+    return _waited(functional.reduce_scatter_tensor(tensor, "sum", size, group))
+
+
+def _waited(tensor: torch.Tensor) -> torch.Tensor:
+    functional: Any = torch.ops._c10d_functional
+    waited: torch.Tensor = functional.wait_tensor(tensor)
+    return waited
 
 
 def gradient_sync_flags(module: nn.Module) -> list[tuple[object, str, bool]]:
@@ -393,6 +411,18 @@ def all_initialisers_write() -> Iterator[None]:
     finally:
         for function, code, defaults in before:
             function.__code__, function.__defaults__ = code, defaults
+
+
+def one_side_effect() -> AbstractContextManager[None]:
+    """Inside, what a checkpointed forward changes about objects does not keep it from being compiled.
+
+    Tensor parallelism exchanges parameters for their parts and back, say. Compiled, such a change happens
+    in forward and not again in backward. Since torch 2.9.
+    """
+    from torch._dynamo import config
+
+    patch: AbstractContextManager[None] = config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+    return patch
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from composer_dist.distributed.aliases import ancestors
 from composer_dist.distributed.checkpoint_plan import Checkpointed
 from composer_dist.distributed.config import Compile, ParallelismConfig, near_miss
 from composer_dist.distributed.policies import has_forward
+from composer_dist.distributed.selective import DEFAULT
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
 _KEYS = ("backend", "mode", "dynamic", "fullgraph", "options")
@@ -108,6 +110,7 @@ def plan_compile(
     blocks: Sequence[str],
     units: Sequence[str],
     checkpointing: Sequence[Checkpointed],
+    cut: Sequence[str] = (),
 ) -> tuple[Compiled, ...]:
     """Choose the modules: by rule, else the model's blocks.
 
@@ -118,6 +121,7 @@ def plan_compile(
         blocks: what is compiled where no rule says otherwise.
         units: modules that FSDP2 gathers.
         checkpointing: what else happens to the modules' activations.
+        cut: modules with collectives of tensor parallelism.
 
     Raises:
         ParallelismValueError: see `compile_options`; nothing to compile; a module that cannot be
@@ -134,7 +138,7 @@ def plan_compile(
             chosen[name] = Compiled(name, source, options, budgets.get(name))
     clashes: dict[str, list[str]] = {}
     for name, one in chosen.items():
-        for text in _clashes(modules[name], one, units, checkpointing):
+        for text in _clashes(modules[name], one, units, checkpointing, cut):
             clashes.setdefault(text, []).append(name)
     faults = list(_idle(general, by_rule, blocks, chosen, budgets))
     faults += [f"Cannot compile {_some(names)}: {text}" for text, names in clashes.items()]
@@ -172,7 +176,11 @@ def _idle(
 
 
 def _clashes(
-    module: nn.Module, one: Compiled, units: Sequence[str], checkpointing: Sequence[Checkpointed]
+    module: nn.Module,
+    one: Compiled,
+    units: Sequence[str],
+    checkpointing: Sequence[Checkpointed],
+    cut: Sequence[str],
 ) -> Iterator[str]:
     """Why a chosen module cannot be compiled."""
     name, backend = one.module, one.options["backend"]
@@ -201,6 +209,12 @@ def _clashes(
         yield (
             "activation checkpointing around it saves the results of single operations, and a compiled "
             "module is one; compile and checkpoint the same module."
+        )
+    repeats = one.budget is not None or any(DEFAULT not in other.options.get("save", ()) for other in inside)
+    if repeats and any(name in ancestors(other) for other in cut):
+        yield (
+            "torch.compile cannot repeat the collectives of tensor parallelism (torch 2.13); keep their "
+            "results with activation_checkpointing='selective', or leave it out."
         )
     if one.budget is not None and backend not in _MIN_CUT:
         yield f"backend {backend!r} knows no memory budget; {', '.join(_MIN_CUT)} do."
@@ -267,7 +281,8 @@ class _CompiledForward:
                 args, kwargs = without_cache(self._module, args, kwargs)
             else:
                 warnings.warn(_CACHE, UserWarning, stacklevel=2)
-        return self._compiled(*args, **kwargs)
+        with _torch.one_side_effect() if self._recomputed else nullcontext():
+            return self._compiled(*args, **kwargs)
 
 
 _CACHE = (

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -166,10 +165,12 @@ class _Local(torch.autograd.Function):
         )
 
 
+# Functional collectives: whoever gave the tensor may still use it, torch.compile knows them, and selective
+# checkpointing keeps their results.
+
+
 def _all_reduce(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    result = tensor.contiguous().clone()  # whoever gave the tensor may still use it
-    dist.all_reduce(result, group=mesh.get_group())
-    return result
+    return _torch.all_reduced(tensor.contiguous(), mesh.get_group().group_name)
 
 
 def _part(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
@@ -185,14 +186,12 @@ def _all_gather(tensor: Tensor, dim: int, size: int, mesh: DeviceMesh) -> Tensor
         shape = list(tensor.shape)
         shape[dim] = missing
         tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
-    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(mesh.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=mesh.get_group())
-    return torch.cat(parts, dim).narrow(dim, 0, size).contiguous()
+    gathered = _torch.all_gathered(tensor.contiguous(), mesh.size(), mesh.get_group().group_name)
+    return torch.cat(gathered.chunk(mesh.size()), dim).narrow(dim, 0, size).contiguous()
 
 
 def _reduce_scatter(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     require_even(tensor, mesh, dim)
     moved = tensor.movedim(dim, 0).contiguous()
-    result = moved.new_empty(moved.shape[0] // mesh.size(), *moved.shape[1:])
-    _torch.reduce_scatter(result, moved, mesh.get_group())
+    result = _torch.reduce_scattered(moved, mesh.size(), mesh.get_group().group_name)
     return result.movedim(0, dim).contiguous()
