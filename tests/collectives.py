@@ -16,6 +16,6 @@ class Collectives(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace in {"c10d", "_c10d_functional"}:
             self.counts[func.__name__.partition(".")[0]] += 1
         return func(*args, **(kwargs or {}))

@@ -37,6 +37,7 @@ FEATURES = {
     "torch.utils._pytree.tree_map_only": "activation_checkpointing=(..., {'save': ...})",
     "torch._inductor.list_mode_options": "compile={'mode': ...}, checked when planned",
     "torch._inductor.list_options": "compile={'options': ...}, checked when planned",
+    "torch._dynamo.config": "tensor parallelism, checkpointing and torch.compile together",
     "torch._functorch.config": "activation_checkpointing=('memory_budget', ...)",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "a second process group in one process",
 }

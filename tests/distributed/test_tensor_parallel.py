@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from composer_dist.distributed.sharding import shard
 from composer_dist.distributed.steps import meta_init
 from composer_dist.distributed.summon import gather, summon_full_params
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from tests.collectives import Collectives
 from tests.distributed.preparable import built, close, same
 from tests.distributed.tp_models import (
     MLP,
@@ -266,11 +266,11 @@ def count() -> list[int]:
     """All-reduces of a forward, and of a backward."""
     model = built(Decoder)
     parallelize_model(model, config())
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called:
+    with Collectives() as counted:
         loss = loss_of(model, batch())
-        forward = called.call_count
+        forward = counted.counts["all_reduce"]
         loss.backward()
-    return [forward, called.call_count - forward]
+    return [forward, counted.counts["all_reduce"] - forward]
 
 
 def test_query_key_and_value_sum_the_gradient_of_their_input_once() -> None:
