@@ -34,6 +34,8 @@ from composer_dist.reporting.progress import Progress
 
 _SMALL = MIB
 """Bytes of a part below which every rank that holds it reads all of it."""
+_WINDOW = 4 * MIB
+"""Most bytes that are gathered at one time; more is no faster, and gloo buffers it twice."""
 _SAMPLE = MIB // 4
 
 
@@ -201,7 +203,7 @@ def _windows(target: Target, bucket_bytes: int) -> Iterator[tuple[int, int]]:
     """
     assert target.mesh is not None
     holders = prod(target.mesh.size(dim) for dim in target.sharing)
-    step = max(1, bucket_bytes // (target.local.itemsize * holders)) * holders
+    step = max(1, min(bucket_bytes, _WINDOW) // (target.local.itemsize * holders)) * holders
     whole = target.local.numel() // holders * holders
     for first in range(0, whole, step):
         yield first, min(step, whole - first)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
@@ -137,7 +137,12 @@ def read_slabs(
     Raises:
         CheckpointRuntimeError: a read fails.
     """
-    staging = threading.local()
+    slabs = sorted(slabs, key=lambda slab: (slab.file, slab.offset))
+    staged = [slab for slab in slabs if not _is_direct(slab)]
+    pin = any(slab.target.device.type != "cpu" for slab in staged)
+    buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
+    for _ in range(threads if staged else 0):
+        buffers.put(torch.empty(_STAGE, dtype=torch.uint8, device="cpu", pin_memory=pin))
 
     def work(pieces: list[_Batch | Slab]) -> int:
         total = 0
@@ -146,15 +151,13 @@ def read_slabs(
                 files.read(piece.file, piece.offset, piece.memory)
                 total += piece.nbytes
             else:
-                if not hasattr(staging, "buffer"):
-                    pin = piece.target.device.type != "cpu"
-                    staging.buffer = torch.empty(_STAGE, dtype=torch.uint8, pin_memory=pin)
-                total += _read_staged(piece, files, staging.buffer)
+                buffer = buffers.get()
+                total += _read_staged(piece, files, buffer)
+                buffers.put(buffer)
             if stage is not None:
                 stage.advance(piece.nbytes)
         return total
 
-    slabs = sorted(slabs, key=lambda slab: (slab.file, slab.offset))
     if stage is not None:
         stage.expect(sum(slab.nbytes for slab in slabs))
     with ThreadPoolExecutor(threads, thread_name_prefix="composer_dist-read") as pool:
