@@ -55,7 +55,7 @@ def _join(part: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
     here = Coordinate.of(mesh)
     if layout.rows:
         whole = replace(layout, rows=False).local_shape(here)
-        part = _all_gather(part, whole, 0, 1, submesh(mesh, "dp_shard"))
+        part = _all_gather(part, whole, 0, 1, submesh(mesh, "dp_shard") or submesh(mesh, "cp"))
     assert layout.tp_dim is not None
     return _all_gather(part, layout.shape, layout.tp_dim, layout.tp_groups, submesh(mesh, "tp"))
 

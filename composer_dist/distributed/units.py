@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed.aliases import Structure, TensorInfo, ancestors
+from composer_dist.distributed.mesh import mesh_of, submesh
 from composer_dist.distributed.policies import Choice, Choices, has_forward, is_sharded
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
@@ -102,7 +103,8 @@ def _already_sharded(structure: Structure, choices: Choices) -> tuple[dict[str, 
             "FullyShardedDataParallel, FSDP1, which FSDP2 replaces; prepare the plain module."
         )
     sharded = {name for name, module in structure.modules.items() if is_sharded(module)}
-    if "" in sharded:
+    mesh = mesh_of(structure.modules[""])
+    if "" in sharded or (mesh is not None and submesh(mesh, "tp") is not None):
         raise ParallelismValueError("The model is sharded already; prepare a model once, unsharded.")
     skipped = {
         name: "it is sharded already, or lies inside a module that is"

@@ -398,3 +398,30 @@ def generate(make: Make) -> bool:
 
 def test_models_generate() -> None:
     assert all(run(generate, 2, gpt2))
+
+
+def twice() -> list[str]:
+    model = built(llama)
+    parallelize_model(model, ParallelismConfig(mesh=MeshConfig(tp=2), tp=TPConfig()))
+    found = []
+    for again in (ParallelismConfig(), ParallelismConfig(mesh=MeshConfig(tp=2), tp=TPConfig())):
+        with pytest.raises(ParallelismValueError) as error:
+            parallelize_model(model, again)
+        found.append(str(error.value))
+    return found
+
+
+def test_a_second_preparation_is_refused() -> None:
+    for texts in run(twice, 2):
+        assert texts == ["The model is sharded already; prepare a model once, unsharded."] * 2
+
+
+def read_back() -> None:
+    model = built(llama)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    parallelize_model(model, ParallelismConfig(mesh=MeshConfig(cp=2, tp=2), tp=TPConfig()))
+    same(full_model_state(model, ranks="all"), expected)
+
+
+def test_states_are_whole_beside_context_parallelism() -> None:
+    run(read_back, 4)
