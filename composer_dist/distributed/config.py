@@ -312,10 +312,11 @@ class ParallelismConfig(FromDict):
         _require("sync", self.sync, ("auto", "rank0", "verify"))
         _require("transport", self.transport, ("auto", "memory", "hosts", "messages"))
         _require("containers", self.containers, ("expand", "skip"))
+        _require("strict", self.strict, (False, True))
         if not isinstance(self.mesh, (MeshConfig, DeviceMesh)):
             raise ParallelismTypeError(f"mesh is a MeshConfig or a DeviceMesh, not {self.mesh!r}.")
-        if self.bucket_bytes < 1:
-            raise ParallelismValueError(f"bucket_bytes must be positive, not {self.bucket_bytes}.")
+        if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
+            raise ParallelismValueError(f"bucket_bytes is a positive number, not {self.bucket_bytes!r}.")
 
 
 def resolve_config(
@@ -323,8 +324,10 @@ def resolve_config(
 ) -> ParallelismConfig:
     """One `ParallelismConfig` from whatever the caller has: itself, a part, a dictionary, a name."""
     match config:
-        case ParallelismConfig(ddp=DDPConfig(), mesh=mesh) if mesh == MeshConfig():
-            return dataclasses.replace(config, mesh=MeshConfig(dp_replicate=-1, dp_shard=1))
+        case ParallelismConfig(ddp=DDPConfig(), mesh=MeshConfig() as mesh) if (
+            mesh.sizes() == MeshConfig().sizes()
+        ):
+            return dataclasses.replace(config, mesh=dataclasses.replace(mesh, dp_replicate=-1, dp_shard=1))
         case ParallelismConfig():
             return config
         case FSDP2Config():

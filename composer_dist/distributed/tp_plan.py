@@ -111,6 +111,11 @@ def plan_tensor_parallel(
     styled = with_adapters(structure, _share_inputs(styled))
     cuts = _cuts(structure, styled, size, faults)
     of_torch = frozenset(_of_torch(structure, styled, faults))
+    if not cuts and not of_torch and not faults:
+        faults.append(
+            f"Nothing would be cut among the {size} tensor-parallel ranks: no style cuts a matrix. Give some "
+            "modules 'colwise', 'rowwise' or 'vocab', or use tp=1."
+        )
     if faults:
         raise ParallelismValueError("\n".join(dict.fromkeys(faults)))
     parameters = tuple(name for name in structure.parameters if name in cuts or name in of_torch)

@@ -172,7 +172,7 @@ def test_p91_bool_and_int_stay_what_they_are() -> None:
         (lambda: ParallelismConfig(containers="keep"), "containers is one of 'expand', 'skip', not 'keep'"),
         (lambda: FSDP2Config(state_dict_type="local"), "state_dict_type is one of 'sharded', 'full'"),
         (lambda: FSDP2Config(cpu_offload="pined"), "cpu_offload is one of .*'pinned'"),
-        (lambda: ParallelismConfig(bucket_bytes=0), "bucket_bytes must be positive"),
+        (lambda: ParallelismConfig(bucket_bytes=0), "bucket_bytes is a positive number"),
     ],
 )
 def test_values_that_do_not_exist_are_refused(build: Any, text: str) -> None:
@@ -247,3 +247,16 @@ def test_auto_does_not_guess_how_many_ranks_a_host_has(monkeypatch: pytest.Monke
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     with pytest.raises(ParallelismValueError, match=f"LOCAL_WORLD_SIZE is {local or 'not set'}"):
         MeshConfig.auto()
+
+
+def test_values_of_the_wrong_kind_are_named() -> None:
+    with pytest.raises(ParallelismValueError, match="bucket_bytes is a positive number, not '1'"):
+        ParallelismConfig(bucket_bytes="1")  # type: ignore[arg-type]
+    with pytest.raises(ParallelismValueError, match="strict is one of False, True, not 'no'"):
+        ParallelismConfig(strict="no")  # type: ignore[arg-type]
+
+
+def test_ddp_on_a_device_replicates_over_all_ranks() -> None:
+    mesh = MeshConfig(device_type="cpu")
+    found = resolve_config(ParallelismConfig(mesh=mesh, ddp=DDPConfig())).mesh
+    assert found == MeshConfig(dp_replicate=-1, dp_shard=1, device_type="cpu")

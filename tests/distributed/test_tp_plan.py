@@ -329,3 +329,8 @@ def test_styles_come_from_yaml() -> None:
         {"mesh": {"tp": 2}, "tp": {"plan": {"up": "colwise"}}, "rules": [{"match": "down", "tp": "rowwise"}]}
     )
     assert styles(plan_parallelism(MLP(), config, world_size=2)) == {"up": "colwise", "down": "rowwise"}
+
+
+def test_a_plan_that_cuts_nothing_is_refused() -> None:
+    with pytest.raises(ParallelismValueError, match="Nothing would be cut among the 2"):
+        planned(meta(llama), plan={})
