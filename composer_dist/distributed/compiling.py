@@ -110,7 +110,8 @@ def plan_compile(
     blocks: Sequence[str],
     units: Sequence[str],
     checkpointing: Sequence[Checkpointed],
-    cut: Sequence[str] = (),
+    cut: Sequence[str],
+    cp: int,
 ) -> tuple[Compiled, ...]:
     """Choose the modules: by rule, else the model's blocks.
 
@@ -122,6 +123,7 @@ def plan_compile(
         units: modules that FSDP2 gathers.
         checkpointing: what else happens to the modules' activations.
         cut: modules with collectives of tensor parallelism.
+        cp: ranks among which context parallelism splits a sequence.
 
     Raises:
         ParallelismValueError: see `compile_options`; nothing to compile; a module that cannot be
@@ -141,6 +143,11 @@ def plan_compile(
         for text in _clashes(modules[name], one, units, checkpointing, cut):
             clashes.setdefault(text, []).append(name)
     faults = list(_idle(general, by_rule, blocks, chosen, budgets))
+    if chosen and cp > 1:
+        faults.append(
+            f"Context parallelism (cp={cp}) exchanges the attention in every step, so torch.compile would "
+            "compile in every step too; leave compile out, or use cp=1."
+        )
     faults += [f"Cannot compile {_some(names)}: {text}" for text, names in clashes.items()]
     if faults:
         raise ParallelismValueError("\n".join(faults))

@@ -275,8 +275,10 @@ def build_plan(
     check_codecs(structure, units, sizes, cut)
     checkpointing = plan_checkpointing(structure.modules, config, check_fn, choices.rules, blocks)
     inner = [name for unit in units for name in unit.modules]
-    cut = list(tensor_parallel.modules) if tensor_parallel else []
-    compiled = plan_compile(structure.modules, config, choices.rules, blocks, inner, checkpointing, cut)
+    divided = list(tensor_parallel.modules) if tensor_parallel else []
+    compiled = plan_compile(
+        structure.modules, config, choices.rules, blocks, inner, checkpointing, divided, sizes["cp"]
+    )
     float8 = plan_float8(structure, blocks, precision)
     if float8 and not compiled:
         warnings = (*warnings, "float8 without torch.compile is slower than amp_bf16; set compile=True.")

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
-from composer_dist import FSDP2Config, ParallelismConfig, Rule
+from composer_dist import DDPConfig, FSDP2Config, MeshConfig, ParallelismConfig, Rule, TPConfig
 from composer_dist.distributed import named_parameters_canonical, parallelize_model, plan_parallelism
 from composer_dist.distributed.activation_checkpointing import checkpoint_modules, is_checkpointed
 from composer_dist.distributed.checkpoint_options import ac_mode
 from composer_dist.distributed.compiling import Compiled, compile_modules, compile_options, is_compiled
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from tests.distributed import structures
+from tests.distributed import structures, tp_models
 
 # Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -207,6 +208,17 @@ BUDGET = ("memory_budget", {"budget": 0.5})
             "Cannot compile layers.0.mlp: .* compile and checkpoint the same module",
         ),
         (structures.B, {"rules": [Rule("", True, compile=AOT), Rule("layers", True)]}, "root: units inside"),
+        (tp_models.llama, {"compile": AOT, "mesh": MeshConfig(cp=2)}, r"\(cp=2\) exchanges the attention"),
+        (
+            tp_models.llama,
+            {"compile": AOT, "tp": TPConfig(), "mesh": MeshConfig(tp=2), "activation_checkpointing": True},
+            "model.layers.0, model.layers.1: .* repeat the collectives of .*='selective'",
+        ),
+        (
+            tp_models.llama,
+            {"compile": AOT, "tp": TPConfig(), "mesh": MeshConfig(tp=2), "activation_checkpointing": BUDGET},
+            "cannot repeat the collectives",
+        ),
         (structures.dtypes, {"compile": AOT}, "layers.0, layers.1, layers.2: .*which fullgraph=True"),
         (
             structures.dtypes,
@@ -219,7 +231,7 @@ def test_what_does_not_go_together_is_refused_when_planned(
     build: Any, config: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ParallelismValueError, match=says):
-        plan_parallelism(build(), ParallelismConfig(**config))
+        plan_parallelism(build(), ParallelismConfig(**config), world_size=2)
 
 
 def test_what_is_compiled_already_is_refused() -> None:
@@ -367,6 +379,58 @@ def test_a_block_around_a_unit_breaks_its_graph_and_trains_the_same(world2: Worl
         assert all(parts > 0 and breaks > 0 for parts, breaks in found)
 
 
+def train_replicas() -> int:
+    fresh()
+    torch.manual_seed(3)
+    model = structures.B()
+    reference = copy.deepcopy(model)
+    mesh = MeshConfig(dp_replicate=2, dp_shard=1)
+    settings = ParallelismConfig(
+        mesh=mesh, ddp=DDPConfig(), compile=AOT, activation_checkpointing="selective"
+    )
+    parallelize_model(model, settings)
+    x = structures.batch(model)
+    model(x.chunk(2)[dist.get_rank()]).square().mean().backward()
+    reference(x).square().mean().backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    return graphs()
+
+
+def test_p26_replicas_compile_too(world2: World) -> None:
+    assert world2(train_replicas) == [1, 1]
+
+
+def train_tensor_parallel(ac: Any) -> int:
+    fresh()
+    torch.manual_seed(3)
+    model = llama()
+    reference = copy.deepcopy(model)
+    parallelize_model(
+        model,
+        ParallelismConfig(
+            mesh=MeshConfig(tp=2),
+            tp=TPConfig(sequence_parallel=True),
+            compile=AOT,
+            activation_checkpointing=ac,
+        ),
+    )
+    for one, other in zip(one_step(model, False), one_step(reference, False), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    return graphs()
+
+
+def train_both_ways() -> list[int]:
+    return [train_tensor_parallel(ac) for ac in (None, "selective", "offload")]
+
+
+# Dynamo makes an object of an autograd function for itself.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_p30_tensor_parallel_blocks_compile_whole(world2: World) -> None:
+    for found in world2(train_both_ways):
+        assert found == [1, 1, 1]
+
+
 # Hugging Face
 
 
@@ -386,7 +450,7 @@ def gpt2(layers: int = 10) -> nn.Module:
 
 def one_step(model: nn.Module, use_cache: bool) -> list[torch.Tensor]:
     torch.manual_seed(2)
-    ids = torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(1))
     loss = model(input_ids=ids, labels=ids, use_cache=use_cache).loss
     loss.backward()
     found = [loss.detach()]

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
+from composer_dist import _torch
 from composer_dist.checkpoint.state import full_model_state, load_full_model_state
 from composer_dist.distributed.aliases import read_structure
 from composer_dist.distributed.config import MeshConfig, ParallelismConfig, Rule, TPConfig
@@ -266,7 +267,7 @@ def count() -> list[int]:
     """All-reduces of a forward, and of a backward."""
     model = built(Decoder)
     parallelize_model(model, config())
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called:
+    with mock.patch.object(_torch, "all_reduced", wraps=_torch.all_reduced) as called:
         loss = loss_of(model, batch())
         forward = called.call_count
         loss.backward()
