@@ -1,6 +1,8 @@
 """How long it takes to bring weights from disk into the shards, against others doing the same, in one run.
 
-    torchrun --nproc-per-node 4 benchmarks/disk.py --millions 300 --rounds 3 --json disk.json
+    python benchmarks/disk.py --millions 300 --ranks 4 --rounds 3 --json disk.json
+
+launches itself by torchrun; under torchrun it runs as it is.
 
 A Llama lies in a safetensors file that is in the page cache; every rank holds the model on the meta
 device; timed from the call until every rank has its shards. Contenders take turns within each round, and
@@ -33,7 +35,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from prepare import build, config_bytes, config_for, shard_on_meta, verify
+from prepare import build, config_bytes, config_for, launch, shard_on_meta, verify
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
@@ -132,7 +134,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, help="where the file is written; a temporary directory")
     parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4], help="worlds to launch")
     arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        launch(arguments.ranks)
+        return
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     dtype, config = getattr(torch, arguments.dtype), config_for(arguments.millions)

@@ -7,6 +7,7 @@ import importlib
 import inspect
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ FEATURES = {
     "torch.utils._pytree.tree_map_only": "activation_checkpointing=(..., {'save': ...})",
     "torch._inductor.list_mode_options": "compile={'mode': ...}, checked when planned",
     "torch._inductor.list_options": "compile={'options': ...}, checked when planned",
-    "torch._dynamo.config": "tensor parallelism, checkpointing and torch.compile together",
+    "torch._dynamo.config": "activation checkpointing of tensor-parallel blocks that are compiled",
     "torch._functorch.config": "activation_checkpointing=('memory_budget', ...)",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "a second process group in one process",
 }
@@ -229,3 +230,43 @@ def test_fsdp_s_collectives_can_be_watched() -> None:
     linear(torch.ones(2, 3)).sum().backward()  # type: ignore[operator]
     # 15 weights and 5 biases: 3 of 5 rows here, gathered; padded to 6 for both ranks when they are reduced.
     assert told == [(False, 12, 1), (True, 24, 1)]
+
+
+def test_operations_are_listed_with_their_overloads() -> None:
+    """Without the dispatcher's list: activation_checkpointing=(..., {"save": names})."""
+    assert {"default", "out"} <= set(_torch.operators()["aten.mm"])
+    assert _torch.is_composite(torch.ops.aten.linear.default)
+    assert not _torch.is_composite(torch.ops.aten.addmm.default)
+
+
+def test_what_is_detached_beneath_autograd_shares_its_version() -> None:
+    """Without the guard of dispatch keys: a kept result that is changed in place goes unnoticed."""
+    kept = []
+
+    class Keep(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = operator(*args, **(kwargs or {}))
+            kept.append(_torch.detached(result))
+            return result
+
+    x = torch.ones(2, requires_grad=True)
+    with Keep():
+        y = x.exp()
+    version = kept[0]._version
+    assert kept[0].grad_fn is None
+    assert kept[0].data_ptr() == y.data_ptr()
+    y.add_(1)
+    assert kept[0]._version > version
+
+
+def test_collectives_return_new_tensors() -> None:
+    """Without torch's functional collectives: tensor parallelism that compiles."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    x, group = torch.arange(4.0), dist.distributed_c10d._get_default_group().group_name
+    for found in (
+        _torch.all_reduced(x, group),
+        _torch.all_gathered(x, 1, group),
+        _torch.reduce_scattered(x, 1, group),
+    ):
+        assert torch.equal(found, x)
+        assert found.data_ptr() != x.data_ptr()

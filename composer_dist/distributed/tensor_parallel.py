@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -62,7 +63,7 @@ def apply_tensor_parallel(structure: Structure, plan: TensorParallelPlan, mesh: 
         if isinstance(one.style, Style):
             if one.style.idle:
                 continue
-            module.forward = partial(_forward, module, one.style, mesh, module.forward)
+            module.forward = _styled(module, one.style, mesh)
         else:
             parallelize_module(module, mesh, one.style, src_data_rank=None)
     for name in plan.parameters:
@@ -148,6 +149,20 @@ def _retie(held: Held) -> None:
         held.put(found[0])
 
 
+def _styled(module: nn.Module, style: Style, mesh: DeviceMesh) -> Callable[..., Any]:
+    """A forward for `module` as its style has it; deep copies run their own."""
+    forward = module.forward
+    if not isinstance(forward, MethodType) or forward.__self__ is not module:
+        return partial(_forward, module, style, mesh, forward)
+    function = forward.__func__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _forward(module, style, mesh, partial(function, module), *args, **kwargs)
+
+    # A method, because torch.compile would tell two partials apart, and compile every block on its own.
+    return MethodType(call, module)
+
+
 def _forward(
     module: nn.Module,
     style: Style,
@@ -206,7 +221,7 @@ def _sharing() -> Iterator[None]:
 
 
 def _copy_once(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    if not _copies:
+    if not _copies or torch.compiler.is_compiling():  # which cannot ask for versions
         return copy(tensor, mesh)
     for known, version, copied in _copies[-1]:
         if known is tensor and version == tensor._version:

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed import activation_offload
 from composer_dist.distributed.activation_checkpointing import (
     apply_ac,
     checkpoint_modules,
@@ -26,7 +25,6 @@ from composer_dist.distributed.activation_checkpointing import (
 from composer_dist.distributed.checkpoint_options import ac_from_flags, ac_mode
 from composer_dist.distributed.names import named_parameters_canonical
 from composer_dist.errors import (
-    ParallelismRuntimeError,
     ParallelismTypeError,
     ParallelismValueError,
 )
@@ -335,100 +333,6 @@ def test_p86_apply_ac_runs_a_block_twice(checkpointing: bool, offload: bool, run
 def test_p86_apply_ac_warns_where_nothing_is_marked() -> None:
     with pytest.warns(UserWarning, match="No module is marked"):
         apply_ac(Model(), True, False)
-
-
-# Offload
-
-
-def count_packed(value: Any) -> tuple[int, int]:
-    """How many activations of two blocks pass through the host, out and back."""
-    model, _ = checkpointed(value, BLOCKS[:2])
-    packed, unpacked = [], []
-    pack, unpack = activation_offload.to_host, activation_offload.unpack
-
-    def packing(tensor: torch.Tensor, kept: set[int], pin_memory: bool) -> Any:
-        if tensor.untyped_storage().data_ptr() not in kept:
-            packed.append(tensor)
-        return pack(tensor, kept, pin_memory)
-
-    def unpacking(item: Any) -> torch.Tensor:
-        unpacked.append(item)
-        return unpack(item)
-
-    with (
-        mock.patch.object(activation_offload, "to_host", packing),
-        mock.patch.object(activation_offload, "unpack", unpacking),
-    ):
-        gradients(model)
-    return len(packed), len(unpacked)
-
-
-def test_p86_offload_sees_every_saved_tensor_and_both_only_the_inputs() -> None:
-    offloaded, restored = count_packed("offload")
-    assert offloaded >= 2 * 6  # input, tanh, two linears, GELU, dropout's mask
-    assert restored >= offloaded
-    assert count_packed(("composable", {"offload": True}))[0] == 2
-    assert count_packed(("wrapped", {"offload": True}))[0] == 2
-    assert count_packed("composable") == (0, 0)
-
-
-def test_p86_saved_tensors_are_copied_to_the_host_but_parameters_are_not() -> None:
-    source = torch.randn(3, 4).t()
-    with mock.patch("torch.Tensor.device", torch.device("cuda")):  # a stand-in for another device
-        packed = activation_offload.to_host(source, set(), False)
-        kept = activation_offload.to_host(source, {source.untyped_storage().data_ptr()}, False)
-    copied = packed.tensor
-    assert packed.home == torch.device("cuda")
-    assert copied.device.type == "cpu"
-    assert copied.stride() == source.stride()
-    assert copied.data_ptr() != source.data_ptr()
-    assert torch.equal(copied, source)
-    assert kept.tensor is source
-
-
-def test_p86_a_saved_tensor_changed_in_place_is_noticed() -> None:
-    class InPlace(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = x.exp()
-            z = y.sin()
-            y.add_(1)
-            return z
-
-    model = nn.Sequential(InPlace())
-    checkpoint_modules(model, ["0"], "offload", {})
-    output = model(torch.ones(2, requires_grad=True))
-    with pytest.raises(ParallelismRuntimeError, match=r"shape \(2,\) .* changed in place"):
-        output.sum().backward()
-
-
-def test_p29_pinning_without_an_accelerator_is_refused() -> None:
-    with mock.patch("torch.accelerator.is_available", return_value=False):
-        with pytest.raises(ParallelismRuntimeError, match="pin_memory=True needs an accelerator"):
-            checkpoint_modules(Model(), BLOCKS, "offload", {"pin_memory": True})
-        checkpoint_modules(Model(), BLOCKS, "offload", {})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("pin_memory", [True, False])
-@pytest.mark.parametrize("value", ["offload", "composable", "wrapped"])
-def test_p86_offload_frees_device_memory(value: str, pin_memory: bool) -> None:
-    block = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(4)))
-    plain, model = copy.deepcopy(block).cuda(), block.cuda()
-    options = {} if value == "offload" else {"offload": True}
-    names = [str(index) for index in range(4)]
-    checkpoint_modules(model, names, value, {**options, "pin_memory": pin_memory})
-    x = torch.randn(4096, 1024, device="cuda", requires_grad=True)
-    held = {}
-    for name, each in (("plain", plain), ("model", model)):
-        before = torch.cuda.memory_allocated()
-        output = each(x)
-        held[name] = torch.cuda.memory_allocated() - before
-        output.sum().backward()
-        del output
-    assert held["model"] <= x.nbytes + (1 << 20)
-    assert held["plain"] >= 4 * x.nbytes
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
 
 
 # Sharded

@@ -212,7 +212,7 @@ BUDGET = ("memory_budget", {"budget": 0.5})
         (
             tp_models.llama,
             {"compile": AOT, "tp": TPConfig(), "mesh": MeshConfig(tp=2), "activation_checkpointing": True},
-            "model.layers.0, model.layers.1: .* repeat the collectives of .* 'selective'",
+            "model.layers.0, model.layers.1: .* repeat the collectives of .*='selective'",
         ),
         (
             tp_models.llama,
@@ -404,7 +404,7 @@ def test_p26_replicas_compile_too(world2: World) -> None:
 def train_tensor_parallel(ac: Any) -> int:
     fresh()
     torch.manual_seed(3)
-    model = tp_models.llama()
+    model = llama()
     reference = copy.deepcopy(model)
     parallelize_model(
         model,
