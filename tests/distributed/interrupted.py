@@ -6,6 +6,7 @@ It prints "stalled" when it can be interrupted; rank 0 when the bar is on its te
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from typing import Any
@@ -28,6 +29,7 @@ def stall() -> None:
 
 
 def main(way: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts with "&"
     if way == "memory":
         transport.Transport._copy = lambda *args: stall()  # type: ignore
     scatter, calls = sync._scatter, 0
