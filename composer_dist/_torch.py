@@ -417,7 +417,7 @@ def one_side_effect() -> AbstractContextManager[None]:
     """Inside, what a checkpointed forward changes about objects does not keep it from being compiled.
 
     Tensor parallelism exchanges parameters for their parts and back, say. Compiled, such a change happens
-    in forward and not again in backward. Since torch 2.9.
+    in forward and not again in backward. Since torch 2.10; torchtitan sets it too.
     """
     from torch._dynamo import config
 

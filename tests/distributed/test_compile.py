@@ -18,6 +18,7 @@ from composer_dist import DDPConfig, FSDP2Config, MeshConfig, ParallelismConfig,
 from composer_dist.distributed import named_parameters_canonical, parallelize_model, plan_parallelism
 from composer_dist.distributed.activation_checkpointing import checkpoint_modules, is_checkpointed
 from composer_dist.distributed.checkpoint_options import ac_mode
+from composer_dist.distributed.checkpoint_plan import apply_checkpointing
 from composer_dist.distributed.compiling import Compiled, compile_modules, compile_options, is_compiled
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.distributed import structures, tp_models
@@ -263,6 +264,37 @@ def test_alike_blocks_share_a_compilation_however_many_there_are() -> None:
     for one, other in zip(results(model), results(plain), strict=True):
         assert torch.equal(one, other)
     assert graphs() == 1
+
+
+def test_p26_a_checkpointed_part_of_a_compiled_block_gives_the_same_bits() -> None:
+    model = Model()
+    plain = copy.deepcopy(model)
+    rules = [Rule("re:.*up", act_ckpt="composable"), Rule("layers", compile=AOT)]
+    plan = plan_parallelism(model, ParallelismConfig(rules=rules))
+    apply_checkpointing(model, plan.checkpointing)
+    compile_modules(dict(model.named_modules()), plan.compiled)
+    for one, other in zip(results(model), results(plain), strict=True):
+        assert torch.equal(one, other)
+    assert graphs() == 3, "each block for its own"
+
+
+class Counting(Block):
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x, scale=scale)
+
+
+def test_p26_what_forward_changes_about_objects_is_changed_once() -> None:
+    model = Model()
+    for layer in model.layers:
+        layer.__class__ = Counting
+    plain = copy.deepcopy(model)
+    plan = plan_parallelism(model, ParallelismConfig(compile=AOT, activation_checkpointing="composable"))
+    apply_checkpointing(model, plan.checkpointing)
+    compile_modules(dict(model.named_modules()), plan.compiled)
+    for one, other in zip(results(model), results(plain), strict=True):
+        assert torch.equal(one, other)
+    assert [layer.calls for layer in (*model.layers, *plain.layers)] == [1] * 6
 
 
 def test_hooks_stay_outside_and_run_once() -> None:
