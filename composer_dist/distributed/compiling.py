@@ -140,14 +140,9 @@ def plan_compile(
             chosen[name] = Compiled(name, source, options, budgets.get(name))
     clashes: dict[str, list[str]] = {}
     for name, one in chosen.items():
-        for text in _clashes(modules[name], one, units, checkpointing, cut):
+        for text in _clashes(modules[name], one, units, checkpointing, cut, cp):
             clashes.setdefault(text, []).append(name)
     faults = list(_idle(general, by_rule, blocks, chosen, budgets))
-    if chosen and cp > 1:
-        faults.append(
-            f"Context parallelism (cp={cp}) exchanges the attention in every step, so torch.compile would "
-            "compile in every step too; leave compile out, or use cp=1."
-        )
     faults += [f"Cannot compile {_some(names)}: {text}" for text, names in clashes.items()]
     if faults:
         raise ParallelismValueError("\n".join(faults))
@@ -188,6 +183,7 @@ def _clashes(
     units: Sequence[str],
     checkpointing: Sequence[Checkpointed],
     cut: Sequence[str],
+    cp: int,
 ) -> Iterator[str]:
     """Why a chosen module cannot be compiled."""
     name, backend = one.module, one.options["backend"]
@@ -204,6 +200,13 @@ def _clashes(
             yield (
                 f"units inside gather their parameters between two graphs, which {other} does not allow; "
                 f"compile those units instead (Rule(..., compile=True)), or leave {other} out."
+            )
+    if cp > 1:
+        asked = {"activation checkpointing": inside, "fullgraph=True": one.options.get("fullgraph")}
+        for other in (text for text, wanted in asked.items() if wanted):
+            yield (
+                f"context parallelism (cp={cp}) takes attention out of the graphs, which {other} does not "
+                f"allow; leave {other} out, or do not compile."
             )
     if inside and backend in _AS_TRACED:
         yield (

@@ -100,12 +100,14 @@ def context_parallel(
             a few positions, and a comparison of the batches).
 
     Raises:
-        ParallelismRuntimeError: the model was not prepared.
+        ParallelismRuntimeError: the model was not prepared, or a context inside of another.
         ParallelismValueError: a length that cannot be divided, a mask or tensor that cannot be split, a
             model that cannot be.
         ParallelismKeyError: a buffer that the model does not have.
     """
     mesh = find_mesh(model)
+    if _inside.get():
+        raise ParallelismRuntimeError("This is inside of context_parallel already, where batches are parts.")
     if mesh is None:
         raise ParallelismRuntimeError(
             f"context_parallel needs the model that parallelize_model prepared, not {type(model).__name__}."

@@ -7,6 +7,8 @@ rank gathers all keys and values: more memory, the same numbers.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -63,14 +65,30 @@ class Layout:
 def attention_as(function: Attention) -> Iterator[None]:
     """Inside, `torch.nn.functional.scaled_dot_product_attention` is `function`, in every thread.
 
-    In every thread, because checkpointed blocks are computed anew in the threads of backward.
+    In every thread, because checkpointed blocks are computed anew in the threads of backward. Compiled blocks
+    see the same name for it at each step, and leave it as it is.
     """
     before = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = function
+    _functions.append(function)
+    F.scaled_dot_product_attention = _uncompiled() if "torch._dynamo" in sys.modules else _innermost
     try:
         yield
     finally:
         F.scaled_dot_product_attention = before
+        _functions.pop()
+
+
+_functions: list[Attention] = []
+
+
+def _innermost(*args: Any, **kwargs: Any) -> Tensor:
+    return _functions[-1](*args, **kwargs)
+
+
+@functools.cache
+def _uncompiled() -> Attention:
+    attention: Attention = torch.compiler.disable(_innermost)
+    return attention
 
 
 @contextmanager

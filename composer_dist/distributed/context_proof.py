@@ -10,8 +10,9 @@ the whole's. Two small forwards per model.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,14 +223,17 @@ def _check_same_batch(batch: Any, cp: DeviceMesh, agreement: Agreement) -> None:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model neither drops out nor learns, and attention is not fused into its layer."""
+    """Inside, the model neither drops out nor learns, and nothing is fused or compiled."""
     modes = {module: module.training for module in model.modules()}
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     model.eval()
     try:
         with torch.no_grad():
-            yield
+            # Without a compiler, asking for it would load one.
+            compiling = "torch._dynamo" in sys.modules
+            with torch.compiler.set_stance("force_eager") if compiling else nullcontext():
+                yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
         for module, training in modes.items():

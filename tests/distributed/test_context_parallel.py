@@ -187,6 +187,8 @@ def _two() -> None:
     # Adam would blow up what rounding leaves of the gradient of the keys' biases, which is zero.
     same_training(gpt2, padded, own_loss, mesh, optimizer=SGD)
     same_training(partial(Plain, False), tokens, square, mesh, buffers=BUFFERS)
+    compiled = {"compile": {"backend": "aot_eager"}}
+    same_training(partial(llama, use_cache=False), padded, own_loss, mesh, config=compiled)
 
 
 def test_cp_on_two_ranks_equals_one_process(world2: World) -> None:
@@ -262,6 +264,11 @@ def _refusals() -> None:
         context_parallel(model, {"tokens": tokens(0)}).__enter__()
     with pytest.raises(ParallelismKeyError, match="no buffer 'tables'. Did you mean 'table'?"):
         context_parallel(model, tokens(0), buffers={"tables": 0}).__enter__()
+    with (
+        context_parallel(model, tokens(0), buffers=BUFFERS) as part,
+        pytest.raises(ParallelismRuntimeError, match="inside of context_parallel already"),
+    ):
+        context_parallel(model, part).__enter__()
 
 
 def test_what_mixes_positions_otherwise_is_named_before_the_first_step(world2: World) -> None:
