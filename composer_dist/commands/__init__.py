@@ -1,0 +1,1 @@
+"""The commands of `composer-dist`, a file each."""
