@@ -60,8 +60,8 @@ class TrainingLoop:
         self._evaluate = evaluate
         self._feed: Feed | None = None
         self._began = 0.0
-        self._evaluated: tuple[int, int | None] = (0, None)
-        """Intervals passed, and the batch, at the last evaluation."""
+        self._evaluated = 0
+        """Intervals passed at the last evaluation."""
 
     def restart_epoch(self) -> None:
         """Forgets the place in the dataloader, because it is another one now."""
@@ -76,13 +76,13 @@ class TrainingLoop:
         state.train_metrics = fresh_metrics(state.model.get_metrics(is_train=True), state.device)
         state.dataloader, state.dataloader_label = state.train_dataloader, "train"
         state.dataloader_len = state.train_length
-        self._evaluated = (self._intervals(), self._evaluated[1])
+        self._evaluated = self._intervals()
         self._began = time.monotonic() - state.timestamp.seconds
         self._run_event(Event.FIT_START)
         state.throughput.start(state.timestamp)
         while not state.finished and self._epoch():
             pass
-        if self._options.eval_interval and self._evaluated[1] != state.timestamp.batch:
+        if self._options.eval_interval and state.evaluated_batch != state.timestamp.batch:
             self._evaluate_now()
         self._run_event(Event.FIT_END)
         state.dataloader, state.dataloader_label, state.dataloader_len = None, None, None
@@ -92,7 +92,8 @@ class TrainingLoop:
         state = self._state
         if self._feed is None:
             self._feed = self._open_feed()
-            self._run_event(Event.EPOCH_START)
+            if not state.timestamp.batch_in_epoch:  # else the epoch began in another process
+                self._run_event(Event.EPOCH_START)
         feed = self._feed
         while not state.finished:
             self._run_event(Event.BEFORE_DATALOADER)
@@ -154,11 +155,11 @@ class TrainingLoop:
             scheduler.step()
 
     def _evaluate_if_due(self) -> None:
-        if self._intervals() > self._evaluated[0]:
+        if self._intervals() > self._evaluated:
             self._evaluate_now()
 
     def _evaluate_now(self) -> None:
-        self._evaluated = (self._intervals(), self._state.timestamp.batch)
+        self._evaluated, self._state.evaluated_batch = self._intervals(), self._state.timestamp.batch
         with self._state.throughput.pause():
             self._evaluate()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from composer_dist.errors import ParallelismValueError
 from composer_dist.models.base import ComposerModel
 from composer_dist.precision import Precision
 from composer_dist.trainer.throughput import Throughput
@@ -62,10 +63,34 @@ class State:
     metric_values: dict[str, float | torch.Tensor] = field(default_factory=dict)
     """The last value of everything that was logged, by name, equal on all ranks."""
     stop_requested: bool = False
+    evaluated_batch: int | None = None
+    """The batch after which `fit` last evaluated."""
 
     def stop_training(self) -> None:
         """Ends the run before the next batch, on every rank, whichever rank asked."""
         self.stop_requested = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later process must know to go on: plain values only."""
+        return {
+            "timestamp": self.timestamp.state_dict(),
+            "train_length": self.train_length,
+            "evaluated_batch": self.evaluated_batch,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` gave.
+
+        Raises:
+            ParallelismValueError: it is the state of something else.
+        """
+        names = {"timestamp", "train_length", "evaluated_batch"}
+        if wrong := names.symmetric_difference(state):
+            raise ParallelismValueError(
+                f"This is no State's state: missing or unknown are {', '.join(sorted(wrong))}."
+            )
+        self.timestamp = Timestamp.from_state_dict(state["timestamp"])
+        self.train_length, self.evaluated_batch = state["train_length"], state["evaluated_batch"]
 
     @property
     def finished(self) -> bool:

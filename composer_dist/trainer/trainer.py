@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -27,6 +27,7 @@ from composer_dist.trainer.feed import Feed, Size, length_of
 from composer_dist.trainer.loggers import Logger, LoggerDestination
 from composer_dist.trainer.loop import LoopOptions, TrainingLoop
 from composer_dist.trainer.options import GradientClipping
+from composer_dist.trainer.run_state import load_run_state, run_state
 from composer_dist.trainer.sampling import check_sampler
 from composer_dist.trainer.seeding import seed_all
 from composer_dist.trainer.state import State
@@ -231,6 +232,22 @@ class Trainer:
         with self._closing_on_error():
             feed = Feed(dataloader, "predict", lambda batch: Size(samples=num_samples(batch)))
             return predict(self.state, feed, self.run_event, return_outputs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later process must know to go on, beside model, optimizers and the place in the data.
+
+        Plain values, except what callbacks give; every rank must ask.
+        """
+        return run_state(self.state, self.callbacks)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` gave; the next `fit` goes on from there.
+
+        Raises:
+            ParallelismValueError: it is of a run with other schedulers, or of something else.
+        """
+        load_run_state(self.state, self.callbacks, state)
+        self._loop.restart_epoch()
 
     def run_event(self, event: Event) -> None:
         """Calls every callback, then every logger."""

@@ -25,7 +25,8 @@ class Recorder(Callback):
 
 def test_the_callback_has_exactly_one_method_for_each_event() -> None:
     methods = [name for name, _ in inspect.getmembers(Callback, inspect.isfunction)]
-    assert sorted(methods) == sorted([*(event.value for event in Event), "run_event", "close"])
+    others = ["run_event", "close", "state_dict", "load_state_dict"]
+    assert sorted(methods) == sorted([*(event.value for event in Event), *others])
 
 
 def test_p98_events_come_in_order() -> None:

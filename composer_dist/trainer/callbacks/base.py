@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from composer_dist.trainer.events import Event
 
@@ -15,7 +16,17 @@ class Callback:
     """Code that runs at the Trainer's events, on every rank: override the methods you need.
 
     A method that communicates must do so on all ranks.
+
+    What a callback must know to go on in a later process it returns from `state_dict`. A checkpoint
+    saves it, by the name of the callback's class and its number among those of that class.
     """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to remember from one process to the next: plain values, tensors or DTensors; all ranks ask."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` once gave; called after INIT, before `fit`, on all ranks."""
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """Calls the method of `event`; override it to see all events in one place."""

@@ -1,0 +1,62 @@
+"""What a run must remember beside its model, its optimizers and its place in the data."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.callbacks import Callback
+from composer_dist.trainer.state import State
+
+
+def run_state(state: State, callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """The clock, the schedulers and the callbacks, by name."""
+    states = {name: callback.state_dict() for name, callback in _numbered(callbacks).items()}
+    return {
+        "state": state.state_dict(),
+        "schedulers": [scheduler.state_dict() for scheduler in state.schedulers],
+        "callbacks": {name: one for name, one in states.items() if one},
+    }
+
+
+def load_run_state(state: State, callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> None:
+    """Takes over what `run_state` gave; a callback that was not there then stays as it is.
+
+    Raises:
+        ParallelismValueError: it has another number of schedulers, or is of something else.
+    """
+    parts = {"state", "schedulers", "callbacks"}
+    if wrong := parts.symmetric_difference(saved):
+        raise ParallelismValueError(
+            f"This is no Trainer's state: missing or unknown are {', '.join(sorted(wrong))}."
+        )
+    if len(saved["schedulers"]) != len(state.schedulers):
+        raise ParallelismValueError(
+            f"The state has {len(saved['schedulers'])} schedulers, the Trainer {len(state.schedulers)}."
+        )
+    named = _numbered(callbacks)
+    if gone := [name for name in saved["callbacks"] if name not in named]:
+        warnings.warn(
+            f"What the callbacks {', '.join(gone)} remembered is not used: the Trainer has no such callback.",
+            UserWarning,
+            stacklevel=3,
+        )
+    state.load_state_dict(saved["state"])
+    for scheduler, one in zip(state.schedulers, saved["schedulers"], strict=True):
+        scheduler.load_state_dict(one)
+    for name, callback in named.items():
+        if name in saved["callbacks"]:
+            callback.load_state_dict(saved["callbacks"][name])
+
+
+def _numbered(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """The callbacks by class and number: `EarlyStopping/0`."""
+    named: dict[str, Callback] = {}
+    counts: dict[str, int] = {}
+    for callback in callbacks:
+        kind = type(callback).__name__
+        named[f"{kind}/{counts.get(kind, 0)}"] = callback
+        counts[kind] = counts.get(kind, 0) + 1
+    return named

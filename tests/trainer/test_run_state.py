@@ -1,0 +1,68 @@
+"""A Trainer remembers its clock, schedulers and callbacks from one process to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from torch.optim.lr_scheduler import StepLR
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer import Callback, Trainer
+from tests.trainer.models import classifier, loader, quiet, sgd
+
+
+class Counter(Callback):
+    """Counts batches, also over processes."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def trainer(*callbacks: Callback, scheduled: bool = True) -> Trainer:
+    model = classifier()
+    optimizer = sgd(model, lr=1.0)
+    return quiet(
+        model,
+        optimizers=optimizer,
+        schedulers=[StepLR(optimizer, 1, gamma=0.5)] if scheduled else None,
+        step_schedulers_every_batch=True,
+        train_dataloader=loader(),
+        callbacks=callbacks,
+    )[0]
+
+
+def test_p100_clock_schedulers_and_callbacks_go_on() -> None:
+    first = trainer(Counter(), Counter(10))
+    first.fit(duration="4ba")
+    saved = first.state_dict()
+    assert saved["callbacks"] == {"Counter/0": {"count": 4}, "Counter/1": {"count": 14}}
+    counters = Counter(), Counter()
+    second = trainer(*counters)
+    second.load_state_dict(saved)
+    assert second.state.timestamp == first.state.timestamp
+    assert [counter.count for counter in counters] == [4, 14]
+    assert second.state.schedulers[0].state_dict() == first.state.schedulers[0].state_dict()
+    assert second.state_dict() == saved
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    saved = trainer(Counter()).state_dict()
+    with pytest.raises(ParallelismValueError, match="has 1 schedulers, the Trainer 0"):
+        trainer(Counter(), scheduled=False).load_state_dict(saved)
+    with pytest.raises(ParallelismValueError, match="no Trainer's state: missing or unknown are callbacks"):
+        trainer().load_state_dict({"state": {}, "schedulers": []})
+    with pytest.raises(ParallelismValueError, match="no State's state: .* timestamp"):
+        trainer(Counter()).load_state_dict(saved | {"state": {}})
+    with pytest.warns(UserWarning, match="Counter/0 remembered is not used"):
+        trainer().load_state_dict(saved)
