@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from composer_dist.distributed.aliases import Structure
-from composer_dist.distributed.codecs import own_attributes
+from composer_dist.distributed.codecs import local_part, own_attributes
 from composer_dist.distributed.layout import Coordinate, Layout
 from composer_dist.distributed.mesh import roles
 from composer_dist.distributed.sync import Cargo
@@ -88,7 +87,6 @@ class Follower:
         description: the state to build, this rank's own or the first rank's.
         here: whether this rank has the tensors of the state, full.
         init: parameters on the meta device everywhere, whose state is made anew.
-        mesh: the ranks.
     """
 
     def __init__(
@@ -98,13 +96,11 @@ class Follower:
         description: Description,
         here: bool,
         init: frozenset[str],
-        mesh: DeviceMesh,
     ) -> None:
         self._optimizers = optimizers
         self._description = description
         self._here = here
         self._init = init
-        self._coordinate = Coordinate.of(mesh)
         self._old = {name: held.get() for name, held in structure.parameters.items()}
         self._names = names_by_id(structure)
         self._groups = {
@@ -159,27 +155,33 @@ class Follower:
         self, label: str, parameter: nn.Parameter, shape: tuple[int, ...], dtype: str
     ) -> tuple[torch.Tensor, Cargo]:
         """Uninitialised state laid out like its parameter, and the cargo that will fill it."""
-        kind, layout = getattr(torch, dtype), Layout.of(parameter).like(shape)
-        device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
-        target = torch.empty(layout.local_shape(self._coordinate), dtype=kind, device=device)
-        cargo = Cargo(label, layout, kind, target)
-        if not isinstance(parameter, DTensor):
-            return target, cargo
-        tp = roles(parameter.device_mesh).get("tp")
-        placements = [
-            placement if (layout.tp_dim is not None if index == tp else layout.rows) else Replicate()
-            for index, placement in enumerate(parameter.placements)
-        ]
-        stride = torch.empty(shape, device="meta").stride()
-        value = DTensor.from_local(
-            target,
-            parameter.device_mesh,
-            placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=stride,
-        )
-        return value, cargo
+        value = empty_state(parameter, shape, getattr(torch, dtype))
+        return value, Cargo(label, Layout.of(value), value.dtype, local_part(value))
+
+
+def empty_state(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised state of a parameter, cut as it is, where it has the parameter's dimensions.
+
+    Args:
+        shape: of the full state, of as many dimensions as the parameter.
+    """
+    if not isinstance(parameter, DTensor):
+        return torch.empty(shape, dtype=dtype, device=parameter.device)
+    mesh, layout = parameter.device_mesh, Layout.of(parameter).like(shape)
+    tp = roles(mesh).get("tp")
+    placements = [
+        placement if (layout.tp_dim is not None if index == tp else layout.rows) else Replicate()
+        for index, placement in enumerate(parameter.placements)
+    ]
+    local = layout.local_shape(Coordinate.of(mesh))
+    return DTensor.from_local(
+        torch.empty(local, dtype=dtype, device=local_part(parameter).device),
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
+    )
 
 
 def carry_attributes(old: torch.Tensor, new: nn.Parameter) -> None:
@@ -211,9 +213,16 @@ def _scalar(
     """A 0-dim state tensor, the rank's own or rebuilt, on the device that `load_state_dict` gives it."""
     if source is None or source.is_meta:
         source = torch.tensor(what[1], dtype=getattr(torch, what[2]), device="cpu")
-    follows = key != "step" or group.get("capturable") or group.get("fused")
-    value: torch.Tensor = source.to(parameter.device) if follows else source
+    value: torch.Tensor = source.to(scalar_device(key, parameter, group, source.device))
     return value
+
+
+def scalar_device(
+    key: str, parameter: torch.Tensor, group: Mapping[str, Any], otherwise: torch.device
+) -> torch.device:
+    """Where an optimizer wants a 0-dim state tensor, by the rules of its `load_state_dict`."""
+    follows = key != "step" or group.get("capturable") or group.get("fused")
+    return parameter.device if follows else otherwise
 
 
 def is_made_at_construction(optimizer: Optimizer, key: str, value: torch.Tensor) -> bool:

@@ -234,7 +234,7 @@ def _execute(
     """Carry out the plan; from here on the model changes."""
     plan, mesh = done.plan, done.mesh
     with agreement.together("sharding"), done.step("shard"):
-        follower = Follower(optimizers, structure, sources.states, sources.states_here, sources.init, mesh)
+        follower = Follower(optimizers, structure, sources.states, sources.states_here, sources.init)
         if plan.float8:
             convert_linears(structure.modules, plan.float8)
         if plan.checkpointing:

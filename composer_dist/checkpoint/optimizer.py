@@ -1,0 +1,187 @@
+"""An optimizer's state by name: read as it lies, and made anew for what is about to be read.
+
+torch keys state by parameter objects and saves it by numbers; here it is keyed by the parameters' names,
+so that it fits however many groups, ranks and frozen parameters there are. Nothing here takes a step or
+communicates: the state of a shard is a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from composer_dist.distributed.names import named_parameters_canonical
+from composer_dist.distributed.optimizer import empty_state, scalar_device
+from composer_dist.errors import CheckpointKeyError, CheckpointValueError
+
+State = dict[str, dict[str, Any]]
+"""Parameter name to key to a tensor or a plain value."""
+Groups = list[dict[str, Any]]
+"""Parameter groups with names in place of parameters."""
+
+
+def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state with names in place of parameters: its own tensors, sharded as they are.
+
+    Args:
+        model: prepared or not. A tied parameter goes by its first name.
+        optimizer: any of its parameters may be frozen, or without state.
+
+    Returns:
+        `{"state": {name: {key: tensor or value}}, "param_groups": [{"params": [names], ...options}]}`.
+
+    Raises:
+        CheckpointValueError: the optimizer holds parameters that are not the model's; says how many.
+    """
+    names = parameter_names(model, optimizer)
+    order = {name: place for place, name in enumerate(names.values())}
+    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if values}
+    return {
+        "state": {name: state[name] for name in sorted(state, key=order.__getitem__)},
+        "param_groups": [
+            {key: value for key, value in group.items() if key not in _OWN}
+            | {"params": [names[id(parameter)] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def prepare_optimizer_state(
+    model: nn.Module,
+    optimizer: Optimizer,
+    described: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]] | None = None,
+) -> State:
+    """Give the optimizer the state that is described, without values, for a reader to fill in place.
+
+    A tensor with the dimensions of its parameter is laid out as the parameter is; what was there already
+    and fits stays. No step is taken.
+
+    Args:
+        described: parameter name to key to a tensor, of which only the full shape and dtype count (it may
+            be on meta), or to a plain value, which is put in place. A parameter with `{}` loses its
+            state, one that is not named keeps it.
+        groups: parameter groups by name, whose options are put in place too; see `match_groups`.
+
+    Returns:
+        The state of the parameters described: tensors (shards) to be filled, plain values as given.
+
+    Raises:
+        CheckpointKeyError: names that the optimizer does not hold.
+        CheckpointValueError: shapes that do not go with their parameters; the groups do not match.
+    """
+    names = parameter_names(model, optimizer)
+    held = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
+    if unknown := [name for name in described if name not in held]:
+        raise CheckpointKeyError(f"The optimizer does not hold these parameters: {', '.join(unknown)}.")
+    matched = None if groups is None else match_groups(model, optimizer, groups)
+    faults: list[str] = []
+    made: State = {}
+    for name, values in described.items():
+        parameter, group = held[name]
+        now = optimizer.state.get(parameter, {})
+        made[name] = {}
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                if fault := _misfit(value, parameter, now.get(key)):
+                    faults.append(f"{key} of {name}: {fault}")
+                    continue
+                value = _kept_or_made(key, value, parameter, group, now.get(key))
+            made[name][key] = value
+    if faults:
+        raise CheckpointValueError(f"The state does not fit the optimizer: {'; '.join(faults)}.")
+    for name, values in made.items():
+        parameter, _ = held[name]
+        if values:
+            optimizer.state[parameter] = values
+        else:
+            optimizer.state.pop(parameter, None)
+    for group, options in zip(optimizer.param_groups, matched or (), strict=False):
+        group.update(options)
+    return made
+
+
+def match_groups(
+    model: nn.Module, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The options for each group of the optimizer, from the groups that hold its parameters by name.
+
+    The order of groups, and of parameters within them, does not matter.
+
+    Raises:
+        CheckpointValueError: another number of groups, or parameters of one group come from several.
+    """
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointValueError(
+            f"The state has {_count(len(groups), 'parameter group')}, the optimizer "
+            f"{len(optimizer.param_groups)}; make the optimizer with the groups that were saved."
+        )
+    names = parameter_names(model, optimizer)
+    home = {name: number for number, group in enumerate(groups) for name in group["params"]}
+    matched: list[dict[str, Any]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        own = [names[id(parameter)] for parameter in group["params"]]
+        homes = sorted({home[name] for name in own if name in home})
+        if len(homes) > 1:
+            examples = ", ".join(f"{next(n for n in own if home.get(n) == one)} ({one})" for one in homes)
+            raise CheckpointValueError(
+                f"Parameters of the optimizer's group {number} come from groups {homes} of the state: "
+                f"{examples}. Make the optimizer with the groups that were saved."
+            )
+        source = groups[homes[0]] if homes else {} if own else groups[number]
+        matched.append({key: deepcopy(value) for key, value in source.items() if key not in _OWN})
+    return matched
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    """Names of the model's parameters, in the model's order, by the identity of the object.
+
+    Raises:
+        CheckpointValueError: the optimizer holds parameters that are not the model's; says how many.
+    """
+    names = {id(parameter): name for name, parameter in named_parameters_canonical(model)}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = [p for p in {id(p): p for p in [*held, *optimizer.state]}.values() if id(p) not in names]
+    if foreign:
+        raise CheckpointValueError(
+            f"{type(optimizer).__name__} holds {_count(len(foreign), 'parameter')} (of {len(held)}) that are "
+            f"not this model's, the first of shape {tuple(getattr(foreign[0], 'shape', ()))}; pass the model "
+            "that it trains, and hand the optimizer to parallelize_model, or build it afterwards."
+        )
+    return names
+
+
+_OWN = frozenset({"params", "param_names"})
+"""What a group has of its own, in whatever order its optimizer was made."""
+
+
+def _misfit(value: Tensor, parameter: Tensor, now: Any) -> str | None:
+    """Why a state tensor cannot belong to a parameter, if it cannot; one of other dimensions is whole."""
+    if value.ndim != parameter.ndim or (isinstance(now, Tensor) and now.shape == value.shape):
+        return None
+    if all(size in (full, 1) for size, full in zip(value.shape, parameter.shape, strict=True)):
+        return None
+    return f"{tuple(value.shape)} in the state, its parameter is {tuple(parameter.shape)}"
+
+
+def _kept_or_made(
+    key: str, value: Tensor, parameter: nn.Parameter, group: Mapping[str, Any], now: Any
+) -> Tensor:
+    """The tensor that is there, if it is like `value`, or an uninitialised one."""
+    if isinstance(now, Tensor) and (now.shape, now.dtype) == (value.shape, value.dtype):
+        return now
+    if value.ndim == 0:
+        device = scalar_device(key, parameter, group, torch.device("cpu"))
+        return torch.zeros((), dtype=value.dtype, device=device)
+    if value.ndim != parameter.ndim:
+        return torch.empty(value.shape, dtype=value.dtype, device=parameter.device)
+    return empty_state(parameter, tuple(value.shape), value.dtype)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
