@@ -24,6 +24,9 @@ def run_state(state: State, callbacks: Sequence[Callback]) -> dict[str, Any]:
 def load_run_state(state: State, callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> None:
     """Takes over what `run_state` gave; a callback that was not there then stays as it is.
 
+    To be called before the optimizers' states are loaded: callbacks that change the optimizers' groups
+    make them here as they were.
+
     Raises:
         ParallelismValueError: it has another number of schedulers, or is of something else.
     """
@@ -44,11 +47,11 @@ def load_run_state(state: State, callbacks: Sequence[Callback], saved: Mapping[s
             stacklevel=3,
         )
     state.load_state_dict(saved["state"])
-    for scheduler, one in zip(state.schedulers, saved["schedulers"], strict=True):
-        scheduler.load_state_dict(one)
     for name, callback in named.items():
         if name in saved["callbacks"]:
             callback.load_state_dict(saved["callbacks"][name])
+    for scheduler, one in zip(state.schedulers, saved["schedulers"], strict=True):
+        scheduler.load_state_dict(one)  # after the callbacks, which may add groups to the optimizers
 
 
 def _numbered(callbacks: Sequence[Callback]) -> dict[str, Callback]:

@@ -26,7 +26,11 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` once gave; called after INIT, before `fit`, on all ranks."""
+        """Takes over what `state_dict` once gave; called after INIT, before `fit`, on all ranks.
+
+        The states of model, optimizers and schedulers are loaded afterwards: a callback that changes the
+        optimizers' groups makes them here as they were.
+        """
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """Calls the method of `event`; override it to see all events in one place."""
