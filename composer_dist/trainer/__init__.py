@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "Callback": f"{__name__}.callbacks",
         "ConsoleLogger": f"{__name__}.loggers",
+        "DistributedDataLoader": f"{__name__}.dataloader",
         "Event": f"{__name__}.events",
         "GradientClipping": f"{__name__}.options",
         "InMemoryLogger": f"{__name__}.loggers",
@@ -26,6 +27,7 @@ __getattr__, __dir__, __all__ = lazy_names(
 if TYPE_CHECKING:
     from composer_dist.trainer.callbacks import Callback as Callback
     from composer_dist.trainer.callbacks import ProgressBar as ProgressBar
+    from composer_dist.trainer.dataloader import DistributedDataLoader as DistributedDataLoader
     from composer_dist.trainer.events import Event as Event
     from composer_dist.trainer.loggers import ConsoleLogger as ConsoleLogger
     from composer_dist.trainer.loggers import InMemoryLogger as InMemoryLogger

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.dataloader import DistributedDataLoader
 
 
 def check_sampler(dataloader: Iterable[Any], expected: Mapping[str, int]) -> None:
@@ -34,9 +35,15 @@ def check_sampler(dataloader: Iterable[Any], expected: Mapping[str, int]) -> Non
         raise ParallelismValueError(
             f"All {expected['num_replicas']} data-parallel ranks would train on the same samples: "
             f"the sampler of the training {type(dataloader).__name__} is not distributed. Give it "
-            "sampler=DistributedSampler(dataset, **sampler_kwargs(mesh)); or, if every rank's "
+            "sampler=DistributedSampler(dataset, **sampler_kwargs(mesh)), or pass a "
+            "DistributedDataLoader(dataset, batch_size), which does that by itself; or, if every rank's "
             "dataset is its own part already, pass check_sampler=False to the Trainer."
         )
+
+
+def placed(dataloader: Iterable[Any], part: Mapping[str, int]) -> Iterable[Any]:
+    """A dataloader for this rank, if it leaves that to us, as `DistributedDataLoader` does; else itself."""
+    return dataloader.placed(**part) if isinstance(dataloader, DistributedDataLoader) else dataloader
 
 
 def set_epoch(dataloader: Iterable[Any], epoch: int) -> None:
