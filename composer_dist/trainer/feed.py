@@ -92,7 +92,8 @@ class Feed:
         self._last: Any = None
         self._held: Fed | None = None
         self._count = 0
-        self._warned = False
+        self._behind = 0
+        """Batches since the first rank ran out."""
         self.ended = False
         """Whether all ranks have run out."""
         self.stopped = False
@@ -174,11 +175,11 @@ class Feed:
                 f"The {self._label} dataloader is empty on {_spell(without, self._world)}; every "
                 "rank needs at least one batch. (A generator can be read only once.)"
             )
-        if without and not self._warned:
-            self._warned = True
+        self._behind += bool(without)
+        if self._behind == 2:  # one batch less is how samples fall that no number divides
             warnings.warn(
                 f"The {self._label} dataloader of {_spell(without, self._world)} ended after "
-                f"{self._count} batches, before the others. Until all have ended, it takes part "
+                f"{self._count - 1} batches, before the others. Until all have ended, it takes part "
                 "with its last batch at weight 0: results are exact, but its time is wasted.",
                 UserWarning,
                 stacklevel=4,

@@ -28,7 +28,7 @@ from composer_dist.trainer.loggers import Logger, LoggerDestination
 from composer_dist.trainer.loop import LoopOptions, TrainingLoop
 from composer_dist.trainer.options import GradientClipping
 from composer_dist.trainer.run_state import load_run_state, run_state
-from composer_dist.trainer.sampling import check_sampler
+from composer_dist.trainer.sampling import check_sampler, placed
 from composer_dist.trainer.seeding import seed_all
 from composer_dist.trainer.state import State
 from composer_dist.trainer.step import measure
@@ -214,7 +214,7 @@ class Trainer:
             raise ParallelismValueError("Evaluation needs an eval_dataloader.")
         with self._closing_on_error():
             self.run_event(Event.EVAL_BEFORE_ALL)
-            feed = Feed(dataloader, label, partial(measure, self.state, None))
+            feed = Feed(placed(dataloader, self._data_part), label, partial(measure, self.state, None))
             results = evaluate(self.state, feed, label, self.logger, self.run_event, self._eval_loss)
             self.run_event(Event.EVAL_AFTER_ALL)
         return results
@@ -230,6 +230,7 @@ class Trainer:
             One entry per batch, its tensors on the CPU.
         """
         with self._closing_on_error():
+            dataloader = placed(dataloader, self._data_part)
             feed = Feed(dataloader, "predict", lambda batch: Size(samples=num_samples(batch)))
             return predict(self.state, feed, self.run_event, return_outputs)
 
@@ -269,6 +270,7 @@ class Trainer:
 
     def _read(self, dataloader: Iterable[Any]) -> None:
         """Takes a training dataloader."""
+        dataloader = placed(dataloader, self._data_part)
         if self._check_sampler:
             check_sampler(dataloader, self._data_part)
         self.state.train_dataloader = dataloader

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import DistributedDataLoader
+from tests.trainer.models import World, classifier, points, quiet, same, weights
 
 LENGTH = 23
 
@@ -278,3 +279,49 @@ def test_datasets_that_cannot_work() -> None:
         DistributedDataLoader(Stream(), 1, num_workers=2)
     with pytest.raises(TypeError, match="num_wrokers"):
         list(DistributedDataLoader([1], 1, num_wrokers=2))
+
+
+def trained(config: Any = None) -> tuple[list[float], dict[str, float], dict[str, torch.Tensor], int]:
+    data = points(14)
+    loader = DistributedDataLoader(data, global_batch_size=4, shuffle=True, seed=3)
+    held_out = DistributedDataLoader(data, global_batch_size=6)
+    model = classifier()
+    trainer, log = quiet(model, train_dataloader=loader, parallelism_config=config, device="cpu")
+    trainer.fit(duration="2ep")
+    results = trainer.eval(held_out)
+    return log.values("loss/train/total"), results, weights(model), trainer.state.timestamp.sample
+
+
+def trained_on_two_ranks() -> Any:
+    return trained("fsdp")
+
+
+def test_p98_the_trainer_places_its_loaders_and_any_number_of_ranks_trains_alike(world2: World) -> None:
+    losses, results, expected, samples = trained()
+    assert samples == 28  # the last batch has 2 of 4 samples: none is repeated to fill it
+    for found in world2(trained_on_two_ranks):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        assert found[1] == pytest.approx(results, rel=1e-5)
+        same(found[2], expected)
+        assert found[3] == samples
+
+
+def a_rank_without_samples_in_the_last_batch() -> int:
+    loader = DistributedDataLoader(points(5), batch_size=2)  # 4 samples, then 1: rank 0 has none
+    trainer, _ = quiet(classifier(), train_dataloader=loader, parallelism_config="fsdp")
+    trainer.fit(duration="1ep")
+    return trainer.state.timestamp.sample
+
+
+def test_a_last_batch_that_is_smaller_than_the_world_is_no_reason_to_warn(world2: World) -> None:
+    assert world2(a_rank_without_samples_in_the_last_batch) == [5, 5]
+
+
+def iterated_without_a_place() -> str:
+    with pytest.raises(ParallelismValueError) as caught:
+        iter(DistributedDataLoader(points(4), 2))
+    return str(caught.value)
+
+
+def test_a_loader_without_a_place_is_refused_on_several_ranks(world2: World) -> None:
+    assert "Which of the 2 ranks have the same data? Pass mesh=" in world2(iterated_without_a_place)[0]
