@@ -5,10 +5,10 @@
 launches itself by torchrun; under torchrun it runs as it is.
 
 A Llama lies in a safetensors file that is in the page cache; every rank holds the model on the meta
-device; timed from the call until every rank has its shards. Contenders take turns within each round, and
-each starts with memory given back to the system, as a fresh process does; at the end every page of the
-shards is looked at once. Medians are shown. Values are verified on every rank after each run, and buffers
-are reported.
+device; timed from the call until every rank has its shards and has looked at every page of them once.
+Contenders take turns within each round, and each starts as a fresh process would, with memory that the
+machine has at hand (see prepare.py). Medians are shown. Values are verified on every rank after each run,
+and buffers are reported.
 
 - slices: a bare loop over the parameters, `safetensors.get_slice` of this rank's rows, copied into the
   shard. A reference, not a rival.
@@ -21,8 +21,6 @@ are reported.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import statistics
@@ -35,7 +33,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from prepare import build, config_bytes, config_for, launch, shard_on_meta, verify
+from prepare import Reserve, build, config_bytes, config_for, launch, shard_on_meta, verify
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
@@ -108,12 +106,11 @@ def touch(model: nn.Module) -> None:
 
 
 def measure(
-    run: Callable[[nn.Module, Path], nn.Module], model: nn.Module, directory: Path
+    run: Callable[[nn.Module, Path], nn.Module], model: nn.Module, directory: Path, reserve: Reserve
 ) -> tuple[nn.Module, dict[str, float]]:
     """The loaded model; seconds of the slowest rank, and peak extra memory over all ranks."""
     shard_bytes = sum(p.numel() * p.itemsize for p in model.parameters()) // dist.get_world_size()
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    reserve.release()
     reset_peak(CPU)
     before = peak(CPU)
     dist.barrier()
@@ -161,11 +158,13 @@ def main() -> None:
         small = LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 1})
         expected = {name: buffer.clone() for name, buffer in build(small, dtype, real=True).named_buffers()}
         dist.barrier()
+        reserve = Reserve(2 * config_bytes(config, dtype) // dist.get_world_size() + (256 << 20))
+        reserve.hold()
         for _ in range(arguments.rounds):
             for name, run in contenders.items():
                 model = build(config, dtype, real=False)
                 try:
-                    model, figure = measure(run, model, directory)
+                    model, figure = measure(run, model, directory, reserve)
                 except Exception as error:
                     if name in figures or run is not transformers_loader:
                         raise
@@ -174,6 +173,7 @@ def main() -> None:
                 figures.setdefault(name, []).append(figure)
                 buffers[name] = verify(model, expected)
                 del model
+                reserve.hold()
         dist.barrier()
     if dist.get_rank() == 0:
         report(figures, buffers, config_bytes(config, dtype), arguments)

@@ -9,9 +9,9 @@ from the call until every rank has its shards, rotary buffers included where the
 them. *Meta init*: all ranks hold it on meta. Contenders take turns within each round; medians are
 shown. Values are verified on every rank after each run, and buffers are reported.
 
-Each contender starts as a fresh process would: what its process had freed is given back to the kernel,
-and memory that a hypervisor has taken back from the machine is touched once, so that no contender pays
-for it.
+Each contender starts as a fresh process would: what its process had freed is given back to the kernel.
+Between contenders as much memory is kept in use, so that no hypervisor takes it from the machine, for which
+the next contender would pay.
 
 - floor: every rank copies its shards' bytes once into freshly allocated memory. No rival; the limit.
 - scatter: a plain loop of `dist.scatter`, parameter by parameter. A reference, not a rival.
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -37,6 +38,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,6 +81,9 @@ def expected(name: str, start: int, numel: int, dtype: torch.dtype) -> torch.Ten
     return (torch.arange(start, start + numel).remainder_(1009).add_(offset)).to(dtype)
 
 
+expected_shard = functools.cache(expected)
+
+
 def build(config: LlamaConfig, dtype: torch.dtype, real: bool) -> nn.Module:
     """The model, on meta or with values by `expected`."""
     if not real:
@@ -104,10 +109,10 @@ def verify(model: nn.Module, reference: dict[str, torch.Tensor]) -> str:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         local = parameter.to_local()
-        row = parameter[0].numel() if parameter.ndim > 1 else 1
+        row = prod(parameter.shape[1:])
         size = -(-parameter.shape[0] // dist.get_world_size())
         start = min(dist.get_rank() * size, parameter.shape[0]) * row
-        if not torch.equal(local.view(-1), expected(name, start, local.numel(), local.dtype)):
+        if not torch.equal(local.view(-1), expected_shard(name, start, local.numel(), local.dtype)):
             raise AssertionError(f"rank {dist.get_rank()}: {name} has wrong values")
     buffers = dict(model.named_buffers())
     right = all(not buffers[n].is_meta and torch.equal(buffers[n], b) for n, b in reference.items())
@@ -215,23 +220,40 @@ def loopback() -> int:
     return 0
 
 
-def start_fresh(nbytes: int) -> None:
-    """Give back what this process has freed, and see that the machine has memory at hand."""
-    gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+class Reserve:
+    """Memory that the machine has at hand, kept from contender to contender.
+
+    A hypervisor takes free memory back within seconds, and the first touch afterwards costs many times the
+    copy into it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._memory: mmap.mmap | None = None
+
+    def hold(self) -> None:
+        """Give back what this process has freed, and keep as much from the hypervisor."""
+        gc.collect()
+        if sys.platform == "linux" and self._memory is None:
+            ctypes.CDLL(None).malloc_trim(0)
+            self._memory = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+            torch.frombuffer(self._memory, dtype=torch.uint8)[:: mmap.PAGESIZE].fill_(1)
         dist.barrier()
-        with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            for start in range(0, nbytes, 4096):
-                memory[start] = 1
-    dist.barrier()
+
+    def release(self) -> None:
+        """Leave it to the contender, who starts as a fresh process would."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        dist.barrier()
 
 
-def measure(run: Callable[[nn.Module], None], model: nn.Module) -> dict[str, float]:
+def measure(run: Callable[[nn.Module], None], model: nn.Module, reserve: Reserve) -> dict[str, float]:
     """Seconds of the slowest rank, loopback traffic, and peak extra memory over all ranks."""
     shard_bytes = sum(p.numel() * p.itemsize for p in model.parameters()) // dist.get_world_size()
-    start_fresh(2 * shard_bytes + (256 << 20))
+    gc.collect()
+    reserve.release()
     reset_peak(CPU)
     before, traffic = peak(CPU), loopback()
     dist.barrier()
@@ -282,14 +304,17 @@ def main() -> None:
     figures: dict[str, list[dict[str, float]]] = {}
     buffers: dict[str, str] = {}
     reference = {name: buffer.clone() for name, buffer in build(config, dtype, real=True).named_buffers()}
+    nbytes = config_bytes(config, dtype)
+    reserve = Reserve(2 * nbytes // dist.get_world_size() + (256 << 20))
+    reserve.hold()
     for _ in range(arguments.rounds):
         for name, run in {**from_rank_0, **from_meta}.items():
             model = build(config, dtype, real=name in from_rank_0 and dist.get_rank() == 0)
-            figures.setdefault(name, []).append(measure(run, model))
+            figures.setdefault(name, []).append(measure(run, model, reserve))
             if name in from_rank_0 and name != "floor":
                 buffers[name] = verify(model, reference)
             del model
-    nbytes = config_bytes(config, dtype)
+            reserve.hold()
     if dist.get_rank() == 0:
         report(figures, buffers, nbytes, arguments)
     dist.destroy_process_group()

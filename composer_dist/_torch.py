@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 # A wrap policy as Composer and FSDP1 users write it; only its function is read. Since torch 2.1.
 from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
@@ -512,3 +513,15 @@ def collective_timeout() -> timedelta:
     group = torch.distributed.group.WORLD
     backends = [group._get_backend(device) for device in group._device_types] if group else []
     return max((backend.options._timeout for backend in backends), default=timedelta(minutes=30))
+
+
+def optimizers_were_made() -> bool:
+    """Whether this process has made any optimizer so far.
+
+    Each class's `step` is marked when its first object is made (`Optimizer._patch_step_function`, by
+    another name before torch 2.0), which saves a search through all objects. Since torch 1.5.
+    """
+    kinds = [Optimizer]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return any(getattr(kind.step, "hooked", False) for kind in kinds)

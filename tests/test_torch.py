@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -270,3 +272,20 @@ def test_collectives_return_new_tensors() -> None:
     ):
         assert torch.equal(found, x)
         assert found.data_ptr() != x.data_ptr()
+
+
+_MADE = """
+import torch
+from composer_dist import _torch
+assert not _torch.optimizers_were_made()
+class Mine(torch.optim.SGD):
+    pass
+assert not _torch.optimizers_were_made()
+Mine([torch.zeros(1)], lr=1.0)
+assert _torch.optimizers_were_made()
+"""
+
+
+def test_it_shows_that_an_optimizer_was_made() -> None:
+    """Without the mark on a class's step: an optimizer that was not handed in goes unnoticed."""
+    subprocess.run([sys.executable, "-c", _MADE], check=True)

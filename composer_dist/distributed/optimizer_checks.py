@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composer_dist._torch import optimizers_were_made
 from composer_dist.distributed.aliases import Structure
 from composer_dist.distributed.optimizer import is_made_at_construction, names_by_id
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
@@ -114,6 +115,8 @@ def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) 
     They would go on stepping the parameters from before, which no module has any more. Found among the
     objects that the garbage collector knows; one that the caller has dropped may be among them.
     """
+    if not optimizers_were_made():
+        return []
     names = names_by_id(structure)
     known = {id(optimizer) for optimizer in optimizers}
     things = gc.get_objects()
