@@ -1,12 +1,13 @@
 """A model's full state by name: out of its shards, and into them.
 
-Names are those of the plain model's `state_dict()`. Tensors move one at a time, so that no rank
-holds more than one full tensor beyond what it keeps.
+Names are those of the plain model's `state_dict()`. Tensors move in buckets, so that no rank holds more
+than one of them beyond what it keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from hashlib import sha256
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint.adapters import adapter_keys, whole_state
 from composer_dist.distributed.agreement import Agreement
-from composer_dist.distributed.codecs import codec_of, dense, empty_like, encoded, own_attributes, parts
+from composer_dist.distributed.codecs import codec_of, empty_like, own_attributes
+from composer_dist.distributed.collect import full_tensors
+from composer_dist.distributed.fill import fill
 from composer_dist.distributed.names import canonical_name, check_usable, reshard
 from composer_dist.distributed.process_group import broadcast, device_of_group, world_and_rank
-from composer_dist.distributed.summon import broadcast_full, gather, scatter_into
 from composer_dist.errors import (
     CheckpointKeyError,
     CheckpointValueError,
@@ -61,22 +63,13 @@ def full_model_state(
         chosen = _select(model, state, select)
     except Exception as caught:  # the user's function, on this rank alone perhaps
         error = caught
-    if any(isinstance(tensor, DTensor) for tensor in state.values()):
-        Agreement().reach("full_model_state", list(chosen), _alike, error)
-    elif error is not None:
-        raise error
-    keep = ranks == "all" or world_and_rank()[1] == 0
-    full: dict[str, Any] = {}
-    seen: dict[int, str] = {}
-    for name, value in chosen.items():
-        if id(value) in seen:  # tied: one tensor under several names, as in state_dict()
-            full[name] = full.get(seen[id(value)])
-            continue
-        seen[id(value)] = name
-        copy = _on_cpu(value, dtype, keep)
-        if keep:
-            full[name] = copy
-    return full if keep else {}
+    agree_on("full_model_state", state.values(), list(chosen), error)
+    full = gather_full(
+        {name: v for name, v in chosen.items() if isinstance(v, Tensor)}, ranks == "all", dtype
+    )
+    if ranks == "zero" and world_and_rank()[1] != 0:
+        return {}
+    return {name: full[name] if isinstance(v, Tensor) else v for name, v in chosen.items()}
 
 
 class LoadResult(NamedTuple):
@@ -126,22 +119,52 @@ def load_full_model_state(
         except Exception as caught:
             error = caught
     plan = Agreement().reach("load_full_model_state", plan, lambda plans: plans[0], error)
-    broadcasts = source == "rank0" and world_and_rank()[0] > 1
-    for name, dtype in plan["tensors"]:
-        target, full = targets[name], given.get(name)
-        _materialize(target)
-        if codec_of(target) is not None:
-            with Agreement().together(f"the codec of {name}"):
-                full = None if full is None else encoded(full, target)
-        for _, part, value in parts(name, target, full):
-            if broadcasts:
-                sent = getattr(torch, dtype) if part is target else part.dtype
-                value = broadcast_full(value, part.shape, sent)
-            scatter_into(part, value)
+    for name in plan["tensors"]:
+        _materialize(targets[name])
+    fill(model, {name: targets[name] for name in plan["tensors"]}, given, everywhere=source == "all")
     for name in plan["objects"]:
         value = given.get(name)
-        _owner(model, name).set_extra_state(broadcast(value) if broadcasts else value)
+        _owner(model, name).set_extra_state(value if source == "all" else broadcast(value))
     return LoadResult(plan["missing"], plan["unexpected"])
+
+
+def agree_on(step: str, tensors: Iterable[Any], names: list[str], error: Exception | None) -> None:
+    """All ranks are about to gather the same tensors in the same order, or all raise.
+
+    Args:
+        tensors: without a shard among them ranks need not come together.
+        names: what this rank would gather.
+        error: what has gone wrong on this rank, if anything has.
+
+    Raises:
+        ParallelismError: `error`, of this rank or another.
+        ParallelismValueError: the ranks have chosen different names.
+    """
+    if not any(isinstance(tensor, DTensor) for tensor in tensors):
+        if error is not None:
+            raise error
+        return
+    agreement = Agreement()
+    digest = sha256("\n".join(names).encode()).hexdigest()
+    if not agreement.reach(step, digest, lambda found: len(set(found)) == 1, error):
+        agreement.reach(step, names, _alike)
+
+
+def gather_full(
+    tensors: Mapping[str, Tensor], everywhere: bool, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Full values by name, a tensor under several names once; {} on ranks that get none."""
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    once = {name: tensors[name] for name in first.values()}
+
+    def body() -> dict[str, Tensor]:
+        return dict(full_tensors(once, everywhere=everywhere, dtype=dtype))
+
+    sharded = any(isinstance(tensor, DTensor) for tensor in once.values())
+    full = Agreement().collectively("gathering a state", body) if sharded else body()
+    return {name: full[first[id(tensor)]] for name, tensor in tensors.items()} if full else {}
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
@@ -182,25 +205,14 @@ def _select(model: nn.Module, state: dict[str, Any], select: Select) -> dict[str
     return chosen
 
 
-def _alike(selections: list[list[str]]) -> None:
-    for rank, names in enumerate(selections):
-        if odd := sorted(set(names) ^ set(selections[0])):
+def _alike(found: list[list[str]]) -> None:
+    for rank, names in enumerate(found):
+        if names != found[0]:
+            odd = sorted(set(names) ^ set(found[0]))
             raise ParallelismValueError(
-                f"Ranks 0 and {rank} select different names: {', '.join(odd)}. Make select answer alike "
-                "on every rank."
+                f"Ranks 0 and {rank} would gather different tensors: "
+                f"{', '.join(odd) or 'the same ones in another order'}. Let every rank select alike."
             )
-
-
-def _on_cpu(value: Any, dtype: torch.dtype | None, keep: bool) -> Any:
-    """A copy on the CPU; None where this rank only takes part in the gathering."""
-    if not isinstance(value, Tensor):
-        return value
-    sharded = isinstance(value, DTensor)
-    full = gather(value) if sharded else value.detach()
-    if not keep:
-        return None
-    full = dense(full)
-    return full.to("cpu", dtype if dtype and full.is_floating_point() else full.dtype, copy=not sharded)
 
 
 def _plan_load(
@@ -230,8 +242,12 @@ def _plan_load(
     if faults:
         kind: type[ParallelismError] = CheckpointValueError if misfits else CheckpointKeyError
         raise kind(f"The state does not fit the model: {'. '.join(faults)}.")
-    loads = [(name, str(given[name].dtype).removeprefix("torch.")) for name in tensors.values()]
-    return {"tensors": loads, "objects": objects, "missing": missing, "unexpected": unexpected}
+    return {
+        "tensors": list(tensors.values()),
+        "objects": objects,
+        "missing": missing,
+        "unexpected": unexpected,
+    }
 
 
 @torch.no_grad()

@@ -200,6 +200,17 @@ def encoded(full: Tensor, like: Tensor) -> Tensor:
     return full
 
 
+@torch.no_grad()
+def encode_into(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor the value of a plain one, in place; by its codec, where it has one."""
+    if codec_of(tensor) is None:
+        tensor.copy_(value)
+        return
+    made = _known(tensor).from_dense(value, tensor)
+    for mine, new in zip(inner_tensors(tensor).values(), inner_tensors(made).values(), strict=True):
+        mine.copy_(new)
+
+
 def parts(name: str, tensor: Tensor, full: Tensor | None) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """What has to be filled to fill a tensor, each part by name, with its full value where there is one.
 

@@ -16,9 +16,10 @@ from typing import Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from composer_dist.distributed.mesh import roles
+from composer_dist.errors import ParallelismValueError
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,26 @@ class Layout:
             elif dim is not None:
                 rows = True
         return cls(shape, rows, tp_dim, tp_groups)
+
+    @classmethod
+    def known(cls, tensor: torch.Tensor) -> Self | None:
+        """As `of`; None for a DTensor that is cut in a way that this library never cuts, by its user."""
+        if not isinstance(tensor, DTensor):
+            return cls.of(tensor)
+        try:
+            tp = roles(tensor.device_mesh).get("tp")
+        except ParallelismValueError:
+            return None
+        layout = cls.of(tensor)
+        rows = [p for index, p in enumerate(tensor.placements) if index != tp and not p.is_replicate()]
+        strided = [not isinstance(placement, Shard) for placement in rows]
+        if len(rows) > 1 or any(getattr(placement, "dim", None) != 0 for placement in rows):
+            return None
+        if layout.tp_dim is None:
+            odd = any(strided) or (tp is not None and not tensor.placements[tp].is_replicate())
+        else:  # both cut rows: tensor parallelism first, which torch tells by the kind of placement
+            odd = strided == [layout.tp_dim != 0]
+        return None if odd else layout
 
     def like(self, shape: tuple[int, ...]) -> Layout:
         """The layout of a tensor that goes with this one, such as optimizer state: what it has, is cut.
@@ -150,6 +171,17 @@ class Part:
         stop = self.numel if stop is None else min(stop, self.numel)
         return elements(view, self.first + min(start, stop), self.first + stop)
 
+    def put(self, tensor: torch.Tensor, values: torch.Tensor, start: int = 0) -> None:
+        """Write the part's elements from `start` on, flat, into the full tensor.
+
+        Args:
+            tensor: contiguous; device and dtype as they may be.
+        """
+        view = tensor.view(self.shape)
+        for dim, (low, high) in enumerate(self.window):
+            view = view.narrow(dim, low, high - low)
+        put_elements(view, self.first + start, values)
+
     def runs(self) -> Iterator[tuple[int, int]]:
         """The contiguous runs of the part in the full tensor, in order: (first element, length)."""
         if not self.numel:
@@ -188,6 +220,27 @@ def elements(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     if stop > last * row:
         parts.append(elements(tensor[last], 0, stop - last * row))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def put_elements(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    """Write elements in row-major order, from number `start` on, into a tensor of any layout."""
+    stop = start + values.numel()
+    if tensor.is_contiguous():
+        tensor.view(-1)[start:stop].copy_(values)
+        return
+    if start >= stop:
+        return
+    row = tensor.numel() // tensor.shape[0]
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        put_elements(tensor[last], start - last * row, values)
+        return
+    head, rows, tail = values.tensor_split((first * row - start, last * row - start))
+    if head.numel():
+        put_elements(tensor[first - 1], row - head.numel(), head)
+    tensor[first:last].copy_(rows.view(tensor[first:last].shape))
+    if tail.numel():
+        put_elements(tensor[last], 0, tail)
 
 
 def _split(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -167,15 +167,15 @@ def empty_state(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
     """
     if not isinstance(parameter, DTensor):
         return torch.empty(shape, dtype=dtype, device=parameter.device)
-    mesh, layout = parameter.device_mesh, Layout.of(parameter).like(shape)
-    tp = roles(mesh).get("tp")
-    placements = [
-        placement if (layout.tp_dim is not None if index == tp else layout.rows) else Replicate()
-        for index, placement in enumerate(parameter.placements)
-    ]
-    local = layout.local_shape(Coordinate.of(mesh))
+    mesh, here = parameter.device_mesh, local_part(parameter)
+    placements, local = parameter.placements, tuple(here.shape)
+    if shape != tuple(parameter.shape):
+        layout, tp = Layout.of(parameter).like(shape), roles(mesh).get("tp")
+        keeps = [layout.tp_dim is not None if index == tp else layout.rows for index in range(mesh.ndim)]
+        placements = tuple(p if keep else Replicate() for p, keep in zip(placements, keeps, strict=True))
+        local = layout.local_shape(Coordinate.of(mesh))
     return DTensor.from_local(
-        torch.empty(local, dtype=dtype, device=local_part(parameter).device),
+        torch.empty(local, dtype=dtype, device=here.device),
         mesh,
         placements,
         run_check=False,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
 from math import prod
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,16 +31,12 @@ _MASK = (1 << 64) - 1
 
 
 @dataclass
-class Cargo:
-    """One tensor to deliver."""
+class Freight:
+    """A tensor that travels in pieces."""
 
     name: str
     layout: Layout
     dtype: torch.dtype
-    target: torch.Tensor
-    """Where this rank's part goes: contiguous, of the part's elements in row-major order."""
-    source: torch.Tensor | None = None
-    """The full tensor, on the source rank only; any layout, any device, any dtype."""
 
     @property
     def cut(self) -> bool:
@@ -50,6 +47,19 @@ class Cargo:
     def nbytes(self) -> int:
         """Of the full tensor."""
         return prod(self.layout.shape) * self.dtype.itemsize
+
+
+@dataclass
+class Cargo(Freight):
+    """One tensor to deliver."""
+
+    target: torch.Tensor
+    """Where this rank's part goes: contiguous, of the part's elements in row-major order."""
+    source: torch.Tensor | None = None
+    """The full tensor, on the source rank only; any layout, any device, any dtype."""
+
+
+F = TypeVar("F", bound=Freight)
 
 
 def inner_cargoes(name: str, tensor: torch.Tensor, source: torch.Tensor | None) -> list[Cargo]:
@@ -66,10 +76,10 @@ def inner_cargoes(name: str, tensor: torch.Tensor, source: torch.Tensor | None) 
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece(Generic[F]):
     """The elements [start, stop) of each rank's part of a cargo, in row-major order."""
 
-    cargo: Cargo
+    cargo: F
     start: int
     stop: int
 
@@ -123,8 +133,13 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 def take_slice(cargo: Cargo, mesh: DeviceMesh) -> None:
     """Fill this rank's part from its own copy of the full tensor, without communication."""
+    take_part(cargo, Coordinate.of(mesh))
+
+
+def take_part(cargo: Cargo, here: Coordinate) -> None:
+    """As `take_slice`, for a rank at a place that is known."""
     assert cargo.source is not None
-    part, target = cargo.layout.part(Coordinate.of(mesh)), cargo.target.view(-1)
+    part, target = cargo.layout.part(here), cargo.target.view(-1)
     step = max(1, LARGE // cargo.dtype.itemsize)  # what is not a view is copied on its way
     for start in range(0, part.numel, step):
         target[start : start + step].copy_(part.of(cargo.source, start, start + step))
@@ -146,11 +161,11 @@ def deliver(
     """
     ranks = Ranks.of(mesh)
     schedules = {
-        source: list(_buckets(_pieces(items, ranks, bucket_bytes), ranks.parts, bucket_bytes))
+        source: list(in_buckets(pieces_of(items, ranks, bucket_bytes), ranks.parts, bucket_bytes))
         for source, items in cargoes.items()
     }
     stage = stage or Stage("delivery")
-    stage.expect(sum(_size(bucket, ranks.parts) for buckets in schedules.values() for bucket in buckets))
+    stage.expect(sum(size_of(bucket, ranks.parts) for buckets in schedules.values() for bucket in buckets))
     moved = 0
     for step in zip_longest(*schedules.values()):
         for cut in (True, False):
@@ -160,26 +175,26 @@ def deliver(
                 if pieces
             }
             moved += _scatter(bucket, ranks) if cut else _broadcast(bucket, ranks)
-        stage.advance(sum(_size(pieces, ranks.parts) for pieces in step if pieces))
+        stage.advance(sum(size_of(pieces, ranks.parts) for pieces in step if pieces))
     return moved
 
 
-def _pieces(cargoes: Sequence[Cargo], ranks: Ranks, limit: int) -> Iterator[_Piece]:
+def pieces_of(cargoes: Sequence[F], ranks: Ranks, limit: int) -> Iterator[Piece[F]]:
     """Cut every cargo so that no piece, counted over all the ranks it goes to, exceeds the limit."""
     largest_at = Coordinate.in_grid(ranks.table, int(ranks.table[0, 0, 0]))
     for cargo in cargoes:
         largest = cargo.layout.part(largest_at).numel
         step = max(1, limit // (cargo.dtype.itemsize * (ranks.parts if cargo.cut else 1)))
         for start in range(0, largest, step):
-            yield _Piece(cargo, start, min(start + step, largest))
+            yield Piece(cargo, start, min(start + step, largest))
 
 
-def _buckets(pieces: Iterator[_Piece], parts: int, limit: int) -> Iterator[list[_Piece]]:
+def in_buckets(pieces: Iterator[Piece[F]], parts: int, limit: int) -> Iterator[list[Piece[F]]]:
     """Gather consecutive pieces into buckets within the limit."""
-    bucket: list[_Piece] = []
+    bucket: list[Piece[F]] = []
     size = 0
     for piece in pieces:
-        nbytes = _size([piece], parts)
+        nbytes = size_of([piece], parts)
         if bucket and size + nbytes > limit:
             yield bucket
             bucket, size = [], 0
@@ -189,13 +204,13 @@ def _buckets(pieces: Iterator[_Piece], parts: int, limit: int) -> Iterator[list[
         yield bucket
 
 
-def _size(pieces: Sequence[_Piece], parts: int) -> int:
+def size_of(pieces: Sequence[Piece[F]], parts: int) -> int:
     """Bytes of pieces, over all the ranks of a replica that they go to."""
     copies = ((piece, parts if piece.cargo.cut else 1) for piece in pieces)
     return sum((piece.stop - piece.start) * piece.cargo.dtype.itemsize * count for piece, count in copies)
 
 
-def _scatter(bucket: dict[int, list[_Piece]], ranks: Ranks) -> int:
+def _scatter(bucket: dict[int, list[Piece[Cargo]]], ranks: Ranks) -> int:
     """One bucket of pieces that are cut: from each source to its replica, then across the replicas."""
     sends: list[dist.P2POp] = []
     arrivals: list[tuple[int, _Parcel]] = []
@@ -228,7 +243,7 @@ def _scatter(bucket: dict[int, list[_Piece]], ranks: Ranks) -> int:
     return moved
 
 
-def _broadcast(bucket: dict[int, list[_Piece]], ranks: Ranks) -> int:
+def _broadcast(bucket: dict[int, list[Piece[Cargo]]], ranks: Ranks) -> int:
     """One bucket of whole pieces: from each source to all ranks, dimension by dimension of the mesh."""
     moved = 0
     for source, pieces in bucket.items():
@@ -251,7 +266,7 @@ class _Parcel:
     """Where the contents of the last message, the packed one, belong when it has arrived."""
 
     @classmethod
-    def into(cls, pieces: Sequence[_Piece], ranks: Ranks) -> _Parcel:
+    def into(cls, pieces: Sequence[Piece[Cargo]], ranks: Ranks) -> _Parcel:
         """Messages that are the targets' own storage, or will be unpacked into it."""
         large, small = _sort(pieces, [as_bytes(_target(piece)) for piece in pieces], ranks)
         size = sum(part.numel() for part in small)
@@ -259,7 +274,7 @@ class _Parcel:
         return cls([*large, packed] if small else large, small)
 
     @classmethod
-    def out_of(cls, pieces: Sequence[_Piece], ranks: Ranks, peer: int) -> _Parcel:
+    def out_of(cls, pieces: Sequence[Piece[Cargo]], ranks: Ranks, peer: int) -> _Parcel:
         """Messages for a rank, views of the source's storage where they can be."""
         at = Coordinate.in_grid(ranks.table, peer)
         parts = [as_bytes(_source(piece, at)) for piece in pieces]
@@ -286,7 +301,7 @@ class _Parcel:
 
 
 def _sort(
-    pieces: Sequence[_Piece], parts: Sequence[torch.Tensor], ranks: Ranks
+    pieces: Sequence[Piece[Cargo]], parts: Sequence[torch.Tensor], ranks: Ranks
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Parts that travel alone, and parts that are packed; sender and receiver sort alike."""
     large: list[torch.Tensor] = []
@@ -298,12 +313,12 @@ def _sort(
     return large, small
 
 
-def _target(piece: _Piece) -> torch.Tensor:
+def _target(piece: Piece[Cargo]) -> torch.Tensor:
     flat = piece.cargo.target.view(-1)
     return flat[min(piece.start, flat.numel()) : min(piece.stop, flat.numel())]
 
 
-def _source(piece: _Piece, at: Coordinate) -> torch.Tensor:
+def _source(piece: Piece[Cargo], at: Coordinate) -> torch.Tensor:
     cargo = piece.cargo
     assert cargo.source is not None
     return cargo.layout.part(at).of(cargo.source, piece.start, piece.stop).to(cargo.dtype)

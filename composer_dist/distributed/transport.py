@@ -25,7 +25,7 @@ from composer_dist.distributed.host_relay import Relay, find_hosts
 from composer_dist.distributed.layout import Coordinate, grid
 from composer_dist.distributed.peer_memory import Range
 from composer_dist.distributed.staging import Staging
-from composer_dist.distributed.sync import Cargo, as_bytes, deliver, take_slice
+from composer_dist.distributed.sync import Cargo, as_bytes, deliver, take_part
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.reporting.progress import Progress, Stage
 
@@ -190,7 +190,7 @@ class Transport:
             self._upload(uploads, self._pids[rank], stage)
         if mine:
             for cargo, _ in direct:
-                take_slice(cargo, self._mesh)
+                take_part(cargo, self._here)
                 stage.advance(cargo.nbytes)
         else:
             peer_memory.read(self._pids[rank], [each for pair in direct for each in self._ranges(*pair)])

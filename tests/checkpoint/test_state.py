@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 from composer_dist._torch import checkpoint_wrapper
 from composer_dist.checkpoint import LoadResult, full_model_state, load_full_model_state
 from composer_dist.errors import CheckpointError, CheckpointValueError, ParallelismValueError
-from tests.checkpoint.toys import assert_equal, sharded, tokens, toy, train_step
+from tests.checkpoint.toys import assert_equal, messages, sharded, tokens, toy, train_step
 
 World = Callable[..., list[Any]]
 
@@ -95,22 +94,47 @@ def test_p103_after_an_eval_forward_onto_a_smaller_shard(world4: World) -> None:
     assert resharded
 
 
-def count_gathers(select: Any) -> tuple[list[str], int]:
+def count_gathers(select: Any, bucket_bytes: int) -> tuple[dict[str, Any], list[int]]:
     model = sharded(toy())
-    with CommDebugMode() as communication:
+    with messages(bucket_bytes) as sent:
         state = full_model_state(model, select=select)
-    return list(state), communication.get_total_counts()
+    return state, sent
 
 
 def test_p43_what_is_not_selected_is_not_gathered(world2: World) -> None:
-    (all_names, everything), _ = world2(count_gathers, None)
-    trainable = [name for name, p in toy().named_parameters(remove_duplicate=False) if p.requires_grad]
-    (names, some), _ = world2(count_gathers, "trainable")
-    assert names == [name for name in all_names if name in trainable]
-    assert everything - some == 1, "only the frozen scale is left out, and ties are gathered once"
-    (names, few), _ = world2(count_gathers, uneven_matrices)
-    assert names == [f"layers.{i}.{m}.weight" for i in range(2) for m in ("up", "down")]
-    assert few == 4
+    reference = toy().state_dict()
+    (state, everything), other = world2(count_gathers, None, 1 << 20)
+    assert_equal(state, reference)
+    assert other == ({}, everything)
+    assert len(everything) == 1, "one collective per bucket"
+    (state, some), _ = world2(count_gathers, "trainable", 1 << 20)
+    names = [name for name, p in toy().named_parameters(remove_duplicate=False) if p.requires_grad]
+    assert list(state) == [name for name in reference if name in names]
+    assert everything[0] - some[0] == 8 * 4 // 2, "only the frozen scale is left out; ties go once"
+    (state, few), _ = world2(count_gathers, uneven_matrices, 1 << 20)
+    assert list(state) == [f"layers.{i}.{m}.weight" for i in range(2) for m in ("up", "down")]
+    shards = [3 * 8 * 4, 4 * 5 * 4]  # bytes, of the first rank
+    assert few == [2 * sum(shards)]
+    (state, none), _ = world2(count_gathers, buffers, 1 << 20)
+    assert list(state) == [n for n in reference if "running" in n or "tracked" in n or n == "shift"]
+    assert none == []
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 200, 1000])
+def test_p42_buckets_of_any_size_give_the_same(world2: World, world4: World, bucket_bytes: int) -> None:
+    for world in world2, world4:
+        (state, sent), *_ = world(count_gathers, None, bucket_bytes)
+        assert_equal(state, toy().state_dict())
+        size = 2 if world is world2 else 4
+        assert max(sent) <= max(bucket_bytes // size, 4) + 16 * len(state), "a share, and padding"
+        assert (
+            len(sent)
+            >= sum(p.nbytes for p in toy().parameters()) // size // max(bucket_bytes // size, 4) // 2
+        )
+
+
+def buffers(name: str, tensor: Tensor) -> bool:
+    return not isinstance(tensor, nn.Parameter)
 
 
 def uneven_matrices(name: str, tensor: Tensor) -> bool:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from composer_dist.distributed import collect
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -100,3 +106,24 @@ def assert_equal(state: dict[str, Any], reference: dict[str, Any]) -> None:
             assert torch.equal(state[name], expected), name
         else:
             assert state[name] == expected, name
+
+
+@contextmanager
+def messages(bucket_bytes: int = collect.BUCKET_BYTES) -> Iterator[list[int]]:
+    """Inside, buckets have this size; the bytes of each message that this rank gives to be gathered."""
+    sent: list[int] = []
+    real = dist.gather, dist.all_gather
+
+    def gather(message: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(message.nbytes)
+        return real[0](message, *args, **kwargs)
+
+    def all_gather(parts: list[Tensor], message: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(message.nbytes)
+        return real[1](parts, message, *args, **kwargs)
+
+    with (
+        mock.patch.multiple(dist, gather=gather, all_gather=all_gather),
+        mock.patch.object(collect, "BUCKET_BYTES", bucket_bytes),
+    ):
+        yield sent

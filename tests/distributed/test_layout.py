@@ -7,7 +7,11 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from composer_dist._torch import _StridedShard
 from composer_dist.distributed.layout import Coordinate, Layout, chunk
 
 SHAPES = [(12, 8), (7, 5), (3, 6), (6,), (1, 4), (4, 6, 5), (2, 0), (0, 3)]
@@ -52,6 +56,11 @@ def test_parts_are_what_torch_chunk_gives(layout: Layout) -> None:
                 assert torch.equal(part.of(source, 1, 4), want.reshape(-1)[1:4])
             pieces = [full.view(-1)[first : first + length] for first, length in part.runs()]
             assert torch.equal(torch.cat(pieces) if pieces else full.view(-1)[:0], want.reshape(-1))
+            written = torch.full_like(full, -1)
+            part.put(written, want.reshape(-1)[1:], 1)
+            part.put(written, want.reshape(-1)[:1])
+            assert torch.equal(part.of(written), want.reshape(-1))
+            assert int((written >= 0).sum()) == want.numel(), "nothing beyond the part"
             count += part.numel
         if layout.rows and (layout.tp_dim is not None or tps == 1):
             assert count == full.numel()
@@ -80,3 +89,32 @@ def test_rows_are_cut_as_torch_chunk_cuts_them() -> None:
                 first, last = chunk(rows, shards, shard)
                 want = chunks[shard].tolist() if shard < len(chunks) else []
                 assert list(range(first, last)) == want
+
+
+@pytest.mark.parametrize(
+    ("names", "placements", "known"),
+    [
+        (("dp_shard",), [Shard(0)], True),
+        (("dp_shard",), [Shard(1)], False),
+        (("dp_replicate", "dp_shard"), [Replicate(), Shard(0)], True),
+        (("dp_replicate", "dp_shard"), [Shard(0), Shard(0)], False),
+        (("dp_shard", "tp"), [Shard(0), Shard(1)], True),
+        (("dp_shard", "tp"), [_StridedShard(0, split_factor=2), Shard(0)], True),
+        (("dp_shard", "tp"), [Shard(0), Shard(0)], False),
+        (("dp_shard", "tp"), [_StridedShard(0, split_factor=2), Replicate()], False),
+        (("dp_shard", "tp"), [Replicate(), Partial()], False),
+        (("a", "b", "c"), [Replicate(), Replicate(), Shard(0)], False),
+    ],
+)
+def test_ways_to_cut_that_only_a_user_knows_are_told_from_our_own(
+    names: tuple[str, ...], placements: list[Placement], known: bool
+) -> None:
+    dist.init_process_group("fake", rank=0, world_size=8)
+    mesh = init_device_mesh(
+        "cpu", (8 // 2 ** (len(names) - 1), *[2] * (len(names) - 1)), mesh_dim_names=names
+    )
+    tensor = DTensor.from_local(
+        torch.zeros(2, 2), mesh, placements, run_check=False, shape=torch.Size((8, 8)), stride=(8, 1)
+    )
+    assert (Layout.known(tensor) is not None) == known
+    assert Layout.known(torch.zeros(2)) == Layout((2,))
