@@ -101,7 +101,7 @@ def clip_grad_norm(model_or_parameters: Parameters, max_norm: float, norm_type: 
     # then the same on every rank.
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
     for parameter in parameters:
-        groups.setdefault(_sharding(parameter), []).extend(_local_gradient(parameter))
+        groups.setdefault(sharding_of(parameter), []).extend(local_gradient(parameter))
     device = parameters[0].device
     sizes = [
         _reduce_power(_power(gradients, norm_type, device), norm_type, mesh, dims)
@@ -121,7 +121,7 @@ def clip_grad_norm(model_or_parameters: Parameters, max_norm: float, norm_type: 
 def clip_grad_value(model_or_parameters: Parameters, max_value: float) -> None:
     """Limit every element of every gradient to [-max_value, max_value]; needs no communication."""
     for parameter in _parameters(model_or_parameters):
-        for gradient in _local_gradient(parameter):
+        for gradient in local_gradient(parameter):
             gradient.clamp_(-max_value, max_value)
 
 
@@ -295,7 +295,7 @@ def _parameters(model_or_parameters: Parameters) -> list[torch.Tensor]:
     return list(dict.fromkeys(model_or_parameters))
 
 
-def _local_gradient(parameter: torch.Tensor) -> list[torch.Tensor]:
+def local_gradient(parameter: torch.Tensor) -> list[torch.Tensor]:
     """This rank's part of the gradient, sharing its memory; nothing where there is none."""
     gradient = parameter.grad
     if gradient is None:
@@ -307,7 +307,7 @@ def _local_gradient(parameter: torch.Tensor) -> list[torch.Tensor]:
     return [gradient.to_local()]
 
 
-def _sharding(parameter: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+def sharding_of(parameter: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
     """The mesh dimensions over whose ranks a parameter's elements are spread."""
     if not isinstance(parameter, DTensor):
         return None, ()

@@ -10,12 +10,21 @@ __getattr__, __dir__, __all__ = lazy_names(
         "Callback": f"{__name__}.callbacks",
         "ConsoleLogger": f"{__name__}.loggers",
         "DistributedDataLoader": f"{__name__}.dataloader",
+        "EarlyStopping": f"{__name__}.callbacks",
         "Event": f"{__name__}.events",
+        "Generate": f"{__name__}.callbacks",
         "GradientClipping": f"{__name__}.options",
+        "GradientNorm": f"{__name__}.callbacks",
         "InMemoryLogger": f"{__name__}.loggers",
+        "LRMonitor": f"{__name__}.callbacks",
         "Logger": f"{__name__}.loggers",
         "LoggerDestination": f"{__name__}.loggers",
+        "MemoryMonitor": f"{__name__}.callbacks",
+        "NaNMonitor": f"{__name__}.callbacks",
+        "OptimizerMonitor": f"{__name__}.callbacks",
         "ProgressBar": f"{__name__}.callbacks",
+        "RuntimeEstimator": f"{__name__}.callbacks",
+        "SpeedMonitor": f"{__name__}.callbacks",
         "State": f"{__name__}.state",
         "Time": f"{__name__}.time",
         "TimeUnit": f"{__name__}.time",
@@ -26,7 +35,16 @@ __getattr__, __dir__, __all__ = lazy_names(
 
 if TYPE_CHECKING:
     from composer_dist.trainer.callbacks import Callback as Callback
+    from composer_dist.trainer.callbacks import EarlyStopping as EarlyStopping
+    from composer_dist.trainer.callbacks import Generate as Generate
+    from composer_dist.trainer.callbacks import GradientNorm as GradientNorm
+    from composer_dist.trainer.callbacks import LRMonitor as LRMonitor
+    from composer_dist.trainer.callbacks import MemoryMonitor as MemoryMonitor
+    from composer_dist.trainer.callbacks import NaNMonitor as NaNMonitor
+    from composer_dist.trainer.callbacks import OptimizerMonitor as OptimizerMonitor
     from composer_dist.trainer.callbacks import ProgressBar as ProgressBar
+    from composer_dist.trainer.callbacks import RuntimeEstimator as RuntimeEstimator
+    from composer_dist.trainer.callbacks import SpeedMonitor as SpeedMonitor
     from composer_dist.trainer.dataloader import DistributedDataLoader as DistributedDataLoader
     from composer_dist.trainer.events import Event as Event
     from composer_dist.trainer.loggers import ConsoleLogger as ConsoleLogger

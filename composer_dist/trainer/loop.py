@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from composer_dist.distributed.accumulation import Accumulate
 from composer_dist.trainer.evaluation import compute_metrics, fresh_metrics
@@ -124,10 +123,11 @@ class TrainingLoop:
         state.dataloader_len = state.train_length = feed.length
         self._run_event(Event.AFTER_DATALOADER)
         self._run_event(Event.BATCH_START)
-        metrics: dict[str, float | Tensor] = {**_learning_rates(state.optimizers)}
         for metric in state.train_metrics.values():
             metric.reset()
-        metrics |= train_batch(state, fed, self._run_event, self._options.clipping, self._options.accumulate)
+        metrics: dict[str, float | Tensor] = {
+            **train_batch(state, fed, self._run_event, self._options.clipping, self._options.accumulate)
+        }
         if self._options.schedule_batches:
             self._step_schedulers()
         state.timestamp = state.timestamp.next_batch(
@@ -135,7 +135,6 @@ class TrainingLoop:
         )
         state.throughput.update(state.timestamp)
         metrics |= compute_metrics(state.train_metrics, "train")
-        metrics |= self._speed()
         self._logger.log_metrics(metrics)
         self._run_event(Event.BATCH_END)
         self._evaluate_if_due()
@@ -166,26 +165,3 @@ class TrainingLoop:
     def _intervals(self) -> int:
         interval = self._options.eval_interval
         return self._state.intervals(interval) if interval else 0
-
-    def _speed(self) -> dict[str, float]:
-        rates = self._state.throughput.rates()
-        if rates is None:
-            return {}
-        speed = {
-            "throughput/batches_per_sec": rates.batches,
-            "throughput/samples_per_sec": rates.samples,
-        }
-        return speed | ({"throughput/tokens_per_sec": rates.tokens} if rates.tokens else {})
-
-
-def _learning_rates(optimizers: Sequence[Optimizer]) -> dict[str, float]:
-    """The rates that the next step uses, by Composer's names: `lr-AdamW/group0`."""
-    rates: dict[str, float] = {}
-    seen: dict[str, int] = {}
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
-        seen[name] = seen.get(name, 0) + 1
-        suffix = "" if seen[name] == 1 else str(seen[name])
-        for index, group in enumerate(optimizer.param_groups):
-            rates[f"lr-{name}{suffix}/group{index}"] = float(group["lr"])
-    return rates

@@ -20,7 +20,7 @@ from composer_dist.models.base import ComposerModel
 from composer_dist.precision import Precision, as_precision
 from composer_dist.trainer import checks, setup
 from composer_dist.trainer.batch import num_samples
-from composer_dist.trainer.callbacks import Callback, ProgressBar
+from composer_dist.trainer.callbacks import Callback, LRMonitor, ProgressBar, SpeedMonitor
 from composer_dist.trainer.evaluation import evaluate, predict
 from composer_dist.trainer.events import Event
 from composer_dist.trainer.feed import Feed, Size, length_of
@@ -67,7 +67,8 @@ class Trainer:
         eval_interval: how often `fit` evaluates, beside at its end; None: never.
         eval_loss: whether evaluation computes the model's loss.
         check_sampler: refuse dataloaders that give all ranks the same samples.
-        callbacks: called at every event, in this order.
+        callbacks: called at every event, in this order; an LRMonitor and a SpeedMonitor are added where
+            they are missing.
         loggers: where metrics go.
         progress_bar: show one, on rank 0.
 
@@ -116,7 +117,9 @@ class Trainer:
         optimizers = checks.listed("optimizers", optimizers, Optimizer)
         destinations = checks.listed("loggers", loggers, LoggerDestination)
         self.callbacks = checks.listed("callbacks", callbacks, Callback)
-        self.callbacks += [ProgressBar()] if progress_bar else []
+        standard = (LRMonitor, SpeedMonitor, ProgressBar) if progress_bar else (LRMonitor, SpeedMonitor)
+        given = {type(callback) for callback in self.callbacks}
+        self.callbacks += [kind() for kind in standard if kind not in given]
 
         if process_group.is_distributed() or parallelism_config is not None:
             process_group.init(device=device, reuse=True)

@@ -59,3 +59,32 @@ def test_p98_events_come_in_order() -> None:
     ]
     trainer.predict(loader(4))
     assert recorder.taken() == order[order.index(Event.PREDICT_START) :]
+
+
+def test_p98_the_whole_run_with_evaluations_and_microbatches_is_in_order() -> None:
+    """Two epochs of two batches of two microbatches; an evaluation of two batches after each, none twice."""
+    recorder = Recorder()
+    trainer, _ = quiet(
+        classifier(),
+        callbacks=recorder,
+        train_dataloader=loader(8),
+        eval_dataloader=loader(8),
+        eval_interval="1ba",
+        device_train_microbatch_size=2,
+        max_duration="2ep",
+    )
+    trainer.fit()
+    microbatch = [
+        "BEFORE_FORWARD",
+        "AFTER_FORWARD",
+        "BEFORE_LOSS",
+        "AFTER_LOSS",
+        "BEFORE_BACKWARD",
+        "AFTER_BACKWARD",
+    ]
+    eval_batch = ["EVAL_BATCH_START", "EVAL_BEFORE_FORWARD", "EVAL_AFTER_FORWARD", "EVAL_BATCH_END"]
+    evaluation = ["EVAL_BEFORE_ALL", "EVAL_START", *eval_batch * 2, "EVAL_END", "EVAL_AFTER_ALL"]
+    batch = ["BEFORE_DATALOADER", "AFTER_DATALOADER", "BATCH_START", "BEFORE_TRAIN_BATCH", *microbatch * 2]
+    batch += ["AFTER_TRAIN_BATCH", "BATCH_END", *evaluation, "BATCH_CHECKPOINT"]
+    epoch = ["EPOCH_START", *batch * 2, "BEFORE_DATALOADER", "EPOCH_END", "EPOCH_CHECKPOINT"]
+    assert [event.name for event in recorder.seen] == ["INIT", "FIT_START", *epoch * 2, "FIT_END"]

@@ -77,6 +77,8 @@ def test_p98_loss_rate_and_speed_are_logged() -> None:
     assert {name for name in log.data if name.startswith("throughput/")} == {
         "throughput/batches_per_sec",
         "throughput/samples_per_sec",
+        "throughput/device/batches_per_sec",
+        "throughput/device/samples_per_sec",
     }
     times = [time for time, _ in log.data["loss/train/total"]]
     assert [time.get("sp") for time in times] == [Time.of(f"{n}sp") for n in (4, 8, 12)]

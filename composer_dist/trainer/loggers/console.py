@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from torch import Tensor
 
-from composer_dist.trainer.loggers.logger import Logger, LoggerDestination, Metrics
+from composer_dist.trainer.loggers.logger import Logger, LoggerDestination, Metrics, Row
 from composer_dist.trainer.time import Time, Timestamp
 
 if TYPE_CHECKING:
@@ -37,6 +37,14 @@ class ConsoleLogger(LoggerDestination):
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
         """Keeps them for the first printout."""
         self._pending.update(hyperparameters)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Row], state: State) -> None:
+        """Prints it at once, a block for each row."""
+        if state.rank == 0:
+            lines = [f"[epoch {state.timestamp.epoch}, batch {state.timestamp.batch}] {name}"]
+            for row in rows:
+                lines += [f"  {column}: {value}" for column, value in zip(columns, row, strict=True)]
+            print("\n".join(lines), file=self._stream or sys.stderr, flush=True)
 
     def init(self, state: State, logger: Logger) -> None:
         """Prints the hyperparameters."""

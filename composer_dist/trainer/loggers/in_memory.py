@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer_dist.errors import ParallelismKeyError
-from composer_dist.trainer.loggers.logger import LoggerDestination, Metrics
+from composer_dist.trainer.loggers.logger import LoggerDestination, Metrics, Row
 from composer_dist.trainer.time import Timestamp
 
 if TYPE_CHECKING:
@@ -17,18 +17,33 @@ class InMemoryLogger(LoggerDestination):
     """Keeps every value with its time, on every rank."""
 
     def __init__(self) -> None:
-        self.data: dict[str, list[tuple[Timestamp, float]]] = {}
-        """Time and value of everything logged, by name."""
+        self._data: dict[str, list[tuple[Timestamp, float]]] = {}
+        self._pending: list[tuple[Timestamp, Metrics]] = []
+        self.tables: dict[str, list[tuple[Timestamp, list[dict[str, str | float]]]]] = {}
+        """Time and rows of every table logged, by name."""
         self.hyperparameters: dict[str, Any] = {}
+
+    @property
+    def data(self) -> dict[str, list[tuple[Timestamp, float]]]:
+        """Time and value of everything logged, by name; reading it waits for the device."""
+        for time, metrics in self._pending:
+            for name, value in metrics.items():
+                self._data.setdefault(name, []).append((time, float(value)))
+        self._pending.clear()
+        return self._data
 
     def log_metrics(self, metrics: Metrics, state: State) -> None:
         """Appends the values."""
-        for name, value in metrics.items():
-            self.data.setdefault(name, []).append((state.timestamp, float(value)))
+        self._pending.append((state.timestamp, dict(metrics)))
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
         """Keeps them in `hyperparameters`."""
         self.hyperparameters.update(hyperparameters)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Row], state: State) -> None:
+        """Keeps it in `tables`."""
+        named = [dict(zip(columns, row, strict=True)) for row in rows]
+        self.tables.setdefault(name, []).append((state.timestamp, named))
 
     def values(self, name: str) -> list[float]:
         """All values of one metric, oldest first.
@@ -36,7 +51,8 @@ class InMemoryLogger(LoggerDestination):
         Raises:
             ParallelismKeyError: nothing of that name was logged.
         """
-        if name not in self.data:
-            known = ", ".join(sorted(self.data)) or "nothing"
+        data = self.data
+        if name not in data:
+            known = ", ".join(sorted(data)) or "nothing"
             raise ParallelismKeyError(f"{name!r} was never logged; there is: {known}.")
-        return [value for _, value in self.data[name]]
+        return [value for _, value in data[name]]

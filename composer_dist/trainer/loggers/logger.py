@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from composer_dist.trainer.state import State
 
 Metrics = Mapping[str, float | Tensor]
+Row = Sequence[str | float]
 
 
 class LoggerDestination(Callback):
@@ -27,6 +28,9 @@ class LoggerDestination(Callback):
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
         """Takes what the run was started with."""
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Row], state: State) -> None:
+        """Takes a table of texts and numbers, of the time `state.timestamp`."""
 
 
 class Logger:
@@ -46,3 +50,8 @@ class Logger:
         """Logs what the run was started with."""
         for destination in self.destinations:
             destination.log_hyperparameters(hyperparameters)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+        """Logs a table of texts and numbers, at the present time."""
+        for destination in self.destinations:
+            destination.log_table(name, columns, rows, self._state)

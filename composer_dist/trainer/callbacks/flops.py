@@ -1,0 +1,54 @@
+"""The floating-point operations that a training batch needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import flop_registry
+
+from composer_dist._torch import TorchDispatchMode
+
+
+class FlopCount(TorchDispatchMode):
+    """Counts matrix products, convolutions and attention while it is entered, by torch's formulas.
+
+    torch's own FlopCounterMode would also count what activation checkpointing computes a second time, which
+    no measure of a model's utilisation does. That runs in backward with gradients enabled, as nothing else.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13 has no types here
+        self.flops = 0.0
+        self.in_backward = False
+
+    def enter(self) -> None:
+        """Begins to count."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """Ends it."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        formula = flop_registry.get(func._overloadpacket) if hasattr(func, "_overloadpacket") else None
+        if formula is None and isinstance(func, torch._ops.OpOverload):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        if formula is not None and not (self.in_backward and torch.is_grad_enabled()):
+            self.flops += formula(*args, **kwargs, out_val=result) / _ranks(args)
+        return result
+
+
+def _ranks(args: Any) -> int:
+    """How many ranks share an operation: those of a DTensor's mesh, whose shapes are the whole's."""
+    tensors = (leaf for leaf in args if isinstance(leaf, DTensor))
+    return max((tensor.device_mesh.size() for tensor in tensors), default=1)

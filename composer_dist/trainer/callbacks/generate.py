@@ -1,0 +1,117 @@
+"""Samples of what a language model writes while it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.trainer.autocast import autocast
+from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.every import Every
+from composer_dist.trainer.time import Time
+
+if TYPE_CHECKING:
+    from composer_dist.trainer.loggers.logger import Logger
+    from composer_dist.trainer.state import State
+
+
+class Generate(Callback):
+    """Lets a `HuggingFaceModel` continue prompts now and then, and logs the table `generations`.
+
+    All ranks take part, each with all prompts, so it works however the model is sharded. Training goes on
+    as if nothing had happened: modes and random numbers are put back, and the time does not count.
+
+    Args:
+        prompts: texts to continue.
+        interval: how often; an integer means epochs.
+        batch_size: prompts to continue at once; None takes all.
+        **options: of transformers' `generate`; by default 32 new tokens, without sampling.
+
+    Raises:
+        ParallelismValueError: there are no prompts.
+        ParallelismTypeError: at INIT, on every rank: the model cannot generate or has no tokenizer.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        interval: Time | str | int = "1ep",
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        self._prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not self._prompts or (batch_size is not None and batch_size < 1):
+            raise ParallelismValueError(
+                f"Generate needs a prompt at least, and a positive batch_size, not {self._prompts} and "
+                f"{batch_size}."
+            )
+        self._every = Every("Generate's interval", interval)
+        self._size = batch_size or len(self._prompts)
+        default = {} if "max_length" in options else {"max_new_tokens": 32}
+        self._options = default | {"do_sample": False} | options
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Refuses models that cannot do it."""
+        lacking = [name for name in ("generate", "tokenizer") if getattr(state.model, name, None) is None]
+        if lacking:
+            raise ParallelismTypeError(
+                f"Generate needs a HuggingFaceModel with a tokenizer; this {type(state.model).__name__} has "
+                f"no {' and no '.join(lacking)}."
+            )
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Counts from here."""
+        self._every.start(state)
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Generates, if it is time to."""
+        if self._every.passed(state):
+            with state.throughput.pause(), _at_rest(state):
+                texts = [text for batch in self._batches(state) for text in self._continue(state, batch)]
+            rows = [[*pair] for pair in zip(self._prompts, texts, strict=True)]
+            logger.log_table("generations", ["prompt", "generation"], rows)
+
+    epoch_checkpoint = batch_checkpoint
+
+    def _batches(self, state: State) -> Iterator[list[str]]:
+        """The prompts, one by one where the tokenizer cannot make them equally long."""
+        tokenizer: Any = state.model.tokenizer
+        size = self._size if tokenizer.pad_token is not None else 1
+        for start in range(0, len(self._prompts), size):
+            yield self._prompts[start : start + size]
+
+    def _continue(self, state: State, prompts: list[str]) -> list[str]:
+        model: Any = state.model
+        padding = {"padding": True, "padding_side": _side(model)} if len(prompts) > 1 else {}
+        inputs = model.tokenizer(prompts, return_tensors="pt", **padding).to(state.device)
+        inputs.pop("token_type_ids", None)
+        with autocast(state.precision, state.device):
+            tokens = model.generate(**inputs, **self._options)
+        if not model.config.is_encoder_decoder:
+            tokens = tokens[:, inputs["input_ids"].shape[1] :]
+        texts: list[str] = model.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return texts
+
+
+def _side(model: Any) -> str:
+    """A decoder continues at the right end, so that it is padded on the left."""
+    return "right" if model.config.is_encoder_decoder else "left"
+
+
+@contextmanager
+def _at_rest(state: State) -> Iterator[None]:
+    """Evaluation mode, no gradients; afterwards modes and random numbers are as they were."""
+    modes = {module: module.training for module in state.model.modules()}
+    devices = [] if state.device.type == "cpu" else [state.device]
+    kind = "cuda" if state.device.type == "cpu" else state.device.type
+    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
+        state.model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes.items():
+                module.training = training

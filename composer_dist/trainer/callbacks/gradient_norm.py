@@ -1,0 +1,48 @@
+"""The size of the gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from composer_dist.distributed.norms import global_norm, gradient_part, norms
+from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.every import Every
+from composer_dist.trainer.step import optimized_parameters
+from composer_dist.trainer.time import Time
+
+if TYPE_CHECKING:
+    from composer_dist.trainer.loggers.logger import Logger
+    from composer_dist.trainer.state import State
+
+
+class GradientNorm(Callback):
+    """Logs `l2_norm/grad/global`, the 2-norm of all gradients before clipping, over all shards.
+
+    Args:
+        interval: how often; an integer means epochs.
+    """
+
+    def __init__(self, interval: Time | str | int = "1ba") -> None:
+        self._every = Every("GradientNorm's interval", interval)
+        self._norm: Tensor | None = None
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Counts from here."""
+        self._every.start(state)
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """Measures, if it is time to; the value belongs to the batch's end."""
+        self._norm = None
+        if self._every.passes_with_this_batch(state):
+            parts = {
+                str(index): gradient_part(parameter)
+                for index, parameter in enumerate(optimized_parameters(state))
+            }
+            self._norm = global_norm(norms(parts).values())
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Logs it."""
+        if self._norm is not None:
+            logger.log_metrics({"l2_norm/grad/global": self._norm})

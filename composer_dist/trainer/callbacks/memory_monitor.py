@@ -1,0 +1,81 @@
+"""How much memory the ranks use."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from composer_dist.distributed import process_group
+from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.every import Every
+from composer_dist.trainer.time import Time
+
+if TYPE_CHECKING:
+    from composer_dist.trainer.loggers.logger import Logger
+    from composer_dist.trainer.state import State
+
+_ALLOCATOR = {
+    "allocated": "allocated_bytes.all.current",
+    "peak_allocated": "allocated_bytes.all.peak",
+    "reserved": "reserved_bytes.all.current",
+    "peak_reserved": "reserved_bytes.all.peak",
+    "alloc_retries": "num_alloc_retries",
+}
+
+
+class MemoryMonitor(Callback):
+    """Logs the memory in use, in bytes: the least, the mean and the most of all ranks.
+
+    `memory/host/rss/min`, `.../mean`, `.../max`, and so on for `host/peak_rss` and, on an accelerator,
+    `device/allocated`, `device/peak_allocated`, `device/reserved`, `device/peak_reserved` and the count
+    `device/alloc_retries`.
+
+    Args:
+        interval: how often; an integer means epochs.
+    """
+
+    def __init__(self, interval: Time | str | int = "10ba") -> None:
+        self._every = Every("MemoryMonitor's interval", interval)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Counts from here."""
+        self._every.start(state)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Logs, if it is time to."""
+        if self._every.passed(state):
+            logger.log_metrics(over_ranks(memory_of(state.device)))
+
+
+def memory_of(device: torch.device) -> dict[str, float]:
+    """This process's memory on the host and on its device, in bytes, by name."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    now = _resident()
+    memory = {"memory/host/rss": now, "memory/host/peak_rss": max(peak, now)}
+    if device.type != "cpu":
+        stats = torch.get_device_module(device).memory_stats(device)
+        memory |= {f"memory/device/{name}": float(stats.get(key, 0)) for name, key in _ALLOCATOR.items()}
+    return memory
+
+
+def over_ranks(values: dict[str, float]) -> dict[str, float]:
+    """Least, mean and most of each value; a collective with the same names on every rank."""
+    world, rank = process_group.world_and_rank()
+    table = torch.zeros(world, len(values), dtype=torch.float64)
+    table[rank] = torch.tensor(list(values.values()), dtype=torch.float64)
+    table = process_group.all_reduce(table, "sum")
+    reduced: dict[str, float] = {}
+    for name, column in zip(values, table.unbind(1), strict=True):
+        reduced[f"{name}/min"] = float(column.min())
+        reduced[f"{name}/mean"] = float(column.mean())
+        reduced[f"{name}/max"] = float(column.max())
+    return reduced
+
+
+def _resident() -> float:
+    """Bytes of this process in physical memory."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return float(int(pages) * resource.getpagesize())

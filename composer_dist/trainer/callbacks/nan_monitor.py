@@ -1,0 +1,106 @@
+"""Stops a run whose loss is no number any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from composer_dist.distributed.agreement import Agreement
+from composer_dist.distributed.names import named_buffers_canonical, named_parameters_canonical
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.every import Every
+from composer_dist.trainer.time import Time
+
+if TYPE_CHECKING:
+    from composer_dist.trainer.loggers.logger import Logger
+    from composer_dist.trainer.state import State
+
+
+class NaNMonitor(Callback):
+    """Raises on every rank when a batch's loss is nan or infinite, before the optimizers step.
+
+    The error names the first bad tensor, where there is one: in the batch, among the parameters, the
+    buffers, or else the gradients.
+
+    Args:
+        interval: how often to look; an integer means epochs. Each look waits for the device.
+    """
+
+    def __init__(self, interval: Time | str | int = "1ba") -> None:
+        self._every = Every("NaNMonitor's interval", interval)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Counts from here."""
+        self._every.start(state)
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """Looks at the loss, which is the same on all ranks.
+
+        Raises:
+            ParallelismValueError: it is not finite.
+        """
+        if not self._every.passes_with_this_batch(state):
+            return
+        assert state.loss is not None  # the Trainer has set it
+        loss = float(state.loss)
+        if loss - loss != 0:  # nan or infinite
+            where = Agreement().reach("looking for nan", _first_bad(state), _join)
+            raise ParallelismValueError(
+                f"The loss of batch {state.timestamp.batch} is {loss}. {where} The optimizers have not "
+                "stepped. Look at the data of this batch, lower the learning rate, or clip gradients."
+            )
+
+
+def _first_bad(state: State) -> str | None:
+    """The first tensor on this rank that holds nan or infinity, in words."""
+    for what, tensors in (
+        ("the batch's", _tensors(state.batch)),
+        ("the parameter", named_parameters_canonical(state.model)),
+        ("the buffer", named_buffers_canonical(state.model)),
+        ("the gradient of", _gradients(state)),
+    ):
+        for name, tensor in tensors:
+            if tensor.is_floating_point() and not _is_finite(tensor):
+                return f"{what} {name!r}"
+    return None
+
+
+def _join(found: list[str | None]) -> str:
+    """What all ranks have found; the first kind of tensor that is bad anywhere is the cause."""
+    kinds = ("the batch's", "the parameter", "the buffer", "the gradient of")
+    for kind in kinds:
+        by_text: dict[str, list[int]] = {}
+        for rank, text in enumerate(found):
+            if text and text.startswith(kind):
+                by_text.setdefault(text, []).append(rank)
+        if by_text:
+            parts = [f"{text} on rank {', '.join(map(str, on))}" for text, on in by_text.items()]
+            return f"Not finite: {'; '.join(parts)}."
+    return "Batch, parameters, buffers and gradients are finite: the loss itself overflows."
+
+
+def _tensors(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(batch, Tensor):
+        yield name or "tensor", batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _tensors(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        for index, value in enumerate(batch):
+            yield from _tensors(value, f"{name}[{index}]")
+
+
+def _gradients(state: State) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in named_parameters_canonical(state.model):
+        if parameter.grad is not None:
+            yield name, parameter.grad
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(torch.isfinite(local.detach()).all())

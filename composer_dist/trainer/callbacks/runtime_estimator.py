@@ -1,0 +1,93 @@
+"""How long a run will go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from composer_dist.trainer.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from composer_dist.trainer.loggers.logger import Logger
+    from composer_dist.trainer.state import State
+
+
+class RuntimeEstimator(Callback):
+    """Logs `time/remaining_estimate`: the seconds until the `fit` ends, evaluations included.
+
+    Training goes on at its mean speed, without the first batches, which compile and allocate;
+    evaluations come as often, and take as long, as they have done so far.
+
+    Args:
+        skip_batches: how many batches to leave out at first.
+        clock: gives the seconds.
+    """
+
+    def __init__(self, skip_batches: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._skip = skip_batches
+        self._clock = clock
+        self._start: tuple[float, float] | None = None
+        """Time and share where the measuring began."""
+        self._skipped = 0
+        self._paused = 0.0
+        self._eval_began = 0.0
+        self._eval_seconds = 0.0
+        self._evaluations = 0
+        self._last_eval = 0.0
+        """The share that had passed at the last evaluation."""
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Begins to measure anew."""
+        self._start, self._skipped, self._paused = None, 0, 0.0
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Logs the estimate, once there is one."""
+        share = state.elapsed_duration()
+        if share is None:
+            return
+        if self._skipped < self._skip:
+            self._skipped += 1
+            return
+        if self._start is None:
+            self._start, self._paused = (self._clock(), share), 0.0
+            return
+        began, first = self._start
+        if share > first:
+            seconds_per_share = (self._clock() - began - self._paused) / (share - first)
+            left = max(1.0 - share, 0.0)
+            remaining = left * seconds_per_share + self._evaluations_in(left) * self._mean_eval()
+            logger.log_metrics({"time/remaining_estimate": remaining})
+
+    def eval_before_all(self, state: State, logger: Logger) -> None:
+        """An evaluation takes its own time."""
+        self._eval_began = self._clock()
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        """Notes how long it took."""
+        if state.dataloader_label != "train":
+            return  # no part of a fit
+        seconds = self._clock() - self._eval_began
+        self._paused += seconds
+        self._eval_seconds += seconds
+        self._evaluations += 1
+        self._last_eval = state.elapsed_duration() or 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What evaluations have taken."""
+        return {
+            "eval_seconds": self._eval_seconds,
+            "evaluations": self._evaluations,
+            "last_eval": self._last_eval,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self._eval_seconds, self._evaluations = state["eval_seconds"], state["evaluations"]
+        self._last_eval = state["last_eval"]
+
+    def _mean_eval(self) -> float:
+        return self._eval_seconds / self._evaluations if self._evaluations else 0.0
+
+    def _evaluations_in(self, share: float) -> float:
+        return share * self._evaluations / self._last_eval if self._last_eval else 0.0

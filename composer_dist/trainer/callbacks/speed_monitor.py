@@ -1,0 +1,143 @@
+"""How fast training is, and how much of the hardware it uses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from composer_dist.distributed import process_group
+from composer_dist.distributed.compiling import is_compiled
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.callbacks.flops import FlopCount
+from composer_dist.trainer.callbacks.peak_flops import peak_flops as peak_of_device
+from composer_dist.trainer.time import Timestamp
+
+if TYPE_CHECKING:
+    from composer_dist.trainer.loggers.logger import Logger
+    from composer_dist.trainer.state import State
+
+
+class SpeedMonitor(Callback):
+    """Logs batches, samples and tokens per second over the last batches, and the utilisation (MFU).
+
+    `throughput/batches_per_sec`, `samples_per_sec`, `tokens_per_sec` and `flops_per_sec` are those of all
+    ranks together, `throughput/device/...` those of one on average. `throughput/device/mfu` is the share of
+    the peak. Time in evaluations does not count. Every Trainer has one.
+
+    A model that has a method `flops_per_batch(batch)`, as in Composer, says itself what forward and backward
+    of this rank's batch need. Else they are counted once, while the first batch is trained on.
+
+    Args:
+        window_size: batches to average over.
+        peak_flops: what one device can do, in FLOP/s; None looks the device up, and where it is not
+            known, as on a CPU, neither FLOPs nor MFU are logged.
+    """
+
+    def __init__(self, window_size: int = 20, peak_flops: float | None = None) -> None:
+        if window_size < 1 or (peak_flops is not None and not peak_flops > 0):
+            raise ParallelismValueError(
+                f"SpeedMonitor's window_size and peak_flops must be positive, not {window_size} and "
+                f"{peak_flops}."
+            )
+        self._window = window_size
+        self._given = peak_flops
+        self._peak: float | None = None
+        """That of all ranks together."""
+        self._count: FlopCount | None = None
+        self._entered = False
+        self._before = Timestamp()
+        self._per_sample: float | None = None
+        """FLOPs of the model for a sample, and for a token; 0 where batches have none."""
+        self._per_token: float | None = None
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Finds out what the devices can do."""
+        state.throughput.window = self._window
+        mine = self._given or peak_of_device(state.device)
+        if process_group.all_ranks(mine is not None):
+            self._peak = process_group.all_reduce(mine or 0.0, "sum")
+
+    def before_train_batch(self, state: State, logger: Logger) -> None:
+        """Prepares to count, at the first batch."""
+        self._leave()
+        self._count = None
+        self._before = state.timestamp
+        if self._peak is None or self._per_sample is not None:
+            return
+        self._count = FlopCount()
+        model: Any = state.model
+        if hasattr(model, "flops_per_batch"):
+            self._count.flops = float(model.flops_per_batch(state.batch))
+        elif any(is_compiled(module) for module in state.model.modules()):
+            # Dynamo gives up, for good, on what it meets inside of a dispatch mode.
+            self._count, self._peak = None, None
+            warnings.warn(
+                "The FLOPs of a compiled model cannot be counted, so no MFU is logged. Give the model a "
+                "method flops_per_batch(batch).",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        """Counts the forward of a microbatch."""
+        self._leave()
+        if self._count is not None and not hasattr(state.model, "flops_per_batch"):
+            self._count.in_backward = False
+            self._count.enter()
+            self._entered = True
+
+    def before_backward(self, state: State, logger: Logger) -> None:
+        """From here on, a forward is one of activation checkpointing."""
+        if self._count is not None:
+            self._count.in_backward = True
+
+    def after_backward(self, state: State, logger: Logger) -> None:
+        """Ends the counting of the microbatch."""
+        self._leave()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Logs the speed."""
+        if self._count is not None:
+            self._learn(state, self._count.flops)
+            self._count = None
+        rates = state.throughput.rates()
+        if rates is None:
+            return
+        speed = {"batches_per_sec": rates.batches, "samples_per_sec": rates.samples}
+        if rates.tokens:
+            speed["tokens_per_sec"] = rates.tokens
+        if self._per_sample is not None and self._per_token is not None:
+            flops = rates.tokens * self._per_token if rates.tokens else rates.samples * self._per_sample
+            speed["flops_per_sec"] = flops
+        metrics = {f"throughput/{name}": value for name, value in speed.items()}
+        metrics |= {f"throughput/device/{name}": v / state.world_size for name, v in speed.items()}
+        if self._peak and "flops_per_sec" in speed:
+            metrics["throughput/device/mfu"] = speed["flops_per_sec"] / self._peak
+        logger.log_metrics(metrics)
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Ends a counting that an error has cut off."""
+        self._leave()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was counted: the first batch of a resumed run is one like all others."""
+        return {} if self._per_sample is None else {"flops": [self._per_sample, self._per_token]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self._per_sample, self._per_token = state["flops"]
+
+    def _learn(self, state: State, flops: float) -> None:
+        """Divides the FLOPs of all ranks by what their batch held."""
+        total = process_group.all_reduce(flops, "sum")
+        before, now = self._before, state.timestamp
+        samples, tokens = now.sample - before.sample, now.token - before.token
+        self._per_sample = total / samples
+        self._per_token = total / tokens if tokens else 0.0
+
+    def _leave(self) -> None:
+        if self._entered and self._count is not None:
+            self._count.leave()
+        self._entered = False

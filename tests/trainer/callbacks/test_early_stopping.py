@@ -1,0 +1,129 @@
+"""When training has brought nothing for long enough."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
+from composer_dist.trainer import Callback, EarlyStopping
+from tests.trainer.models import World, batches, classifier, loader, quiet, tagger
+
+
+class Scores(Callback):
+    """Gives an evaluation's metric the values of a list, one after the other."""
+
+    def __init__(self, values: list[float], name: str = "metrics/eval/score") -> None:
+        self._values, self._name = iter(values), name
+
+    def eval_end(self, state: Any, logger: Any) -> None:
+        logger.log_metrics({self._name: next(self._values)})
+
+
+def stopped_after(values: list[float], *args: Any, name: str = "metrics/eval/score", **options: Any) -> int:
+    """Epochs until it stops, of as many as there are values."""
+    trainer, _ = quiet(
+        classifier(),
+        callbacks=[Scores(values, name), EarlyStopping(name, *args, **options)],
+        train_dataloader=loader(),
+        eval_dataloader=loader(4),
+    )
+    trainer.fit(duration=f"{len(values)}ep")
+    return trainer.state.timestamp.epoch
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments", "epochs"),
+    [
+        ([1, 2, 3, 4], {}, 4),
+        ([1, 2, 2, 4], {}, 3),
+        ([2, 1, 1, 3, 1, 1, 1, 1], {"patience": 3}, 7),
+        ([1, 2, 1, 1, 1, 1], {"patience": "3ep"}, 5),
+        ([1, 2, 1, 1, 1, 1], {"patience": "6ba"}, 4),
+        ([1, 2, 1, 1, 1, 1], {"patience": "0.5dur"}, 5),
+        ([1.0, 1.4, 1.8, 2.2], {"min_delta": 0.5}, 2),
+        ([3, 2, 1, 1], {"mode": "min"}, 4),
+        ([3, 2, 1, 1, 1], {"mode": "min", "patience": 2}, 5),
+        ([NAN, 1, NAN, 2], {"patience": 2}, 4),
+        ([NAN, NAN, 1], {"patience": 2}, 2),
+    ],
+)
+def test_it_stops_when_patience_is_over(values: list[float], arguments: Any, epochs: int) -> None:
+    assert stopped_after(values, **arguments) == epochs
+
+
+def test_a_loss_is_good_when_it_is_small() -> None:
+    assert stopped_after([3, 2, 1, 2, 1], name="loss/eval/extra") == 4
+
+
+def test_training_metrics_are_looked_at_each_epoch() -> None:
+    stop = EarlyStopping("loss/train/total", min_delta=100.0)
+    trainer, log = quiet(classifier(), callbacks=stop, train_dataloader=loader())
+    trainer.fit(duration="9ep")
+    assert trainer.state.timestamp.epoch == 2
+    assert stop.best == log.values("loss/train/total")[2]
+
+
+def test_only_evaluations_within_fit_count() -> None:
+    stop = EarlyStopping("loss/eval/total", patience=1, min_delta=100.0)
+    trainer, _ = quiet(classifier(), callbacks=stop, train_dataloader=loader())
+    for _ in range(3):
+        trainer.eval(loader())
+    assert stop.best is None
+
+
+def test_it_remembers() -> None:
+    first = EarlyStopping("metrics/eval/score", patience=3)
+    trainer, _ = quiet(
+        classifier(),
+        callbacks=[Scores([5, 1, 1]), first],
+        train_dataloader=loader(),
+        eval_dataloader=loader(4),
+    )
+    trainer.fit(duration="2ep")
+    second = EarlyStopping("metrics/eval/score", patience=3)
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    assert (second.best, first.state_dict()["waited"]) == (5, 1)
+
+
+def test_what_is_not_logged_is_an_error() -> None:
+    options: Any = {"train_dataloader": loader(), "eval_dataloader": loader(4)}
+    for name in ("metrics/eval/accuracy", "metrics/evl/score", "size"):
+        trainer, _ = quiet(classifier(), callbacks=EarlyStopping(name), **options)
+        with pytest.raises(ParallelismKeyError, match=f"'{name}', which is not logged.*loss/train/total"):
+            trainer.fit(duration="1ep")
+
+
+def test_arguments_that_cannot_be() -> None:
+    with pytest.raises(ParallelismTypeError, match="patience"):
+        EarlyStopping("loss/eval/total", patience=1.5)  # type: ignore[arg-type]
+    for wrong in ({"patience": 0}, {"patience": "0ep"}, {"min_delta": -1.0}):
+        with pytest.raises(ParallelismValueError, match="patience must be positive"):
+            EarlyStopping("loss/eval/total", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ParallelismValueError, match="mode must be"):
+        EarlyStopping("loss/eval/total", mode="low")  # type: ignore[arg-type]
+
+
+def on_ranks_that_differ() -> int:
+    rank = dist.get_rank()
+    data = batches([3, 3], rank)
+    scores = [[1, 2, 3, 4, 5], [1, 2, 1, 1, 1]][rank]
+    trainer, _ = quiet(
+        tagger(),
+        callbacks=[Scores([*map(float, scores)]), EarlyStopping("metrics/eval/score")],
+        train_dataloader=data,
+        eval_dataloader=data,
+        parallelism_config="fsdp",
+    )
+    trainer.fit(duration="5ep")
+    return trainer.state.timestamp.epoch
+
+
+def test_all_ranks_stop_when_one_does(world2: World) -> None:
+    assert world2(on_ranks_that_differ) == [3, 3]

@@ -1,0 +1,125 @@
+"""Samples of a model in training, on any mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.models import HuggingFaceModel
+from composer_dist.trainer import Generate
+from tests.models.pretrained import gpt2, tokenizer
+from tests.models.pretrained import llama as plain_llama
+from tests.trainer import test_parallel
+from tests.trainer.models import World, classifier, quiet, same, weights
+
+PROMPTS = ["a b c", "d", "e f g h i"]
+
+
+def model(make: Any = plain_llama) -> HuggingFaceModel:
+    torch.manual_seed(0)
+    return HuggingFaceModel(make(), tokenizer())
+
+
+def data(samples: int = 4) -> list[dict[str, Tensor]]:
+    ids = torch.randint(4, 30, (samples, 6), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}] * 4
+
+
+def trained(config: Any = None, make: Any = plain_llama, **options: Any) -> tuple[Any, Any]:
+    """Batch and rows of each table, and the final weights; every rank has all data."""
+    language = model(make)
+    callbacks = [Generate(PROMPTS, "2ba", max_new_tokens=4, **options)] if options.pop("on", True) else []
+    trainer, log = quiet(
+        language,
+        train_dataloader=data(),
+        callbacks=callbacks,
+        parallelism_config=config,
+        check_sampler=False,
+        seed=3,
+        device="cpu",
+    )
+    trainer.fit(duration="1ep")
+    assert language.training
+    return [(time.batch, rows) for time, rows in log.tables.get("generations", [])], weights(language)
+
+
+def divisible() -> Any:
+    """With heads for two ranks."""
+    return test_parallel.llama().model
+
+
+def by_hand(language: HuggingFaceModel) -> list[str]:
+    """Each prompt alone, without padding."""
+    texts = []
+    for prompt in PROMPTS:
+        ids = tokenizer()(prompt, return_tensors="pt")["input_ids"]
+        tokens = language.eval().generate(ids, max_new_tokens=4, do_sample=False)
+        texts += tokenizer().batch_decode(tokens[:, ids.shape[1] :], skip_special_tokens=True)
+    return texts
+
+
+def test_prompts_are_continued_at_intervals() -> None:
+    tables, _ = trained()
+    assert [batch for batch, _ in tables] == [2, 4]
+    assert [row["prompt"] for row in tables[0][1]] == PROMPTS
+
+
+def test_the_texts_are_those_of_the_model_as_it_is_then() -> None:
+    language = model()
+    trainer, log = quiet(language, train_dataloader=data(), callbacks=Generate(PROMPTS, max_new_tokens=4))
+    trainer.fit(duration="1ep")
+    (_, rows), *_ = log.tables["generations"]
+    assert [row["generation"] for row in rows] == by_hand(language)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 2}])
+def test_batches_of_prompts_give_the_same(options: Any) -> None:
+    assert trained(**options)[0] == trained()[0]
+
+
+def test_a_tokenizer_without_padding_takes_one_prompt_at_a_time() -> None:
+    language = model()
+    assert language.tokenizer is not None
+    language.tokenizer.pad_token = None
+    trainer, log = quiet(language, train_dataloader=data(), callbacks=Generate(PROMPTS, max_new_tokens=4))
+    trainer.fit(duration="1ep")
+    (_, rows), *_ = log.tables["generations"]
+    assert [row["generation"] for row in rows] == by_hand(language)
+
+
+def test_training_goes_on_as_if_nothing_had_happened() -> None:
+    """GPT-2 has dropout, and sampling draws random numbers."""
+    _, without = trained(make=gpt2, on=False)
+    _, sampled = trained(make=gpt2, do_sample=True)
+    same(sampled, without)
+
+
+@pytest.mark.parametrize("config", ["fsdp", "ddp", {"mesh": {"dp_shard": 1, "tp": 2}, "tp": {}}])
+def test_all_ranks_take_part_on_every_mesh(world2: World, config: Any) -> None:
+    expected, _ = trained(make=divisible)
+    for found, _ in world2(trained, config, divisible):
+        assert found == expected
+
+
+def refused() -> str:
+    with pytest.raises(ParallelismTypeError) as caught:
+        quiet(classifier(), callbacks=Generate("a"), parallelism_config="fsdp")
+    assert dist.is_initialized()
+    return str(caught.value)
+
+
+def test_a_model_that_cannot_is_refused_on_every_rank(world2: World) -> None:
+    for text in world2(refused):
+        assert "a HuggingFaceModel with a tokenizer; this" in text
+        assert text.endswith("ComposerClassifier has no generate and no tokenizer.")
+
+
+def test_there_must_be_prompts() -> None:
+    for prompts, size in (([], None), (["a"], 0)):
+        with pytest.raises(ParallelismValueError, match="prompt at least"):
+            Generate(prompts, batch_size=size)

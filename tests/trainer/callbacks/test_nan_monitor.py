@@ -1,0 +1,83 @@
+"""A loss that is no number stops all ranks, which name what is bad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer import Callback, NaNMonitor, Trainer
+from tests.trainer.models import World, batches, classifier, loader, points, quiet, same, tagger, weights
+
+
+class Spoil(Callback):
+    """Writes nan at one place, before a batch, on the ranks given."""
+
+    def __init__(self, what: str, batch: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+        self._what, self._batch, self._ranks = what, batch, ranks
+
+    def before_forward(self, state: Any, logger: Any) -> None:
+        if state.timestamp.batch == self._batch and state.rank in self._ranks:
+            if self._what == "batch":
+                state.batch[0][0, 0] = torch.nan
+            elif self._what == "weight":
+                parameter = dict(state.model.named_parameters())["body.layers.0.weight"]
+                with torch.no_grad():
+                    getattr(parameter, "_local_tensor", parameter)[0, 0] = torch.nan
+
+
+def message(trainer: Trainer, **fit: Any) -> str:
+    with pytest.raises(ParallelismValueError) as caught:
+        trainer.fit(duration="1ep", **fit)
+    return str(caught.value)
+
+
+def test_a_bad_batch_is_named_and_the_weights_stay() -> None:
+    model = classifier()
+    trainer, _ = quiet(model, callbacks=[Spoil("batch", 1), NaNMonitor()])
+    data = [points(4)[:] for _ in range(3)]
+    before: dict[str, Any] = {}
+
+    class Keep(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            before.update(weights(model))
+
+    trainer.callbacks.append(Keep())
+    text = message(trainer, train_dataloader=data)
+    assert text.startswith("The loss of batch 1 is nan. Not finite: the batch's '[0]' on rank 0. The opt")
+    same(weights(model), before)
+
+
+def test_an_overflowing_loss_has_no_bad_tensor_but_the_gradients() -> None:
+    model: Any = classifier()
+    loss = model.loss
+    model.loss = lambda outputs, batch: loss(outputs, batch) * torch.inf
+    trainer, _ = quiet(model, train_dataloader=loader(), callbacks=NaNMonitor())
+    assert "is inf. Not finite: the gradient of 'module.0.weight' on rank 0." in message(trainer)
+
+
+def spoilt(config: str, ranks: tuple[int, ...]) -> str:
+    trainer, _ = quiet(
+        tagger(),
+        train_dataloader=batches([3, 3], dist.get_rank()),
+        parallelism_config=config,
+        callbacks=[Spoil("weight", 2, ranks), NaNMonitor()],
+    )
+    return message(trainer)
+
+
+def test_all_ranks_stop_and_name_the_parameter_and_where(world2: World) -> None:
+    where = "Not finite: the parameter 'body.layers.0.weight' on rank"
+    for text in world2(spoilt, "fsdp", (1,)):
+        assert text.startswith(f"The loss of batch 2 is nan. {where} 1. ")
+    for text in world2(spoilt, "ddp", (0, 1)):
+        assert text.startswith(f"The loss of batch 2 is nan. {where} 0, 1. ")
+
+
+def test_it_looks_at_intervals() -> None:
+    trainer, _ = quiet(classifier(), callbacks=[Spoil("batch", 0), NaNMonitor("3ba")])
+    text = message(trainer, train_dataloader=[points(4)[:] for _ in range(3)])
+    assert text.startswith("The loss of batch 2 is nan. Not finite: the parameter 'module.0.weight'")

@@ -1,0 +1,133 @@
+"""OptimizerMonitor and GradientNorm: the norms of whole tensors, however they are sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import AdamW
+
+from composer_dist.trainer import GradientNorm, OptimizerMonitor
+from tests.trainer.models import World, batches, quiet, tagger
+from tests.trainer.test_parallel import llama, sentences
+
+Logged = dict[str, list[float]]
+
+
+def monitored(parts: list[int], config: Any = None) -> Logged:
+    """The norms of two steps of AdamW, with clipping, of the tagger on this rank's parts."""
+    model = tagger()
+    trainer, log = quiet(
+        model,
+        optimizers=AdamW(model.parameters(), lr=0.1),
+        train_dataloader=batches(parts, dist.get_rank() if dist.is_initialized() else 0),
+        max_duration="2ba",
+        parallelism_config=config,
+        callbacks=[OptimizerMonitor("1ba"), GradientNorm()],
+        gradient_clipping=0.01,
+        device="cpu",
+    )
+    trainer.fit()
+    return norms(log)
+
+
+def norms(log: Any) -> Logged:
+    return {name: log.values(name) for name in log.data if name.startswith("l2_norm/")}
+
+
+def by_hand() -> Logged:
+    """The same, written down without the Trainer."""
+    model = tagger()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    found: dict[str, list[Tensor]] = {}
+
+    def note(kind: str, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            found.setdefault(f"l2_norm/{kind}/{name}", []).append(tensor.norm())
+        whole = torch.cat([tensor.flatten() for tensor in tensors.values()])
+        found.setdefault(f"l2_norm/{kind}/global", []).append(whole.norm())
+
+    for batch in batches([6], 0)[:2]:
+        optimizer.zero_grad()
+        model.loss(model(batch), batch).backward()
+        named = dict(model.named_parameters())
+        before = {name: p.detach().clone() for name, p in named.items()}
+        note("grad", {name: p.grad.clone() for name, p in named.items() if p.grad is not None})
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        note("param", {name: p.detach().clone() for name, p in named.items()})
+        note("update", {name: p.detach() - before[name] for name, p in named.items()})
+        note("moment", {name: optimizer.state[p]["exp_avg"] for name, p in named.items()})
+        note("second_moment", {name: optimizer.state[p]["exp_avg_sq"] for name, p in named.items()})
+    return {name: [float(value) for value in values] for name, values in found.items()}
+
+
+def assert_same(found: Logged, expected: Logged) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, rel=2e-4, abs=1e-9), name
+
+
+def test_one_process_logs_the_norms_of_everything() -> None:
+    found, expected = monitored([6]), by_hand()
+    # Three callbacks know the global norm of the gradient: both monitors, and the clipping.
+    assert found.pop("l2_norm/grad/global") == pytest.approx(
+        [value for value in expected.pop("l2_norm/grad/global") for _ in range(3)], rel=1e-5
+    )
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("config", ["fsdp", "ddp"])
+def test_shards_and_replicas_have_the_norms_of_the_whole(world2: World, config: str) -> None:
+    expected = monitored([6])
+    for found in world2(monitored, [4, 2], config):
+        assert_same(found, expected)
+
+
+def of_a_language_model(config: Any = None, peers: int = 1) -> Logged:
+    model, batch = llama(), sentences(4)
+    ranks = dist.get_world_size() // peers if dist.is_initialized() else 1
+    rank = dist.get_rank() // peers if dist.is_initialized() else 0
+    rows = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
+    trainer, log = quiet(
+        model,
+        optimizers=AdamW(model.parameters(), lr=0.01, eps=1e-3),  # so that rounding stays small
+        train_dataloader=[{key: value[rows] for key, value in batch.items()}] * 2,
+        max_duration="1ep",
+        parallelism_config=config,
+        callbacks=[OptimizerMonitor("1ba")],
+        device="cpu",
+    )
+    trainer.fit()
+    return norms(log)
+
+
+def test_tensor_parallel_parameters_have_the_norms_of_the_whole(world2: World) -> None:
+    expected = of_a_language_model()
+    for found in world2(of_a_language_model, {"mesh": {"dp_shard": 1, "tp": 2}, "tp": {}}, peers=2):
+        assert_same(found, expected)
+
+
+def test_parameters_cut_both_ways_have_the_norms_of_the_whole(world4: World) -> None:
+    config = {"mesh": {"dp_shard": 2, "tp": 2}, "tp": {}, "fsdp2": {}}
+    expected = of_a_language_model()
+    for found in world4(of_a_language_model, config, peers=2):
+        assert_same(found, expected)
+
+
+def test_global_norms_alone_at_intervals() -> None:
+    model = tagger()
+    trainer, log = quiet(
+        model,
+        train_dataloader=batches([6], 0),
+        callbacks=[OptimizerMonitor("2ba", per_parameter=False), GradientNorm("3ba")],
+    )
+    trainer.fit(duration="1ep")
+    assert {name: [time.batch for time, _ in log.data[name]] for name in norms(log)} == {
+        "l2_norm/grad/global": [2, 3, 4],
+        "l2_norm/param/global": [2, 4],
+        "l2_norm/update/global": [2, 4],
+    }

@@ -1,0 +1,72 @@
+"""The time that is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from composer_dist.trainer import Callback, RuntimeEstimator
+from tests.trainer.models import classifier, loader, quiet
+
+
+class Clock:
+    """Stands still until somebody moves it."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Work(Callback):
+    """A batch takes 2 seconds, the first one 50; an evaluation of one batch 5."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def batch_start(self, state: Any, logger: Any) -> None:
+        self._clock.now += 50 if state.timestamp.batch == 0 else 2
+
+    def eval_batch_start(self, state: Any, logger: Any) -> None:
+        self._clock.now += 5
+
+
+def estimates(**options: Any) -> tuple[list[tuple[int, float]], RuntimeEstimator]:
+    clock = Clock()
+    estimator = RuntimeEstimator(clock=clock)
+    trainer, log = quiet(
+        classifier(), callbacks=[Work(clock), estimator], train_dataloader=loader(), **options
+    )
+    trainer.fit(duration="8ba")
+    return [(at.batch, value) for at, value in log.data["time/remaining_estimate"]], estimator
+
+
+def test_the_first_batch_does_not_count() -> None:
+    found, _ = estimates()
+    assert found == [(batch, pytest.approx(2.0 * (8 - batch))) for batch in range(3, 9)]
+
+
+def test_evaluations_count_from_the_first_on() -> None:
+    found, estimator = estimates(eval_dataloader=loader(4), eval_interval="4ba")
+    before, after = found[:2], found[2:]
+    assert before == [(3, pytest.approx(10)), (4, pytest.approx(8))]
+    # One evaluation in half of the run: another one in the other half.
+    shares = [(8 - batch) / 4 for batch in (5, 6, 7)]
+    assert after[:3] == [
+        (batch, pytest.approx(2 * (8 - batch) + 5 * share))
+        for batch, share in zip((5, 6, 7), shares, strict=True)
+    ]
+    assert after[3] == (8, pytest.approx(0))
+    assert estimator.state_dict() == {"eval_seconds": 10.0, "evaluations": 2, "last_eval": 1.0}
+    later = RuntimeEstimator()
+    later.load_state_dict(estimator.state_dict())
+    assert later.state_dict() == estimator.state_dict()
+
+
+def test_an_evaluation_outside_of_fit_is_no_part_of_it() -> None:
+    clock = Clock()
+    estimator = RuntimeEstimator(clock=clock)
+    trainer, _ = quiet(classifier(), callbacks=[Work(clock), estimator])
+    trainer.eval(loader())
+    assert estimator.state_dict()["evaluations"] == 0

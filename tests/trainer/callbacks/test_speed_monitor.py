@@ -1,0 +1,131 @@
+"""Speed and utilisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from composer_dist.distributed.config import ParallelismConfig
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer import SpeedMonitor
+from composer_dist.trainer.callbacks.peak_flops import peak_flops, peak_of
+from tests.trainer.models import World, batches, classifier, loader, quiet, tagger
+
+TOKEN = 2 * (8 * 8 + 8 * 8 + 8 * 4)
+"""FLOPs of the tagger's forward for a token; there is no product behind an embedding."""
+
+
+class Clock:
+    """Two seconds pass at each look."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 2
+        return self.now
+
+
+def measured(parts: list[int], config: Any = None, size: int | None = None) -> tuple[Any, Any]:
+    """Two epochs of four batches of six samples of five tokens, each of which takes two seconds."""
+    model = tagger()
+    trainer, log = quiet(
+        model,
+        train_dataloader=batches(parts, dist.get_rank() if dist.is_initialized() else 0),
+        max_duration="2ep",
+        parallelism_config=config,
+        device_train_microbatch_size=size,
+        callbacks=[monitor := SpeedMonitor(peak_flops=1e6, window_size=2)],
+        device="cpu",
+    )
+    trainer.state.throughput.clock = Clock()
+    trainer.fit()
+    return {name: log.values(name)[-1] for name in log.data if "throughput" in name}, monitor.state_dict()
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_rates_flops_and_mfu_of_one_process(size: int | None) -> None:
+    speed, remembered = measured([6], size=size)
+    # The first layer's input needs a gradient too, because the embedding is trained.
+    needed = 3.0 * TOKEN
+    assert remembered == {"flops": [5 * needed, needed]}
+    whole = {"batches_per_sec": 0.5, "samples_per_sec": 3, "tokens_per_sec": 15, "flops_per_sec": 15 * needed}
+    assert speed == pytest.approx(
+        {f"throughput/{name}": value for name, value in whole.items()}
+        | {f"throughput/device/{name}": value for name, value in whole.items()}
+        | {"throughput/device/mfu": 15 * needed / 1e6}
+    )
+
+
+CHECKPOINTED = ParallelismConfig.from_dict({"fsdp2": {}, "activation_checkpointing": True})
+
+
+@pytest.mark.parametrize("config", ["fsdp", "ddp", CHECKPOINTED])
+def test_two_ranks_share_the_flops_and_recomputing_is_none(world2: World, config: Any) -> None:
+    expected, _ = measured([6])
+    for speed, remembered in world2(measured, [3, 3], config):
+        assert remembered == {"flops": [15.0 * TOKEN, 3.0 * TOKEN]}
+        assert speed["throughput/flops_per_sec"] == pytest.approx(expected["throughput/flops_per_sec"])
+        assert speed["throughput/device/samples_per_sec"] == pytest.approx(1.5)
+        assert speed["throughput/device/mfu"] == pytest.approx(expected["throughput/device/mfu"] / 2)
+
+
+def test_without_a_peak_nothing_is_counted() -> None:
+    model = classifier()
+    trainer, log = quiet(model, train_dataloader=loader())
+    trainer.fit(duration="1ep")
+    assert not any("flops" in name or "mfu" in name for name in log.data)
+    assert peak_flops(torch.device("cpu")) is None
+
+
+def test_a_model_may_say_what_it_needs() -> None:
+    model: Any = classifier()
+    model.flops_per_batch = lambda batch: 100.0 * len(batch[0])
+    trainer, _ = quiet(model, train_dataloader=loader(), callbacks=[own := SpeedMonitor(peak_flops=1e6)])
+    trainer.fit(duration="1ep")
+    assert own.state_dict() == {"flops": [100.0, 0.0]}
+    later = SpeedMonitor()
+    later.load_state_dict(own.state_dict())
+    assert later.state_dict() == own.state_dict()
+
+
+def test_a_compiled_model_is_not_counted_and_stays_compiled() -> None:
+    calls = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls.append(graph)
+        return graph.forward
+
+    model = classifier()
+    model.compile(backend=backend)
+    trainer, log = quiet(model, train_dataloader=loader(), callbacks=SpeedMonitor(peak_flops=1e6))
+    with pytest.warns(UserWarning, match="flops_per_batch"):
+        trainer.fit(duration="1ep")
+    assert calls
+    assert "throughput/device/mfu" not in log.data
+
+
+def test_an_error_ends_the_counting() -> None:
+    model: Any = classifier()
+    model.loss = lambda outputs, batch: 1 / 0
+    trainer, _ = quiet(model, train_dataloader=loader(), callbacks=[own := SpeedMonitor(peak_flops=1e6)])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(duration="1ep")
+    assert not own._entered
+
+
+def test_devices_are_known_by_name() -> None:
+    assert peak_of("NVIDIA H200") == 989e12
+    assert peak_of("NVIDIA H100 PCIe") == 756e12
+    assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_of("NVIDIA L40S") == 362e12
+    assert peak_of("Abacus 3") is None
+
+
+def test_sizes_must_be_positive() -> None:
+    with pytest.raises(ParallelismValueError, match="window_size"):
+        SpeedMonitor(window_size=0)
+    with pytest.raises(ParallelismValueError, match="peak_flops"):
+        SpeedMonitor(peak_flops=0)
