@@ -95,6 +95,8 @@ def _explain(cls: type, errors: Sequence[Any]) -> str:
         if error["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
             known = _field_names(cls, path[:-1])
             lines.append(f"unknown key {'.'.join(path)!r}.{near_miss(path[-1], known)}")
+        elif error["type"] == "value_error":  # a dataclass's own words
+            lines.append(": ".join([*filter(None, [".".join(path)]), str(error["ctx"]["error"])]))
         else:
             lines.append(f"{'.'.join(path)}: {error['msg']} (got {error['input']!r})")
     return f"{cls.__name__}: " + " ".join(lines)

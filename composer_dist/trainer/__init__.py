@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "DistributedDataLoader": f"{__name__}.dataloader",
         "EarlyStopping": f"{__name__}.callbacks",
         "Event": f"{__name__}.events",
+        "FineTuningPhases": f"{__name__}.phases",
         "Generate": f"{__name__}.callbacks",
         "GradientClipping": f"{__name__}.options",
         "GradientNorm": f"{__name__}.callbacks",
@@ -21,7 +22,9 @@ __getattr__, __dir__, __all__ = lazy_names(
         "LoggerDestination": f"{__name__}.loggers",
         "MemoryMonitor": f"{__name__}.callbacks",
         "NaNMonitor": f"{__name__}.callbacks",
+        "NoImprovement": f"{__name__}.phase_schedule",
         "OptimizerMonitor": f"{__name__}.callbacks",
+        "Phase": f"{__name__}.phase_schedule",
         "ProgressBar": f"{__name__}.callbacks",
         "RuntimeEstimator": f"{__name__}.callbacks",
         "SpeedMonitor": f"{__name__}.callbacks",
@@ -30,6 +33,9 @@ __getattr__, __dir__, __all__ = lazy_names(
         "TimeUnit": f"{__name__}.time",
         "Timestamp": f"{__name__}.time",
         "Trainer": f"{__name__}.trainer",
+        "default_phases": f"{__name__}.phase_schedule",
+        "dump_schedule": f"{__name__}.phase_schedule",
+        "load_schedule": f"{__name__}.phase_schedule",
     },
 )
 
@@ -52,6 +58,12 @@ if TYPE_CHECKING:
     from composer_dist.trainer.loggers import Logger as Logger
     from composer_dist.trainer.loggers import LoggerDestination as LoggerDestination
     from composer_dist.trainer.options import GradientClipping as GradientClipping
+    from composer_dist.trainer.phase_schedule import NoImprovement as NoImprovement
+    from composer_dist.trainer.phase_schedule import Phase as Phase
+    from composer_dist.trainer.phase_schedule import default_phases as default_phases
+    from composer_dist.trainer.phase_schedule import dump_schedule as dump_schedule
+    from composer_dist.trainer.phase_schedule import load_schedule as load_schedule
+    from composer_dist.trainer.phases import FineTuningPhases as FineTuningPhases
     from composer_dist.trainer.state import State as State
     from composer_dist.trainer.time import Time as Time
     from composer_dist.trainer.time import Timestamp as Timestamp
