@@ -68,8 +68,8 @@ class PhaseGroups:
         if outside and len(optimizers) > 1:
             raise ParallelismValueError(
                 f"{listed(outside)}: in a phase, but in none of the {len(optimizers)} optimizers, so it is "
-                "open which one is to train it. Give every optimizer its parameters; the phases take out what "
-                "waits."
+                "open which one is to train it. Give every optimizer its parameters; the phases take out "
+                "what waits."
             )
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:

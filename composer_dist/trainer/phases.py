@@ -115,18 +115,24 @@ class FineTuningPhases(Callback):
         idle = [name for name, p in by_name.items() if p.requires_grad and name not in scheduled]
         self._freeze([by_name[name] for name in (*scheduled, *idle)])
         self._begin(0)
-        if state.rank == 0:
-            self._report(by_name, idle)
+        self._report(by_name, idle)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Looks after batch norms, which the fit has put into training mode."""
         self._fitting = True
+        if self._is_last and self._is_over():
+            warnings.warn(
+                f"The last phase has ended ('until' of phase {self.phase}), and with it the training: this "
+                "fit trains nothing.",
+                UserWarning,
+                stacklevel=2,
+            )
         self._settle_batch_norms()
         logger.log_metrics({"phases/phase": self.phase})
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         """Ends the training when the last phase has ended."""
-        if self.phase == len(self.phases) - 1 and self._is_over():
+        if self._is_last and self._is_over():
             self._return_to_best()
             state.stop_training()
 
@@ -136,7 +142,7 @@ class FineTuningPhases(Callback):
         With a batch, not after one: a checkpoint is then always of the phase that has just trained, and
         whoever resumes from it begins the next one at the same batch.
         """
-        if self.phase == len(self.phases) - 1 or not self._is_over():
+        if self._is_last or not self._is_over():
             return
         self._return_to_best()
         self._begin(self.phase + 1)
@@ -226,6 +232,10 @@ class FineTuningPhases(Callback):
         # The weights are the best ones now, and those that have just been thawed belong to them.
         self._best = take_snapshot(self._state.model, self._state.optimizers) if goes_on else None
 
+    @property
+    def _is_last(self) -> bool:
+        return self.phase == len(self.phases) - 1
+
     def _is_over(self) -> bool:
         return self._progress.is_over(self.phases[self.phase].until, self._state)
 
@@ -252,6 +262,21 @@ class FineTuningPhases(Callback):
 
     def _report(self, by_name: Mapping[str, nn.Parameter], idle: Sequence[str]) -> None:
         """Says, once, what the user may not have meant."""
+        if self._state.rank == 0:
+            self._log_oddities(by_name, idle)
+        later = [name for part in self.parameters[1:] for name in part]
+        held = self._groups.held({name: by_name[name] for name in later})
+        rated = [str(number) for number, phase in enumerate(self.phases) if phase.lr is not None]
+        if held:
+            effect = f": lr of phase {', '.join(rated)} has no effect" if rated else ""
+            warnings.warn(
+                f"{listed(held)} stay in their optimizer groups before their phase begins, and keep the rate "
+                f"of these{effect}. Leave out reduce_optimizers=False.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _log_oddities(self, by_name: Mapping[str, nn.Parameter], idle: Sequence[str]) -> None:
         if idle:
             _log.warning(
                 "%s: in no phase, so frozen for the whole training. A phase with 'rest' trains what no other "
@@ -267,16 +292,6 @@ class FineTuningPhases(Callback):
                 "Rule(shard=False)), or give them an optimizer group of their own.",
                 number,
                 listed(names),
-            )
-        later = [name for part in self.parameters[1:] for name in part]
-        held = self._groups.held({name: by_name[name] for name in later})
-        rated = [str(number) for number, phase in enumerate(self.phases) if phase.lr is not None]
-        if held and rated:
-            warnings.warn(
-                f"{listed(held)} stay in their optimizer groups before their phase begins, and keep the rate "
-                f"of these: lr of phase {', '.join(rated)} has no effect. Leave out reduce_optimizers=False.",
-                UserWarning,
-                stacklevel=2,
             )
 
 

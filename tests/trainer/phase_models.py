@@ -66,11 +66,15 @@ def adamw(model: nn.Module, lr: float = 0.05, **options: Any) -> Optimizer:
 
 
 class Recorder(Callback):
-    """The weights and the learning rates after each batch."""
+    """The weights and the learning rates after each batch, and the weights before it."""
 
     def __init__(self) -> None:
         self.weights: list[dict[str, Tensor]] = []
         self.rates: list[list[float]] = []
+        self.before: list[dict[str, Tensor]] = []
+
+    def before_train_batch(self, state: Any, logger: Any) -> None:
+        self.before.append(weights(state.model))
 
     def batch_end(self, state: Any, logger: Any) -> None:
         self.weights.append(weights(state.model))
@@ -82,29 +86,33 @@ def phased(
     config: Any = None,
     make_optimizer: Callable[[nn.Module], Optimizer] = adamw,
     model: ComposerClassifier | None = None,
+    callbacks: Sequence[Callback] = (),
     **options: Any,
 ) -> tuple[Trainer, FineTuningPhases, Recorder, InMemoryLogger]:
     """A Trainer over one epoch."""
     model = net() if model is None else model
     phases = phases if isinstance(phases, FineTuningPhases) else FineTuningPhases(phases)
     recorder = Recorder()
-    options = {"train_dataloader": mine(config), "max_duration": "1ep"} | options
+    options = {"max_duration": "1ep"} | options
+    if "train_dataloader" not in options:
+        options["train_dataloader"] = mine(config)
     trainer, log = quiet(
         model,
         optimizers=make_optimizer(model),
         parallelism_config=config,
         device="cpu",
-        callbacks=[phases, recorder],
+        callbacks=[*callbacks, phases, recorder],
         **options,
     )
     return trainer, phases, recorder, log
 
 
 def by_hand(
-    schedule: Sequence[tuple[Sequence[str], float, int]] = BY_HAND, norm: bool = False
+    schedule: Sequence[tuple[Sequence[str], float, int]] = BY_HAND, skipped: Sequence[int] = ()
 ) -> list[dict[str, Tensor]]:
-    """The weights after each batch of a plain loop on one process, whole batches."""
-    model, optimizer, batches, history = net(norm), None, iter(data()), []
+    """The weights after each batch, but for some, of a plain loop on one process, whole batches."""
+    batches = iter([batch for index, batch in enumerate(data()) if index not in skipped])
+    model, optimizer, history = net(), None, []
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         parameter.requires_grad_(False)
