@@ -11,6 +11,8 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "full_model_state": f"{_HERE}.state",
         "load_full_model_state": f"{_HERE}.state",
+        "full_optimizer_state": f"{_HERE}.full_optimizer",
+        "load_full_optimizer_state": f"{_HERE}.full_optimizer",
         "LoadResult": f"{_HERE}.state",
         "load_pretrained": f"{_HERE}.pretrained",
         "export_pretrained": f"{_HERE}.huggingface",
@@ -18,6 +20,8 @@ __getattr__, __dir__, __all__ = lazy_names(
 )
 
 if TYPE_CHECKING:
+    from composer_dist.checkpoint.full_optimizer import full_optimizer_state as full_optimizer_state
+    from composer_dist.checkpoint.full_optimizer import load_full_optimizer_state as load_full_optimizer_state
     from composer_dist.checkpoint.huggingface import export_pretrained as export_pretrained
     from composer_dist.checkpoint.pretrained import load_pretrained as load_pretrained
     from composer_dist.checkpoint.state import LoadResult as LoadResult

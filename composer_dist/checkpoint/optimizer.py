@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from composer_dist.checkpoint.optimizer_formats import check_group_count
 from composer_dist.distributed.names import named_parameters_canonical
 from composer_dist.distributed.optimizer import empty_state, scalar_device
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
@@ -44,8 +45,7 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
     return {
         "state": {name: state[name] for name in sorted(state, key=order.__getitem__)},
         "param_groups": [
-            {key: value for key, value in group.items() if key not in _OWN}
-            | {"params": [names[id(parameter)] for parameter in group["params"]]}
+            {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
             for group in optimizer.param_groups
         ],
     }
@@ -91,7 +91,7 @@ def prepare_optimizer_state(
                 if fault := _misfit(value, parameter, now.get(key)):
                     faults.append(f"{key} of {name}: {fault}")
                     continue
-                value = _kept_or_made(key, value, parameter, group, now.get(key))
+                value = _kept_or_made(optimizer, key, value, parameter, group, now.get(key))
             made[name][key] = value
     if faults:
         raise CheckpointValueError(f"The state does not fit the optimizer: {'; '.join(faults)}.")
@@ -102,7 +102,10 @@ def prepare_optimizer_state(
         else:
             optimizer.state.pop(parameter, None)
     for group, options in zip(optimizer.param_groups, matched or (), strict=False):
-        group.update(options)
+        for key, value in options.items():
+            _set_option(group, key, value)
+    # As load_state_dict does: optimizers bring what older versions of them have saved up to date here.
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
     return made
 
 
@@ -116,11 +119,7 @@ def match_groups(
     Raises:
         CheckpointValueError: another number of groups, or parameters of one group come from several.
     """
-    if len(groups) != len(optimizer.param_groups):
-        raise CheckpointValueError(
-            f"The state has {_count(len(groups), 'parameter group')}, the optimizer "
-            f"{len(optimizer.param_groups)}; make the optimizer with the groups that were saved."
-        )
+    check_group_count(groups, optimizer)
     names = parameter_names(model, optimizer)
     home = {name: number for number, group in enumerate(groups) for name in group["params"]}
     matched: list[dict[str, Any]] = []
@@ -149,15 +148,26 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     foreign = [p for p in {id(p): p for p in [*held, *optimizer.state]}.values() if id(p) not in names]
     if foreign:
         raise CheckpointValueError(
-            f"{type(optimizer).__name__} holds {_count(len(foreign), 'parameter')} (of {len(held)}) that are "
-            f"not this model's, the first of shape {tuple(getattr(foreign[0], 'shape', ()))}; pass the model "
+            f"{type(optimizer).__name__} holds {len(foreign)} parameters (of {len(held)}) that are not this "
+            f"model's, the first of shape {tuple(getattr(foreign[0], 'shape', ()))}; pass the model "
             "that it trains, and hand the optimizer to parallelize_model, or build it afterwards."
         )
     return names
 
 
-_OWN = frozenset({"params", "param_names"})
-"""What a group has of its own, in whatever order its optimizer was made."""
+_OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
+"""What a group has of its own: which parameters, and how they are stepped, not by how much."""
+
+
+def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """A tensor stays the tensor that it is (a compiled step holds it), a number a number."""
+    now = group.get(key)
+    if isinstance(now, Tensor):
+        now.copy_(torch.as_tensor(value))
+    elif isinstance(value, Tensor) and isinstance(now, (int, float)):
+        group[key] = value.item()
+    else:
+        group[key] = value
 
 
 def _misfit(value: Tensor, parameter: Tensor, now: Any) -> str | None:
@@ -170,18 +180,36 @@ def _misfit(value: Tensor, parameter: Tensor, now: Any) -> str | None:
 
 
 def _kept_or_made(
-    key: str, value: Tensor, parameter: nn.Parameter, group: Mapping[str, Any], now: Any
+    optimizer: Optimizer,
+    key: str,
+    value: Tensor,
+    parameter: nn.Parameter,
+    group: Mapping[str, Any],
+    now: Any,
 ) -> Tensor:
     """The tensor that is there, if it is like `value`, or an uninitialised one."""
-    if isinstance(now, Tensor) and (now.shape, now.dtype) == (value.shape, value.dtype):
+    if is_low_bit(optimizer) and value.shape == parameter.shape and value.ndim:
+        same = isinstance(now, Tensor) and now.shape == value.shape
+        return now if same else optimizer._new_buffer(parameter, key == "exp_avg")  # type: ignore[attr-defined,no-any-return]
+    dtype = _dtype(optimizer, key, value, parameter)
+    if isinstance(now, Tensor) and (now.shape, now.dtype) == (value.shape, dtype):
         return now
     if value.ndim == 0:
-        device = scalar_device(key, parameter, group, torch.device("cpu"))
-        return torch.zeros((), dtype=value.dtype, device=device)
+        return torch.zeros((), dtype=dtype, device=scalar_device(key, parameter, group, torch.device("cpu")))
     if value.ndim != parameter.ndim:
-        return torch.empty(value.shape, dtype=value.dtype, device=parameter.device)
-    return empty_state(parameter, tuple(value.shape), value.dtype)
+        return torch.empty(value.shape, dtype=dtype, device=parameter.device)
+    return empty_state(parameter, tuple(value.shape), dtype)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+def _dtype(optimizer: Optimizer, key: str, value: Tensor, parameter: Tensor) -> torch.dtype:
+    """For torch's own optimizers the parameter's, as in `load_state_dict`; others may want another."""
+    own = any(
+        cls.__module__.startswith("torch.optim.") for cls in type(optimizer).__mro__ if cls is not Optimizer
+    )
+    floating = value.is_floating_point() and parameter.is_floating_point()
+    return parameter.dtype if own and floating and key != "step" else value.dtype
+
+
+def is_low_bit(optimizer: Optimizer) -> bool:
+    """Whether it quantises each rank's part of its state by itself, as those of `torchao.optim` do."""
+    return hasattr(optimizer, "_new_buffer")

@@ -12,7 +12,15 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed import collect
 from composer_dist.distributed.agreement import Agreement
-from composer_dist.distributed.codecs import codec_of, describe_inner, encode_into, encoded, local_part, parts
+from composer_dist.distributed.codecs import (
+    codec_of,
+    dense,
+    describe_inner,
+    encode_into,
+    encoded,
+    local_part,
+    parts,
+)
 from composer_dist.distributed.layout import Coordinate, Layout
 from composer_dist.distributed.mesh import mesh_of
 from composer_dist.distributed.process_group import device_of_group, world_and_rank
@@ -43,6 +51,8 @@ def fill(
     Raises:
         ParallelismError: a codec failed, or a rank was lost.
     """
+    if not targets:
+        return
     agreement, mesh = Agreement(), _mesh_of_world(model, targets.values())
     world, rank = world_and_rank()
     source = full if everywhere or rank == 0 else {}
@@ -100,6 +110,8 @@ def _freights(
     name: str, target: Tensor, source: Tensor | None, by_part: bool
 ) -> Iterator[tuple[Cargo, Tensor | None]]:
     """The cargoes that fill a tensor; with each, the tensor that has to be made of it, if any."""
+    if source is not None and (by_part or codec_of(target) is None):
+        source = dense(source)
     if by_part:
         yield _freight(name, target, source, torch.float32 if target.is_floating_point() else target.dtype)
         return

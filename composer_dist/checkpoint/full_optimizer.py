@@ -1,0 +1,201 @@
+"""An optimizer's full state, for one file or one device, and back onto any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composer_dist.checkpoint.optimizer import (
+    Groups,
+    State,
+    is_low_bit,
+    named_optimizer_state,
+    parameter_names,
+    prepare_optimizer_state,
+)
+from composer_dist.checkpoint.optimizer_formats import by_name
+from composer_dist.checkpoint.state import LoadResult, agree_on, gather_full
+from composer_dist.distributed.agreement import Agreement
+from composer_dist.distributed.codecs import local_part
+from composer_dist.distributed.fill import fill
+from composer_dist.distributed.names import named_parameters_canonical
+from composer_dist.distributed.process_group import broadcast, world_and_rank
+from composer_dist.errors import CheckpointKeyError, CheckpointValueError
+
+
+def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state with full tensors, copied to the CPU: on rank 0, and `{}` on the others.
+
+    A collective on a sharded model. Frozen parameters' state is kept, 8-bit state is float32.
+
+    Args:
+        model: prepared or not. A tied parameter goes by its first name.
+        optimizer: of its parameters.
+
+    Returns:
+        `{"state": {name: {key: tensor or value}}, "param_groups": [{"params": [names], ...options}]}`.
+
+    Raises:
+        CheckpointValueError: the optimizer holds parameters that are not the model's; says how many. Or it
+            keeps state for each rank's part alone, which has no full value.
+        ParallelismValueError: ranks have state for different parameters.
+    """
+    named: dict[str, Any] = {"state": {}}
+    tensors: dict[str, Tensor] = {}
+    error: Exception | None = None
+    try:
+        named = named_optimizer_state(model, optimizer)
+        tensors = _labelled(named["state"])
+        _check_whole(model, named["state"])
+    except Exception as caught:
+        error = caught
+    agree_on("full_optimizer_state", model.parameters(), [_spell(*item) for item in tensors.items()], error)
+    full = gather_full(tensors, False, torch.float32 if is_low_bit(optimizer) else None)
+    if world_and_rank()[1] != 0:
+        return {}
+    for name, values in named["state"].items():
+        for key, value in values.items():
+            values[key] = full[_label(name, key)] if isinstance(value, Tensor) else deepcopy(value)
+    groups = [{key: _copied(value) for key, value in group.items()} for group in named["param_groups"]]
+    return {"state": named["state"], "param_groups": groups}
+
+
+def load_full_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, strict: bool = True
+) -> LoadResult:
+    """Give the optimizer the state that rank 0 has, by name, and its groups their options; a collective.
+
+    Afterwards it goes on as the one that was saved. No step is taken; pending gradients, frozen parameters
+    and the order of parameters do not matter. A parameter that was saved without state has none. Nothing
+    changes where anything is refused.
+
+    Args:
+        model: as prepared, or plain.
+        optimizer: of its parameters, with the groups that were saved; `foreach`, `fused` and `capturable`
+            stay its own.
+        state: rank 0's counts. As from `full_optimizer_state`, from torch's `get_optimizer_state_dict`
+            (flattened or not), or from the `state_dict()` of an optimizer on one device, whose numbers
+            are places in the groups.
+        strict: names that the state does not know, or the optimizer does not hold, are an error;
+            otherwise the first keep what they have, and the others are passed over.
+
+    Returns:
+        Names that the state does not know, and names that the optimizer does not hold.
+
+    Raises:
+        CheckpointKeyError: `strict`, and names are missing or unexpected: all of them are listed.
+        CheckpointValueError: another number of groups, parameters of one group from several, shapes that
+            do not fit, no optimizer's state.
+    """
+    plan: dict[str, Any] = {}
+    full: dict[str, Tensor] = {}
+    held: list[list[str]] = []
+    error: Exception | None = None
+    try:
+        names = parameter_names(model, optimizer)
+        held = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        if world_and_rank()[1] == 0:
+            plan = _plan_load(*by_name(state, model, optimizer), [n for group in held for n in group], strict)
+            full = plan.pop("full")
+    except Exception as caught:
+        error = caught
+    Agreement().reach("load_full_optimizer_state", held, _same_groups, error)
+    plan = Agreement().collectively("load_full_optimizer_state", lambda: broadcast(plan))
+    with Agreement().together("load_full_optimizer_state"):
+        made = prepare_optimizer_state(model, optimizer, plan["state"], plan["groups"])
+    scalars = _labelled(plan["state"])
+    targets: dict[str, Tensor] = {}
+    for label, tensor in _labelled(made).items():
+        if tensor.ndim:
+            targets[label] = tensor
+        else:
+            tensor.copy_(scalars[label])
+    fill(model, targets, full, by_part=is_low_bit(optimizer))
+    return LoadResult(plan["missing"], plan["unexpected"])
+
+
+def _plan_load(values: State, groups: Groups | None, held: Sequence[str], strict: bool) -> dict[str, Any]:
+    """What to put where: state without the values of its tensors, which are in "full"; all plain else."""
+    known = {*values, *(name for group in groups or () for name in group["params"])}
+    missing = [name for name in held if name not in known]
+    unexpected = [name for name in known if name not in held]
+    if strict and (missing or unexpected):
+        faults = {"missing": missing, "unexpected": unexpected}
+        listed = ". ".join(f"{what}: {', '.join(names)}" for what, names in faults.items() if names)
+        raise CheckpointKeyError(f"The state does not fit the optimizer: {listed}.")
+    state: State = {name: values.get(name, {}) for name in held if name in known}
+    tensors = _labelled(state)
+    odd = [label for label, value in tensors.items() if isinstance(value, DTensor) or value.is_meta]
+    if odd:
+        raise CheckpointValueError(f"These are sharded, or without values, in the state: {', '.join(odd)}.")
+    described = {
+        name: {key: _described(value) for key, value in values.items()} for name, values in state.items()
+    }
+    return {
+        "state": described,
+        "groups": groups,
+        "missing": missing,
+        "unexpected": unexpected,
+        "full": {label: tensor.detach() for label, tensor in tensors.items() if tensor.ndim},
+    }
+
+
+def _described(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return deepcopy(value)
+    if value.ndim == 0:
+        return value.detach().cpu()
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def _same_groups(found: list[list[list[str]]]) -> None:
+    for rank, groups in enumerate(found):
+        if groups != found[0]:
+            raise CheckpointValueError(
+                f"The optimizers of ranks 0 and {rank} have different groups or parameters; make them alike."
+            )
+
+
+def _check_whole(model: nn.Module, state: State) -> None:
+    """Refuse state that an optimizer has made from this rank's part of a parameter alone."""
+    parameters = dict(named_parameters_canonical(model))
+    faults = [
+        _label(name, key)
+        for name, values in state.items()
+        for key, value in values.items()
+        if isinstance(value, Tensor)
+        and not isinstance(value, DTensor)
+        and value.shape == local_part(parameters[name]).shape != parameters[name].shape
+    ]
+    if faults:
+        raise CheckpointValueError(
+            f"The optimizer keeps these for each rank's part of a parameter, as plain tensors that have no "
+            f"full value: {', '.join(faults)}. Make them DTensors, of the parameter's placements."
+        )
+
+
+def _label(name: str, key: str) -> str:
+    return f"{key} of {name}"
+
+
+def _labelled(state: State) -> dict[str, Tensor]:
+    return {
+        _label(name, key): value
+        for name, values in state.items()
+        for key, value in values.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _spell(label: str, tensor: Tensor) -> str:
+    return f"{label} {tuple(tensor.shape)}"
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)

@@ -1,0 +1,407 @@
+"""Full optimizer states: gathered, carried by name, and loaded; steps go on bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.optim import Optimizer
+
+from composer_dist.checkpoint import (
+    LoadResult,
+    full_model_state,
+    full_optimizer_state,
+    load_full_model_state,
+    load_full_optimizer_state,
+)
+from composer_dist.checkpoint.optimizer import named_optimizer_state
+from composer_dist.distributed import parallelize_model
+from composer_dist.distributed.config import FSDP2Config, ParallelismConfig
+from composer_dist.errors import (
+    CheckpointError,
+    CheckpointKeyError,
+    CheckpointValueError,
+    ParallelismValueError,
+)
+from tests.checkpoint.meshes import MODES, equal, give_gradients, train
+from tests.checkpoint.toys import messages
+from tests.conftest import World
+from tests.distributed.preparable import built
+from tests.distributed.tp_models import Decoder, gpt2
+
+State = dict[str, Any]
+MODELS: dict[str, Callable[[], nn.Module]] = {"decoder": Decoder, "gpt2": gpt2}
+
+
+def made(kind: str = "decoder", seed: int = 0) -> Any:
+    """A model whose first parameter is frozen."""
+    model = built(MODELS[kind], seed)
+    next(model.parameters()).requires_grad_(False)
+    return model
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """All parameters, the frozen one too: matrices, and the rest at another learning rate."""
+    return [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "lr": 0.01, "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "lr": 0.02, "betas": (0.8, 0.9)},
+    ]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "adamw": lambda model: torch.optim.AdamW(two_groups(model), amsgrad=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), 0.1, initial_accumulator_value=0.5),
+    "reversed": lambda model: torch.optim.AdamW(
+        [{**group, "params": group["params"][::-1]} for group in two_groups(model)[::-1]], amsgrad=True
+    ),
+}
+
+
+def reference(kind: str, name: str, steps: int, seed: int = 0) -> tuple[dict[str, Tensor], State]:
+    """The plain model's state, and the optimizer's with names for numbers, after some steps."""
+    model = made(kind, seed)
+    optimizer = OPTIMIZERS[name](model)
+    train(model, optimizer, 0, steps)
+    return {n: v.clone() for n, v in model.state_dict().items()}, deepcopy(
+        named_optimizer_state(model, optimizer)
+    )
+
+
+def there_and_back(config: ParallelismConfig, kind: str, name: str, bucket_bytes: int) -> list[Any]:
+    model = made(kind)
+    optimizer = OPTIMIZERS[name](model)
+    parallelize_model(model, config, optimizer)
+    train(model, optimizer, 0, 2)
+    with messages(bucket_bytes) as sent:
+        weights, state = full_model_state(model), full_optimizer_state(model, optimizer)
+    found = [weights, deepcopy(state), sum(sent)]
+    other = made(kind, seed=1)
+    parallelize_model(other, config)
+    fresh = OPTIMIZERS[name](other)
+    with messages(bucket_bytes):
+        results = [load_full_model_state(other, weights), load_full_optimizer_state(other, fresh, state)]
+    assert results == [([], []), ([], [])]
+    equal(state, found[1])
+    train(other, fresh, 2, 1)
+    return [*found, full_model_state(other), full_optimizer_state(other, fresh)]
+
+
+OFTEN = {"decoder": ["fsdp", "hsdp", "ddp", "fsdp x cp"], "gpt2": ["fsdp x tp"]}
+"""The others take as long, and are alike."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        pytest.param(kind, mode, marks=() if mode in OFTEN[kind] else pytest.mark.slow)
+        for kind in MODELS
+        for mode in MODES
+    ],
+)
+def test_p47_state_is_that_of_one_process_and_training_goes_on_from_it(
+    world2: World, world4: World, kind: str, mode: str
+) -> None:
+    ranks, config = MODES[mode]
+    world = world2 if ranks == 2 else world4
+    weights, state = reference(kind, "adamw", 2)
+    later = reference(kind, "adamw", 3)
+    for rank, found in enumerate(world(there_and_back, config, kind, "adamw", 8000)):
+        if rank:
+            assert found[:2] == [{}, {}]
+            assert found[3:] == [{}, {}]
+            continue
+        equal(found[0], weights)
+        equal(found[1], state)
+        assert (found[2] == 0) == (mode == "ddp"), "replicas need not send"
+        equal(found[3], later[0])
+        equal(found[4], later[1])
+    first = next(iter(dict(made(kind).named_parameters())))
+    assert first not in state["state"]
+    assert any(first in group["params"] for group in state["param_groups"])
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
+def test_p48_other_optimizers_go_on_as_well(world2: World, name: str) -> None:
+    weights, state = reference("decoder", name, 2)
+    later = reference("decoder", name, 3)
+    found = world2(there_and_back, MODES["fsdp"][1], "decoder", name, 1 << 20)[0]
+    equal(found[0], weights)
+    equal(found[1], state)
+    equal(found[3], later[0])
+    equal(found[4], later[1])
+    assert bool(state["state"]) == (name != "sgd"), "SGD without momentum has none"
+
+
+def one_process(model: nn.Module, optimizer: Optimizer, form: str) -> State:
+    """The state of an optimizer on one device in a form that others write."""
+    if form == "numbers":
+        return deepcopy(optimizer.state_dict())
+    if form == "named numbers":
+        names = {id(p): name for name, p in model.named_parameters()}
+        state = deepcopy(optimizer.state_dict())
+        for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            group["param_names"] = [names[id(p)] for p in own["params"]]
+        return state
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flattened")
+    return deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+
+
+def loaded(state: State, strict: bool, name: str, pending: bool) -> tuple[LoadResult, State, int]:
+    model = made()
+    parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
+    optimizer = OPTIMIZERS[name](model)
+    if pending:
+        train(model, optimizer, 7, 1)
+        give_gradients(model, 0)
+    result = load_full_optimizer_state(model, optimizer, state if dist.get_rank() == 0 else {}, strict=strict)
+    grads = sum(p.grad is not None for p in model.parameters())
+    return result, full_optimizer_state(model, optimizer), grads
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [  # numbers alone are places in the groups: the same groups in the same order
+        ("numbers", "adamw"),
+        ("named numbers", "reversed"),
+        ("names", "reversed"),
+        ("flattened", "reversed"),
+    ],
+)
+def test_p48_states_of_one_process_are_rekeyed_by_name(world2: World, form: str, name: str) -> None:
+    model = made()
+    optimizer = OPTIMIZERS["adamw"](model)
+    train(model, optimizer, 0, 2)
+    expected = deepcopy(named_optimizer_state(model, optimizer))
+    given = one_process(model, optimizer, form)
+    result, found, _ = world2(loaded, given, True, name, False)[0]
+    assert result == ([], [])
+    equal(found["state"], expected["state"])
+    groups = expected["param_groups"]
+    for group in found["param_groups"]:
+        same = next(one for one in groups if set(one["params"]) == set(group["params"]))
+        assert (group["lr"], group["betas"]) == (same["lr"], same["betas"])
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_p48_over_state_and_pending_gradients(world2: World, steps: int) -> None:
+    _, given = reference("decoder", "adamw", steps)
+    for rank, (result, found, grads) in enumerate(world2(loaded, given, True, "adamw", True)):
+        assert result == ([], [])
+        assert grads == len(list(made().parameters())) - 1, "they stay"
+        if rank == 0:
+            equal(found, given)  # the empty one takes away what was there
+
+
+def test_p48_frozen_parameters_keep_their_state(world2: World) -> None:
+    _, given = reference("decoder", "adamw", 1)
+    name = given["param_groups"][0]["params"][0]
+    given["state"] = {name: {"step": torch.tensor(1.0), "exp_avg": torch.ones(21, 16)}} | given["state"]
+    equal(world2(loaded, given, True, "adamw", False)[0][1], given)
+
+
+def test_p48_what_is_missing_has_no_state_and_what_is_unexpected_is_passed_over(world2: World) -> None:
+    _, given = reference("decoder", "adamw", 1)
+    gone = ["head.weight", "layers.0.mlp.0.weight"]
+    for name in gone:
+        del given["state"][name]
+        given["param_groups"][0]["params"].remove(name)
+    given["state"]["nope"] = {"step": torch.tensor(3.0)}
+    for rank, (result, found, _) in enumerate(world2(loaded, given, False, "adamw", False)):
+        assert sorted(result.missing) == gone
+        assert result.unexpected == ["nope"]
+        if rank == 0:
+            del given["state"]["nope"]
+            equal(found["state"], given["state"])
+
+
+def refused(state: State, strict: bool) -> tuple[str, str, bool]:
+    model = made()
+    parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
+    optimizer = OPTIMIZERS["adamw"](model)
+    train(model, optimizer, 0, 1)
+    before = full_optimizer_state(model, optimizer)
+    with pytest.raises(CheckpointError) as caught:
+        load_full_optimizer_state(model, optimizer, state if dist.get_rank() == 0 else {}, strict=strict)
+    equal(full_optimizer_state(model, optimizer), before)
+    kinds = [kind.__name__ for kind in (KeyError, ValueError) if isinstance(caught.value, kind)]
+    return str(caught.value), kinds[0], bool(before)
+
+
+def one_group(state: State) -> None:
+    state["param_groups"] = state["param_groups"][:1]
+
+
+def swapped(state: State) -> None:
+    groups = state["param_groups"]
+    groups[1]["params"].append(groups[0]["params"].pop())
+
+
+def renamed(state: State) -> None:
+    state["state"]["nope"] = state["state"].pop("head.weight")
+    state["param_groups"][0]["params"].remove("head.weight")
+
+
+def misshapen(state: State) -> None:
+    state["state"]["head.weight"]["exp_avg"] = torch.zeros(16, 21)
+
+
+def sharded(state: State) -> None:
+    state["state"]["head.weight"]["exp_avg"] = torch.empty(21, 16, device="meta")
+
+
+def foreign(state: State) -> None:
+    state.clear()
+    state["model"] = {}
+
+
+@pytest.mark.parametrize(
+    ("change", "strict", "kind", "text"),
+    [
+        (one_group, False, "ValueError", "The state has 1 parameter group, the optimizer 2"),
+        (swapped, False, "ValueError", "group 0 come from groups [0, 1] of the state"),
+        (renamed, True, "KeyError", "missing: head.weight. unexpected: nope"),
+        (misshapen, True, "ValueError", "exp_avg of head.weight: (16, 21) in the state"),
+        (sharded, True, "ValueError", "sharded, or without values, in the state: exp_avg of head.weight"),
+        (foreign, False, "ValueError", "no optimizer's state: it has 'model'"),
+    ],
+)
+def test_p48_what_does_not_fit_is_refused_everywhere(
+    world2: World, change: Callable[[State], None], strict: bool, kind: str, text: str
+) -> None:
+    _, state = reference("decoder", "adamw", 1)
+    change(state)
+    first, second = world2(refused, state, strict)
+    assert first[:2] == second[:2]
+    assert text in first[0]
+    assert first[1] == kind
+
+
+def test_p48_numbers_that_do_not_fit_the_groups_are_refused() -> None:
+    model = made()
+    optimizer = OPTIMIZERS["adamw"](model)
+    train(model, optimizer, 0, 1)
+    state = optimizer.state_dict()
+    state["param_groups"][1]["params"].pop()
+    with pytest.raises(CheckpointValueError, match=r"its group 1 has 20 parameters, the optimizer's 21"):
+        load_full_optimizer_state(model, optimizer, state)
+    with pytest.raises(CheckpointValueError, match="a mapping, not a list"):
+        load_full_optimizer_state(model, optimizer, [state])  # type: ignore[arg-type]
+    with pytest.raises(CheckpointKeyError, match=r"missing: embed\.weight"):
+        load_full_optimizer_state(model, optimizer, {})
+
+
+def test_a_plain_model_needs_no_process_group_and_keeps_its_own_ways() -> None:
+    model, other = made(), made(seed=1)
+    optimizer = torch.optim.AdamW(two_groups(model), foreach=True)
+    train(model, optimizer, 0, 2)
+    state = full_optimizer_state(model, optimizer)
+    before = deepcopy(state)
+    fresh = torch.optim.AdamW(two_groups(other), lr=torch.tensor(0.5), foreach=False)
+    rate = fresh.param_groups[0]["lr"] = torch.tensor(0.3)
+    load_full_optimizer_state(other, fresh, state)
+    other.load_state_dict(model.state_dict())
+    assert fresh.param_groups[0]["lr"] is rate, "a compiled step holds it"
+    assert rate == torch.tensor(0.01)
+    assert [group["foreach"] for group in fresh.param_groups] == [False, False]
+    train(model, optimizer, 2, 1)
+    train(other, fresh, 2, 1)
+    equal(other.state_dict(), dict(model.state_dict()))
+    equal(state, before)  # a copy, on both sides
+    assert torch.equal(full_optimizer_state(other, fresh)["state"]["head.weight"]["step"], torch.tensor(3.0))
+
+
+def cast() -> State:
+    model = made().bfloat16()
+    parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
+    optimizer = OPTIMIZERS["adamw"](model)
+    load_full_optimizer_state(model, optimizer, reference("decoder", "adamw", 1)[1])
+    train(model, optimizer, 1, 1)
+    return full_optimizer_state(model, optimizer)
+
+
+def test_moments_take_the_parameter_s_dtype_as_torch_s_own_optimizers_want_them(world2: World) -> None:
+    found = world2(cast)[0]["state"]["head.weight"]
+    assert (found["step"], found["step"].dtype) == (2, torch.float32)
+    assert found["exp_avg"].dtype == torch.bfloat16
+
+
+class PerShard(torch.optim.SGD):
+    """Keeps state as plain tensors of each rank's part."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["mine"] = torch.zeros_like(p.to_local())
+
+
+def per_shard() -> str:
+    model = made()
+    parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
+    optimizer = PerShard(model.layers.parameters(), 0.1)
+    optimizer.step()
+    with pytest.raises(CheckpointValueError) as caught:
+        full_optimizer_state(model, optimizer)
+    return str(caught.value)
+
+
+def test_state_of_each_rank_s_own_is_refused_by_name(world2: World) -> None:
+    for text in world2(per_shard):
+        assert (
+            "plain tensors that have no full value: mine of layers.0.attention_norm.weight, mine of" in text
+        )
+
+
+def uneven(part: str) -> str:
+    model = made()
+    parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
+    optimizer = OPTIMIZERS["momentum"](model)
+    train(model, optimizer, 0, 1)
+    held = dict(model.named_parameters())
+    if dist.get_rank() == 1:
+        optimizer.state.pop(held["head.weight"])
+    with pytest.raises(ParallelismValueError) as caught:
+        full_optimizer_state(model, optimizer)
+    return str(caught.value)
+
+
+def test_ranks_with_different_state_say_which(world2: World) -> None:
+    first, second = world2(uneven, "")
+    assert first == second
+    assert "momentum_buffer of head.weight (21, 16)" in first
+
+
+def evaluated(reshard_after_forward: Any) -> State:
+    model = made()
+    optimizer = OPTIMIZERS["adamw"](model)
+    parallelize_model(
+        model, ParallelismConfig(fsdp2=FSDP2Config(reshard_after_forward=reshard_after_forward)), optimizer
+    )
+    train(model, optimizer, 0, 1)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model.eval()(torch.arange(8).view(1, 8))
+
+    evaluate()
+    state = full_optimizer_state(model, optimizer)
+    evaluate()
+    load_full_optimizer_state(model, optimizer, state)
+    train(model, optimizer, 1, 1)
+    evaluate()
+    return full_optimizer_state(model, optimizer)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
+def test_p103_states_after_an_eval_forward(world4: World, reshard_after_forward: Any) -> None:
+    equal(world4(evaluated, reshard_after_forward)[0], reference("decoder", "adamw", 2)[1])
+
+
+def test_p103_and_on_two_ranks(world2: World) -> None:
+    equal(world2(evaluated, False)[0], reference("decoder", "adamw", 2)[1])
