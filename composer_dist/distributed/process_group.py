@@ -216,6 +216,15 @@ def broadcast(obj: T, src: int = 0) -> T:
     return box[0]
 
 
+def gather_objects(obj: T) -> list[T]:
+    """The picklable objects of all ranks, in their order, on every rank; without a process group, `[obj]`."""
+    if not _active():
+        return [obj]
+    box: list[Any] = [None] * world_and_rank()[0]
+    dist.all_gather_object(box, obj)
+    return box
+
+
 def barrier() -> None:
     """Returns when every rank has called it; at once without a process group."""
     if not _active():

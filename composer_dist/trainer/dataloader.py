@@ -80,6 +80,7 @@ class DistributedDataLoader:
         self._batches_before = 0
         self._batches = 0
         """Batches that this pass has given."""
+        self._ended = False
         self._loader: DataLoader[Any] | None = None
         if mesh is not None:
             self._place(**sampler_kwargs(mesh))
@@ -100,15 +101,21 @@ class DistributedDataLoader:
         """Goes to the start of an epoch, and tells the dataset, if it wants to know."""
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
-        self._epoch, self._start, self._batches_before, self._batches = epoch, 0, 0, 0
+        self._epoch, self._ended = epoch, False
+        self._start, self._batches_before, self._batches = 0, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch that was given: equal on all ranks, good for any number."""
-        read = self._start + self._batches * self._size
+        samples = self._start + self._batches * self._size
+        batches = self._batches_before + self._batches
+        if self._length is not None:
+            ended = self._ended  # this rank may have had no share of the last batch
+            samples = self._length if ended else min(samples, self._length)
+            batches = len(self) if ended else batches
         return {
             "epoch": self._epoch,
-            "samples": read if self._length is None else min(read, self._length),
-            "batches": self._batches_before + self._batches,
+            "samples": samples,
+            "batches": batches,
             "data": {
                 "length": self._length,
                 "shuffle": self.shuffle,
@@ -152,7 +159,7 @@ class DistributedDataLoader:
                     "DistributedDataLoader, or give it to the Trainer."
                 )
             self._place(1, 0)
-        if self._batches:
+        if self._batches or self._ended:
             self.set_epoch(self._epoch)
         return self._count(self._open())
 
@@ -160,6 +167,7 @@ class DistributedDataLoader:
         for batch in batches:
             self._batches += 1
             yield batch
+        self._ended = True
 
     def _open(self) -> DataLoader[Any]:
         """The torch DataLoader of this pass."""

@@ -10,7 +10,8 @@ rank 0's clock, a wish to stop, and the failure of a dataloader.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from composer_dist.distributed import process_group
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.place import Reading
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Feed:
         measure: the size of a batch.
         clock: this rank's seconds.
         replicas: how many ranks have different data; None means all.
+        place: where the pass begins, as `place` gave it, perhaps in another process; None is the start.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Feed:
         measure: Callable[[Any], Size],
         clock: Callable[[], float] = lambda: 0.0,
         replicas: int | None = None,
+        place: Mapping[str, Any] | None = None,
     ) -> None:
         self._label = label
         self._measure = measure
@@ -88,10 +92,11 @@ class Feed:
         self._world, self._rank = process_group.world_and_rank()
         self._share = (replicas or self._world) / self._world
         self.dataloader = dataloader
-        self._iterator = iter(dataloader)
+        with Agreement().together(f"opening the {label} dataloader") if place else nullcontext():
+            self._reading = Reading(dataloader, place)
         self._last: Any = None
         self._held: Fed | None = None
-        self._count = 0
+        self._count = self._reading.batches
         self._behind = 0
         """Batches since the first rank ran out."""
         self.ended = False
@@ -116,6 +121,18 @@ class Feed:
             return None
         fed, self._held = self._held, None
         return fed
+
+    def place(self) -> dict[str, Any]:
+        """Where the next batch is, for another process to begin there; every rank asks."""
+        return self._reading.place_of_all(self._holds)
+
+    def generators(self) -> dict[str, Any]:
+        """The host's generators before a batch that was read, but not given out; {} where there is none."""
+        return self._reading.generators(self._holds)
+
+    @property
+    def _holds(self) -> bool:
+        return self._held is not None and not self._held.filler
 
     def _agree(self, stop: bool) -> tuple[Fed | None, bool]:
         status, batch, size, error = self._fetch()
@@ -147,7 +164,7 @@ class Feed:
 
     def _fetch(self) -> tuple[_Status, Any, Size, Exception | None]:
         try:
-            batch = next(self._iterator)
+            batch = next(self._reading)
             size = self._measure(batch)
         except StopIteration:
             status = _Status.OUT if self._count else _Status.NEVER

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -58,13 +59,29 @@ class TrainingLoop:
         self._run_event = run_event
         self._evaluate = evaluate
         self._feed: Feed | None = None
+        self._place: Mapping[str, Any] | None = None
+        """Where the next pass begins, if not at the start."""
         self._began = 0.0
         self._evaluated = 0
         """Intervals passed at the last evaluation."""
 
     def restart_epoch(self) -> None:
         """Forgets the place in the dataloader, because it is another one now."""
-        self._feed = None
+        self._feed = self._place = None
+
+    def place(self) -> dict[str, Any] | None:
+        """The place in the training data, of all ranks; None at the start of an epoch. Every rank asks."""
+        if self._feed is not None:
+            return self._feed.place()
+        return dict(self._place) if self._place else None
+
+    def go_to(self, place: Mapping[str, Any] | None) -> None:
+        """Has the next `run` begin where `place` told."""
+        self._feed, self._place = None, place
+
+    def generators(self) -> dict[str, Any]:
+        """The host's generators at that place, if reading has moved them since; else {}."""
+        return self._feed.generators() if self._feed else {}
 
     def run(self) -> None:
         """Trains, with the events from FIT_START to FIT_END."""
@@ -109,12 +126,14 @@ class TrainingLoop:
         dataloader = self._state.train_dataloader
         assert dataloader is not None  # Trainer.fit has checked
         set_epoch(dataloader, self._state.timestamp.epoch)
+        place, self._place = self._place, None
         return Feed(
             dataloader,
             "train",
             partial(measure, self._state, self._options.microbatch_size),
             clock=lambda: time.monotonic() - self._began,
             replicas=self._options.replicas,
+            place=place,
         )
 
     def _batch(self, fed: Fed, feed: Feed) -> None:

@@ -18,41 +18,20 @@ def derived_seed(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1  # torch's seeds are signed
 
 
+def seed_host(seed: int) -> None:
+    """Seeds Python, torch on the CPU, and numpy if it has been imported."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
 def host_states() -> dict[str, Any]:
-    """The states of Python's, numpy's (if it is in use) and torch's generators on the CPU."""
+    """The states of Python's, torch's and (if it is in use) numpy's generators on the CPU."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
     return states
-
-
-def generator_states(device: torch.device) -> dict[str, Any]:
-    """The states of all generators that training on `device` draws from, in plain and tensor types."""
-    states = host_states()
-    version, words, gauss = states["python"]
-    states["python"] = {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
-    if "numpy" in states:
-        _, keys, position, has_gauss, gaussian = states["numpy"]
-        words = torch.tensor(keys.tolist(), dtype=torch.int64)
-        states["numpy"] = {"words": words, "rest": [int(position), int(has_gauss), float(gaussian)]}
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return states
-
-
-def set_generator_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """The inverse of `generator_states`; what has no state there stays as it is."""
-    python = states["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    torch.set_rng_state(states["torch"].cpu())
-    if "numpy" in states:
-        import numpy as np
-
-        position, has_gauss, gaussian = states["numpy"]["rest"]
-        words = states["numpy"]["words"].numpy().astype(np.uint32)
-        np.random.set_state(("MT19937", words, position, has_gauss, gaussian))
-    if device.type in states and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[device.type].cpu(), device)
 
 
 def set_host_states(states: Mapping[str, Any]) -> None:
@@ -60,7 +39,48 @@ def set_host_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
+        import numpy as np
+
+        np.random.set_state(states["numpy"])
+
+
+def generator_states(device: torch.device, host: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The states of all generators that training on `device` draws from: tensors and plain values.
+
+    Args:
+        host: take these for the host's.
+    """
+    states = to_plain(host or host_states())
+    if device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def set_generator_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """The inverse of `generator_states`; a generator without a state there stays as it is."""
+    set_host_states(from_plain(states))
+    if device.type != "cpu" and "device" in states:
+        torch.get_device_module(device).set_rng_state(states["device"].cpu(), device)
+
+
+def to_plain(host: Mapping[str, Any]) -> dict[str, Any]:
+    """`host_states` as tensors and plain values, which any checkpoint takes."""
+    version, words, gauss = host["python"]
+    plain = {"python": [version, torch.tensor(words), gauss], "torch": host["torch"]}
+    if "numpy" in host:
+        name, keys, *rest = host["numpy"]
+        plain["numpy"] = [name, torch.tensor(keys.tolist()), *rest]
+    return plain
+
+
+def from_plain(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `to_plain`."""
+    version, words, gauss = plain["python"]
+    host = {"python": (version, tuple(words.tolist()), gauss), "torch": plain["torch"].cpu()}
+    if "numpy" in plain:
+        name, keys, *rest = plain["numpy"]
+        host["numpy"] = (name, keys.tolist(), *rest)
+    return host
 
 
 @contextmanager
@@ -96,11 +116,3 @@ class OwnRandomness:
                 yield
             finally:
                 self._states = host_states()
-
-
-def seed_host(seed: int) -> None:
-    """Seeds Python, torch on the CPU, and numpy if it has been imported."""
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)

@@ -27,6 +27,7 @@ from composer_dist.trainer.feed import Feed, Size, length_of
 from composer_dist.trainer.loggers import Logger, LoggerDestination
 from composer_dist.trainer.loop import LoopOptions, TrainingLoop
 from composer_dist.trainer.options import GradientClipping
+from composer_dist.trainer.randomness import generator_states, set_generator_states
 from composer_dist.trainer.run_state import load_run_state, run_state
 from composer_dist.trainer.sampling import check_sampler, placed
 from composer_dist.trainer.seeding import seed_all
@@ -238,11 +239,15 @@ class Trainer:
             return predict(self.state, feed, self.run_event, return_outputs)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later process must know to go on, beside model, optimizers and the place in the data.
+        """What a later process must know to go on, beside model and optimizers: equal on all ranks.
 
-        Plain values, except what callbacks give; every rank must ask.
+        Plain values and tensors, except what callbacks and dataloaders give; every rank must ask.
         """
-        return run_state(self.state, self.callbacks)
+        generators = generator_states(self.state.device, self._loop.generators())
+        return run_state(self.state, self.callbacks) | {
+            "data": self._loop.place(),
+            "generators": process_group.gather_objects(generators),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` gave; the next `fit` goes on from there.
@@ -250,8 +255,12 @@ class Trainer:
         Raises:
             ParallelismValueError: it is of a run with other schedulers, or of something else.
         """
+        state = dict(state)
+        place, generators = state.pop("data", None), state.pop("generators", [])
         load_run_state(self.state, self.callbacks, state)
-        self._loop.restart_epoch()
+        self._loop.go_to(place)
+        if self.state.rank < len(generators):  # a rank that was not there draws as it was seeded
+            set_generator_states(generators[self.state.rank], self.state.device)
 
     def run_event(self, event: Event) -> None:
         """Calls every callback, then every logger."""
@@ -276,8 +285,9 @@ class Trainer:
         dataloader = placed(dataloader, self._data_part)
         if self._check_sampler:
             check_sampler(dataloader, self._data_part)
+        if self.state.train_dataloader is not None:  # the first one may have been begun by a process before
+            self._loop.restart_epoch()
         self.state.train_dataloader = dataloader
-        self._loop.restart_epoch()
 
     def _end_of_fit(self, duration: Time | None) -> Time:
         now = self.state.timestamp
