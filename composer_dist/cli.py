@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from composer_dist import __version__
+from composer_dist.commands import init, train
 from composer_dist.errors import ParallelismError
 
 
@@ -67,6 +68,10 @@ def options(
     ] = False,
 ) -> None:
     """Train models on many devices, and bring their checkpoints from one form into another."""
+
+
+app.command(epilog=train.EXAMPLES)(train.train)
+app.command(epilog=init.EXAMPLES)(init.init)
 
 
 def main() -> None:

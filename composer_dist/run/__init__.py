@@ -1,0 +1,1 @@
+"""Runs from configurations: what `composer-dist train` does, step by step."""

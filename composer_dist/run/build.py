@@ -1,0 +1,128 @@
+"""From a checked configuration to a Trainer that is ready, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from composer_dist.distributed import process_group
+from composer_dist.distributed.agreement import Agreement
+from composer_dist.errors import ParallelismValueError
+from composer_dist.models.base import ComposerModel
+from composer_dist.run import registry
+from composer_dist.run.data import data_part, datasets, loader
+from composer_dist.run.models import build_model
+from composer_dist.run.read import Configuration
+from composer_dist.run.schema import HubModel, Run
+from composer_dist.run.signature import known_names
+from composer_dist.run.tokenizer import tokenizer_named
+from composer_dist.trainer.seeding import seed_all
+from composer_dist.trainer.time import Time, TimeUnit
+from composer_dist.trainer.trainer import Trainer
+
+
+@dataclass
+class Session:
+    """A run that is ready to start."""
+
+    run: Run
+    model: ComposerModel
+    trainer: Trainer
+    train_loader: Iterable[Any]
+    eval_loader: Iterable[Any] | None
+
+
+def build(configuration: Configuration) -> Session:
+    """Makes the process group, model, data, optimizer and Trainer; every rank calls it.
+
+    Raises:
+        ParallelismError: on every rank: something cannot be made as the configuration asks.
+    """
+    run, folder = configuration.run, configuration.folder
+    process_group.init(device=run.trainer.get("device"), reuse=True)
+    world, rank = process_group.world_and_rank()
+    together = Agreement().together
+    seed_all(run.seed)
+    with together("reading the data"):
+        tokenizer = tokenizer_of(run)
+        train, held_out = datasets(run, tokenizer, folder)
+        part = data_part(configuration.parallelism, world, rank)
+        train_loader = loader(train, run, part, training=True)
+        eval_loader = None if held_out is None else loader(held_out, run, part, training=False)
+    with together("building the model"):
+        seed_all(run.seed)
+        model = build_model(run, tokenizer, folder)
+        optimizer = optimizer_of(run, model, configuration)
+        schedulers = scheduler_of(run, optimizer, configuration, len(train_loader))
+    options: dict[str, Any] = {"step_schedulers_every_batch": True if schedulers else None} | run.trainer
+    trainer = Trainer(
+        model=model,
+        optimizers=optimizer,
+        schedulers=schedulers,
+        eval_dataloader=eval_loader,
+        parallelism_config=configuration.parallelism,
+        seed=run.seed,
+        callbacks=_named(run.callbacks, "callback", registry.CALLBACKS, configuration),
+        loggers=_named(run.loggers, "logger", registry.LOGGERS, configuration),
+        **options,
+    )
+    return Session(run, model, trainer, train_loader, eval_loader)
+
+
+def tokenizer_of(run: Run) -> Any:
+    """The tokenizer of a Hugging Face model; None for any other."""
+    if not isinstance(run.model, HubModel):
+        return None
+    return tokenizer_named(run.model.tokenizer or run.model.pretrained or "bytes")
+
+
+def optimizer_of(run: Run, model: ComposerModel, configuration: Configuration) -> Optimizer:
+    """An optimizer of the parameters that train."""
+    kind = registry.find("optimizer", registry.OPTIMIZERS, run.optimizer.name, configuration.folder)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    made: Optimizer = kind(trainable, **run.optimizer.arguments)
+    return made
+
+
+def scheduler_of(
+    run: Run, optimizer: Optimizer, configuration: Configuration, epoch: int
+) -> list[LRScheduler]:
+    """The learning rate's schedule, if there is one; it steps once a batch."""
+    if run.scheduler is None:
+        return []
+    kind = registry.find("scheduler", registry.SCHEDULERS, run.scheduler.name, configuration.folder)
+    arguments = run.scheduler.arguments
+    for name in known_names(kind):
+        if name in registry.WHOLE_RUN and name not in arguments:
+            arguments[name] = batches(run.trainer.get("max_duration"), epoch)
+    return [kind(optimizer, **arguments)]
+
+
+def _named(
+    wanted: dict[str, dict[str, Any] | None], kind: str, known: dict[str, str], configuration: Configuration
+) -> list[Any]:
+    return [
+        registry.find(kind, known, name, configuration.folder)(**(arguments or {}))
+        for name, arguments in wanted.items()
+    ]
+
+
+def batches(duration: Time | str | int | None, epoch: int) -> int:
+    """How many batches a duration has.
+
+    Raises:
+        ParallelismValueError: it is in a unit that does not say.
+    """
+    time = Time.of(duration) if duration is not None else None
+    if time is not None and time.unit is TimeUnit.BATCH:
+        return int(time.value)
+    if time is not None and time.unit is TimeUnit.EPOCH:
+        return int(time.value) * epoch
+    raise ParallelismValueError(
+        "The schedule of the learning rate needs to know the number of batches; "
+        f"max_duration={duration!r} does not tell it. Write it in batches ('200ba') or epochs ('3ep')."
+    )

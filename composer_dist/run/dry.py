@@ -1,0 +1,77 @@
+"""What a run would do, without a process group and without the model's memory."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from composer_dist.distributed import plan_parallelism
+from composer_dist.distributed.policies import composer_children
+from composer_dist.errors import ParallelismError
+from composer_dist.run.build import batches, optimizer_of, scheduler_of, tokenizer_of
+from composer_dist.run.data import data_part, datasets, loader
+from composer_dist.run.models import build_model
+from composer_dist.run.read import Configuration
+from composer_dist.trainer.seeding import seed_all
+
+
+def describe(configuration: Configuration, world: int) -> str:
+    """The plan for `world` ranks, and the run in numbers, as tables.
+
+    Raises:
+        ParallelismError: the run would fail; mostly for the reason for which it would.
+    """
+    run = configuration.run
+    seed_all(run.seed)
+    tokenizer = tokenizer_of(run)
+    train, held_out = datasets(run, tokenizer, configuration.folder)
+    train_loader = loader(train, run, data_part(configuration.parallelism, world, 0), training=True)
+    model = build_model(run, tokenizer, configuration.folder, empty=True)
+    optimizer = optimizer_of(run, model, configuration)
+    scheduler_of(run, optimizer, configuration, len(train_loader))
+    parameters = list(model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    rows = {
+        "ranks": world,
+        "model": type(getattr(model, "model", None) or getattr(model, "module", model)).__name__,
+        "parameters": f"{sum(p.numel() for p in parameters):,}, of which {trained:,} train",
+        "samples to train on": f"{len(train):,}",  # type: ignore[arg-type]
+        "samples to evaluate on": f"{len(held_out):,}" if held_out is not None else "none",  # type: ignore[arg-type]
+        "samples in a step": f"{run.data.batch_size}, {train_loader.batch_size} on each rank",
+        "steps in an epoch": f"{len(train_loader):,}",
+        "steps": _steps(run.trainer.get("max_duration"), len(train_loader)),
+        "writes to": run.out,
+    }
+    parts = [_table(rows)]
+    if configuration.parallelism is not None:
+        plan = plan_parallelism(
+            model,
+            configuration.parallelism,
+            world_size=world,
+            optimizer=optimizer,
+            precision=run.trainer.get("precision"),
+            children=composer_children(model),
+        )
+        parts.append(str(plan))
+    return "\n".join(parts)
+
+
+def _steps(duration: Any, epoch: int) -> str:
+    try:
+        return f"{batches(duration, epoch):,}"
+    except ParallelismError:
+        return f"until {duration}"
+
+
+def _table(rows: dict[str, Any]) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Run", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    file = io.StringIO()
+    Console(file=file, width=110, color_system=None).print(table)
+    return file.getvalue().rstrip()

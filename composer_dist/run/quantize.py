@@ -1,0 +1,62 @@
+"""Frozen weights in 4 bits below an adapter: QLoRA (arXiv:2305.14314), by torchao's NF4."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+
+_BLOCK, _SCALES = 64, 256
+"""Elements in a block, and blocks in a scaler block; the paper's."""
+
+
+def quantize(model: nn.Module) -> None:
+    """Makes the weights of the blocks' linear layers NF4 and frozen, in place, on meta too.
+
+    The head stays as it is: it is often tied to the embedding, and costs little.
+
+    Raises:
+        ParallelismRuntimeError: torchao is not installed.
+        ParallelismValueError: no layer has a size that NF4 can have; names the sizes.
+    """
+    nf4 = _nf4()
+    untouched: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    linears = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and layer is not untouched
+    }
+    multiple = _BLOCK * _SCALES
+    fitting = [layer for layer in linears.values() if layer.weight.numel() % multiple == 0]
+    if len(fitting) < len(linears):
+        odd = {name: layer.weight for name, layer in linears.items() if layer.weight.numel() % multiple}
+        name, weight = next(iter(odd.items()))
+        raise ParallelismValueError(
+            f"NF4 needs weights of a multiple of {multiple} elements; {len(odd)} have others, such as "
+            f"{name} of {tuple(weight.shape)}."
+        )
+    for layer in fitting:
+        weight = layer.weight.detach()
+        # On meta: one layer at a time is made of zeros, for its structure.
+        dense = torch.zeros(weight.shape, dtype=weight.dtype) if weight.is_meta else weight
+        small = nn.Parameter(nf4.from_tensor(dense, _BLOCK, _SCALES), requires_grad=False)
+        layer.weight = nn.Parameter(small.to("meta"), requires_grad=False) if weight.is_meta else small
+
+
+def _nf4() -> Any:
+    logger = logging.getLogger("torchao")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it speaks of kernels for machines that are not there
+    try:
+        from torchao.quantization import NF4Tensor
+    except ImportError:
+        raise ParallelismRuntimeError(
+            "quantize: nf4 needs torchao: pip install 'composer_dist[torchao]'."
+        ) from None
+    finally:
+        logger.setLevel(level)
+    return NF4Tensor

@@ -1,0 +1,187 @@
+"""From a file and overrides to a run that is known to make sense, or to all that is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from composer_dist.distributed.config import ParallelismConfig, resolve_config
+from composer_dist.distributed.from_dict import near_miss
+from composer_dist.errors import ParallelismValueError
+from composer_dist.run import registry
+from composer_dist.run.faults import Faults
+from composer_dist.run.overrides import override
+from composer_dist.run.reference import resolve
+from composer_dist.run.schema import FunctionData, HubModel, ModuleModel, Run
+from composer_dist.run.signature import arguments_of
+from composer_dist.run.yaml_lines import Document, Problem, parse
+
+OURS = frozenset(
+    {
+        "self",
+        "model",
+        "train_dataloader",
+        "eval_dataloader",
+        "optimizers",
+        "schedulers",
+        "parallelism_config",
+        "callbacks",
+        "loggers",
+        "seed",
+    }
+)
+"""The Trainer's arguments that have sections of their own."""
+
+
+class ConfigurationError(ParallelismValueError):
+    """A configuration that cannot be run; says all that is wrong with it, and where."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A run, and where its configuration came from."""
+
+    run: Run
+    folder: Path
+    """Where files that it names are looked for."""
+    parallelism: ParallelismConfig | None
+    document: Document
+
+
+def read_configuration(file: Path, assignments: Sequence[str] = ()) -> Configuration:
+    """Reads and checks a configuration with its overrides.
+
+    Raises:
+        ConfigurationError: all that is wrong with it, each with its line and the nearest known key.
+    """
+    document, problems = _document(file, assignments)
+    faults = Faults(problems)
+    if not problems:
+        document.values.setdefault("out", f"runs/{file.stem}")
+        run = faults.check(Run, document.values)
+        parallelism = _check_sections(document.values, file.parent, faults)
+        if run is not None:
+            _check_run(run, file.parent, faults)
+    if faults.problems:
+        raise ConfigurationError(_told(document, faults.problems))
+    return Configuration(run, file.parent, parallelism, document)
+
+
+def _document(file: Path, assignments: Sequence[str]) -> tuple[Document, list[Problem]]:
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ConfigurationError(f"{file}: {reason}. 'composer-dist init' writes a configuration.") from None
+    document, problems = parse(text, str(file))
+    return document, problems + override(document, assignments)
+
+
+def _check_sections(values: dict[str, Any], folder: Path, faults: Faults) -> ParallelismConfig | None:
+    """What is named by a string, so that only its own signature knows its arguments."""
+    from composer_dist.trainer.trainer import Trainer
+
+    if isinstance(trainer := values.get("trainer"), dict):
+        faults.check(arguments_of(Trainer, OURS), trainer, ("trainer",))
+    optimizer = values.get("optimizer")
+    if isinstance(optimizer, dict) and isinstance(optimizer.get("name"), str):
+        _check_named("optimizer", registry.OPTIMIZERS, optimizer, {"params"}, folder, faults)
+    scheduler = values.get("scheduler")
+    if isinstance(scheduler, dict) and isinstance(scheduler.get("name"), str):
+        _check_named("scheduler", registry.SCHEDULERS, scheduler, {"optimizer"}, folder, faults)
+    for section, known in (("callbacks", registry.CALLBACKS), ("loggers", registry.LOGGERS)):
+        for name, arguments in (values.get(section) or {}).items():
+            with faults.at(section, name):
+                target = registry.find(section.removesuffix("s"), known, name, folder)
+                faults.check(arguments_of(target), arguments or {}, (section, name))
+    return _parallelism(values.get("parallelism", "fsdp"), faults)
+
+
+def _check_named(
+    section: str, known: dict[str, str], values: dict[str, Any], given: set[str], folder: Path, faults: Faults
+) -> None:
+    with faults.at(section, "name"):
+        target = registry.find(section, known, values["name"], folder)
+        arguments = {key: value for key, value in values.items() if key != "name"}
+        ours = registry.WHOLE_RUN.difference(arguments) if section == "scheduler" else frozenset()
+        faults.check(arguments_of(target, frozenset(given | ours)), arguments, (section,))
+
+
+def _parallelism(value: Any, faults: Faults) -> ParallelismConfig | None:
+    if value is None:
+        return None
+    path: tuple[str, ...] = ("parallelism",)
+    if isinstance(value, dict):
+        fields = {key: inner for key, inner in value.items() if key != "strategy"}
+        if faults.check(ParallelismConfig, fields, path) is None:
+            return None
+        path = ("parallelism", "strategy")
+    with faults.at(*path):
+        return resolve_config(value)
+    return None
+
+
+def _check_run(run: Run, folder: Path, faults: Faults) -> None:
+    """What can be known without building anything."""
+    if isinstance(run.model, ModuleModel):
+        with faults.at("model", "name"):
+            faults.check(
+                arguments_of(resolve(run.model.name, folder)), run.model.arguments, ("model", "arguments")
+            )
+        if not isinstance(run.data, FunctionData):
+            faults.problems.append(
+                Problem(
+                    ("data", "kind"), "a module needs data of kind function, which gives (inputs, targets)"
+                )
+            )
+    else:
+        _check_hub_model(run.model, faults)
+    if isinstance(run.data, FunctionData):
+        with faults.at("data", "name"):
+            faults.check(
+                arguments_of(resolve(run.data.name, folder)), run.data.arguments, ("data", "arguments")
+            )
+
+
+def _check_hub_model(model: HubModel, faults: Faults) -> None:
+    from composer_dist.run.models import peft_class
+
+    if model.config is not None:
+        _check_transformers(model.config, faults)
+    if model.adapter is not None:
+        with faults.at("model", "adapter", "method"):
+            arguments = dict(model.adapter.model_extra or {})
+            given = frozenset({"task_type", "peft_type", "inference_mode"})
+            faults.check(arguments_of(peft_class(model.adapter), given), arguments, ("model", "adapter"))
+
+
+def _check_transformers(config: dict[str, Any], faults: Faults) -> None:
+    """Transformers takes any key; a misspelt one would be lost in silence."""
+    from transformers import CONFIG_MAPPING
+
+    path = ("model", "config")
+    kind = config.get("model_type")
+    if kind is None:
+        faults.problems.append(Problem(path, "'model_type' is missing: 'llama', 'bert', 'qwen3', ..."))
+    elif kind not in CONFIG_MAPPING:
+        near = near_miss(str(kind), CONFIG_MAPPING.keys())
+        faults.problems.append(Problem((*path, "model_type"), f"transformers has no model {kind!r}.{near}"))
+    else:
+        cls = CONFIG_MAPPING[kind]
+        known = {field for base in cls.__mro__ for field in getattr(base, "__annotations__", {})}
+        known |= cls.attribute_map.keys()
+        for key in config.keys() - known - {"model_type"}:
+            text = f"unknown key {key!r}; {cls.__name__} has none of this name.{near_miss(key, known)}"
+            faults.problems.append(Problem((*path, key), text))
+
+
+def _told(document: Document, problems: Sequence[Problem]) -> str:
+    lines = []
+    for problem in sorted(problems, key=document.order):
+        path = ".".join(map(str, problem.path))
+        lines.append(
+            f"{document.place(problem)}: {f'{path}: ' if path else ''}{problem.text.removesuffix('.')}"
+        )
+    return "\n".join(lines)

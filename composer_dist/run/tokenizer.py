@@ -1,0 +1,48 @@
+"""Tokenizers by name; one of them needs no file: bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def tokenizer_named(name: str) -> Any:
+    """A tokenizer by name: `bytes`, a directory, or a name of the Hugging Face hub."""
+    if name == "bytes":
+        return byte_tokenizer()
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer whose tokens are the bytes of the text, and five special ones after them.
+
+    It is one of transformers' own, so that it is saved with the model and `AutoTokenizer` loads it.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {character: byte for byte, character in enumerate(_byte_alphabet())}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    made: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=inner,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        mask_token="<mask>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+    made.is_bytes = True
+    return made
+
+
+def _byte_alphabet() -> list[str]:
+    """The character that stands for each byte in byte-level vocabularies (GPT-2's `bytes_to_unicode`)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    characters = {byte: chr(byte) for byte in printable}
+    characters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    return [characters[byte] for byte in range(256)]
