@@ -16,15 +16,20 @@ if TYPE_CHECKING:
 EXAMPLES = """
 Examples:
 
-  composer-dist init pretrain                             write a first configuration, pretrain.yaml
-  composer-dist train pretrain.yaml                       train on this process's device
-  composer-dist train pretrain.yaml -n 2                  on two processes of this machine
-  composer-dist train pretrain.yaml optimizer.lr=1e-3     with another learning rate
-  composer-dist train pretrain.yaml --dry-run -n 8        what would be done on eight
+  composer-dist init                          write pretrain.yaml
+  composer-dist train pretrain.yaml           train, in one process
+  composer-dist train pretrain.yaml -n 2      in two, on this machine
+  composer-dist train pretrain.yaml optimizer.lr=1e-3 seed=3
+  composer-dist train pretrain.yaml --dry-run -n 8
   torchrun --nproc-per-node 8 -m composer_dist train pretrain.yaml
-  srun composer-dist train pretrain.yaml                  each process finds its rank by itself
+  srun composer-dist train pretrain.yaml      each finds its rank
 
-Exit status: 0, trained; 1, the run failed; 2, the configuration or the call is wrong; 130, Ctrl-C.
+Exit status:
+
+  0    trained
+  1    the run failed
+  2    the configuration or the call is wrong
+  130  Ctrl-C
 """
 
 

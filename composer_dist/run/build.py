@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from composer_dist.distributed.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models.base import ComposerModel
 from composer_dist.run import registry
-from composer_dist.run.data import data_part, datasets, loader
+from composer_dist.run.data import datasets, loader
 from composer_dist.run.models import build_model
 from composer_dist.run.read import Configuration
 from composer_dist.run.schema import HubModel, Run
@@ -32,8 +31,6 @@ class Session:
     run: Run
     model: ComposerModel
     trainer: Trainer
-    train_loader: Iterable[Any]
-    eval_loader: Iterable[Any] | None
 
 
 def build(configuration: Configuration) -> Session:
@@ -44,15 +41,13 @@ def build(configuration: Configuration) -> Session:
     """
     run, folder = configuration.run, configuration.folder
     process_group.init(device=run.trainer.get("device"), reuse=True)
-    world, rank = process_group.world_and_rank()
     together = Agreement().together
     seed_all(run.seed)
     with together("reading the data"):
         tokenizer = tokenizer_of(run)
         train, held_out = datasets(run, tokenizer, folder)
-        part = data_part(configuration.parallelism, world, rank)
-        train_loader = loader(train, run, part, training=True)
-        eval_loader = None if held_out is None else loader(held_out, run, part, training=False)
+        train_loader = loader(train, run, training=True)
+        eval_loader = None if held_out is None else loader(held_out, run, training=False)
     with together("building the model"):
         seed_all(run.seed)
         model = build_model(run, tokenizer, folder)
@@ -61,6 +56,7 @@ def build(configuration: Configuration) -> Session:
     options: dict[str, Any] = {"step_schedulers_every_batch": True if schedulers else None} | run.trainer
     trainer = Trainer(
         model=model,
+        train_dataloader=train_loader,
         optimizers=optimizer,
         schedulers=schedulers,
         eval_dataloader=eval_loader,
@@ -70,7 +66,7 @@ def build(configuration: Configuration) -> Session:
         loggers=_named(run.loggers, "logger", registry.LOGGERS, configuration),
         **options,
     )
-    return Session(run, model, trainer, train_loader, eval_loader)
+    return Session(run, model, trainer)
 
 
 def tokenizer_of(run: Run) -> Any:

@@ -1,21 +1,19 @@
-"""The data of a run: what to train on, what to evaluate on, and each rank's part of it."""
+"""The data of a run: what to train on, and what to evaluate on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import Dataset, Subset
 
-from composer_dist.distributed.config import ParallelismConfig
-from composer_dist.distributed.mesh import mesh_sizes
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.run import text
 from composer_dist.run.reference import resolve
 from composer_dist.run.schema import FunctionData, LabelledData, Run, TextData
+from composer_dist.trainer.dataloader import DistributedDataLoader
 
 Datasets = tuple[Dataset[Any], Dataset[Any] | None]
 
@@ -40,44 +38,24 @@ def datasets(run: Run, tokenizer: Any, folder: Path) -> Datasets:
             return _of_function(run.data, folder)
 
 
-def data_part(config: ParallelismConfig | None, world: int, rank: int) -> dict[str, int]:
-    """`num_replicas` and `rank` of a rank's part of the data, before there is a mesh.
-
-    The same as `sampler_kwargs` of the mesh that preparation will make.
-    """
-    if config is None:
-        return {"num_replicas": 1, "rank": 0}
-    sizes = mesh_sizes(config, world)
-    inner = sizes["cp"] * sizes["tp"]  # ranks that see the same samples
-    return {"num_replicas": world // inner, "rank": rank // inner}
-
-
-def loader(dataset: Dataset[Any], run: Run, part: Mapping[str, int], *, training: bool) -> DataLoader[Any]:
-    """This rank's batches, a part of the run's `batch_size` each.
+def loader(dataset: Dataset[Any], run: Run, *, training: bool) -> DistributedDataLoader:
+    """Batches of `batch_size` samples of all ranks together; the Trainer gives each rank its part.
 
     Raises:
-        ParallelismValueError: the batch, or the data, cannot be divided among the ranks.
+        ParallelismValueError: there are too few samples for one batch.
     """
-    replicas, data = part["num_replicas"], run.data
-    if data.batch_size % replicas:
+    data, samples = run.data, len(dataset)  # type: ignore[arg-type]
+    if training and samples < data.batch_size:
         raise ParallelismValueError(
-            f"data.batch_size is {data.batch_size}, which {replicas} ranks cannot share evenly; make it a "
-            f"multiple of {replicas}."
+            f"There are {samples} samples to train on, fewer than one batch of {data.batch_size}."
         )
-    if training and len(dataset) < data.batch_size:  # type: ignore[arg-type]
-        raise ParallelismValueError(
-            f"There are {len(dataset)} samples to train on, fewer than one batch of {data.batch_size}."  # type: ignore[arg-type]
-        )
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        dataset, shuffle=training and data.shuffle, seed=run.seed, drop_last=training, **part
-    )
-    return DataLoader(
+    return DistributedDataLoader(
         dataset,
-        batch_size=data.batch_size // replicas,
-        sampler=sampler,
+        global_batch_size=data.batch_size,
+        shuffle=training and data.shuffle,
+        seed=run.seed,
         drop_last=training,
         num_workers=data.workers,
-        persistent_workers=data.workers > 0,
         pin_memory=torch.accelerator.is_available(),
     )
 

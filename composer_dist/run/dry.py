@@ -6,10 +6,11 @@ import io
 from typing import Any
 
 from composer_dist.distributed import plan_parallelism
+from composer_dist.distributed.mesh import mesh_sizes
 from composer_dist.distributed.policies import composer_children
 from composer_dist.errors import ParallelismError
 from composer_dist.run.build import batches, optimizer_of, scheduler_of, tokenizer_of
-from composer_dist.run.data import data_part, datasets, loader
+from composer_dist.run.data import datasets, loader
 from composer_dist.run.models import build_model
 from composer_dist.run.read import Configuration
 from composer_dist.trainer.seeding import seed_all
@@ -25,7 +26,7 @@ def describe(configuration: Configuration, world: int) -> str:
     seed_all(run.seed)
     tokenizer = tokenizer_of(run)
     train, held_out = datasets(run, tokenizer, configuration.folder)
-    train_loader = loader(train, run, data_part(configuration.parallelism, world, 0), training=True)
+    train_loader = loader(train, run, training=True)
     model = build_model(run, tokenizer, configuration.folder, empty=True)
     optimizer = optimizer_of(run, model, configuration)
     scheduler_of(run, optimizer, configuration, len(train_loader))
@@ -37,7 +38,7 @@ def describe(configuration: Configuration, world: int) -> str:
         "parameters": f"{sum(p.numel() for p in parameters):,}, of which {trained:,} train",
         "samples to train on": f"{len(train):,}",  # type: ignore[arg-type]
         "samples to evaluate on": f"{len(held_out):,}" if held_out is not None else "none",  # type: ignore[arg-type]
-        "samples in a step": f"{run.data.batch_size}, {train_loader.batch_size} on each rank",
+        "samples in a step": _shares(configuration, world),
         "steps in an epoch": f"{len(train_loader):,}",
         "steps": _steps(run.trainer.get("max_duration"), len(train_loader)),
         "writes to": run.out,
@@ -54,6 +55,15 @@ def describe(configuration: Configuration, world: int) -> str:
         )
         parts.append(str(plan))
     return "\n".join(parts)
+
+
+def _shares(configuration: Configuration, world: int) -> str:
+    """The batch, and what each rank has of it."""
+    size, replicas = configuration.run.data.batch_size, 1
+    if configuration.parallelism is not None:
+        sizes = mesh_sizes(configuration.parallelism, world)
+        replicas = sizes["dp_replicate"] * sizes["dp_shard"]
+    return f"{size}, {size / replicas:g} on each rank" if world > 1 else str(size)
 
 
 def _steps(duration: Any, epoch: int) -> str:

@@ -48,7 +48,10 @@ def _explain(schema: Any, values: Any, path: Path, error: pydantic.ValidationErr
         unnamed = one["type"] in _UNKNOWN | _MISSING
         where = _written(one["loc"], values, unnamed)
         known = _keys(schema, where[:-1], values) if unnamed else []
-        texts.setdefault(where, []).append(_text(one, where, known))
+        # That it is no object of Python's, which another alternative asks for, helps nobody.
+        found = texts.setdefault(where, [])
+        if one["type"] != "is_instance_of" or not found:
+            found.append(_text(one, where, known))
     for where, found in texts.items():
         yield Problem(path + where, ", or ".join(dict.fromkeys(found)))
 
@@ -62,7 +65,7 @@ def _written(loc: Sequence[Any], values: Any, unnamed: bool) -> Path:
         )
         if inside:
             where.append(part)
-            values = values[part]  # type: ignore[index]
+            values = values[part]
         elif unnamed and number == len(loc) - 1:
             where.append(part)
     return tuple(where)
@@ -103,7 +106,7 @@ def _keys(schema: Any, path: Path, values: Any) -> list[str]:
         kinds = [kind for kind in kinds if _is_kind(kind, chosen)]
         if part is None:
             break
-        values = values[part] if isinstance(values, Mapping | list | tuple) else None
+        values = values.get(part) if isinstance(values, Mapping) else None
         kinds = [_fields(kind)[str(part)] for kind in kinds if str(part) in _fields(kind)]
     return list(dict.fromkeys(name for kind in kinds for name in _fields(kind)))
 

@@ -14,9 +14,10 @@ from composer_dist.distributed import init_context, meta_init
 from composer_dist.distributed.process_group import world_and_rank
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier, ComposerModel, HuggingFaceModel
+from composer_dist.run.peft_methods import peft_class
 from composer_dist.run.quantize import quantize
 from composer_dist.run.reference import resolve
-from composer_dist.run.schema import Adapter, HubModel, ModuleModel, Run
+from composer_dist.run.schema import HubModel, ModuleModel, Run
 
 _AUTO = {
     "causal_lm": "AutoModelForCausalLM",
@@ -108,24 +109,7 @@ def _peft_config(model: HubModel) -> Any:
     assert model.adapter is not None
     tasks = {"causal_lm": TaskType.CAUSAL_LM, "sequence_classification": TaskType.SEQ_CLS}
     arguments = {"task_type": tasks.get(model.kind)} | (model.adapter.model_extra or {})
-    return peft_class(model.adapter)(**arguments)
-
-
-def peft_class(adapter: Adapter) -> Any:
-    """Peft's configuration class of the adapter's method.
-
-    Raises:
-        ParallelismValueError: peft has no such method.
-    """
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    from composer_dist.distributed.from_dict import near_miss
-
-    known = {kind.value.lower(): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-    if adapter.method not in known:
-        text = f"peft has no method {adapter.method!r}.{near_miss(adapter.method, known)}"
-        raise ParallelismValueError(f"{text} It has {', '.join(sorted(known))}.")
-    return known[adapter.method]
+    return peft_class(model.adapter.method)(**arguments)
 
 
 def _write_base(model: Any, tokenizer: Any, folder: Path) -> None:

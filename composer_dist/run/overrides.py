@@ -18,24 +18,24 @@ def override(document: Document, assignments: Sequence[str]) -> list[Problem]:
     Returns:
         What could not be set, and why.
     """
-    problems = []
+    wrong = []
     for text in assignments:
         key, equals, raw = text.partition("=")
         path: Path = tuple(key.strip().split("."))
         if not equals or not all(path):
-            problems.append(Problem((), f"{text!r} is no override; write key=value, as in optimizer.lr=1e-3"))
+            wrong.append(f"{text!r} is no override; write key=value, as in optimizer.lr=1e-3")
             continue
         try:
             value = value_of(raw)
         except yaml.YAMLError:
-            problems.append(Problem((), f"{text!r}: {raw!r} is no YAML value; quote it"))
+            wrong.append(f"{text!r}: {raw!r} is no YAML value; quote it")
             continue
         if (fault := _set(document.values, path, value)) is not None:
-            problems.append(Problem((), f"{text!r}: {fault}"))
+            wrong.append(f"{text!r}: {fault}")
             continue
         _forget(document, path)
         document.given[path] = text
-    return problems
+    return [Problem((), text, typed=True) for text in wrong]
 
 
 def _set(values: Any, path: Path, value: Any) -> str | None:

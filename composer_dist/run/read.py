@@ -13,10 +13,12 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.run import registry
 from composer_dist.run.faults import Faults
 from composer_dist.run.overrides import override
+from composer_dist.run.peft_methods import peft_class
 from composer_dist.run.reference import resolve
-from composer_dist.run.schema import FunctionData, HubModel, ModuleModel, Run
+from composer_dist.run.schema import Run
 from composer_dist.run.signature import arguments_of
 from composer_dist.run.yaml_lines import Document, Problem, parse
+from composer_dist.trainer.trainer import Trainer
 
 OURS = frozenset(
     {
@@ -33,6 +35,14 @@ OURS = frozenset(
     }
 )
 """The Trainer's arguments that have sections of their own."""
+
+_DATA_OF = {
+    "causal_lm": ("text", "function"),
+    "masked_lm": ("text", "function"),
+    "sequence_classification": ("labelled_text", "function"),
+    "module": ("function",),
+}
+_DATA_KINDS = {"text", "labelled_text", "function"}
 
 
 class ConfigurationError(ParallelismValueError):
@@ -62,8 +72,6 @@ def read_configuration(file: Path, assignments: Sequence[str] = ()) -> Configura
         document.values.setdefault("out", f"runs/{file.stem}")
         run = faults.check(Run, document.values)
         parallelism = _check_sections(document.values, file.parent, faults)
-        if run is not None:
-            _check_run(run, file.parent, faults)
     if faults.problems:
         raise ConfigurationError(_told(document, faults.problems))
     return Configuration(run, file.parent, parallelism, document)
@@ -81,8 +89,10 @@ def _document(file: Path, assignments: Sequence[str]) -> tuple[Document, list[Pr
 
 def _check_sections(values: dict[str, Any], folder: Path, faults: Faults) -> ParallelismConfig | None:
     """What is named by a string, so that only its own signature knows its arguments."""
-    from composer_dist.trainer.trainer import Trainer
-
+    if isinstance(model := values.get("model"), dict):
+        _check_model(model, folder, faults)
+    if isinstance(data := values.get("data"), dict):
+        _check_data(data, model, folder, faults)
     if isinstance(trainer := values.get("trainer"), dict):
         faults.check(arguments_of(Trainer, OURS), trainer, ("trainer",))
     optimizer = values.get("optimizer")
@@ -123,38 +133,31 @@ def _parallelism(value: Any, faults: Faults) -> ParallelismConfig | None:
     return None
 
 
-def _check_run(run: Run, folder: Path, faults: Faults) -> None:
-    """What can be known without building anything."""
-    if isinstance(run.model, ModuleModel):
+def _check_model(model: dict[str, Any], folder: Path, faults: Faults) -> None:
+    """What the model's section names, as far as that can be known without building it."""
+    if isinstance(model.get("name"), str):
         with faults.at("model", "name"):
-            faults.check(
-                arguments_of(resolve(run.model.name, folder)), run.model.arguments, ("model", "arguments")
-            )
-        if not isinstance(run.data, FunctionData):
-            faults.problems.append(
-                Problem(
-                    ("data", "kind"), "a module needs data of kind function, which gives (inputs, targets)"
-                )
-            )
-    else:
-        _check_hub_model(run.model, faults)
-    if isinstance(run.data, FunctionData):
-        with faults.at("data", "name"):
-            faults.check(
-                arguments_of(resolve(run.data.name, folder)), run.data.arguments, ("data", "arguments")
-            )
-
-
-def _check_hub_model(model: HubModel, faults: Faults) -> None:
-    from composer_dist.run.models import peft_class
-
-    if model.config is not None:
-        _check_transformers(model.config, faults)
-    if model.adapter is not None:
+            arguments = model.get("arguments") or {}
+            faults.check(arguments_of(resolve(model["name"], folder)), arguments, ("model", "arguments"))
+    if isinstance(model.get("config"), dict):
+        _check_transformers(model["config"], faults)
+    if isinstance(model.get("adapter"), dict):
         with faults.at("model", "adapter", "method"):
-            arguments = dict(model.adapter.model_extra or {})
+            arguments = {key: value for key, value in model["adapter"].items() if key != "method"}
             given = frozenset({"task_type", "peft_type", "inference_mode"})
-            faults.check(arguments_of(peft_class(model.adapter), given), arguments, ("model", "adapter"))
+            kind = peft_class(model["adapter"].get("method", "lora"))
+            faults.check(arguments_of(kind, given), arguments, ("model", "adapter"))
+
+
+def _check_data(data: dict[str, Any], model: Any, folder: Path, faults: Faults) -> None:
+    if isinstance(data.get("name"), str):
+        with faults.at("data", "name"):
+            arguments = data.get("arguments") or {}
+            faults.check(arguments_of(resolve(data["name"], folder)), arguments, ("data", "arguments"))
+    kinds = _DATA_OF.get(model.get("kind", "") if isinstance(model, dict) else "", ())
+    if kinds and data.get("kind") in _DATA_KINDS.difference(kinds):
+        text = f"a model of kind {model['kind']} needs data of kind {' or '.join(kinds)}"
+        faults.problems.append(Problem(("data", "kind"), text))
 
 
 def _check_transformers(config: dict[str, Any], faults: Faults) -> None:

@@ -20,16 +20,17 @@ def run(configuration: Configuration) -> None:
     session = build(configuration)
     try:
         _say(f"{session.trainer.preparation or ''}")
-        session.trainer.fit(train_dataloader=session.train_loader)
-        if session.run.export and isinstance(session.run.model, HubModel):
-            _export(session)
+        session.trainer.fit()
+        finish(session)
     finally:
         session.trainer.close()
     process_group.destroy()
 
 
-def _export(session: Session) -> None:
-    assert isinstance(session.run.model, HubModel)
+def finish(session: Session) -> None:
+    """Writes the trained model, or its adapter, for others to load."""
+    if not session.run.export or not isinstance(session.run.model, HubModel):
+        return
     path = session.run.out / ("model" if session.run.model.adapter is None else "adapter")
     export_pretrained(session.model, path)
     _say(f"Written to {path}: {'peft' if session.run.model.adapter else 'transformers'} loads it.")

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable, Collection
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any
 
 import pydantic
@@ -60,17 +60,19 @@ def _hints(target: Any) -> dict[str, Any]:
 
 
 def _checked(hint: Any) -> Any:
-    """The hint; where it is a time, one that is refused now if it is none."""
+    """The hint; where it is of a kind that strings stand for, only those that do."""
+    from composer_dist.precision import Precision, as_precision
     from composer_dist.trainer.time import Time
 
-    if hint is Time or Time in typing.get_args(hint):
-        return Annotated[hint, pydantic.AfterValidator(_as_time)]
+    kinds = (hint, *typing.get_args(hint))
+    for kind, read in ((Time, Time.of), (Precision, as_precision)):
+        if kind in kinds:
+            return Annotated[hint, pydantic.AfterValidator(partial(_readable, read))]
     return hint
 
 
-def _as_time(value: Any) -> Any:
-    from composer_dist.trainer.time import Time
-
+def _readable(read: Callable[[Any], object], value: Any) -> Any:
+    """The value as it is, once it is known that it can be read."""
     if isinstance(value, str | int) and not isinstance(value, bool):
-        Time.of(value)
+        read(value)
     return value

@@ -23,6 +23,8 @@ class Problem:
     text: str
     line: int | None = None
     """Known beforehand only for what is wrong with the YAML itself."""
+    typed: bool = False
+    """It is on the command line, not in the file."""
 
 
 @dataclass
@@ -44,6 +46,8 @@ class Document:
                 return repr(self.given[path])
             if length and path in self.lines:
                 return f"{self.source}:{self.lines[path]}"
+        if problem.typed:
+            return "command line"
         return self.source if problem.line is None else f"{self.source}:{problem.line}"
 
     def order(self, problem: Problem) -> int:

@@ -1,0 +1,83 @@
+"""Every preset is a valid configuration that trains on one process and on two, to the same losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from composer_dist.commands.init import PRESETS, Preset
+from composer_dist.run.read import read_configuration
+from tests.conftest import World
+from tests.run.runs import PROMPT, accuracy_of, losses_of, trained_and_exported
+
+EVERY = [preset.value for preset in Preset]
+ADAPTERS = ["lora", "dora", "qlora"]
+SMALL = ["data.batch_size=2", "data.context=32", "data.held_out=4", "trainer.max_duration=3ba"]
+SMALL += ["trainer.eval_interval=null"]
+
+
+def in_the_default_run(*chosen: str, among: list[str]) -> list[object]:
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in among]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_presets_are_valid_and_every_one_has_a_name(name: str) -> None:
+    assert {file.stem for file in PRESETS.glob("*.yaml")} == set(EVERY)
+    read_configuration(PRESETS / f"{name}.yaml")
+
+
+@pytest.mark.parametrize(
+    "name", in_the_default_run("masked_lm", among=[one for one in EVERY if one not in (*ADAPTERS, "vision")])
+)
+def test_presets_train_alike_on_one_and_on_two_processes(
+    name: str, world1: World, world2: World, tmp_path: Path
+) -> None:
+    file = PRESETS / f"{name}.yaml"
+    alike = list(SMALL)
+    if name in ("masked_lm", "classification"):  # BERT has dropout, which each rank draws for itself
+        alike += ["model.config.hidden_dropout_prob=0", "model.config.attention_probs_dropout_prob=0"]
+    (alone,) = world1(losses_of, file, f"out={tmp_path}/1", *alike)
+    both = world2(losses_of, file, f"out={tmp_path}/2", *alike)
+    assert len(alone) == 3
+    assert both[0] == both[1] == pytest.approx(alone, rel=1e-4)
+
+
+def test_digits_reach_95_percent_alike_on_one_and_on_two_processes(
+    world1: World, world2: World, tmp_path: Path
+) -> None:
+    file = PRESETS / "vision.yaml"
+    ((alone, accuracy),) = world1(accuracy_of, file, f"out={tmp_path}/1")
+    (both, accuracy_of_both), other = world2(accuracy_of, file, f"out={tmp_path}/2")
+    assert both[:20] == pytest.approx(alone[:20], rel=1e-4)
+    assert min(accuracy, accuracy_of_both) >= 0.95
+    assert other == (both, accuracy_of_both)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("name", in_the_default_run("qlora", among=ADAPTERS))
+def test_adapters_train_on_two_processes_and_reload_with_their_base(
+    name: str, world2: World, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from composer_dist.run.quantize import quantize
+
+    if name == "qlora":
+        pytest.importorskip("torchao", reason="NF4 is torchao's; it is an extra")
+    file = PRESETS / f"{name}.yaml"
+    (losses, before, after), _ = world2(trained_and_exported, file, f"out={tmp_path}", *SMALL)
+    assert losses[-1] < losses[0]
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    if name == "qlora":
+        quantize(base)
+    with torch.no_grad():
+        torch.testing.assert_close(base.eval()(PROMPT).logits, before, rtol=1e-4, atol=1e-4)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
+    assert loaded.peft_config["default"].use_dora is (name == "dora")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=PROMPT).logits, after, rtol=1e-4, atol=1e-4)
+    assert (after - before).abs().max() > 1e-2
