@@ -322,6 +322,45 @@ def before_collectives(module: nn.Module, tell: Callable[[bool, int, list[Any]],
         group._reduce_scatter_comm = _Watched(group._reduce_scatter_comm, reduces)
 
 
+def forget_iteration(model: nn.Module) -> None:
+    """Bring FSDP2 below `model` back to where a forward may begin, after one or a backward has raised.
+
+    Whole gradients that were waiting to be reduced are dropped too, which torch's own reset leaves in
+    place. `reset_iter_state` is public since torch 2.13; of older versions there is none.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        if unit._get_fsdp_state()._is_root:
+            unit.reset_iter_state()
+        for param in fsdp_params(unit):
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+
+
+forgets_iterations = hasattr(FSDPModule, "reset_iter_state")
+"""Whether `forget_iteration` works in this version of torch."""
+
+
+def group_of_collective(operation: Any, arguments: Sequence[Any]) -> torch.distributed.ProcessGroup | None:
+    """The group over which an operation of the dispatcher communicates, if it does.
+
+    The objects of torch.distributed's collectives are boxed; functional ones name their group. Since
+    torch 2.5.
+    """
+    c10d = torch.distributed.distributed_c10d
+    if operation.namespace == "c10d":
+        for argument in arguments:
+            if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+                group = torch.distributed.ProcessGroup.unbox(argument)
+                return c10d._resolve_process_group(group.group_name)
+    if operation.namespace == "_c10d_functional":
+        names = [one.name for one in operation._schema.arguments]
+        if "group_name" in names:
+            return c10d._resolve_process_group(arguments[names.index("group_name")])
+    return None
+
+
 def adopt_shard(param: Any, local: torch.Tensor) -> nn.Parameter:
     """Let `local`, of a class with all-gather extensions, be the shard of an `FSDPParam`.
 

@@ -142,6 +142,16 @@ class Agreement:
             self.leave(caught)
             raise
 
+    def place(self) -> tuple[Store, str]:
+        """The store, and a prefix for what these ranks write there from here to their next agreement."""
+        line = _line(self.ranks)
+        return line.store, f"{line.prefix}/after/{line.count}"
+
+    def lost(self) -> list[int]:
+        """The ranks whose processes are known to have ended."""
+        line = _line(self.ranks)
+        return [rank for rank in self.ranks if line.has_lost(rank)]
+
     def leave(self, cause: BaseException) -> None:
         """Tell the others not to wait for this rank; does nothing where they know the cause."""
         if len(self.ranks) == 1 or cause is self._raised:

@@ -91,6 +91,12 @@ class Replica:
             "rely on that, and saves it the search for unused ones."
         )
 
+    def renew(self) -> None:
+        """A new reducer, after a forward or backward that raised; the same call on every rank."""
+        self._depth = 0
+        if self._ddp is not None and (trainable := self._trainable()):
+            self._follow(trainable)
+
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()

@@ -62,13 +62,9 @@ def check_model(model: object) -> None:
 
 def check_microbatch_size(size: object) -> None:
     """Refuses microbatch sizes that are no positive integers."""
-    if size == "auto":
+    if size not in (None, "auto") and (not isinstance(size, int) or size < 1):
         raise ParallelismValueError(
-            "device_train_microbatch_size='auto' is not supported yet; give a number of samples."
-        )
-    if size is not None and (not isinstance(size, int) or size < 1):
-        raise ParallelismValueError(
-            f"device_train_microbatch_size is a positive number of samples, or None, not {size!r}."
+            f"device_train_microbatch_size is a positive number of samples, 'auto' or None, not {size!r}."
         )
 
 

@@ -32,8 +32,6 @@ class Size:
     tokens: int = 0
     weight: float = 0.0
     """Terms that the loss averages over."""
-    parts: int = 1
-    """Microbatches that it needs."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,8 @@ class Fed:
     """This rank's terms in the loss, 0 for a filler."""
     mean_weight: float
     """Terms in the loss per rank."""
-    parts: int
-    """Microbatches: the most that any rank needs."""
+    most: int
+    """The samples of the largest batch of any rank."""
     samples: int
     """Of all ranks together, ranks with the same data counted once."""
     tokens: int
@@ -138,9 +136,9 @@ class Feed:
         status, batch, size, error = self._fetch()
         length = length_of(self.dataloader)
         row = [status, -1 if length is None else length, stop, self._clock()]
-        row += [size.samples, size.tokens, size.weight, size.parts]
+        row += [size.samples, size.tokens, size.weight]
         table = self._exchange(row)
-        statuses, lengths, stops, clocks, samples, tokens, weights, parts = zip(*table, strict=True)
+        statuses, lengths, stops, clocks, samples, tokens, weights = zip(*table, strict=True)
         if _Status.FAILED in statuses:
             if self._world == 1 and error is not None:
                 raise error
@@ -155,7 +153,7 @@ class Feed:
             filler=status is not _Status.HAS,
             weight=size.weight,
             mean_weight=sum(weights) / self._world,
-            parts=int(max(parts)),
+            most=int(max(samples)),
             samples=round(sum(samples) * self._share),
             tokens=round(sum(tokens) * self._share),
             seconds=clocks[0],

@@ -15,6 +15,7 @@ from composer_dist.trainer.evaluation import compute_metrics, fresh_metrics
 from composer_dist.trainer.events import Event
 from composer_dist.trainer.feed import Fed, Feed
 from composer_dist.trainer.loggers import Logger
+from composer_dist.trainer.microbatch import Microbatches, MicrobatchSize
 from composer_dist.trainer.options import GradientClipping
 from composer_dist.trainer.sampling import set_epoch
 from composer_dist.trainer.state import State
@@ -26,7 +27,7 @@ from composer_dist.trainer.time import Time
 class LoopOptions:
     """How to train; see the Trainer's arguments."""
 
-    microbatch_size: int | None
+    microbatch_size: MicrobatchSize
     clipping: GradientClipping | None
     accumulate: Accumulate
     schedule_batches: bool
@@ -58,6 +59,7 @@ class TrainingLoop:
         self._options = options
         self._run_event = run_event
         self._evaluate = evaluate
+        self._microbatches = Microbatches(state, options.microbatch_size)
         self._feed: Feed | None = None
         self._place: Mapping[str, Any] | None = None
         """Where the next pass begins, if not at the start."""
@@ -130,7 +132,7 @@ class TrainingLoop:
         return Feed(
             dataloader,
             "train",
-            partial(measure, self._state, self._options.microbatch_size),
+            partial(measure, self._state),
             clock=lambda: time.monotonic() - self._began,
             replicas=self._options.replicas,
             place=place,
@@ -142,10 +144,15 @@ class TrainingLoop:
         state.dataloader_len = state.train_length = feed.length
         self._run_event(Event.AFTER_DATALOADER)
         self._run_event(Event.BATCH_START)
-        for metric in state.train_metrics.values():
-            metric.reset()
         metrics: dict[str, float | Tensor] = {
-            **train_batch(state, fed, self._run_event, self._options.clipping, self._options.accumulate)
+            **train_batch(
+                state,
+                fed,
+                self._run_event,
+                self._microbatches,
+                self._options.clipping,
+                self._options.accumulate,
+            )
         }
         if self._options.schedule_batches:
             self._step_schedulers()

@@ -32,6 +32,9 @@ class State:
     rank: int = 0
     world_size: int = 1
 
+    device_train_microbatch_size: int | None = None
+    """The most samples in a microbatch; None means whole batches, or not yet found by "auto"."""
+
     max_duration: Time | None = None
     """Where the current `fit` ends, counted from the start of the run."""
     timestamp: Timestamp = field(default_factory=Timestamp)

@@ -24,19 +24,14 @@ from composer_dist.trainer.autocast import autocast
 from composer_dist.trainer.batch import num_samples, num_tokens, split, to_device
 from composer_dist.trainer.events import Event
 from composer_dist.trainer.feed import Fed, Size
+from composer_dist.trainer.microbatch import Microbatches
 from composer_dist.trainer.options import GradientClipping
 from composer_dist.trainer.state import State
 
 
-def measure(state: State, microbatch_size: int | None, batch: Any) -> Size:
-    """What a batch contributes, and how many microbatches of at most `microbatch_size` it needs."""
-    samples = num_samples(batch)
-    return Size(
-        samples=samples,
-        tokens=num_tokens(batch),
-        weight=weight_of(state, batch),
-        parts=-(-samples // microbatch_size) if microbatch_size else 1,
-    )
+def measure(state: State, batch: Any) -> Size:
+    """What a batch contributes."""
+    return Size(samples=num_samples(batch), tokens=num_tokens(batch), weight=weight_of(state, batch))
 
 
 def weight_of(state: State, batch: Any) -> float:
@@ -49,6 +44,7 @@ def train_batch(
     state: State,
     fed: Fed,
     run_event: Callable[[Event], None],
+    microbatches: Microbatches,
     clipping: GradientClipping | None,
     how: Accumulate = "sharded",
 ) -> dict[str, Tensor]:
@@ -65,15 +61,8 @@ def train_batch(
             f"The loss of batch {state.timestamp.batch} has no terms on any rank (are all labels "
             "-100?), so it has no gradient; leave such batches out."
         )
-    for optimizer in state.optimizers:
-        optimizer.zero_grad()
     run_event(Event.BEFORE_TRAIN_BATCH)
-    total = torch.zeros((), device=state.device)
-    for batch, weight, last in _microbatches(state, fed):
-        with _part(state, batch, weight) as weight, accumulate(state.model, last, how):
-            loss = _forward_backward(state, run_event, weight / fed.mean_weight)
-        if weight:  # the mean over no terms is nan
-            total += loss * (weight / fed.mean_weight)
+    total = microbatches.run(fed.most, lambda parts: _gradients(state, fed, parts, run_event, how))
     state.batch = fed.batch
     state.loss = process_group.all_reduce(total, "mean")
     run_event(Event.AFTER_TRAIN_BATCH)
@@ -83,6 +72,23 @@ def train_batch(
     for optimizer in state.optimizers:
         optimizer.step()
     return metrics
+
+
+def _gradients(
+    state: State, fed: Fed, parts: int, run_event: Callable[[Event], None], how: Accumulate
+) -> Tensor:
+    """The gradients of one batch, in so many microbatches, and this rank's share of its loss."""
+    for optimizer in state.optimizers:
+        optimizer.zero_grad()
+    for metric in state.train_metrics.values():
+        metric.reset()
+    total = torch.zeros((), device=state.device)
+    for batch, weight, last in _microbatches(state, fed, parts):
+        with _part(state, batch, weight) as weight, accumulate(state.model, last, how):
+            loss = _forward_backward(state, run_event, weight / fed.mean_weight)
+        if weight:  # the mean over no terms is nan
+            total += loss * (weight / fed.mean_weight)
+    return total
 
 
 def total_loss(loss: Any) -> Tensor:
@@ -100,18 +106,18 @@ def total_loss(loss: Any) -> Tensor:
     return torch.stack([part.reshape(()) for part in parts]).sum()
 
 
-def _microbatches(state: State, fed: Fed) -> Iterator[tuple[Any, float, bool]]:
+def _microbatches(state: State, fed: Fed, count: int) -> Iterator[tuple[Any, float, bool]]:
     """Microbatch, weight, and whether it is the last; as many as any rank needs.
 
     A rank with fewer samples than microbatches repeats its first one at weight 0, as does a rank
     that has run out, so that all ranks communicate alike.
     """
-    parts = split(fed.batch, fed.parts)
+    parts = split(fed.batch, count)
     weights = [0.0 if fed.filler else weight_of(state, part) for part in parts]
-    missing = fed.parts - len(parts)
+    missing = count - len(parts)
     parts, weights = parts + parts[:1] * missing, weights + [0.0] * missing
     for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        yield part, weight, index == fed.parts - 1
+        yield part, weight, index == count - 1
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from composer_dist.trainer.events import Event
 from composer_dist.trainer.feed import Feed, Size, length_of
 from composer_dist.trainer.loggers import Logger, LoggerDestination
 from composer_dist.trainer.loop import LoopOptions, TrainingLoop
+from composer_dist.trainer.microbatch import MicrobatchSize
 from composer_dist.trainer.options import GradientClipping
 from composer_dist.trainer.randomness import generator_states, set_generator_states
 from composer_dist.trainer.run_state import load_run_state, run_state
@@ -58,7 +59,7 @@ class Trainer:
         precision: "fp32" or "amp_bf16"; None computes in the parameters' own dtype.
         device: where to train; by default the process group's device, else the accelerator.
         device_train_microbatch_size: the most samples in one forward and backward; None takes the
-            whole batch.
+            whole batch; "auto" as many as fit into the memory of every rank, found by trying.
         accumulate: "sharded" reduces each microbatch's gradients at once; "unsharded" once a batch, and
             holds whole gradients until then, as many bytes as the hyperparameters say.
         gradient_clipping: the largest global norm, or a `GradientClipping`.
@@ -92,7 +93,7 @@ class Trainer:
         parallelism_config: Any = None,
         precision: str | Precision | None = None,
         device: str | torch.device | None = None,
-        device_train_microbatch_size: int | None = None,
+        device_train_microbatch_size: MicrobatchSize = None,
         accumulate: Accumulate = "sharded",
         gradient_clipping: float | GradientClipping | None = None,
         seed: int | None = None,
@@ -218,7 +219,7 @@ class Trainer:
             raise ParallelismValueError("Evaluation needs an eval_dataloader.")
         with self._closing_on_error():
             self.run_event(Event.EVAL_BEFORE_ALL)
-            feed = Feed(placed(dataloader, self._data_part), label, partial(measure, self.state, None))
+            feed = Feed(placed(dataloader, self._data_part), label, partial(measure, self.state))
             results = evaluate(self.state, feed, label, self.logger, self.run_event, self._eval_loss)
             self.run_event(Event.EVAL_AFTER_ALL)
         return results

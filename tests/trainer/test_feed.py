@@ -18,14 +18,14 @@ from tests.trainer.models import World, batches, classifier, points, quiet, same
 
 
 def size(batch: list[int]) -> Size:
-    return Size(samples=len(batch), tokens=10 * len(batch), weight=sum(batch), parts=2)
+    return Size(samples=len(batch), tokens=10 * len(batch), weight=sum(batch))
 
 
 def test_batches_come_with_their_sizes() -> None:
     feed = Feed([[1, 2], [3]], "train", size, clock=lambda: 4.5)
     first = feed.next()
     assert first is not None
-    assert (first.batch, first.samples, first.tokens, first.parts) == ([1, 2], 2, 20, 2)
+    assert (first.batch, first.samples, first.tokens, first.most) == ([1, 2], 2, 20, 2)
     assert (first.weight, first.mean_weight, first.seconds) == (3.0, 3.0, 4.5)
     assert not first.filler
     assert feed.length == 2

@@ -129,7 +129,7 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         (ParallelismTypeError, "optimizers takes a Optimizer .* not str", {"optimizers": "adam"}),
         (ParallelismTypeError, "callbacks takes a Callback .* not int", {"callbacks": [1]}),
         (ParallelismTypeError, "loggers takes a LoggerDestination", {"loggers": Callback()}),
-        (ParallelismValueError, "'auto' is not supported", {"device_train_microbatch_size": "auto"}),
+        (ParallelismValueError, "or None, not 'most'", {"device_train_microbatch_size": "most"}),
         (ParallelismValueError, "positive number .* not 0", {"device_train_microbatch_size": 0}),
         (ParallelismValueError, "needs a gradient scaler", {"precision": "amp_fp16"}),
         (ParallelismValueError, "not supported by the Trainer yet", {"precision": "amp_fp8"}),

@@ -1,0 +1,98 @@
+"""How many samples go through the model at once: a number, or what fits into memory, found by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeVar
+
+import torch
+from torch import nn
+
+from composer_dist.distributed.attempts import Attempts
+from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.trainer.randomness import generator_states, set_generator_states
+from composer_dist.trainer.state import State
+
+T = TypeVar("T")
+
+MicrobatchSize = int | Literal["auto"] | None
+
+_TRIALS = 2
+"""Batches that must fit before a size is settled: optimizers take their memory at the first one's end."""
+
+
+class Microbatches:
+    """Cuts batches into microbatches, of the same number on all ranks.
+
+    With "auto" a batch begins whole. When any rank runs out of memory, all ranks drop what the batch has
+    done so far, halve the microbatches, and begin it again, with the random state and the buffers with
+    which it began: so the run is the one that a smaller size from the start would have given.
+
+    Args:
+        state: `device_train_microbatch_size` is written there.
+        size: the most samples in a microbatch; None means whole batches.
+    """
+
+    def __init__(self, state: State, size: MicrobatchSize) -> None:
+        self._state = state
+        state.device_train_microbatch_size = None if size == "auto" else size
+        self._attempts = Attempts(state.model) if size == "auto" else None
+        self._fitted = 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether the size changes no more: then running out of memory is an error."""
+        return self._attempts is None or self._fitted >= _TRIALS
+
+    def run(self, most: int, body: Callable[[int], T]) -> T:
+        """What `body` returns, called with the number of microbatches, again and again until they fit.
+
+        Args:
+            most: the samples of the largest batch of any rank.
+            body: all forwards and backwards of one batch, from gradients of zero.
+
+        Raises:
+            ParallelismRuntimeError: on every rank, if not even single samples fit.
+        """
+        if self._attempts is None or self.settled:
+            return body(self._parts(most))
+        if self._state.device_train_microbatch_size is None:
+            self._state.device_train_microbatch_size = most
+        with _restored(self._state.model, self._state.device) as restore:
+            while True:
+                size = min(self._state.device_train_microbatch_size, most)
+                result, account = self._attempts.run(
+                    f"microbatches of {size} samples", lambda: body(self._parts(most))
+                )
+                if account is None:
+                    self._fitted += 1
+                    return result  # type: ignore[return-value]  # body's own None
+                if size == 1:
+                    raise ParallelismRuntimeError(
+                        "device_train_microbatch_size='auto': not even a single sample fits into memory. Keep "
+                        "less: activation checkpointing or offloading, a lower precision, more shards, "
+                        f"shorter sequences.\n{account}"
+                    )
+                restore()
+                self._fitted = 0
+                self._state.device_train_microbatch_size = size // 2
+
+    def _parts(self, most: int) -> int:
+        size = self._state.device_train_microbatch_size
+        return -(-most // size) if size else 1
+
+
+@contextmanager
+def _restored(model: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
+    """Gives a function that sets buffers and random states back to what they are now."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    states = generator_states(device)
+
+    @torch.no_grad()
+    def restore() -> None:
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        set_generator_states(states, device)
+
+    yield restore

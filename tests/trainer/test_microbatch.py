@@ -1,0 +1,197 @@
+"""The microbatch size that fits, found together by all ranks, whichever of them runs out of memory, and where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Adam
+
+from composer_dist.distributed.config import DDPConfig, MeshConfig, ParallelismConfig, TPConfig
+from composer_dist.errors import ParallelismError
+from composer_dist.trainer import Callback
+from tests.trainer.models import BATCHES, Tagger, World, joined, quiet, same, tagged, weights
+
+FITS = 2
+"""Samples that fit into the memory of the rank that is short of it."""
+CONFIGS: dict[str, ParallelismConfig] = {
+    "fsdp": ParallelismConfig(),
+    "hsdp": ParallelismConfig(mesh=MeshConfig(dp_replicate=2)),
+    "ddp": ParallelismConfig(ddp=DDPConfig()),
+    "tp": ParallelismConfig(
+        mesh=MeshConfig(tp=2, dp_shard=1),
+        tp=TPConfig(plan={"body.layers.0": "colwise_gather", "body.layers.1": "rowwise_split"}),
+    ),
+}
+
+
+class Counting(nn.Module):
+    """Counts the samples that it has seen, in a buffer, and drops some of the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return nn.functional.dropout(x, 0.1) * (1 + self.seen / 100)
+
+
+class Model(Tagger):
+    """A tagger with a buffer that each forward changes, and randomness."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting = Counting()
+
+    def forward(self, batch: Any) -> Any:
+        return self.counting(super().forward(batch))
+
+
+def short_of_memory(model: Model, place: str, fits: int) -> None:
+    """From now on more than `fits` samples are too many there."""
+
+    def refuse(tensor: Tensor) -> None:
+        if len(tensor) > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. (injected)")
+
+    name, _, when = place.partition(" ")
+    module = model.get_submodule(name)
+    if when == "forward":
+        module.register_forward_pre_hook(lambda module, args: refuse(args[0]))
+    else:
+        module.register_forward_hook(lambda module, args, out: out.register_hook(refuse) and None)
+
+
+class Sizes(Callback):
+    """The samples of each microbatch that was begun, and every batch's gradients."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def before_forward(self, state: Any, logger: Any) -> None:
+        self.sizes.append(len(state.batch["input_ids"]))
+
+
+def train(
+    kind: str | None,
+    size: Any,
+    place: str | None = None,
+    who: int = 1,
+    parts: tuple[int, ...] = (4, 4),
+    **options: Any,
+) -> tuple[list[float], dict[str, Tensor], list[int]]:
+    """Losses, weights and the microbatches of a run."""
+    torch.manual_seed(0)
+    model = Model()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    sizes = Sizes()
+    trainer, log = quiet(
+        model,
+        optimizers=Adam(model.parameters(), lr=0.1),
+        train_dataloader=samples(parts, rank, kind),
+        max_duration="1ep",
+        parallelism_config=CONFIGS[kind] if kind else None,
+        device_train_microbatch_size=size,
+        gradient_clipping=1.0,
+        callbacks=sizes,
+        seed=3,
+        **options,
+    )
+    if place is not None and rank == who:
+        short_of_memory(model, place, FITS)
+    trainer.fit()
+    assert trainer.state.device_train_microbatch_size == FITS
+    return log.values("loss/train/total"), weights(model), sizes.sizes
+
+
+def samples(parts: tuple[int, ...], rank: int, kind: str | None) -> list[dict[str, Tensor]]:
+    """This rank's part of each batch; with tensor parallelism all ranks have the same."""
+    step = parts[0] if kind == "tp" else sum(parts)
+    first = 0 if kind == "tp" else sum(parts[:rank])
+    rows = tagged(BATCHES * step)
+    starts = range(first, BATCHES * step, step)
+    return [joined(rows[start : start + parts[rank]]) for start in starts]
+
+
+def found_and_given(kind: str, places: list[str], who: int, **options: Any) -> list[tuple[Any, Any]]:
+    return [(train(kind, "auto", place, who, **options), train(kind, FITS, **options)) for place in places]
+
+
+PLACES = ["body.embed backward", "body.layers.1 forward", "body.layers.0 backward", "body.head backward"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [("fsdp", "sharded"), ("fsdp", "unsharded"), ("ddp", "sharded"), ("tp", "sharded")]
+)
+def test_p99_auto_is_the_size_that_fits_whichever_rank_is_short(world2: World, kind: str, how: str) -> None:
+    """As if the run had begun with that size: losses, weights, buffers, random numbers."""
+    for who in (0, 1):
+        for results in world2(found_and_given, kind, PLACES if who else PLACES[:1], who, accumulate=how):
+            for found, given in results:
+                assert found[0] == given[0]
+                same(found[1], given[1])
+                assert found[2][-2 * BATCHES :] == given[2] == [FITS] * 2 * BATCHES
+                assert len(found[2]) > len(given[2])
+
+
+@pytest.mark.parametrize("place", PLACES[:2])
+def test_p99_auto_under_hsdp_whose_groups_do_not_all_meet(world4: World, place: str) -> None:
+    """Rank 3 is short; ranks 0 and 2 share no group with it, or enter collectives before they hear of it."""
+    for (((losses, found, _), (expected, given, _)),) in world4(
+        found_and_given, "hsdp", [place], 3, parts=(4, 4, 4, 4)
+    ):
+        assert losses == expected
+        same(found, given)
+
+
+def test_p99_auto_in_one_process_counts_the_optimizers_memory_too() -> None:
+    """Ranks of other sizes, and a batch that fits only until the optimizer has its state."""
+    found, given = train(None, "auto", PLACES[0], 0, parts=(8,)), train(None, FITS, parts=(8,))
+    assert found[0] == given[0]
+    same(found[1], given[1])
+    assert found[2][:3] == [8, 4, 2]
+
+    model = Model()
+    trainer, _ = quiet(model, train_dataloader=samples((4,), 0, None), device_train_microbatch_size="auto")
+    trainer.fit(duration="1ba")
+    assert trainer.state.device_train_microbatch_size == 4
+    short_of_memory(model, "body.head forward", FITS)
+    trainer.fit(duration="1ba")
+    assert trainer.state.device_train_microbatch_size == FITS
+
+
+def nothing_fits(kind: str) -> tuple[str, str]:
+    """The error, and that of a user's mistake while sizes are tried."""
+    texts = []
+    for error in (torch.OutOfMemoryError("out of memory"), ValueError("the labels are wrong")):
+        torch.manual_seed(0)
+        model = Model()
+        trainer, _ = quiet(
+            model,
+            train_dataloader=samples((2, 1), dist.get_rank(), kind),
+            parallelism_config=CONFIGS[kind],
+            device_train_microbatch_size="auto",
+        )
+        if dist.get_rank() == 1:
+            model.body.head.register_forward_pre_hook(lambda module, args, error=error: raise_(error))
+        with pytest.raises(ParallelismError) as caught:
+            trainer.fit(duration="1ba")
+        texts.append(str(caught.value))
+    return texts[0], texts[1]
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_p99_where_not_even_one_sample_fits_all_ranks_say_so(world2: World, kind: str) -> None:
+    first, second = world2(nothing_fits, kind)
+    assert first == second
+    assert first[0].startswith("device_train_microbatch_size='auto': not even a single sample fits")
+    assert first[0].endswith("Rank 1: OutOfMemoryError: out of memory")
+    assert first[1] == "Rank 1: ValueError: the labels are wrong"
