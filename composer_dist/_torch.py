@@ -29,6 +29,11 @@ from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
 from torch.distributed.distributed_c10d import Store as Store
 from torch.distributed.distributed_c10d import _get_default_store as _get_default_store
 
+# The group that an operation of the dispatcher names. Since torch 2.2.
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    _resolve_process_group as _resolve_process_group,
+)
+
 # Activation checkpointing by a wrapper module, as Composer, Lightning and torchtune users know it.
 # Since torch 1.12; the path is private, the function universal.
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -348,16 +353,15 @@ def group_of_collective(operation: Any, arguments: Sequence[Any]) -> torch.distr
     The objects of torch.distributed's collectives are boxed; functional ones name their group. Since
     torch 2.5.
     """
-    c10d = torch.distributed.distributed_c10d
     if operation.namespace == "c10d":
         for argument in arguments:
             if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
                 group = torch.distributed.ProcessGroup.unbox(argument)
-                return c10d._resolve_process_group(group.group_name)
+                return _resolve_process_group(group.group_name)
     if operation.namespace == "_c10d_functional":
         names = [one.name for one in operation._schema.arguments]
         if "group_name" in names:
-            return c10d._resolve_process_group(arguments[names.index("group_name")])
+            return _resolve_process_group(arguments[names.index("group_name")])
     return None
 
 

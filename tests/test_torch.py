@@ -25,6 +25,7 @@ FEATURES = {
     "torch.distributed.fsdp.wrap.CustomPolicy": "fsdp_wrap_policy as Composer writes it",
     "torch.distributed.distributed_c10d.Store": "agreement among ranks",
     "torch.distributed.distributed_c10d._get_default_store": "agreement among ranks",
+    "torch.distributed.distributed_c10d._resolve_process_group": "device_train_microbatch_size='auto'",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": "act_ckpt='wrapped'",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper": "act_ckpt='wrapped'",
     "torch.distributed._composable.replicate.DDP": "DDP in place",

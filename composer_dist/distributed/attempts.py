@@ -50,7 +50,7 @@ class Attempts:
     def __init__(self, model: nn.Module) -> None:
         if not _torch.forgets_iterations and any(isinstance(m, FSDPModule) for m in model.modules()):
             raise ParallelismValueError(
-                f"Running out of memory and going on needs torch 2.13 with FSDP2; this is {torch.__version__}."
+                f"To run out of memory and go on, FSDP2 needs torch 2.13; this is {torch.__version__}."
             )
         self._model = model
         self._agreement = Agreement()
@@ -113,7 +113,7 @@ class _Meetings(_torch.TorchDispatchMode):
     """Inside, the ranks of a group meet before each of its collectives."""
 
     def __init__(self, agreement: Agreement) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._agreement = agreement
         if len(agreement.ranks) > 1:
             self._store, self._prefix = agreement.place()

@@ -70,8 +70,8 @@ class Microbatches:
                     return result  # type: ignore[return-value]  # body's own None
                 if size == 1:
                     raise ParallelismRuntimeError(
-                        "device_train_microbatch_size='auto': not even a single sample fits into memory. Keep "
-                        "less: activation checkpointing or offloading, a lower precision, more shards, "
+                        "device_train_microbatch_size='auto': not even a single sample fits into memory. "
+                        "Keep less: activation checkpointing or offloading, a lower precision, more shards, "
                         f"shorter sequences.\n{account}"
                     )
                 restore()

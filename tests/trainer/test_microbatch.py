@@ -1,4 +1,4 @@
-"""The microbatch size that fits, found together by all ranks, whichever of them runs out of memory, and where."""
+"""The microbatch size that fits, found by all ranks together, whichever runs out of memory, and where."""
 
 from __future__ import annotations
 
