@@ -91,17 +91,24 @@ def build(config: LlamaConfig, dtype: torch.dtype, real: bool) -> nn.Module:
             return LlamaForCausalLM(config)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(dtype)
-    with init_context(empty=False, dtype=dtype):
-        buffers = dict(
-            LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 1})).named_buffers()
-        )
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.view(-1).copy_(expected(name, 0, parameter.numel(), dtype))
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+    values, buffers = full_values(config.to_json_string(), dtype)
+    model.load_state_dict(values, assign=True)
+    for name, buffer in buffers.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, buffer.clone())
     return model
+
+
+@functools.cache
+def full_values(config: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Parameters by `expected`, and the buffers; made once, because no contender writes to them."""
+    settings = json.loads(config)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**settings))
+    values = {name: expected(name, 0, p.numel(), dtype).view(p.shape) for name, p in model.named_parameters()}
+    with init_context(empty=False, dtype=dtype):
+        small = LlamaForCausalLM(LlamaConfig(**{**settings, "num_hidden_layers": 1}))
+    return values, dict(small.named_buffers())
 
 
 def verify(model: nn.Module, reference: dict[str, torch.Tensor]) -> str:
