@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.ddp_config import DDPConfig as DDPConfig
@@ -59,6 +60,8 @@ class MeshConfig(FromDict):
             raise ParallelismValueError(
                 f"Only one mesh size may be -1, but {' and '.join(rest)} are; give the others a number."
             )
+        if self.device_type is not None:
+            _check_device_type(self.device_type)
 
     @classmethod
     def auto(cls, ranks_per_host: int | None = None) -> Self:
@@ -190,6 +193,9 @@ class TPConfig(FromDict):
             raise ParallelismTypeError(
                 f"TPConfig.plan is 'auto' or a mapping of module name to style, not {self.plan!r}."
             )
+        for match in self.plan if isinstance(self.plan, Mapping) else ():
+            _check_match(match, "TPConfig.plan's")
+        object.__setattr__(self, "head_attributes", _names("head_attributes", self.head_attributes))
         for name in ("sequence_parallel", "loss_parallel"):
             _require(name, getattr(self, name), (False, True))
 
@@ -297,10 +303,8 @@ class ParallelismConfig(FromDict):
     def __post_init__(self) -> None:
         if isinstance(self.rules, Rule) or not all(isinstance(rule, Rule) for rule in self.rules):
             raise ParallelismTypeError("rules must be a sequence of Rule.")
-        if isinstance(self.forward_methods, str):
-            raise ParallelismTypeError("forward_methods must be a sequence of names.")
-        for name in ("rules", "forward_methods"):  # the caller's list may change
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "rules", tuple(self.rules))  # the caller's list may change
+        object.__setattr__(self, "forward_methods", _names("forward_methods", self.forward_methods))
         fsdp2 = self.fsdp2
         aliased = fsdp2 is not None and (fsdp2.activation_checkpointing or fsdp2.activation_cpu_offload)
         if aliased and self.activation_checkpointing is not None:
@@ -346,13 +350,13 @@ def resolve_config(
     )
 
 
-def _check_match(match: Match) -> None:
+def _check_match(match: Match, whose: str = "Rule") -> None:
     """Refuse what no module can match by."""
     if isinstance(match, str) and match.startswith("re:"):
         try:
             re.compile(match[3:])
         except re.error as error:
-            raise ParallelismValueError(f"Rule {match!r} is no regular expression: {error}.") from None
+            raise ParallelismValueError(f"{whose} {match!r} is no regular expression: {error}.") from None
     elif isinstance(match, (list, tuple)) and match:
         for part in match:
             _check_match(part)
@@ -360,6 +364,25 @@ def _check_match(match: Match) -> None:
         raise ParallelismTypeError(
             "A rule matches by a module name, 're:...', 'type:...', a compiled pattern, a module type, a "
             f"callable (name, module) -> bool, or a list of these, not by {match!r}."
+        )
+
+
+def _names(field: str, names: Sequence[str]) -> tuple[str, ...]:
+    """A sequence of strings as a tuple."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ParallelismTypeError(f"{field} must be a sequence of names, not {names!r}.")
+    return tuple(names)
+
+
+def _check_device_type(device_type: str) -> None:
+    """Refuse what torch knows no device by."""
+    try:
+        known = torch.device(device_type).type == device_type
+    except (RuntimeError, TypeError):
+        known = False
+    if not known:
+        raise ParallelismValueError(
+            f"device_type is the name of a kind of device, such as 'cpu' or 'cuda', not {device_type!r}."
         )
 
 

@@ -55,5 +55,6 @@ class DDPConfig(FromDict):
             value = getattr(self, field.name)
             if field.type == "bool" and value not in (False, True):
                 raise ParallelismValueError(f"{field.name} is one of False, True, not {value!r}.")
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
-            raise ParallelismValueError(f"bucket_cap_mb must be positive, not {self.bucket_cap_mb!r}.")
+        size = self.bucket_cap_mb
+        if size is not None and not (isinstance(size, int | float) and size > 0):
+            raise ParallelismValueError(f"bucket_cap_mb must be positive, a number of MiB, not {size!r}.")

@@ -57,7 +57,7 @@ from composer_dist.distributed.plan import (
 )
 from composer_dist.distributed.policies import WrapPolicy, composer_children
 from composer_dist.distributed.preparation import Preparation, peak, reset_peak
-from composer_dist.distributed.pretrained import Pretrained, open_weights
+from composer_dist.distributed.pretrained import Pretrained, check_weights
 from composer_dist.distributed.replica_plan import check_replica, stays
 from composer_dist.distributed.sharding import check_offload, finish, hook_units, shard
 from composer_dist.distributed.sources import Sources, decide_sources
@@ -171,6 +171,7 @@ def _prepare(
         model = _run_first(parallelize_fn, model, mesh, agreement)
 
     with agreement.together("the plan of the model"):
+        check_weights(weights, settings)
         optimizers = as_tuple(optimizer)
         structure = read_structure(model)
         if isinstance(config, ParallelPlan):
@@ -197,7 +198,7 @@ def _prepare(
             check_replica(plan.replica, structure, optimizers, mesh)
     done = Preparation(model, plan, mesh)
     with done.step("agree"):
-        disk = open_weights(weights, structure, agreement, settings)
+        disk = Pretrained.open(weights, structure, agreement, settings.strict) if weights else None
         names = disk.names if disk else frozenset()
         sources = decide_sources(agreement, structure, plan, optimizers, names)
         components: list[Component] = []

@@ -29,7 +29,7 @@ from composer_dist.distributed.reading import MIB, Files, read_slabs
 from composer_dist.distributed.safetensors_index import Index, read_index
 from composer_dist.distributed.slices import Blueprint
 from composer_dist.distributed.weight_names import Match, match_names
-from composer_dist.errors import CheckpointValueError, ParallelismValueError
+from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.reporting.progress import Progress
 
 _SMALL = MIB
@@ -64,22 +64,20 @@ class Target:
         )
 
 
-def open_weights(
-    path: str | os.PathLike[str] | None, structure: Structure, agreement: Agreement, config: ParallelismConfig
-) -> Pretrained | None:
-    """The checkpoint that `parallelize_model` was given, if any; see `Pretrained.open`.
+def check_weights(path: object, config: ParallelismConfig) -> None:
+    """Refuse a `weights=` that is no path, or that contradicts the configuration.
 
     Raises:
+        ParallelismTypeError: no path.
         ParallelismValueError: the configuration says that others' weights count.
     """
-    if path is None:
-        return None
-    if config.sync != "auto":
+    if not isinstance(path, (str, os.PathLike, type(None))):
+        raise ParallelismTypeError(f"weights is the path of a file or directory, not {path!r}.")
+    if path is not None and config.sync != "auto":
         raise ParallelismValueError(
             f"weights= says that the files' weights count, and sync={config.sync!r} that the ranks' do; "
             "give one of them."
         )
-    return Pretrained.open(path, structure, agreement, config.strict)
 
 
 @dataclass

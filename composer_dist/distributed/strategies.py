@@ -58,7 +58,10 @@ def strategy_named(name: str) -> ParallelismConfig:
             f"There is no strategy {name!r}; there are: {', '.join(sorted(_strategies))}."
             f"{near_miss(name, _strategies)}"
         )
-    return resolve_config(_strategies[name]())
+    try:
+        return resolve_config(_strategies[name]())
+    except RecursionError:
+        raise ParallelismValueError(f"The strategy {name!r} stands for itself; register another.") from None
 
 
 def ranks_per_host() -> int:

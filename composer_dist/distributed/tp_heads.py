@@ -48,8 +48,10 @@ def plan_divisions(
         faults: what does not divide is added here, named.
     """
     found: list[Division] = []
+    idle = set(extra)
     for name in _reshaping(structure, styled):
         module = structure.modules[name]
+        idle.difference_update(_present(module, extra))
         own = getattr(module, PROTOCOL, None)
         heads = _present(module, _HEADS if own is None else own)
         names = [*heads, *_present(module, extra)]
@@ -73,6 +75,11 @@ def plan_divisions(
                 faults.append(_text(name, base, "nf", out, size))
             path = name if base is module else f"{name}.base_layer"
             found.append(Division(path, "nf", out, out // size))
+    if idle:
+        faults.append(
+            "No module whose projections are cut has the head_attributes "
+            f"{', '.join(sorted(idle))}, as integers."
+        )
     return tuple(found)
 
 

@@ -215,6 +215,10 @@ def test_near_miss() -> None:
         (lambda: FSDP2Config(reshard_after_forward="yes"), "reshard_after_forward must be True, False or"),
         (lambda: MeshConfig(dp_shard="2"), "Mesh size dp_shard must be an integer, not '2'"),
         (lambda: ParallelismConfig(rules=Rule("head")), "rules must be a sequence of Rule"),
+        (lambda: ParallelismConfig(forward_methods=[3]), r"forward_methods must be .* not \[3\]"),
+        (lambda: MeshConfig(device_type="cpuu"), "name of a kind of device, .* not 'cpuu'"),
+        (lambda: TPConfig(plan={"re:layers.(": "colwise"}), "TPConfig.plan's 're:layers.*no regular"),
+        (lambda: TPConfig(head_attributes="breadth"), "head_attributes must be .* not 'breadth'"),
         (lambda: FSDP2Config(load_monolith_rank0_only=True), 'requires state_dict_type="full"'),
     ],
 )

@@ -138,6 +138,8 @@ def test_field_values_are_checked() -> None:
         DDPConfig(static_graph="yes")  # type: ignore[arg-type]
     with pytest.raises(ParallelismValueError, match="bucket_cap_mb must be positive"):
         DDPConfig(bucket_cap_mb=0)
+    with pytest.raises(ParallelismValueError, match="not '25'"):
+        DDPConfig(bucket_cap_mb="25")  # type: ignore[arg-type]
     with pytest.raises(ParallelismValueError, match="unknown key 'ddp.static_grap'.*'static_graph'"):
         ParallelismConfig.from_dict({"ddp": {"static_grap": True}})
 

@@ -87,6 +87,9 @@ def test_p102_what_is_no_configuration_is_not_registered() -> None:
         register_strategy("mine", 3)
     with pytest.raises(ParallelismValueError, match="no strategy 'mine'"):
         resolve_config("mine")
+    register_strategy("itself", lambda: "itself")
+    with pytest.raises(ParallelismValueError, match="strategy 'itself' stands for itself"):
+        resolve_config("itself")
 
 
 @pytest.mark.parametrize("text", ["mine", "{strategy: mine}", "{strategy: fsdp, sync: rank0}"])

@@ -188,6 +188,8 @@ def test_p31_a_module_may_name_its_own_sizes() -> None:
     assert found == {"teams": 2, "breadth": 8}
     with pytest.raises(ParallelismValueError, match="num_heads=7"):
         planned(Renamed())
+    with pytest.raises(ParallelismValueError, match="has the head_attributes width, as integers"):
+        planned(model, head_attributes=("breadth", "width"))
 
 
 def test_heads_that_only_the_projections_tell_are_checked() -> None:
