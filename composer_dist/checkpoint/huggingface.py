@@ -5,55 +5,163 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.checkpoint.adapters import adapter_hosts, as_peft_names
+from composer_dist.checkpoint.export_model import Export
+from composer_dist.checkpoint.merging import check_mergeable, merged_sources
 from composer_dist.checkpoint.state import full_model_state
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.conversions import original_classes
+from composer_dist.distributed.mesh import mesh_of
+from composer_dist.distributed.names import canonical_name, check_usable, reshard
 from composer_dist.distributed.process_group import world_and_rank
 from composer_dist.distributed.summon import summon_full_params
-from composer_dist.errors import CheckpointRuntimeError, ParallelismTypeError
+from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, ParallelismTypeError
 
 
 def export_pretrained(
-    model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB"
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    merge_adapters: bool = False,
 ) -> None:
     """Write what `AutoModel...from_pretrained`, or `PeftModel.from_pretrained`, reads; a collective.
 
     A model with adapters gives the adapter directory (one per adapter whose name is not "default",
     as peft does); any other a model directory of safetensors with its configuration and generation
-    configuration. The tokenizer of a `HuggingFaceModel` lies beside it. Rank 0 gathers and writes;
-    files of an earlier export are replaced once everything is written.
+    configuration. The tokenizer of a `HuggingFaceModel` lies beside it.
+
+    All ranks write the weights of a model directory at once, each from its own shards; what
+    transformers computes for a checkpoint, and what is merged, is gathered a tensor or a layer at a
+    time. Adapters are gathered to rank 0. Files of an earlier export are replaced once everything is
+    written.
 
     Args:
         model: a `HuggingFaceModel`, or a transformers or peft model, prepared or not.
-        path: a directory; made where there is none. Rank 0's counts.
+        path: a directory; made where there is none. Rank 0's counts, and all ranks should see it:
+            where one does not, rank 0 gathers and writes everything, with a warning.
         max_shard_size: bytes, or as "5GB": larger models are split into several files.
+        merge_adapters: a model directory with the active adapters merged into the weights, by peft's
+            own arithmetic. The model itself stays as it is, bit for bit.
 
     Raises:
         ParallelismTypeError: `model` is none of these.
-        CheckpointValueError: an adapter without tensors.
-        CheckpointRuntimeError: rank 0 could not write; raised on every rank.
+        ParallelismValueError: the ranks' models differ.
+        CheckpointValueError: an adapter without tensors, or one that cannot be merged; nothing to merge.
+        CheckpointRuntimeError: a rank could not write; raised on every rank.
     """
     tokenizer = getattr(model, "tokenizer", None)
     saved = _pretrained(model)
-    adapted = any(host is saved for _, host in adapter_hosts(saved))
-    state = full_model_state(saved, select="adapters" if adapted else None)
-    if adapted:
-        state = as_peft_names(saved, state)
-    with ExitStack() as stack:
-        for prompts in _prompt_encoders(saved):
-            # peft runs these to learn what to write, so they need their values, on every rank.
-            stack.enter_context(summon_full_params(prompts, writeback=False))
+    check_usable(model)
+    reshard(saved)
+    hosts = dict(adapter_hosts(saved))
+    adapted = any(host is saved for host in hosts.values())
+    if merge_adapters and not adapted:
+        raise CheckpointValueError("merge_adapters has nothing to merge: the model has no adapters.")
+    if adapted and not merge_adapters:
+        write = _adapters(saved)
+    else:
+        write = _model(saved, mesh_of(model), max_shard_size, hosts if merge_adapters else {})
+    with _staging(path) as (staging, target):
+        write(staging)
         with Agreement().together("export_pretrained"):
             if world_and_rank()[1] == 0:
-                _write(saved, state, tokenizer, Path(path), max_shard_size)
+                with _written(target):
+                    if tokenizer is not None:
+                        tokenizer.save_pretrained(staging)
+                    _replace(staging, target)
+
+
+@contextmanager
+def _staging(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
+    """Rank 0's directory inside the target, so that a full disk leaves no mixture, and the target."""
+    with ExitStack() as stack:
+        places = [str(Path(path).absolute())] * 2
+        with Agreement().together("export_pretrained"):
+            if world_and_rank()[1] == 0:
+                with _written(path):
+                    Path(path).mkdir(parents=True, exist_ok=True)
+                    made = tempfile.TemporaryDirectory(prefix=".export-", dir=places[0])
+                    places[0] = stack.enter_context(made)
+        staging, target = Agreement().reach("the directory", places, lambda found: found[0])
+        yield Path(staging), Path(target)
+
+
+@contextmanager
+def _written(path: str | os.PathLike[str]) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointRuntimeError(f"export_pretrained could not write {path}: {error}") from error
+
+
+def _adapters(saved: Any) -> Callable[[Path], None]:
+    """Gather the adapters to rank 0, and give what writes them as peft does."""
+    state = as_peft_names(saved, full_model_state(saved, select="adapters"))
+
+    def write(staging: Path) -> None:
+        with ExitStack() as stack:
+            for prompts in _prompt_encoders(saved):
+                # peft runs these to learn what to write, so they need their values, on every rank.
+                stack.enter_context(summon_full_params(prompts, writeback=False))
+            with Agreement().together("export_pretrained"):
+                if world_and_rank()[1] == 0:
+                    with original_classes(saved), _written(staging.parent):
+                        saved.save_pretrained(staging, state_dict=state)
+
+    return write
+
+
+def _model(
+    saved: Any, mesh: DeviceMesh | None, max_shard_size: int | str, hosts: Mapping[str, Any]
+) -> Callable[[Path], None]:
+    """What writes a model directory, with the adapters merged where there are hosts of any."""
+    base = saved.get_base_model() if _is_peft(saved) else saved
+    with Agreement().together("export_pretrained"):
+        check_mergeable(hosts)
+        tensors, layers = merged_sources(base) if hosts else (_state(base), {})
+        export = Export(base, tensors, layers, mesh, max_shard_size)
+
+    def write(staging: Path) -> None:
+        with Agreement().together("export_pretrained"):
+            if world_and_rank()[1] == 0:
+                with original_classes(base), _as_stored(base, export.separated), _written(staging.parent):
+                    base.save_pretrained(staging, state_dict={})  # everything but the weights
+        export.write(staging)
+
+    return write
+
+
+@contextmanager
+def _as_stored(model: Any, separated: bool) -> Iterator[None]:
+    """Inside, a model's attributes and configuration are those of what is stored, and no bar is shown."""
+    from transformers.utils import logging as transformers_logging
+
+    logging: Any = transformers_logging  # it has no types
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    held = [(vars(model.config), dict(vars(model.config))), (vars(model), dict(vars(model)))]
+    try:
+        vars(model)["_hf_peft_config_loaded"] = False  # or transformers would write the adapter
+        if separated:
+            model.config.tie_word_embeddings = False
+        yield
+    finally:
+        for now, before in held:
+            now.clear()
+            now.update(before)
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _pretrained(model: nn.Module) -> nn.Module:
@@ -71,6 +179,11 @@ def _pretrained(model: nn.Module) -> nn.Module:
     )
 
 
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's own tensors under all their names."""
+    return {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+
+
 def _is_peft(model: nn.Module) -> bool:
     import importlib.util
 
@@ -85,27 +198,6 @@ def _prompt_encoders(model: nn.Module) -> Iterator[nn.Module]:
     encoders = getattr(model, "prompt_encoder", None)
     if isinstance(encoders, nn.Module):
         yield encoders
-
-
-def _write(
-    model: Any, state: dict[str, Tensor], tokenizer: Any, path: Path, max_shard_size: int | str
-) -> None:
-    """Everything into a directory inside the target first, so that a full disk leaves no mixture."""
-    from safetensors import SafetensorError
-
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".export-", dir=path) as staging:
-            with original_classes(model):
-                if _is_peft(model):
-                    model.save_pretrained(staging, state_dict=state)
-                else:
-                    model.save_pretrained(staging, state_dict=state, max_shard_size=max_shard_size)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(staging)
-            _replace(Path(staging), path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointRuntimeError(f"export_pretrained could not write {path}: {error}") from error
 
 
 def _replace(staging: Path, path: Path) -> None:

@@ -147,7 +147,7 @@ def _step(module: nn.Module, key: str) -> str | None:
     if _is("BaseTunerLayer", module) and "base_layer" in module._modules:
         return "" if key == "base_layer" else None
     if _is("AuxiliaryTrainingWrapper", module):
-        return "" if key in ("original_module", "modules_to_save") else None
+        return "" if key in ("original_module", "modules_to_save", "token_adapter") else None
     if _is("PeftModel", module) and key != "base_model":
         return None
     if _is("BaseTuner", module) and key != "model":

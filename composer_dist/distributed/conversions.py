@@ -131,3 +131,35 @@ class _Shapes:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def revert(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' `save_pretrained` makes of a model's tensors: those of the original checkpoint.
+
+    Args:
+        state: by name, ties left out; tensors or stand-ins for them, all that one conversion needs.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with original_classes(model):
+        made: dict[str, Any] = revert_weight_conversion(model, state)
+    return made
+
+
+def untied(model: Any, state: Mapping[str, Any], same: Mapping[str, object]) -> dict[str, Any]:
+    """`state` without what transformers leaves out of a file: of tied tensors all names but one.
+
+    Args:
+        same: name to the object that the model holds under it; tied names have one.
+    """
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    cells: dict[int, torch.Tensor] = {}
+    standing: dict[str, torch.Tensor] = {}
+    for name in state:
+        if name not in ignored:
+            cell = cells.setdefault(id(same[name]), torch.zeros(1))
+            standing[name] = cell.expand(tuple(state[name].shape))
+    kept = remove_tied_weights_from_state_dict(standing, model)
+    return {name: state[name] for name in state if name in kept}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -59,13 +59,13 @@ class Blueprint(torch.Tensor):
     boxes: tuple[Box, ...]
 
     @classmethod
-    def stored(cls, name: str, shape: Dims, dtype: torch.dtype) -> Blueprint:
+    def stored(cls, name: str, shape: Dims, dtype: torch.dtype) -> Self:
         """The stored tensor `name` as it is."""
         whole = Box(name, (0,) * len(shape), shape, 0, contiguous_strides(shape))
         return cls.made_of((whole,) if prod(shape) else (), shape, dtype)
 
     @classmethod
-    def made_of(cls, boxes: Sequence[Box], shape: Dims, dtype: torch.dtype) -> Blueprint:
+    def made_of(cls, boxes: Sequence[Box], shape: Dims, dtype: torch.dtype) -> Self:
         """A tensor that consists of these boxes."""
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
         made.boxes = tuple(boxes)
@@ -88,8 +88,41 @@ class Blueprint(torch.Tensor):
         untyped: Any = super()
         result = untyped.__torch_function__(func, types, args, kwargs or {})
         if isinstance(result, torch.Tensor) and func.__name__ != "as_subclass":
-            raise CheckpointValueError(f"it computes with {func.__name__}, which needs values")
+            return cls._computed(func.__name__, result, [*args, *(kwargs or {}).values()])
         return result
+
+    @classmethod
+    def _computed(cls, function: str, result: torch.Tensor, operands: Sequence[Any]) -> torch.Tensor:
+        raise CheckpointValueError(f"it computes with {function}, which needs values")
+
+
+class Trace(Blueprint):
+    """A blueprint that may be computed with: after that it only knows from which stored tensors it is."""
+
+    @property
+    def sources(self) -> set[str]:
+        """The stored tensors that it is made of."""
+        return {box.source for box in self.boxes}
+
+    @property
+    def computed(self) -> bool:
+        """Whether its elements are more than elements of stored tensors."""
+        return any(box.offset < 0 for box in self.boxes)
+
+    @classmethod
+    def _computed(cls, function: str, result: torch.Tensor, operands: Sequence[Any]) -> torch.Tensor:
+        names = sorted(set(_sources(operands)))
+        shape = tuple(result.shape)
+        anywhere = [Box(name, (0,) * len(shape), shape, -1, (0,) * len(shape)) for name in names]
+        return cls.made_of(anywhere, shape, result.dtype)
+
+
+def _sources(operands: Sequence[Any]) -> Iterator[str]:
+    for operand in operands:
+        if isinstance(operand, Blueprint):
+            yield from (box.source for box in operand.boxes)
+        elif isinstance(operand, (list, tuple)):
+            yield from _sources(operand)
 
 
 def contiguous_strides(shape: Dims) -> Dims:
@@ -199,7 +232,7 @@ def _cat(tensors: Sequence[Blueprint], dim: int = 0) -> Blueprint:
         for box in one.boxes:
             boxes.append(replace(box, start=_put(box.start, dim, box.start[dim] + at)))
         at += one.shape[dim]
-    return Blueprint.made_of(boxes, _put(tuple(first.shape), dim, at), first.dtype)
+    return type(first).made_of(boxes, _put(tuple(first.shape), dim, at), first.dtype)
 
 
 def _stack(tensors: Sequence[Blueprint], dim: int = 0) -> Blueprint:
@@ -210,7 +243,7 @@ def _narrow(tensor: Blueprint, dim: int, start: int, length: int) -> Blueprint:
     dim %= tensor.ndim
     parts = (box.narrow(dim, start, start + length) for box in tensor.boxes)
     boxes = [replace(b, start=_put(b.start, dim, b.start[dim] - start)) for b in parts if b]
-    return Blueprint.made_of(boxes, _put(tuple(tensor.shape), dim, length), tensor.dtype)
+    return type(tensor).made_of(boxes, _put(tuple(tensor.shape), dim, length), tensor.dtype)
 
 
 def _split_sizes(tensor: Blueprint, split_size_or_sections: Any, dim: int = 0) -> tuple[Blueprint, ...]:
@@ -241,7 +274,7 @@ def _permute(tensor: Blueprint, *dims: Any) -> Blueprint:
         )
         for box in tensor.boxes
     ]
-    return Blueprint.made_of(boxes, tuple(tensor.shape[dim] for dim in order), tensor.dtype)
+    return type(tensor).made_of(boxes, tuple(tensor.shape[dim] for dim in order), tensor.dtype)
 
 
 def _transpose(tensor: Blueprint, dim0: int, dim1: int) -> Blueprint:
@@ -257,7 +290,7 @@ def _reshape(tensor: Blueprint, *shape: Any) -> Blueprint:
     if prod(wanted) != tensor.numel():
         raise CheckpointValueError(f"it reshapes {tuple(tensor.shape)} to {tuple(wanted)}")
     new = tuple(wanted)
-    return Blueprint.made_of(reshape(tensor.boxes, tuple(tensor.shape), new), new, tensor.dtype)
+    return type(tensor).made_of(reshape(tensor.boxes, tuple(tensor.shape), new), new, tensor.dtype)
 
 
 def _unsqueeze(tensor: Blueprint, dim: int) -> Blueprint:
