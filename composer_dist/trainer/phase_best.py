@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composer_dist.distributed.names import named_buffers_canonical, named_parameters_canonical
+from composer_dist.distributed.summon import gather, scatter_into
 from composer_dist.errors import CheckpointKeyError
 from composer_dist.trainer.phase_plan import listed
 
@@ -79,13 +80,14 @@ def _copy(value: Any) -> Any:
 
 
 def _fill(target: Tensor, saved: Tensor) -> None:
-    """Copies values into a tensor, or its shard; they may be whole or sharded in another way."""
-    if isinstance(target, DTensor):
-        if not isinstance(saved, DTensor):
-            saved = distribute_tensor(saved, target.device_mesh, target.placements, src_data_rank=None)
-        elif saved.placements != target.placements:
-            saved = saved.redistribute(target.device_mesh, target.placements)
-        target, saved = target.to_local(), saved.to_local()
-    elif isinstance(saved, DTensor):
-        saved = saved.full_tensor()
-    target.copy_(saved)
+    """Copies values into a tensor, or its shard; they may be whole, or sharded over other ranks."""
+    if not isinstance(saved, DTensor):
+        scatter_into(target, saved)
+    elif isinstance(target, DTensor) and _place(target) == _place(saved):
+        target.to_local().copy_(saved.to_local())
+    else:
+        scatter_into(target, gather(saved))
+
+
+def _place(tensor: DTensor) -> tuple[Any, ...]:
+    return tensor.device_mesh, tensor.placements
