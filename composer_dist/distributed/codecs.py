@@ -5,7 +5,8 @@ codec says what they are, which of them *follow the rows* (each rank's part of d
 goes with its part of dimension 0 of these; the others are whole on every rank), and how the whole
 becomes a dense tensor and is made of one. With that its shards are allocated, delivered, compared,
 gathered and loaded inner tensor by inner tensor; FSDP2 gathers it by the class's own
-`fsdp_pre_all_gather` and `fsdp_post_all_gather`. torchao's NF4Tensor is known by itself.
+`fsdp_pre_all_gather` and `fsdp_post_all_gather`. torchao's NF4Tensor is known by itself, and so are the
+classes in which its optimizers hold their state.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def register_tensor_codec(
     if cls in _codecs and not replace:
         raise ParallelismValueError(f"{cls.__name__} has a codec already; pass replace=True to replace it.")
     _codecs[cls] = TensorCodec(
-        frozenset(rows), to_dense, from_dense, flatten or _flatten, unflatten or _unflatten(cls)
+        frozenset(rows), to_dense, from_dense, flatten or made_of, unflatten or made_by(cls)
     )
 
 
@@ -110,8 +111,13 @@ def codec_of(tensor: Tensor) -> TensorCodec | None:
         return None
     if issubclass(cls, DTensor):
         return codec_of(local_part(tensor))
-    if cls not in _codecs and cls.__name__ == "NF4Tensor" and cls.__module__.startswith("torchao."):
-        _codecs[cls] = _nf4_codec(cls)
+    if cls not in _codecs and cls.__module__.startswith("torchao."):
+        if cls.__name__ == "NF4Tensor":
+            _codecs[cls] = _nf4_codec(cls)
+        elif cls.__name__ in ("OptimState8bit", "OptimState4bit", "OptimStateFp8"):
+            from composer_dist.distributed.low_bit import optimizer_state_codec
+
+            _codecs[cls] = optimizer_state_codec(cls)
     return _codecs.get(cls)
 
 
@@ -251,12 +257,14 @@ def _known(tensor: Tensor) -> TensorCodec:
     return codec
 
 
-def _flatten(tensor: Any) -> tuple[dict[str, Tensor], Any]:
+def made_of(tensor: Any) -> tuple[dict[str, Tensor], Any]:
+    """A tensor taken apart by its class's own `__tensor_flatten__`."""
     names, context = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}, context
 
 
-def _unflatten(cls: Any) -> Unflatten:
+def made_by(cls: Any) -> Unflatten:
+    """The inverse, by the class's own `__tensor_unflatten__`."""
     return lambda inner, context, shape: cls.__tensor_unflatten__(inner, context, shape, _strides(shape))
 
 
@@ -293,6 +301,6 @@ def _nf4_codec(cls: Any) -> TensorCodec:
         rows=frozenset({"quantized_data", "quantized_scalers", "quantization_factor"}),
         to_dense=lambda tensor: tensor.get_original_weight(),  # type: ignore[attr-defined]
         from_dense=from_dense,
-        flatten=_flatten,
+        flatten=made_of,
         unflatten=unflatten,
     )

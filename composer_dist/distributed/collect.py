@@ -60,8 +60,7 @@ def full_tensors(
         if Layout.known(tensor) is None:  # cut by the user, in a way of his own
             tensor = gather(tensor)
         if keeps:
-            value = dense(local_part(tensor))
-            yield name, arena.empty(tuple(value.shape), _cast(value, dtype), _CPU).copy_(value)
+            yield name, _copy(dense(local_part(tensor)), dtype)
     for mesh, freights in cut.items():
         yield from zip(freights, collect(list(freights.values()), mesh, everywhere), strict=keeps)
 
@@ -188,6 +187,13 @@ def _mesh_to_cross(tensor: Tensor) -> DeviceMesh | None:
     if layout is None:
         return None
     return tensor.device_mesh if layout.rows or layout.tp_dim is not None else None
+
+
+def _copy(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A copy in host memory; of classes that only they themselves can copy, by themselves."""
+    if type(value) not in (Tensor, torch.nn.Parameter):
+        return value.detach().to(_CPU, _cast(value, dtype), copy=True)
+    return arena.empty(tuple(value.shape), _cast(value, dtype), _CPU).copy_(value)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

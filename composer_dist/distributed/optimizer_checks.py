@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from composer_dist._torch import optimizers_were_made
 from composer_dist.distributed.aliases import Structure
+from composer_dist.distributed.codecs import codec_of
 from composer_dist.distributed.optimizer import is_made_at_construction, names_by_id
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
@@ -158,6 +159,8 @@ def _state_fault(value: Any, parameter: torch.Tensor) -> str | None:
         return f"a {type(value).__name__} cannot be sharded; prepare the model before the first step."
     if value.ndim == 0:
         return None
+    if codec_of(value) is not None:
+        return f"a {type(value).__name__} is quantised as a whole; prepare the model before the first step."
     fits = value.ndim == parameter.ndim and all(
         have in (want, 1) for have, want in zip(value.shape, parameter.shape, strict=True)
     )
