@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "DistributedDataLoader": f"{__name__}.dataloader",
         "EarlyStopping": f"{__name__}.callbacks",
         "Event": f"{__name__}.events",
+        "FileLogger": f"{__name__}.loggers",
         "FineTuningPhases": f"{__name__}.phases",
         "Generate": f"{__name__}.callbacks",
         "GradientClipping": f"{__name__}.options",
@@ -20,6 +21,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "LRMonitor": f"{__name__}.callbacks",
         "Logger": f"{__name__}.loggers",
         "LoggerDestination": f"{__name__}.loggers",
+        "MLflowLogger": f"{__name__}.loggers",
         "MemoryMonitor": f"{__name__}.callbacks",
         "NaNMonitor": f"{__name__}.callbacks",
         "NoImprovement": f"{__name__}.phase_schedule",
@@ -29,10 +31,12 @@ __getattr__, __dir__, __all__ = lazy_names(
         "RuntimeEstimator": f"{__name__}.callbacks",
         "SpeedMonitor": f"{__name__}.callbacks",
         "State": f"{__name__}.state",
+        "TensorBoardLogger": f"{__name__}.loggers",
         "Time": f"{__name__}.time",
         "TimeUnit": f"{__name__}.time",
         "Timestamp": f"{__name__}.time",
         "Trainer": f"{__name__}.trainer",
+        "WandBLogger": f"{__name__}.loggers",
         "default_phases": f"{__name__}.phase_schedule",
         "dump_schedule": f"{__name__}.phase_schedule",
         "load_schedule": f"{__name__}.phase_schedule",
@@ -54,9 +58,13 @@ if TYPE_CHECKING:
     from composer_dist.trainer.dataloader import DistributedDataLoader as DistributedDataLoader
     from composer_dist.trainer.events import Event as Event
     from composer_dist.trainer.loggers import ConsoleLogger as ConsoleLogger
+    from composer_dist.trainer.loggers import FileLogger as FileLogger
     from composer_dist.trainer.loggers import InMemoryLogger as InMemoryLogger
     from composer_dist.trainer.loggers import Logger as Logger
     from composer_dist.trainer.loggers import LoggerDestination as LoggerDestination
+    from composer_dist.trainer.loggers import MLflowLogger as MLflowLogger
+    from composer_dist.trainer.loggers import TensorBoardLogger as TensorBoardLogger
+    from composer_dist.trainer.loggers import WandBLogger as WandBLogger
     from composer_dist.trainer.options import GradientClipping as GradientClipping
     from composer_dist.trainer.phase_schedule import NoImprovement as NoImprovement
     from composer_dist.trainer.phase_schedule import Phase as Phase

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -245,7 +245,7 @@ class Trainer:
         Plain values and tensors, except what callbacks and dataloaders give; every rank must ask.
         """
         generators = generator_states(self.state.device, self._loop.generators())
-        return run_state(self.state, self.callbacks) | {
+        return run_state(self.state, self._listeners) | {
             "data": self._loop.place(),
             "generators": process_group.gather_objects(generators),
         }
@@ -258,28 +258,34 @@ class Trainer:
         """
         state = dict(state)
         place, generators = state.pop("data", None), state.pop("generators", [])
-        load_run_state(self.state, self.callbacks, state)
+        load_run_state(self.state, self._listeners, state)
         self._loop.go_to(place)
         if self.state.rank < len(generators):  # a rank that was not there draws as it was seeded
             set_generator_states(generators[self.state.rank], self.state.device)
 
     def run_event(self, event: Event) -> None:
         """Calls every callback, then every logger."""
-        for callback in (*self.callbacks, *self.logger.destinations):
+        for callback in self._listeners:
             callback.run_event(event, self.state, self.logger)
 
     def close(self) -> None:
         """Closes callbacks and loggers, the last one first, and the preparation."""
-        for callback in reversed((*self.callbacks, *self.logger.destinations)):
-            callback.close(self.state, self.logger)
-        if self.preparation is not None:
-            self.preparation.close()
+        with ExitStack() as closing:  # in the reverse order, all of them whatever one raises
+            if self.preparation is not None:
+                closing.callback(self.preparation.close)
+            for callback in self._listeners:
+                closing.callback(callback.close, self.state, self.logger)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @property
+    def _listeners(self) -> tuple[Callback, ...]:
+        """Callbacks, and then loggers."""
+        return (*self.callbacks, *self.logger.destinations)
 
     def _read(self, dataloader: Iterable[Any]) -> None:
         """Takes a training dataloader."""

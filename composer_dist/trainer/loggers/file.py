@@ -1,0 +1,113 @@
+"""A logger that writes a file of JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from composer_dist.trainer.loggers.logger import Row
+from composer_dist.trainer.loggers.writing import WritingLogger
+from composer_dist.trainer.time import Time, Timestamp
+
+_TIMES = ("epoch", "batch", "sample", "token", "seconds")
+
+
+class FileLogger(WritingLogger):
+    """Writes one JSON object a line: the time and all that was logged then, by name.
+
+    `pandas.read_json(path, lines=True)` reads it. Values that JSON does not know are the strings "nan", "inf"
+    and "-inf". A table has a line of its own with `table` and `rows`, hyperparameters one with
+    `hyperparameters`.
+
+    A run that is resumed goes on in the same file, and lines of batches that it repeats are taken out. A run
+    that starts anew leaves a file that is there already beside its own, as `<name>.1<suffix>` and so on.
+
+    Args:
+        path: the file; its directory is made.
+        interval: how often to write; see `WritingLogger`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], interval: Time | str | int = "5sec") -> None:
+        super().__init__(interval)
+        self._path = Path(path)
+        self._last = 0.0
+        """The batch of the last line."""
+
+    def _open(self, start: Timestamp, id: str | None) -> str:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not start.batch and id is None and self._path.exists() and self._path.stat().st_size:
+            self._path.rename(_free(self._path))
+        self._path.touch()
+        self._last = math.inf  # of an earlier process, until somebody has looked
+        return str(self._path)
+
+    def _rewind(self, now: Timestamp) -> None:
+        """Takes out the lines of later batches, and a last one that was cut off."""
+        if now.batch >= self._last:
+            return
+        self._last = now.batch
+        lines = self._path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if _is_until(line, now.batch)]
+        if len(kept) == len(lines):
+            return
+        whole = self._path.with_name(f"{self._path.name}.new")
+        whole.write_text("".join(kept))
+        whole.replace(self._path)
+
+    def _write_metrics(self, entries: Sequence[tuple[Timestamp, Mapping[str, float]]]) -> None:
+        self._write([{**_time(time), **values} for time, values in entries])
+        self._last = entries[-1][0].batch
+
+    def _write_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Unless an earlier process has written the same."""
+        line = {"hyperparameters": dict(hyperparameters)}
+        if _spell(line) not in self._path.read_text().splitlines(keepends=True):
+            self._write([line])
+
+    def _write_table(self, time: Timestamp, name: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+        named = [dict(zip(columns, row, strict=True)) for row in rows]
+        self._write([{**_time(time), "table": name, "rows": named}])
+
+    def _write(self, objects: Sequence[Mapping[str, Any]]) -> None:
+        with self._path.open("a") as file:
+            file.writelines(map(_spell, objects))
+
+
+def _spell(line: Mapping[str, Any]) -> str:
+    return f"{json.dumps(_plain(line), allow_nan=False)}\n"
+
+
+def _time(time: Timestamp) -> dict[str, float]:
+    return {name: getattr(time, name) for name in _TIMES}
+
+
+def _is_until(line: str, batch: int) -> bool:
+    """Whether a line is whole, and of no later batch."""
+    try:
+        written = json.loads(line)
+    except ValueError:
+        return False
+    return line.endswith("\n") and isinstance(written, dict) and written.get("batch", 0) <= batch
+
+
+def _plain(value: Any) -> Any:
+    """`value` in what JSON knows; anything else as its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _free(path: Path) -> Path:
+    """The next name beside `path` that no file has."""
+    number = 1
+    while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return other

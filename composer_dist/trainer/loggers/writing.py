@@ -1,0 +1,222 @@
+"""What loggers that write out of this process have in common.
+
+Rank 0 writes. Values stay on the device until it is time to, and come over all at once; what was logged at
+one moment comes as one entry. Nothing is opened before the first run begins, because only then is it known
+whether it goes on with an earlier one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from composer_dist.distributed.agreement import Agreement
+from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.trainer.every import Every
+from composer_dist.trainer.loggers.logger import Logger, LoggerDestination, Metrics, Row
+from composer_dist.trainer.time import Time, Timestamp
+
+if TYPE_CHECKING:
+    from composer_dist.trainer.state import State
+
+
+class WritingLogger(LoggerDestination):
+    """The base of loggers that write files or talk to a service; override the methods `_open` to `_shut`.
+
+    A failure to open is an error on every rank. A failure to write later is a warning, and the run goes on.
+
+    Args:
+        interval: how often to write; after evaluations, before a checkpoint and at the end it is written
+            anyway. An integer means epochs.
+    """
+
+    failures: tuple[type[Exception], ...] = (OSError,)
+    """What a write may raise without ending the run."""
+
+    def __init__(self, interval: Time | str | int = "5sec") -> None:
+        self._every = Every(f"{type(self).__name__}'s interval", interval)
+        self._hyperparameters: dict[str, Any] = {}
+        self._news: dict[str, Any] = {}
+        """Hyperparameters not written yet."""
+        self._metrics: list[tuple[Timestamp, dict[str, float | Tensor]]] = []
+        self._tables: list[tuple[Timestamp, str, Sequence[str], Sequence[Row]]] = []
+        self._is_open = False
+        self._writes = False
+        self._id: str | None = None
+        """What a later process needs to go on where this one wrote, the same on all ranks."""
+
+    def log_metrics(self, metrics: Metrics, state: State) -> None:
+        """Keeps the values until it is time to write."""
+        if state.rank:
+            return
+        if not self._metrics or self._metrics[-1][0] != state.timestamp:
+            self._metrics.append((state.timestamp, {}))
+        self._metrics[-1][1].update(metrics)
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Keeps them until it is time to write."""
+        self._hyperparameters.update(hyperparameters)
+        self._news.update(hyperparameters)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Row], state: State) -> None:
+        """Keeps it until it is time to write."""
+        if state.rank == 0:
+            self._tables.append((state.timestamp, name, columns, rows))
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Opens, the first time; what was written of a later time than now is not to be."""
+        self._begin(state)
+        self._every.start(state)
+        if self._writes:
+            self._attempt(lambda: self._rewind(state.timestamp))
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        """Opens, the first time."""
+        self._begin(state)
+
+    predict_start = eval_start
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Writes, if it is time to."""
+        if self._every.passed(state):
+            self._flush()
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        """Writes what there is."""
+        self._flush()
+
+    fit_end = predict_end = eval_after_all
+
+    def state_dict(self) -> dict[str, Any]:
+        """Writes what there is, so that it is there when the checkpoint is, and tells where."""
+        self._flush()
+        return {"id": self._id} if self._id else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where an earlier process wrote."""
+        self._id = state["id"]
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Writes what is left, also after an error or Ctrl-C; a later `fit` opens again."""
+        try:
+            self._flush()
+        finally:
+            opened, self._is_open, self._writes = self._writes, False, False
+            if opened:
+                self._attempt(self._shut)
+
+    def _begin(self, state: State) -> None:
+        """Opens on rank 0, in agreement with all ranks."""
+        if self._is_open:
+            return
+        error: Exception | None = None
+        if state.rank == 0:
+            try:
+                self._id = self._open(state.timestamp, self._id)
+            except Exception as caught:  # the other ranks must hear of it, whatever it is
+                error = caught
+        step = f"opening {type(self).__name__}"
+        self._id = Agreement().reach(step, self._id, lambda found: found[0], error=error)
+        self._is_open, self._writes = True, state.rank == 0
+        self._flush()
+
+    def _flush(self) -> None:
+        if not self._writes:
+            return
+        metrics, self._metrics = self._metrics, []
+        tables, self._tables = self._tables, []
+        news, self._news = self._news, {}
+        entries = read(metrics)
+
+        def write() -> None:
+            if news:
+                self._write_hyperparameters(news)
+            if entries:
+                self._write_metrics(entries)
+            for time, name, columns, rows in tables:
+                self._write_table(time, name, columns, rows)
+
+        if news or entries or tables:
+            self._attempt(write)
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except self.failures as error:
+            warnings.warn(
+                f"{type(self).__name__} could not write: {type(error).__name__}: {error}. Training goes on.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _open(self, start: Timestamp, id: str | None) -> str | None:
+        """Makes ready to write of a run that starts, or goes on, at `start`.
+
+        Args:
+            start: the present time.
+            id: what `_open` gave in the process that this one goes on, if there was one.
+
+        Returns:
+            What a later process needs to go on.
+        """
+        raise NotImplementedError
+
+    def _rewind(self, now: Timestamp) -> None:
+        """Takes back what was written of a later time than `now`, if that can be."""
+
+    def _write_metrics(self, entries: Sequence[tuple[Timestamp, Mapping[str, float]]]) -> None:
+        """Writes values by name, each moment's together, oldest first."""
+        raise NotImplementedError
+
+    def _write_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Writes what the run was started with."""
+        raise NotImplementedError
+
+    def _write_table(self, time: Timestamp, name: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+        """Writes a table."""
+        raise NotImplementedError
+
+    def _shut(self) -> None:
+        """Ends the writing."""
+
+
+def read(
+    metrics: Sequence[tuple[Timestamp, Mapping[str, float | Tensor]]],
+) -> list[tuple[Timestamp, dict[str, float]]]:
+    """The values as numbers; one wait for each device, not one for each value."""
+    entries: list[tuple[Timestamp, dict[str, float]]] = []
+    alike: defaultdict[tuple[torch.device, torch.dtype], list[tuple[dict[str, float], str, Tensor]]]
+    alike = defaultdict(list)
+    for time, values in metrics:
+        numbers: dict[str, float] = {}
+        entries.append((time, numbers))
+        for name, value in values.items():
+            numbers[name] = 0.0  # keeps the order
+            if isinstance(value, Tensor):
+                alike[value.device, value.dtype].append((numbers, name, value))
+            else:
+                numbers[name] = float(value)
+    for each in alike.values():
+        read_values = torch.stack([value.detach().reshape(()) for _, _, value in each]).tolist()
+        for (numbers, name, _), number in zip(each, read_values, strict=True):
+            numbers[name] = float(number)
+    return entries
+
+
+def require(package: str, logger: object) -> None:
+    """Refuses to make a logger whose package is missing.
+
+    Raises:
+        ParallelismRuntimeError: it names the extra to install.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ParallelismRuntimeError(
+            f"{type(logger).__name__} needs {package}, which is not installed: "
+            f"pip install 'composer_dist[{package}]'."
+        )

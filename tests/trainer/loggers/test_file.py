@@ -1,0 +1,192 @@
+"""A file of JSON lines that survives whatever happens to the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.trainer import Callback, FileLogger, Logger, State, Trainer
+from composer_dist.trainer.time import Timestamp
+from tests.trainer.models import World, batches, classifier, loader, quiet, tagger
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def logged(path: Path, name: str = "loss/train/total") -> list[tuple[int, float]]:
+    return [(line["batch"], line[name]) for line in lines(path) if name in line]
+
+
+def trainer_of(path: Path, **options: Any) -> tuple[Trainer, FileLogger]:
+    file = FileLogger(path)
+    options = {"train_dataloader": loader(), "max_duration": "3ep"} | options
+    trainer, _ = quiet(classifier(), loggers=file, **options)
+    return trainer, file
+
+
+def test_each_moment_is_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    trainer, _ = trainer_of(path, eval_dataloader=loader(4))
+    trainer.fit(duration="2ep")
+    first, *rest = lines(path)
+    assert first["hyperparameters"]["max_duration"] == "3ep"
+    assert [line["batch"] for line in rest] == [1, 2, 3, 3, 4, 5, 6, 6]  # an epoch ends in its own line
+    assert list(rest[0])[:5] == ["epoch", "batch", "sample", "token", "seconds"]
+    assert (rest[0]["sample"], rest[0]["lr-SGD/group0"]) == (4, 0.1)
+    assert rest[3]["epoch"] == 1
+    assert "metrics/eval/MulticlassAccuracy" in rest[3]
+
+
+def state(batch: int = 0, rank: int = 0) -> State:
+    now = State(model=classifier(), device=torch.device("cpu"), rank=rank)
+    now.timestamp = Timestamp(batch=batch)
+    return now
+
+
+def test_values_are_read_when_they_are_written_and_all_kinds_are_written(tmp_path: Path) -> None:
+    file, now = FileLogger(tmp_path / "a.jsonl", interval="3ba"), state()
+    logger = Logger(now, [file])
+    file.fit_start(now, logger)
+    values = {"a": math.nan, "b": torch.tensor(math.inf), "c": torch.tensor(3), "d": -math.inf, "e": 0.5}
+    for _ in range(3):
+        assert lines(tmp_path / "a.jsonl") == []
+        now.timestamp = now.timestamp.next_batch()
+        logger.log_metrics(values)
+        logger.log_metrics({"e": torch.tensor(2.5)})
+        file.batch_end(now, logger)
+    assert [line["batch"] for line in lines(tmp_path / "a.jsonl")] == [1, 2, 3]
+    line = lines(tmp_path / "a.jsonl")[0]
+    assert {name: line[name] for name in values} == {"a": "nan", "b": "inf", "c": 3, "d": "-inf", "e": 2.5}
+    assert math.isnan(float(line["a"]))
+
+
+def test_tables_have_a_line_of_their_own(tmp_path: Path) -> None:
+    file, now = FileLogger(tmp_path / "a.jsonl"), state(batch=7)
+    logger = Logger(now, [file])
+    file.fit_start(now, logger)
+    logger.log_table("generations", ["prompt", "text"], [["a", "b"], ["c", "d\n"]])
+    file.close(now, logger)
+    (line,) = lines(tmp_path / "a.jsonl")
+    assert (line["batch"], line["table"]) == (7, "generations")
+    assert line["rows"] == [{"prompt": "a", "text": "b"}, {"prompt": "c", "text": "d\n"}]
+
+
+class Kill(Callback):
+    """Ends the process, as it were: nothing is closed."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self.saved: dict[str, Any] = {}
+
+    def batch_checkpoint(self, state: Any, logger: Any) -> None:
+        if state.timestamp.batch == self._batch:
+            raise KeyboardInterrupt
+
+
+def test_a_resumed_run_goes_on_without_lines_missing_or_twice(tmp_path: Path) -> None:
+    whole, path = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    trainer_of(whole)[0].fit()
+    saved: dict[str, Any] = {}
+
+    class Save(Callback):
+        def batch_checkpoint(self, state: Any, logger: Any) -> None:
+            if state.timestamp.batch == 5:
+                saved.update(first.state_dict(), weights=first.state.model.state_dict())
+                # What is saved is in the file, whatever the interval.
+                assert [batch for batch, _ in logged(path)] == [1, 2, 3, 4, 5]
+                saved["weights"] = {name: value.clone() for name, value in saved["weights"].items()}
+
+    first, _ = trainer_of(path, callbacks=[Save(), Kill(7)])
+    with pytest.raises(KeyboardInterrupt):
+        first.fit()
+    assert [batch for batch, _ in logged(path)] == [1, 2, 3, 4, 5, 6, 7]  # closed by Ctrl-C
+    path.write_text(path.read_text() + '{"batch": 8, "loss/tr')  # and cut off
+
+    second, _ = trainer_of(path, train_dataloader=loader())
+    second.state.model.load_state_dict(saved.pop("weights"))
+    second.load_state_dict(saved)
+    second.fit()
+    assert [batch for batch, _ in logged(path)] == [*range(1, 10)]
+    assert sum("hyperparameters" in line for line in lines(path)) == 1
+    assert {one.name for one in tmp_path.iterdir()} == {"cut.jsonl", "whole.jsonl"}
+
+
+def test_a_run_that_starts_anew_leaves_the_old_file_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(3):
+        trainer_of(path)[0].fit(duration="1ba")
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        "metrics.1.jsonl",
+        "metrics.2.jsonl",
+        "metrics.jsonl",
+    ]
+    assert [batch for batch, _ in logged(path)] == [1]
+
+
+def test_several_fits_of_one_trainer_are_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    trainer, _ = trainer_of(path)
+    for _ in range(2):
+        trainer.fit(duration="1ba")
+    trainer.close()
+    trainer.fit(duration="1ba")
+    assert [batch for batch, _ in logged(path)] == [1, 2, 3]
+
+
+def test_an_error_leaves_what_was_logged(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    trainer, _ = trainer_of(path, callbacks=Kill(2))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert [batch for batch, _ in logged(path)] == [1, 2]
+
+
+def test_a_full_disk_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
+    trainer, file = trainer_of(tmp_path / "metrics.jsonl")
+
+    def full(objects: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    file._write = full  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="FileLogger could not write: OSError.*No space left"):
+        trainer.fit(duration="2ba")
+    assert trainer.state.timestamp.batch == 2
+
+
+def on_two_ranks(path: Path) -> list[str]:
+    trainer, _ = quiet(
+        tagger(),
+        train_dataloader=batches([3, 3], dist.get_rank()),
+        parallelism_config="fsdp",
+        loggers=FileLogger(path),
+    )
+    trainer.fit(duration="1ep")
+    return [*trainer.state_dict()["callbacks"]]
+
+
+def test_rank_0_writes_for_all(world2: World, tmp_path: Path) -> None:
+    assert world2(on_two_ranks, tmp_path / "a.jsonl") == [["FileLogger/0"]] * 2
+    assert [batch for batch, _ in logged(tmp_path / "a.jsonl")] == [1, 2, 3, 4]
+    assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def cannot_open(path: Path) -> str:
+    with pytest.raises(ParallelismRuntimeError) as caught:
+        on_two_ranks(path)
+    return str(caught.value)
+
+
+def test_a_file_that_cannot_be_opened_is_an_error_on_every_rank(world2: World, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    first, second = world2(cannot_open, tmp_path / "taken" / "a.jsonl")
+    assert first == second
+    assert "Rank 0: " in first
+    assert "taken" in first

@@ -1,0 +1,104 @@
+"""MLflow, in a local database."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_dist.trainer import Callback, MLflowLogger, Trainer
+from tests.trainer.models import classifier, loader, quiet
+
+# mlflow 3.17 with SQLAlchemy 2.1: its own models use a loader that is deprecated there.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
+
+@pytest.fixture
+def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A database of this test; artifacts go below the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return f"sqlite:///{tmp_path}/mlflow.db"
+
+
+class Act(Callback):
+    """Logs a table, and keeps the state of batch 2."""
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+        self.saved: dict[str, Any] = {}
+
+    def batch_checkpoint(self, state: Any, logger: Any) -> None:
+        if state.timestamp.batch == 2 and self.trainer is not None:
+            self.saved = self.trainer.state_dict()
+
+    def epoch_end(self, state: Any, logger: Any) -> None:
+        logger.log_table("generations", ["prompt", "text"], [["a", "b"]])
+
+
+def trainer_of(uri: str, *callbacks: Callback, **options: Any) -> Trainer:
+    logger = MLflowLogger("experiment", "name", uri, {"who": "us"})
+    options = {"max_duration": "1ep", "train_dataloader": loader()} | options
+    trainer, _ = quiet(classifier(), loggers=logger, callbacks=callbacks, **options)
+    return trainer
+
+
+def only_run(uri: str) -> tuple[Any, Any]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("experiment")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    return client, run
+
+
+def test_metrics_tables_and_parameters_reach_the_run_and_it_is_resumed(uri: str) -> None:
+    act = Act()
+    act.trainer = trainer_of(uri, act, eval_dataloader=loader())
+    with act.trainer as trainer:
+        trainer.fit()
+    client, run = only_run(uri)
+    history = client.get_metric_history(run.info.run_id, "loss/train/total")
+    assert [one.step for one in history] == [1, 2, 3]
+    assert history[-1].value == pytest.approx(float(trainer.state.metric_values["loss/train/total"]))
+    assert run.data.metrics["metrics/eval/MulticlassAccuracy"] >= 0
+    assert (run.data.params["max_duration"], run.data.tags["who"]) == ("1ep", "us")
+    assert (run.info.run_name, run.info.status) == ("name", "FINISHED")
+    (artifact,) = client.list_artifacts(run.info.run_id, "generations")
+    assert artifact.path == "generations/batch-3.md"
+
+    second = trainer_of(uri, max_duration="2ep")
+    second.load_state_dict(act.saved)
+    with second:
+        second.fit()
+    client, run = only_run(uri)
+    steps = [one.step for one in client.get_metric_history(run.info.run_id, "loss/train/total")]
+    assert steps == [1, 2, 3, 4, 5, 6]  # batch 3 once, as it was
+    assert (run.data.params["max_duration"], run.data.tags["max_duration"]) == ("1ep", "2ep")
+
+
+class Fail(Callback):
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), "KILLED"), (OSError(), "FAILED")])
+def test_a_run_that_ends_early_says_so_and_has_its_values(uri: str, error: Any, status: str) -> None:
+    with pytest.raises(type(error)):
+        trainer_of(uri, Fail(error)).fit()
+    client, run = only_run(uri)
+    assert run.info.status == status
+    assert len(client.get_metric_history(run.info.run_id, "loss/train/total")) == 1
+
+
+def test_a_server_that_fails_is_a_warning_and_training_goes_on(uri: str) -> None:
+    trainer = trainer_of(uri)
+    trainer.fit(duration="1ba")
+    logger: Any = trainer.logger.destinations[0]
+    logger._run_id = "gone"
+    with pytest.warns(UserWarning, match="MLflowLogger could not write: MlflowException.*gone"):
+        trainer.fit(duration="1ba")
