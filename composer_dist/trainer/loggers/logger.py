@@ -41,7 +41,7 @@ class Logger:
         self._state = state
 
     def log_metrics(self, metrics: Metrics) -> None:
-        """Logs scalars by name, at the present time."""
+        """Logs scalars by name, at the present time; they may be read later, so do not change them."""
         self._state.metric_values.update(metrics)
         for destination in self.destinations:
             destination.log_metrics(metrics, self._state)

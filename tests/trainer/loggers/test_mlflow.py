@@ -14,11 +14,16 @@ from tests.trainer.models import classifier, loader, quiet
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
 
-@pytest.fixture
-def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A database of this test; artifacts go below the working directory."""
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A database, which takes seconds to make."""
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Artifacts go below the working directory."""
     monkeypatch.chdir(tmp_path)
-    return f"sqlite:///{tmp_path}/mlflow.db"
 
 
 class Act(Callback):
@@ -36,18 +41,18 @@ class Act(Callback):
         logger.log_table("generations", ["prompt", "text"], [["a", "b"]])
 
 
-def trainer_of(uri: str, *callbacks: Callback, **options: Any) -> Trainer:
-    logger = MLflowLogger("experiment", "name", uri, {"who": "us"})
+def trainer_of(uri: str, name: str, *callbacks: Callback, **options: Any) -> Trainer:
+    logger = MLflowLogger(name, "name", uri, {"who": "us"})
     options = {"max_duration": "1ep", "train_dataloader": loader()} | options
     trainer, _ = quiet(classifier(), loggers=logger, callbacks=callbacks, **options)
     return trainer
 
 
-def only_run(uri: str) -> tuple[Any, Any]:
+def only_run(uri: str, name: str) -> tuple[Any, Any]:
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
-    experiment = client.get_experiment_by_name("experiment")
+    experiment = client.get_experiment_by_name(name)
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
     return client, run
@@ -55,10 +60,10 @@ def only_run(uri: str) -> tuple[Any, Any]:
 
 def test_metrics_tables_and_parameters_reach_the_run_and_it_is_resumed(uri: str) -> None:
     act = Act()
-    act.trainer = trainer_of(uri, act, eval_dataloader=loader())
+    act.trainer = trainer_of(uri, "whole", act, eval_dataloader=loader())
     with act.trainer as trainer:
         trainer.fit()
-    client, run = only_run(uri)
+    client, run = only_run(uri, "whole")
     history = client.get_metric_history(run.info.run_id, "loss/train/total")
     assert [one.step for one in history] == [1, 2, 3]
     assert history[-1].value == pytest.approx(float(trainer.state.metric_values["loss/train/total"]))
@@ -68,11 +73,11 @@ def test_metrics_tables_and_parameters_reach_the_run_and_it_is_resumed(uri: str)
     (artifact,) = client.list_artifacts(run.info.run_id, "generations")
     assert artifact.path == "generations/batch-3.md"
 
-    second = trainer_of(uri, max_duration="2ep")
+    second = trainer_of(uri, "whole", max_duration="2ep")
     second.load_state_dict(act.saved)
     with second:
         second.fit()
-    client, run = only_run(uri)
+    client, run = only_run(uri, "whole")
     steps = [one.step for one in client.get_metric_history(run.info.run_id, "loss/train/total")]
     assert steps == [1, 2, 3, 4, 5, 6]  # batch 3 once, as it was
     assert (run.data.params["max_duration"], run.data.tags["max_duration"]) == ("1ep", "2ep")
@@ -89,14 +94,14 @@ class Fail(Callback):
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), "KILLED"), (OSError(), "FAILED")])
 def test_a_run_that_ends_early_says_so_and_has_its_values(uri: str, error: Any, status: str) -> None:
     with pytest.raises(type(error)):
-        trainer_of(uri, Fail(error)).fit()
-    client, run = only_run(uri)
+        trainer_of(uri, status, Fail(error)).fit()
+    client, run = only_run(uri, status)
     assert run.info.status == status
     assert len(client.get_metric_history(run.info.run_id, "loss/train/total")) == 1
 
 
 def test_a_server_that_fails_is_a_warning_and_training_goes_on(uri: str) -> None:
-    trainer = trainer_of(uri)
+    trainer = trainer_of(uri, "gone")
     trainer.fit(duration="1ba")
     logger: Any = trainer.logger.destinations[0]
     logger._run_id = "gone"
