@@ -568,3 +568,31 @@ def optimizers_were_made() -> bool:
     for kind in kinds:
         kinds += kind.__subclasses__()
     return any(getattr(kind.step, "hooked", False) for kind in kinds)
+
+
+def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and first corner of a DTensor's local part, by DTensor's own account. Since torch 2.2."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Inside, `torch.load` makes tensors without memory that know their place in the file. Since 2.7."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        yield
+
+
+def offset_in_file(tensor: torch.Tensor) -> int:
+    """Where the storage of a tensor that was loaded `without_values` begins in its file, in bytes."""
+    return int(tensor.untyped_storage()._checkpoint_offset or 0)
+
+
+def storage_info(path: str, offset: int, length: int) -> Any:
+    """How `torch.distributed.checkpoint` notes where an item lies, inside of `.metadata`. Since torch 2.0."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(path, offset, length)

@@ -46,10 +46,15 @@ class CheckpointRuntimeError(CheckpointError, RuntimeError):
     """Input or output that failed."""
 
 
+class CheckpointIsADirectoryError(CheckpointError, IsADirectoryError):
+    """A directory where a file is to be written."""
+
+
 _KINDS: tuple[type[ParallelismError], ...] = (
     CheckpointValueError,
     CheckpointKeyError,
     CheckpointRuntimeError,
+    CheckpointIsADirectoryError,
     CheckpointError,
     ParallelismValueError,
     ParallelismTypeError,

@@ -36,6 +36,9 @@ FEATURES = {
     "torch._foreach_mul_": "clip_grad_norm",
     "torch._foreach_norm": "clip_grad_norm",
     "torch.utils._python_dispatch.TorchDispatchMode": "tracing initialisers",
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "tensors cut by users, saved",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "single files read in slices",
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "checkpoints for torch's own",
     "torch.distributed.tensor.experimental._attention._cp_options": "context parallelism over torch's ring",
     "torch.distributed.utils._apply_to_tensors": "outputs of units that are no views",
     "torch.utils._pytree.tree_map_only": "activation_checkpointing=(..., {'save': ...})",
@@ -56,6 +59,7 @@ def _imported() -> set[str]:
     public = {
         "torch.nn",
         "torch.autograd.Variable",
+        "torch.optim.Optimizer",
         "torch.distributed.device_mesh.DeviceMesh",
         "torch.distributed.fsdp.FSDPModule",
         "torch.distributed.tensor.experimental.context_parallel",

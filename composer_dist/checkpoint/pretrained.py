@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,6 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     reshard(model)
     structure = read_structure(model)
     mesh = mesh_of(model) or _mesh_of(structure)
-    device = device_of_group() if mesh is None else device_of(mesh)
     agreement = Agreement(mesh.mesh.flatten().tolist() if mesh is not None else None)
     pretrained = Pretrained.open(path, structure, agreement, strict)
     if pretrained is None:
@@ -65,6 +64,23 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
         }
         if lacking:
             find_components(structure, lacking)
+    fill_model(model, structure, pretrained, lacking)
+    return LoadResult(pretrained.match.missing, pretrained.match.unexpected)
+
+
+def fill_model(
+    model: nn.Module, structure: Structure, pretrained: Pretrained, lacking: Set[str] = frozenset()
+) -> None:
+    """Read what a matched checkpoint has for a model into it; all ranks of its mesh call it.
+
+    Args:
+        lacking: names of tensors on the meta device that the checkpoint has not, to be initialised.
+
+    Raises:
+        CheckpointRuntimeError: a file cannot be read; the model is unusable from then on.
+    """
+    agreement, mesh = pretrained.agreement, mesh_of(model) or _mesh_of(structure)
+    device = device_of_group() if mesh is None else device_of(mesh)
     try:
         limit, tensors = ParallelismConfig().bucket_bytes, structure.tensors
         names = sorted(name for name in pretrained.names if not tensors[name].info.inner)
@@ -85,7 +101,6 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     except BaseException as error:
         mark_unusable(model, str(error) or type(error).__name__)
         raise
-    return LoadResult(pretrained.match.missing, pretrained.match.unexpected)
 
 
 def _mesh_of(structure: Structure) -> DeviceMesh | None:

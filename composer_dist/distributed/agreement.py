@@ -55,7 +55,8 @@ class _Line:
         return has_ended(self.processes[rank])
 
 
-_lines: dict[tuple[int, ...], _Line] = {}
+_Key = tuple[str, tuple[int, ...]]
+_lines: dict[_Key, _Line] = {}
 
 
 class Agreement:
@@ -66,14 +67,18 @@ class Agreement:
             call the same agreements in the same order; one that is elsewhere is named in an error.
         timeout: how long to wait for the others; None takes the process group's limit for a
             collective.
+        line: agreements of one line do not wait for those of another, which another thread may make.
     """
 
-    def __init__(self, ranks: Sequence[int] | None = None, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self, ranks: Sequence[int] | None = None, timeout: timedelta | None = None, line: str = ""
+    ) -> None:
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.ranks = tuple(range(world)) if ranks is None else tuple(sorted(ranks))
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.timeout = timeout or (_torch.collective_timeout() if world > 1 else timedelta(0))
         self._raised: BaseException | None = None
+        self._key = line, self.ranks
 
     def reach(
         self,
@@ -124,7 +129,7 @@ class Agreement:
             return body()
         task = Task(body)
         try:
-            line = _line(self.ranks)
+            line = _line(self._key)
             while not task.done.wait(0.1):
                 if line.store.check([f"{line.prefix}/trouble"]):
                     task.abandon(interrupted=False)
@@ -132,7 +137,7 @@ class Agreement:
             return task.result()
         except Exception as caught:
             with suppress(RuntimeError):  # the store is gone: then the others know
-                line = _line(self.ranks)
+                line = _line(self._key)
                 line.store.set(f"{line.prefix}/trouble", "")
             post = {"step": step, "mine": None, "error": _pack(caught), "lost": _is_lost(caught)}
             self._agree(post, lambda _: None, GRACE, caught)
@@ -144,24 +149,29 @@ class Agreement:
 
     def place(self) -> tuple[Store, str]:
         """The store, and a prefix for what these ranks write there from here to their next agreement."""
-        line = _line(self.ranks)
+        line = _line(self._key)
         return line.store, f"{line.prefix}/after/{line.count}"
 
     def lost(self) -> list[int]:
         """The ranks whose processes are known to have ended."""
-        line = _line(self.ranks)
+        line = _line(self._key)
         return [rank for rank in self.ranks if line.has_lost(rank)]
+
+    def begin(self) -> None:
+        """Take up the line now, in the thread that owns the process group."""
+        if len(self.ranks) > 1:
+            _line(self._key)
 
     def leave(self, cause: BaseException) -> None:
         """Tell the others not to wait for this rank; does nothing where they know the cause."""
         if len(self.ranks) == 1 or cause is self._raised:
             return
         with suppress(RuntimeError):  # the store is gone: then they know
-            line = _line(self.ranks)
+            line = _line(self._key)
             text = _merge({self.rank: _pack(cause)}, len(self.ranks))
             line.store.set(f"{line.prefix}/left", json.dumps(text))
             line.store.set(f"{line.prefix}/trouble", "")
-        _lines.pop(self.ranks, None)
+        _lines.pop(self._key, None)
 
     def _agree(
         self, post: Post, decide: Callable[..., Any], limit: timedelta, error: BaseException | None
@@ -177,7 +187,7 @@ class Agreement:
             if isinstance(error, ParallelismError) and str(error) == str(agreed):
                 agreed = error  # this rank's own, with the traceback of where it arose
             self._raised = agreed
-            _lines.pop(self.ranks, None)
+            _lines.pop(self._key, None)
             if agreed is error:
                 raise agreed from error.__cause__
             raise agreed from (error if agreed is failure else failure)
@@ -188,7 +198,7 @@ class Agreement:
     def _exchange(self, post: Post, decide: Callable[..., Any], limit: timedelta) -> Any:
         step = post["step"]
         try:
-            line = _line(self.ranks)
+            line = _line(self._key)
             line.count += 1
             key = str(line.count)
             if self.rank == self.ranks[0]:
@@ -282,14 +292,20 @@ class Agreement:
         )
 
 
-def _line(ranks: tuple[int, ...]) -> _Line:
-    """The sequence for these ranks over the present store; a new process group starts a new one."""
+def _line(key: _Key) -> _Line:
+    """The sequence for these ranks over the present store; a new process group starts a new one.
+
+    One that is begun goes on where the process group is destroyed meanwhile, by another thread.
+    """
+    line = _lines.get(key)
+    if line is not None and not dist.is_initialized():
+        return line
     store = _torch._get_default_store()
-    line = _lines.get(ranks)
     if line is None or line.store is not store:
-        base = f"composer_dist/{ranks[0]}-{len(ranks)}-{hash(ranks)}"
+        name, ranks = key
+        base = f"composer_dist/{name}{ranks[0]}-{len(ranks)}-{hash(ranks)}"
         generation = store.add(f"{base}/generation/{dist.get_rank()}", 1)
-        line = _lines[ranks] = _Line(store, f"{base}/{generation}")
+        line = _lines[key] = _Line(store, f"{base}/{generation}")
         store.set(f"{line.prefix}/process/{dist.get_rank()}", json.dumps(identify()))
     return line
 

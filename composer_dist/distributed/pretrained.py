@@ -26,6 +26,7 @@ from composer_dist.distributed.layout import Coordinate, Layout, Part
 from composer_dist.distributed.mesh import roles
 from composer_dist.distributed.read_plan import Slab, plan_reads
 from composer_dist.distributed.reading import MIB, Files, read_slabs
+from composer_dist.distributed.remote_files import open_files
 from composer_dist.distributed.safetensors_index import Index, read_index
 from composer_dist.distributed.slices import Blueprint
 from composer_dist.distributed.weight_names import Match, match_names
@@ -85,8 +86,8 @@ class Pretrained:
     """A checkpoint in files, matched with a model."""
 
     index: Index
-    root: Path
-    """The directory of the files as this rank knows it."""
+    root: Path | str
+    """The directory of the files as this rank knows it, or a URL."""
     match: Match
     agreement: Agreement
     bytes_read: int = 0
@@ -123,7 +124,7 @@ class Pretrained:
         index = Index.unpack(packed)
         root = here if here.is_dir() else here.parent
         with agreement.together("the checkpoint's names"):
-            match = match_names(structure, index.entries, root.name, index.adapter)
+            match = match_names(structure, index.tensors, root.name, index.adapter)
             match.check(structure, index.entries, strict)
             with Files(root, index.files) as files:
                 for name, twin in match.twins:
@@ -156,7 +157,7 @@ class Pretrained:
         Raises:
             CheckpointRuntimeError: a file cannot be read, on whichever rank.
         """
-        with self.agreement.together("reading the weights"), Files(self.root, self.index.files) as files:
+        with self.agreement.together("reading the weights"), open_files(self.root, self.index.files) as files:
             slabs = [
                 slab for target, part in _parts(targets) for slab in self._slabs(target, part, bucket_bytes)
             ]
@@ -172,7 +173,7 @@ class Pretrained:
     def read(self, name: str, whole: torch.Tensor) -> None:
         """Read all of one tensor, on this rank alone."""
         target = Target(name, Layout(tuple(whole.shape)), whole, None)
-        with Files(self.root, self.index.files) as files:
+        with open_files(self.root, self.index.files) as files:
             self.bytes_read += read_slabs(
                 list(self._slabs(target, target.layout.part(Coordinate()), 0)), files
             )

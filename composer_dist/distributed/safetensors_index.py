@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from composer_dist.distributed.slices import Blueprint, Box, Dims
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
 
 DTYPES = {
@@ -67,6 +68,10 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
 
+Pieces = tuple[Dims, torch.dtype, list[tuple[Dims, Dims, str]]]
+"""A tensor's shape and dtype, and of each piece where it begins, its strides in the file, its entry."""
+
+
 @dataclass(frozen=True)
 class Index:
     """The tensors of a checkpoint."""
@@ -78,6 +83,26 @@ class Index:
     entries: dict[str, Entry]
     header_bytes: int = 0
     """How much was read to learn this."""
+    pieces: dict[str, Pieces] | None = None
+    """Tensors that are stored in pieces, by name; None: every entry is a whole tensor."""
+
+    @property
+    def tensors(self) -> dict[str, Blueprint]:
+        """Every tensor by name, as made of the entries."""
+        if self.pieces is None:
+            return {name: Blueprint.stored(name, one.shape, one.dtype) for name, one in self.entries.items()}
+        return {
+            name: Blueprint.made_of(
+                [
+                    Box(entry, start, self.entries[entry].shape, 0, strides)
+                    for start, strides, entry in parts
+                    if self.entries[entry].nbytes
+                ],
+                shape,
+                dtype,
+            )
+            for name, (shape, dtype, parts) in self.pieces.items()
+        }
 
     @property
     def adapter(self) -> bool:
@@ -86,25 +111,54 @@ class Index:
 
     def pack(self) -> str:
         """Everything in one line of text, to send to other ranks."""
-        names = {dtype: name for name, dtype in DTYPES.items()}
         entries = {
-            name: [one.file, names[one.dtype], one.shape, one.offset] for name, one in self.entries.items()
+            name: [one.file, spell(one.dtype), one.shape, one.offset] for name, one in self.entries.items()
         }
-        text = json.dumps([self.root, self.files, entries])
+        pieces = {
+            name: [shape, spell(dtype), parts] for name, (shape, dtype, parts) in (self.pieces or {}).items()
+        }
+        text = json.dumps([self.root, self.files, entries, pieces])
         return base64.b85encode(zlib.compress(text.encode())).decode()
 
     @classmethod
     def unpack(cls, packed: str) -> Index:
         """The inverse of `pack`, but for the header bytes, which only the sender has read."""
-        root, files, entries = json.loads(zlib.decompress(base64.b85decode(packed)))
+        root, files, entries, pieces = json.loads(zlib.decompress(base64.b85decode(packed)))
         return cls(
             root,
             tuple((name, size) for name, size in files),
             {
-                name: Entry(file, DTYPES[dtype], tuple(shape), offset)
+                name: Entry(file, unspell(dtype), tuple(shape), offset)
                 for name, (file, dtype, shape, offset) in entries.items()
             },
+            pieces=None
+            if not pieces
+            else {
+                name: (
+                    tuple(shape),
+                    unspell(dtype),
+                    [(tuple(start), tuple(strides), entry) for start, strides, entry in parts],
+                )
+                for name, (shape, dtype, parts) in pieces.items()
+            },
         )
+
+
+def spell(dtype: torch.dtype) -> str:
+    """A dtype's name without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def unspell(name: str) -> torch.dtype:
+    """The inverse of `spell`.
+
+    Raises:
+        CheckpointValueError: this torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointValueError(f"The checkpoint has tensors of dtype {name!r}, which this torch lacks.")
+    return dtype
 
 
 def read_index(path: Path) -> Index:

@@ -64,11 +64,12 @@ class Match:
 
 
 def match_names(
-    structure: Structure, entries: Mapping[str, Entry], directory: str, adapter: bool = False
+    structure: Structure, given: Mapping[str, Blueprint], directory: str, adapter: bool = False
 ) -> Match:
     """Find the tensor of the model that each tensor of a checkpoint is meant for.
 
     Args:
+        given: the tensors of the checkpoint.
         directory: the name of where the checkpoint lies, which may be an adapter's.
         adapter: it is known to be an adapter's.
 
@@ -76,7 +77,6 @@ def match_names(
         CheckpointValueError: it is an adapter's and the model has none, or it is not clear which;
             transformers would have to compute; two tensors of the checkpoint are for one of the model.
     """
-    given = {name: Blueprint.stored(name, entry.shape, entry.dtype) for name, entry in entries.items()}
     names = _Names.of(structure)
     own = adapter_entries(structure, directory)
     clean = [canonical_name(name) for name in given]

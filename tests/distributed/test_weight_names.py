@@ -60,7 +60,7 @@ def lora(model: nn.Module, **options: Any) -> Any:
 def matched(model: nn.Module, path: Path, strict: bool = True) -> Match:
     structure, index = read_structure(model), read_index(path)
     root = path if path.is_dir() else path.parent
-    match = match_names(structure, index.entries, root.name, index.adapter)
+    match = match_names(structure, index.tensors, root.name, index.adapter)
     match.check(structure, index.entries, strict)
     return match
 

@@ -1,0 +1,39 @@
+"""The newest checkpoint whose bytes are those that were written."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+from composer_dist.checkpoint.async_save import finish_pending
+from composer_dist.checkpoint.opened import open_checkpoint
+from composer_dist.checkpoint.storage import beside
+from composer_dist.distributed.agreement import Agreement
+from composer_dist.errors import CheckpointError
+
+
+def latest_checkpoint(directory: str | os.PathLike[str], *, verify: bool = True) -> str | None:
+    """The path of the newest complete checkpoint in a directory; None where there is none.
+
+    All ranks call it. One that is damaged is passed over, with a warning.
+
+    Args:
+        directory: of checkpoints, a path or an fsspec URL; the first rank's counts.
+        verify: compare all bytes with their checksums, every rank a share; `load_checkpoint` need not then.
+    """
+    finish_pending()
+    agreement = Agreement()
+    found: list[str] = agreement.reach(
+        "the checkpoints there are", os.fspath(directory), lambda asked: beside(asked[0])
+    )
+    for path in found:
+        try:
+            with agreement.together("verifying a checkpoint"):
+                opened = open_checkpoint(path)
+                if verify:
+                    opened.verify(agreement.ranks.index(agreement.rank), len(agreement.ranks))
+        except CheckpointError as error:
+            warnings.warn(f"{path} is passed over: {error}", UserWarning, stacklevel=2)
+        else:
+            return path
+    return None

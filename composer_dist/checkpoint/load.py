@@ -1,0 +1,139 @@
+"""Loading checkpoints onto whatever mesh there is now: every rank reads what it holds."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from composer_dist.checkpoint.async_save import finish_pending
+from composer_dist.checkpoint.contents import bare, model_of, models_in
+from composer_dist.checkpoint.loading import Faults, Part, plan_model, plan_optimizer, plan_value
+from composer_dist.checkpoint.opened import Opened, open_checkpoint
+from composer_dist.distributed.agreement import Agreement
+from composer_dist.errors import CheckpointError, CheckpointValueError
+
+BARE = "the state"
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    state: MutableMapping[str, Any] | nn.Module | Optimizer | None = None,
+    *,
+    strict: bool = True,
+    model: nn.Module | None = None,
+    verify: bool = True,
+    allow_pickle: bool = False,
+) -> dict[str, Any]:
+    """Restore from a checkpoint what the state holds, on all ranks together, on any mesh.
+
+    Models and optimizers get their values in place, whatever the mesh was when they were saved; parameters
+    on the meta device become real. What has `load_state_dict` is restored by it; other values of the mapping
+    are replaced. Everything is checked before anything is changed.
+
+    Args:
+        path: a directory or file of `save_checkpoint`, or a single file of Composer, Lightning Fabric or
+            PyTorch Lightning; the first rank's counts.
+        state: what to restore, by key; or a single model or optimizer, for a file with the bare state of one;
+            None restores nothing and returns everything, tensors in full.
+        strict: whatever is asked for must be there, and all that was saved of a model must have a place.
+            Otherwise what fits is loaded, and a warning lists the rest.
+        model: what an optimizer belongs to, where the state has no model.
+        verify: compare all bytes with their checksums first; every rank does a share.
+        allow_pickle: let the checkpoint's pickles run any code; for those from whom you trust.
+
+    Returns:
+        What else was in the checkpoint, by key; states of models and optimizers only if `state` is None.
+
+    Raises:
+        CheckpointKeyError: names that are missing or unexpected, all of them.
+        CheckpointValueError: no checkpoint, a damaged one, or shapes that differ.
+        CheckpointRuntimeError: a file cannot be read.
+    """
+    finish_pending()
+    agreement = Agreement()
+    opened = _open(path, allow_pickle, verify, agreement)
+    if state is None:
+        with agreement.together("reading the checkpoint"):
+            return {key: opened.value(code) for key, code in opened.structure.items()}
+    if isinstance(state, (nn.Module, Optimizer)):
+        opened = _as_bare(opened)
+        state = {BARE: state}
+    faults = Faults(strict)
+    with agreement.together("matching the checkpoint"):
+        parts = _plan(opened, state, model, faults)
+        faults.report(str(path))
+    with agreement.together("preparing to load"):
+        for part in parts:
+            part.prepare()
+    for part in parts:
+        part.load(agreement)
+    return _rest(opened, state)
+
+
+def _open(path: str | os.PathLike[str], allow_pickle: bool, verify: bool, agreement: Agreement) -> Opened:
+    """The checkpoint, which all ranks see alike, verified."""
+    agreed = agreement.reach("the checkpoint's place", os.fspath(path), lambda paths: paths[0])
+    with agreement.together("opening the checkpoint"):
+        opened = open_checkpoint(agreed, allow_pickle)
+
+    def compare(digests: list[str]) -> None:
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise CheckpointValueError(f"Ranks 0 and {rank} see different checkpoints at {agreed}.")
+
+    agreement.reach("the checkpoint", opened.digest(), compare)
+    if verify:
+        with agreement.together("verifying the checkpoint"):
+            opened.verify(agreement.ranks.index(agreement.rank), len(agreement.ranks))
+    return opened
+
+
+def _plan(
+    opened: Opened, state: MutableMapping[str, Any], model: nn.Module | None, faults: Faults
+) -> list[Part]:
+    """What is to be done for each key; what does not fit goes to `faults`."""
+    parts: list[Part] = []
+    models = models_in(state, model)
+    for key, value in state.items():
+        if key not in opened.structure:
+            faults.missing.append(key)
+        elif isinstance(value, nn.Module):
+            parts.append(plan_model(opened, key, bare(value), faults))
+        elif isinstance(value, Optimizer):
+            parts.append(plan_optimizer(opened, key, value, model_of(value, models), faults))
+        else:
+            parts.append(plan_value(opened, key, state))
+    return parts
+
+
+def _as_bare(opened: Opened) -> Opened:
+    """A file with the state of one model or optimizer, as a checkpoint with a single key.
+
+    Raises:
+        CheckpointValueError: it is a directory.
+    """
+    if opened.sharded:
+        raise CheckpointValueError(
+            f"{opened.where} is a directory with keys ({', '.join(opened.structure)}), and not a file with "
+            'the bare state of one model or optimizer; load_checkpoint(path, {"key": ...}).'
+        )
+    opened.structure = {BARE: {"dict": [[key, code] for key, code in opened.structure.items()]}}
+    return opened
+
+
+def _rest(opened: Opened, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain values that nobody asked for; those that only an unsafe reader could read are warned of."""
+    rest: dict[str, Any] = {}
+    for key, code in opened.structure.items():
+        if key in state or opened.kinds.get(key, "value") != "value":
+            continue
+        try:
+            rest[key] = opened.value(code)
+        except CheckpointError as error:
+            warnings.warn(f"{key!r} of the checkpoint is left out: {error}", UserWarning, stacklevel=3)
+    return rest

@@ -1,0 +1,121 @@
+"""Saving checkpoints: everything by name, every byte once, all or nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from composer_dist.checkpoint.async_save import PendingSave, finish_pending, in_background
+from composer_dist.checkpoint.contents import Filters, check_contents, extract, kind_of, models_in
+from composer_dist.checkpoint.single_file import SavingFile
+from composer_dist.checkpoint.storage import Place, place_of
+from composer_dist.checkpoint.saving import Saving
+from composer_dist.distributed.agreement import Agreement
+from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    sharded: bool = True,
+    filter: Filters = None,
+    asynchronous: bool = False,
+    keep: int | None = None,
+    model: nn.Module | None = None,
+) -> PendingSave | None:
+    """Save models, optimizers and whatever else a run consists of, on all ranks together.
+
+    The checkpoint appears at `path` in one step, when all of it is on the disk. One that is there stays
+    valid until then; other files in its directory stay.
+
+    Args:
+        path: a path that all ranks see, or an fsspec URL; the first rank's counts.
+        state: by key. A model is saved by its `state_dict()` names, an optimizer by its parameters' names,
+            what has `state_dict` and `load_state_dict` by its state; tensors and plain values as they are, of
+            which those of the first rank count.
+        sharded: a directory, in the format of torch.distributed.checkpoint, to which every rank writes
+            what it holds. Otherwise one file, which `torch.load` reads, written by the first rank.
+        filter: `(name, value) -> bool` says what of the models is saved; or such functions by key.
+        asynchronous: return once everything has been copied to host memory, and write in the background.
+            The next save waits for it; `PendingSave.check` and `wait` raise what went wrong.
+        keep: of the checkpoints in the same directory, this one included, the newest that stay.
+        model: what an optimizer belongs to, where the state has no model.
+
+    Returns:
+        With `asynchronous` the save under way.
+
+    Raises:
+        CheckpointValueError: nothing to save, no (parallel) model, ranks that differ, or something that
+            cannot be pickled.
+        CheckpointIsADirectoryError: not `sharded`, and there is a directory that is no checkpoint.
+        CheckpointRuntimeError: it cannot be written.
+    """
+    finish_pending()
+    agreement = Agreement()
+    place, token = _reserve(path, state, sharded, filter, keep, model, agreement)
+    try:
+        models = models_in(state, model)
+        with agreement.together("the states to save"):
+            contents = {
+                key: (kind_of(value), extract(key, value, models, filter, whole=not sharded))
+                for key, value in state.items()
+            }
+        job: Saving | SavingFile
+        if sharded:
+            job = Saving.plan(place, token, keep, contents, agreement)
+        else:
+            values = {key: value for key, (_, value) in contents.items()}
+            job = SavingFile.gather(place, token, keep, values, agreement)
+        if asynchronous:
+            return in_background(job)
+    except BaseException:
+        if agreement.rank == agreement.ranks[0]:
+            place.discard(token)
+        raise
+    job.run(agreement)
+    return None
+
+
+def _reserve(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    sharded: bool,
+    filters: Filters,
+    keep: int | None,
+    model: nn.Module | None,
+    agreement: Agreement,
+) -> tuple[Place, str]:
+    """Where to save to, as the first rank says; nothing has been changed when this raises."""
+    error: Exception | None = None
+    post: list[Any] = []
+    try:
+        check_contents(state, model, filters)
+        if keep is not None and keep < 1:
+            raise CheckpointValueError(f"keep={keep}: at least the checkpoint itself stays.")
+        post = [os.fspath(path), sharded, keep, [[key, kind_of(value)] for key, value in state.items()]]
+    except Exception as caught:
+        error = caught
+
+    def decide(posts: list[list[Any]]) -> list[str]:
+        for rank, other in enumerate(posts):
+            if other[1:] != posts[0][1:]:
+                raise CheckpointValueError(
+                    f"Ranks 0 and {rank} save differently: {posts[0][1:]} and {other[1:]}. Every rank must "
+                    "pass the same keys and options."
+                )
+        try:
+            where = place_of(posts[0][0])
+            return [os.fspath(where.path), where.reserve(sharded)]
+        except OSError as failed:
+            if isinstance(failed, CheckpointError):
+                raise
+            raise CheckpointRuntimeError(
+                f"Cannot save to {posts[0][0]}: {failed.strerror or failed}."
+            ) from failed
+
+    agreed, token = agreement.reach("the place of the checkpoint", post, decide, error)
+    return place_of(agreed), token

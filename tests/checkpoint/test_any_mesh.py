@@ -1,0 +1,66 @@
+"""Saved on one mesh, loaded on another: bit-equal, optimizer included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.runs import MESHES, assert_same, load_run, save_run
+from tests.distributed.tp_models import gpt2, llama, phi3
+from tests.world import run
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+
+def make_gpt2(seed: int) -> nn.Module:
+    """Fused matrices, cut in groups of columns."""
+    torch.manual_seed(seed)
+    return gpt2()
+
+
+def make_phi3(seed: int) -> nn.Module:
+    """Fused matrices, cut in groups of rows."""
+    torch.manual_seed(seed)
+    return phi3()
+
+
+def make_llama(seed: int) -> nn.Module:
+    """Column- and row-wise parallel matrices."""
+    torch.manual_seed(seed)
+    return llama()
+
+
+@pytest.mark.parametrize("sharded", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "saved", ["fsdp2", "hsdp", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("plain", "ddp"))]
+)
+def test_p58_any_mesh_to_any_mesh(tmp_path: Path, saved: str, sharded: bool) -> None:
+    path = str(tmp_path / "checkpoint")
+    before = run(save_run, MESHES[saved][0], path, saved, sharded=sharded)[0]
+    for loaded in ("plain", "fsdp4" if saved != "hsdp" else "fsdp2", "ddp", "hsdp"):
+        for after in run(load_run, MESHES[loaded][0], path, loaded):
+            assert_same(before, after)
+
+
+@pytest.mark.parametrize("make", [make_gpt2, make_phi3, pytest.param(make_llama, marks=pytest.mark.slow)])
+def test_p58_tensor_parallel_and_back(tmp_path: Path, make: object) -> None:
+    path, other = str(tmp_path / "one"), str(tmp_path / "other")
+    before = run(save_run, 2, path, "fsdp2", make)[0]
+    meshes = ("tp", "fsdp_tp", "plain") if make is make_gpt2 else ("fsdp_tp", "plain")
+    for loaded in meshes:
+        for after in run(load_run, MESHES[loaded][0], path, loaded, make, other):
+            assert_same(before, after)
+        path, other = other, path
+
+
+def test_p58_2_to_1_to_4_to_2x2_to_tp(tmp_path: Path) -> None:
+    path = str(tmp_path / "0")
+    before = run(save_run, 2, path, "fsdp2", make_llama)[0]
+    for number, mesh in enumerate(("fsdp1", "fsdp4", "hsdp", "tp"), 1):
+        other = str(tmp_path / str(number))
+        for after in run(load_run, MESHES[mesh][0], path, mesh, make_llama, other):
+            assert_same(before, after)
+        path = other
