@@ -10,9 +10,9 @@ from torch import nn
 
 from composer_dist.checkpoint.async_save import PendingSave, finish_pending, in_background
 from composer_dist.checkpoint.contents import Filters, check_contents, extract, kind_of, models_in
+from composer_dist.checkpoint.saving import Saving
 from composer_dist.checkpoint.single_file import SavingFile
 from composer_dist.checkpoint.storage import Place, place_of
-from composer_dist.checkpoint.saving import Saving
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
 
