@@ -94,12 +94,14 @@ class FineTuningPhases(Callback):
         """The number of the present phase."""
         self._progress = Progress()
         self._best: Snapshot | None = None
+        self._is_best = False
         self._fitting = False
         self._fixed: list[nn.Module] = []
 
     def init(self, state: State, logger: Logger) -> None:
         """Freezes what is not of phase 0."""
         self._state, self.phase, self._progress, self._best = state, 0, Progress(), None
+        self._is_best = False
         self.phases = self._schedule or tuple(default_phases(state.model))
         with Agreement().together("the phases of fine-tuning"):
             self.parameters = plan_phases(self.phases, state.model)
@@ -158,8 +160,17 @@ class FineTuningPhases(Callback):
         """Measures any other metric."""
         self._measure(None)
 
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Keeps the weights if they were the best so far; an EMA may have lent its own to the evaluation."""
+        self._keep_best()
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Likewise."""
+        self._keep_best()
+
     def fit_end(self, state: State, logger: Logger) -> None:
         """What is evaluated from now on says nothing about the phase."""
+        self._keep_best()
         self._fitting = False
 
     def close(self, state: State, logger: Logger) -> None:
@@ -170,6 +181,7 @@ class FineTuningPhases(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is in the schedule, and the best weights of the phase."""
+        self._keep_best()
         return {
             "phase": self.phase,
             "parameters": self.parameters[: self.phase + 1],
@@ -247,7 +259,13 @@ class FineTuningPhases(Callback):
         if self._progress.measured == state.timestamp.batch:
             return
         if self._progress.measure(until, state) and self._restore_best:
-            self._best = take_snapshot(state.model, state.optimizers)
+            self._is_best = True
+
+    def _keep_best(self) -> None:
+        """Takes the weights whose evaluation was the best; after it, for then the model has its own again."""
+        if self._is_best:
+            self._best = take_snapshot(self._state.model, self._state.optimizers)
+            self._is_best = False
 
     def _return_to_best(self) -> None:
         if self._best is not None:

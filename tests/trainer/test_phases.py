@@ -18,7 +18,7 @@ from composer_dist.distributed.config import FSDP2Config, ParallelismConfig, Rul
 from composer_dist.distributed.names import canonical_name
 from composer_dist.errors import CheckpointValueError, ParallelismKeyError, ParallelismValueError
 from composer_dist.trainer import Callback, FineTuningPhases, NoImprovement, Phase
-from tests.trainer.models import World, same, weights
+from tests.trainer.models import World, quiet, same, weights
 from tests.trainer.phase_models import (
     BATCHES,
     DDP,
@@ -28,8 +28,10 @@ from tests.trainer.phase_models import (
     PHASES,
     TP,
     UP,
+    Recorder,
     adamw,
     by_hand,
+    data,
     mine,
     net,
     phased,
@@ -244,6 +246,37 @@ def test_p75_a_phase_ends_with_its_best_weights(world2: World, config: Any) -> N
         assert not torch.equal(before[4][HEAD[0]], after[3][HEAD[0]])
         for found, want in zip(after[4:], expected[2:], strict=True):
             same(found, want)
+
+
+class Lent(Callback):
+    """Gives the model other weights while it is evaluated, as an average of them does."""
+
+    def eval_before_all(self, state: Any, logger: Any) -> None:
+        with torch.no_grad():
+            state.model.get_parameter(HEAD[0]).add_(1)
+
+    def eval_after_all(self, state: Any, logger: Any) -> None:
+        with torch.no_grad():
+            state.model.get_parameter(HEAD[0]).sub_(1)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_p75_the_best_weights_are_those_that_were_trained(first: bool) -> None:
+    phases = FineTuningPhases([Phase("module.head", until=by_score()), Phase("rest")])
+    others = [Scores(1, 3, 2, 2, 1, 1, 1, 1), Lent()]
+    recorder = Recorder()
+    model = net()
+    trainer, _ = quiet(
+        model,
+        optimizers=adamw(model),
+        callbacks=[others[0], phases, others[1], recorder] if first else [*others, phases, recorder],
+        train_dataloader=data(),
+        max_duration="1ep",
+        eval_interval="1ba",
+        eval_dataloader=data()[:1],
+    )
+    trainer.fit()
+    same(recorder.before[4], recorder.weights[1])
 
 
 def test_p75_without_restore_best_a_phase_goes_on_from_its_last_weights() -> None:
