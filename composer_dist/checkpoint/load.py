@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from torch import nn
@@ -26,6 +26,7 @@ def load_checkpoint(
     *,
     strict: bool = True,
     model: nn.Module | None = None,
+    ignore: Callable[[str], bool] = lambda name: False,
     verify: bool = True,
     allow_pickle: bool = False,
 ) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def load_checkpoint(
         strict: whatever is asked for must be there, and all that was saved of a model must have a place.
             Otherwise what fits is loaded, and a warning lists the rest.
         model: what an optimizer belongs to, where the state has no model.
+        ignore: says of a name, such as "model.head.weight", whether it is left as it is, there and here.
         verify: compare all bytes with their checksums first; every rank does a share.
         allow_pickle: let the checkpoint's pickles run any code; for those from whom you trust.
 
@@ -63,7 +65,7 @@ def load_checkpoint(
     if isinstance(state, (nn.Module, Optimizer)):
         opened = _as_bare(opened)
         state = {BARE: state}
-    faults = Faults(strict)
+    faults = Faults(strict, ignore)
     with agreement.together("matching the checkpoint"):
         parts = _plan(opened, state, model, faults)
         faults.report(str(path))

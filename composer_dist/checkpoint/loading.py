@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,6 +38,8 @@ class Faults:
     """What does not fit, of all keys."""
 
     strict: bool
+    ignore: Callable[[str], bool]
+    """Whether nobody asks for a name."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
@@ -146,7 +148,8 @@ def plan_model(opened: Opened, key: str, model: nn.Module, faults: Faults) -> _M
     faults.missing += [
         f"{key}.{name}"
         for name, target in expected.items()
-        if (id(target) not in present if isinstance(target, Tensor) else name not in plan.objects)
+        if not faults.ignore(f"{key}.{name}")
+        and (id(target) not in present if isinstance(target, Tensor) else name not in plan.objects)
     ]
     return plan
 
@@ -157,7 +160,7 @@ def _entries(opened: Opened, key: str, faults: Faults) -> Iterator[tuple[str, An
     if tag not in ("dict", "ordered"):
         faults.misfits.append(f"{key} is no model's state there")
         return
-    yield from pairs
+    yield from (pair for pair in pairs if not faults.ignore(f"{key}.{pair[0]}"))
 
 
 @dataclass
@@ -193,9 +196,10 @@ def plan_optimizer(
     names = parameter_names(model, optimizer)
     held = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     known = dict.fromkeys([*state, *(name for group in groups or () for name in group["params"])])
-    faults.missing += [f"{key}.{name}" for name in held if name not in known]
+    wanted = [name for name in held if not faults.ignore(f"{key}.{name}")]
+    faults.missing += [f"{key}.{name}" for name in wanted if name not in known]
     faults.unexpected += [f"{key}.{name}" for name in known if name not in held]
-    described = {name: state.get(name, {}) for name in held if name in known}
+    described = {name: state.get(name, {}) for name in wanted if name in known}
     return _Optimizer(opened, optimizer, model, described, groups, paths)
 
 

@@ -98,7 +98,11 @@ class HuggingFaceModel(ComposerModel):
                 f"HuggingFaceModel takes batches that are mappings, not {type(batch).__name__}; have "
                 "the collate function name its tensors (input_ids, labels, ...)."
             )
-        return self.model(**{key: value for key, value in batch.items() if key in self._arguments})
+        inputs = {key: value for key, value in batch.items() if key in self._arguments}
+        if "position_ids" in inputs and "attention_mask" not in inputs and "use_cache" in self._arguments:
+            # With a cache, transformers does not look for packed documents: they would attend to each other.
+            inputs.setdefault("use_cache", False)
+        return self.model(**inputs)
 
     def loss(self, outputs: Any, batch: Any) -> Any:
         """The loss that the model computed from the batch's labels."""

@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "Callback": f"{__name__}.callbacks",
+        "CheckpointSaver": f"{__name__}.callbacks",
         "ConsoleLogger": f"{__name__}.loggers",
         "DistributedDataLoader": f"{__name__}.dataloader",
         "EarlyStopping": f"{__name__}.callbacks",
@@ -26,10 +27,13 @@ __getattr__, __dir__, __all__ = lazy_names(
         "NaNMonitor": f"{__name__}.callbacks",
         "NoImprovement": f"{__name__}.phase_schedule",
         "OptimizerMonitor": f"{__name__}.callbacks",
+        "PackedDataset": f"{__name__}.packing",
+        "PackedStream": f"{__name__}.packing",
         "Phase": f"{__name__}.phase_schedule",
         "ProgressBar": f"{__name__}.callbacks",
         "RuntimeEstimator": f"{__name__}.callbacks",
         "SpeedMonitor": f"{__name__}.callbacks",
+        "Resume": f"{__name__}.resuming",
         "State": f"{__name__}.state",
         "TensorBoardLogger": f"{__name__}.loggers",
         "Time": f"{__name__}.time",
@@ -45,6 +49,7 @@ __getattr__, __dir__, __all__ = lazy_names(
 
 if TYPE_CHECKING:
     from composer_dist.trainer.callbacks import Callback as Callback
+    from composer_dist.trainer.callbacks import CheckpointSaver as CheckpointSaver
     from composer_dist.trainer.callbacks import EarlyStopping as EarlyStopping
     from composer_dist.trainer.callbacks import Generate as Generate
     from composer_dist.trainer.callbacks import GradientNorm as GradientNorm
@@ -66,12 +71,15 @@ if TYPE_CHECKING:
     from composer_dist.trainer.loggers import TensorBoardLogger as TensorBoardLogger
     from composer_dist.trainer.loggers import WandBLogger as WandBLogger
     from composer_dist.trainer.options import GradientClipping as GradientClipping
+    from composer_dist.trainer.packing import PackedDataset as PackedDataset
+    from composer_dist.trainer.packing import PackedStream as PackedStream
     from composer_dist.trainer.phase_schedule import NoImprovement as NoImprovement
     from composer_dist.trainer.phase_schedule import Phase as Phase
     from composer_dist.trainer.phase_schedule import default_phases as default_phases
     from composer_dist.trainer.phase_schedule import dump_schedule as dump_schedule
     from composer_dist.trainer.phase_schedule import load_schedule as load_schedule
     from composer_dist.trainer.phases import FineTuningPhases as FineTuningPhases
+    from composer_dist.trainer.resuming import Resume as Resume
     from composer_dist.trainer.state import State as State
     from composer_dist.trainer.time import Time as Time
     from composer_dist.trainer.time import Timestamp as Timestamp

@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -52,6 +52,8 @@ class Fed:
     tokens: int
     seconds: float
     """Rank 0's clock when it had its batch."""
+    alarmed: bool = False
+    """Whether any rank raised the alarm, before it fetched its batch."""
 
 
 class _Status(IntEnum):
@@ -104,17 +106,19 @@ class Feed:
         self.length: int | None = None
         """The most batches that any rank has, where all know it; from the first `next` on."""
 
-    def next(self, stop: bool = False) -> Fed | None:
+    def next(self, stop: bool = False, alarm: bool = False) -> Fed | None:
         """The next batch; None when all ranks have run out (`ended`), or any wishes to `stop`.
 
         Raises:
             ParallelismError: on every rank: a dataloader failed, or a rank has no batch at all.
         """
         if self._held is None:
-            self._held, self.stopped = self._agree(stop)
+            self._held, self.stopped = self._agree(stop, alarm)
             self.ended = self._held is None
         else:
             self.stopped = process_group.any_rank(stop)
+            alarmed = self._held.alarmed or process_group.any_rank(alarm)
+            self._held = replace(self._held, alarmed=alarmed)
         if self.stopped:
             return None
         fed, self._held = self._held, None
@@ -132,13 +136,13 @@ class Feed:
     def _holds(self) -> bool:
         return self._held is not None and not self._held.filler
 
-    def _agree(self, stop: bool) -> tuple[Fed | None, bool]:
+    def _agree(self, stop: bool, alarm: bool) -> tuple[Fed | None, bool]:
         status, batch, size, error = self._fetch()
         length = length_of(self.dataloader)
-        row = [status, -1 if length is None else length, stop, self._clock()]
+        row = [status, -1 if length is None else length, stop, alarm, self._clock()]
         row += [size.samples, size.tokens, size.weight]
         table = self._exchange(row)
-        statuses, lengths, stops, clocks, samples, tokens, weights = zip(*table, strict=True)
+        statuses, lengths, stops, alarms, clocks, samples, tokens, weights = zip(*table, strict=True)
         if _Status.FAILED in statuses:
             if self._world == 1 and error is not None:
                 raise error
@@ -157,6 +161,7 @@ class Feed:
             samples=round(sum(samples) * self._share),
             tokens=round(sum(tokens) * self._share),
             seconds=clocks[0],
+            alarmed=any(alarms),
         )
         return fed, any(stops)
 

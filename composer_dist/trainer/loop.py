@@ -115,7 +115,7 @@ class TrainingLoop:
         feed = self._feed
         while not state.finished:
             self._run_event(Event.BEFORE_DATALOADER)
-            fed = feed.next(state.stop_requested)
+            fed = feed.next(state.stop_requested, state.take_alarm())
             if fed is None:
                 break
             self._batch(fed, feed)
@@ -140,7 +140,7 @@ class TrainingLoop:
 
     def _batch(self, fed: Fed, feed: Feed) -> None:
         state = self._state
-        state.batch = fed.batch
+        state.batch, state.alarmed = fed.batch, fed.alarmed
         state.dataloader_len = state.train_length = feed.length
         self._run_event(Event.AFTER_DATALOADER)
         self._run_event(Event.BATCH_START)

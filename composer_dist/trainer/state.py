@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +66,26 @@ class State:
     metric_values: dict[str, float | torch.Tensor] = field(default_factory=dict)
     """The last value of everything that was logged, by name, equal on all ranks."""
     stop_requested: bool = False
+    alarmed: bool = False
+    """Whether any rank raised the alarm before this batch: equal on all ranks."""
+    alarm_raised: bool = False
+    remember: Callable[[], dict[str, Any]] = dict
+    """What a checkpoint holds beside model and optimizers, by key; every rank must ask."""
     evaluated_batch: int | None = None
     """The batch after which `fit` last evaluated."""
 
     def stop_training(self) -> None:
         """Ends the run before the next batch, on every rank, whichever rank asked."""
         self.stop_requested = True
+
+    def raise_alarm(self) -> None:
+        """Lets all ranks find `alarmed` in the next batch: something on this rank needs them together."""
+        self.alarm_raised = True
+
+    def take_alarm(self) -> bool:
+        """Whether this rank has raised the alarm since the last call."""
+        raised, self.alarm_raised = self.alarm_raised, False
+        return raised
 
     def state_dict(self) -> dict[str, Any]:
         """What a later process must know to go on: plain values only."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -29,6 +30,7 @@ from composer_dist.trainer.loop import LoopOptions, TrainingLoop
 from composer_dist.trainer.microbatch import MicrobatchSize
 from composer_dist.trainer.options import GradientClipping
 from composer_dist.trainer.randomness import generator_states, set_generator_states
+from composer_dist.trainer.resuming import Resume, resume_run
 from composer_dist.trainer.run_state import load_run_state, run_state
 from composer_dist.trainer.sampling import check_sampler, placed
 from composer_dist.trainer.seeding import seed_all
@@ -73,6 +75,8 @@ class Trainer:
             they are missing.
         loggers: where metrics go.
         progress_bar: show one, on rank 0.
+        resume: go on from a checkpoint: its path, or a `Resume`; True finds the newest one of the
+            `CheckpointSaver` among the callbacks, and begins anew where there is none yet.
 
     Raises:
         ParallelismValueError: several ranks and neither a `parallelism_config` nor a prepared
@@ -103,6 +107,7 @@ class Trainer:
         callbacks: Callback | Sequence[Callback] = (),
         loggers: LoggerDestination | Sequence[LoggerDestination] = (),
         progress_bar: bool = True,
+        resume: Resume | str | os.PathLike[str] | bool | None = None,
     ) -> None:
         checks.check_model(model)
         checks.check_microbatch_size(device_train_microbatch_size)
@@ -115,6 +120,7 @@ class Trainer:
         self._eval_dataloader = eval_dataloader
         self._eval_loss = eval_loss
         interval = checks.positive("eval_interval", eval_interval)
+        resume = Resume.of(resume)
         clipping = GradientClipping.of(gradient_clipping)
         optimizers = checks.listed("optimizers", optimizers, Optimizer)
         destinations = checks.listed("loggers", loggers, LoggerDestination)
@@ -172,6 +178,11 @@ class Trainer:
             }
         )
         self.run_event(Event.INIT)
+        self.state.remember = self.state_dict
+        self.resumed_from: str | None = None
+        """The checkpoint with which this Trainer began."""
+        if resume is not None:
+            self.resumed_from = resume_run(resume, self.state, self.callbacks, self.load_state_dict)
 
     def fit(
         self,

@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "Callback": f"{__name__}.base",
+        "CheckpointSaver": f"{__name__}.checkpoint_saver",
         "EarlyStopping": f"{__name__}.early_stopping",
         "Generate": f"{__name__}.generate",
         "GradientNorm": f"{__name__}.gradient_norm",
@@ -23,6 +24,7 @@ __getattr__, __dir__, __all__ = lazy_names(
 
 if TYPE_CHECKING:
     from composer_dist.trainer.callbacks.base import Callback as Callback
+    from composer_dist.trainer.callbacks.checkpoint_saver import CheckpointSaver as CheckpointSaver
     from composer_dist.trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from composer_dist.trainer.callbacks.generate import Generate as Generate
     from composer_dist.trainer.callbacks.gradient_norm import GradientNorm as GradientNorm

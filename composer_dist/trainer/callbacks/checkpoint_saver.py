@@ -1,0 +1,191 @@
+"""Saves the run every so often, at its end, and when the process is asked to end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer_dist.distributed import process_group
+from composer_dist.errors import ParallelismError, ParallelismValueError
+from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.every import Every
+from composer_dist.trainer.preemption import EXIT_STATUS, SigtermWatch
+from composer_dist.trainer.time import Time, Timestamp
+
+if TYPE_CHECKING:
+    from composer_dist.checkpoint import PendingSave
+    from composer_dist.trainer.loggers.logger import Logger
+    from composer_dist.trainer.state import State
+
+_log = logging.getLogger("composer_dist")
+
+
+class CheckpointSaver(Callback):
+    """Saves all that a run consists of, so that another process goes on as if nothing had happened.
+
+    A checkpoint holds the model, the optimizers, and what `Trainer.state_dict` gives: clock,
+    schedulers, callbacks, the place in the data, each rank's random generators.
+
+    While `fit` runs, SIGTERM does not end the process: all ranks finish the batch under way, or the
+    one after it, save, and end with `SystemExit(143)`. The handler is then the one from before again.
+
+    Args:
+        folder: where checkpoints go, a path that all ranks see or an fsspec URL.
+        interval: how often; an integer means epochs. None: only at the end.
+        filename: of a checkpoint; `{epoch}`, `{batch}`, `{sample}` and `{token}` are filled in.
+        keep: how many stay, the newest, those of earlier processes included; None keeps all.
+        asynchronous: go on training while a checkpoint is written; at most one is at a time.
+        latest: name of a link in the folder to the newest checkpoint; where links are impossible it is
+            a file with its name. None makes none.
+        on_sigterm: save and end on SIGTERM.
+
+    Raises:
+        ParallelismValueError: the interval or `keep` is not positive; a filename that never changes.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        interval: Time | str | int | None = "1ep",
+        *,
+        filename: str = "ep{epoch}-ba{batch}",
+        keep: int | None = 3,
+        asynchronous: bool = True,
+        latest: str | None = "latest",
+        on_sigterm: bool = True,
+    ) -> None:
+        self.folder = os.fspath(folder)
+        self._every = None if interval is None else Every("interval", interval)
+        self._filename = filename
+        if keep is not None and keep < 1:
+            raise ParallelismValueError(f"keep={keep}: the newest checkpoint always stays; None keeps all.")
+        if self._name(Timestamp()) == self._name(Timestamp(epoch=1, batch=1, sample=1, token=1)):
+            raise ParallelismValueError(
+                f"filename={filename!r} would be the same for all checkpoints; put {{batch}} into it."
+            )
+        self._keep = keep
+        self._asynchronous = asynchronous
+        self._latest = latest
+        self._on_sigterm = on_sigterm
+        self._sigterm: SigtermWatch | None = None
+        self._pending: PendingSave | None = None
+        self._writing: str = ""
+        """The path of the last save, until it is complete and `latest` points to it."""
+        self._saved: Timestamp | None = None
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Watches for SIGTERM; what has passed of the interval counts as saved."""
+        if self._every is not None:
+            self._every.start(state)
+        if self._on_sigterm:
+            self._sigterm = SigtermWatch(state.raise_alarm)
+            self._sigterm.install()
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Saves if it is time; ends the process if it has been asked to."""
+        if state.alarmed:
+            self._finish()
+            self._end_if_asked(state)
+        if state.timestamp.batch_in_epoch != state.train_length:  # else the epoch ends now, and is saved
+            self._save_if_due(state)
+        if self._pending is not None and self._pending.done:
+            state.raise_alarm()  # all ranks look after it together, after the next batch
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Saves if it is time."""
+        self._save_if_due(state)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Saves, and returns when the checkpoint is complete."""
+        self._save(state)
+        self._finish()
+        self._restore_handler()
+        self._end_if_asked(state)
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Waits for the save under way, and gives the signal back."""
+        self._restore_handler()
+        try:
+            self._finish()
+        except ParallelismError as error:  # another error may be on its way up
+            _log.error("The last checkpoint was not saved: %s", error)
+
+    def _save_if_due(self, state: State) -> None:
+        if self._every is not None and self._every.passed(state):
+            self._save(state)
+
+    def _save(self, state: State) -> None:
+        from composer_dist.checkpoint import save_checkpoint
+
+        now = replace(state.timestamp, seconds=0.0)
+        if self._saved == now:
+            return
+        self._finish()
+        path = f"{self.folder.rstrip('/')}/{self._name(now)}"
+        self._pending = save_checkpoint(
+            path, contents(state), asynchronous=self._asynchronous, keep=self._keep
+        )
+        self._saved, self._writing = now, path
+        if self._pending is None:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait until the save under way is complete; then let `latest` point to it."""
+        pending, self._pending = self._pending, None
+        path, self._writing = self._writing, ""
+        if pending is not None:
+            pending.wait()
+        if path and self._latest and process_group.world_and_rank()[1] == 0:
+            _point(self.folder, self._latest, path.rpartition("/")[2])
+
+    def _end_if_asked(self, state: State) -> None:
+        """All ranks save and end, if SIGTERM has come to any of them."""
+        asked = self._sigterm is not None and self._sigterm.received
+        if not process_group.any_rank(asked):
+            return
+        self._save(state)
+        self._finish()
+        if state.rank == 0:
+            _log.warning("SIGTERM: the run is saved in %s and ends with status %d.", self.folder, EXIT_STATUS)
+        raise SystemExit(EXIT_STATUS)
+
+    def _restore_handler(self) -> None:
+        if self._sigterm is not None:
+            self._sigterm.restore()
+
+    def _name(self, now: Timestamp) -> str:
+        try:
+            return self._filename.format(epoch=now.epoch, batch=now.batch, sample=now.sample, token=now.token)
+        except (KeyError, IndexError) as error:
+            raise ParallelismValueError(
+                f"filename={self._filename!r}: {error} is not known; there are epoch, batch, sample, token."
+            ) from error
+
+
+def contents(state: State, run: bool = True) -> dict[str, Any]:
+    """What a checkpoint is made of, by key; every rank must ask. Without `run`, model and optimizers."""
+    optimizers = {f"optimizer{index or ''}": one for index, one in enumerate(state.optimizers)}
+    return {"model": state.model, **optimizers, **(state.remember() if run else {})}
+
+
+def _point(folder: str, latest: str, name: str) -> None:
+    """Let `latest` lead to a checkpoint, in one step."""
+    if "://" in folder and not folder.startswith("file://"):
+        import fsspec  # type: ignore[import-untyped]
+
+        with fsspec.open(f"{folder.rstrip('/')}/{latest}", "w") as file:
+            file.write(name)
+        return
+    link = Path(folder.removeprefix("file://")) / latest
+    aside = link.with_name(f".{latest}.tmp")
+    with suppress(FileNotFoundError):
+        aside.unlink()
+    try:
+        aside.symlink_to(name)
+    except OSError:  # a file system without links
+        aside.write_text(name)
+    os.replace(aside, link)
