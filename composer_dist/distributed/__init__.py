@@ -15,6 +15,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "ParallelPlan": f"{_HERE}.plan",
         "Preparation": f"{_HERE}.preparation",
         "init_context": f"{_HERE}.steps",
+        "launch": f"{_HERE}.launching",
         "meta_init": f"{_HERE}.steps",
         "prepare_fully_shard": f"{_HERE}.steps",
         "sync_module_states": f"{_HERE}.steps",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from composer_dist.distributed.gradients import clip_grad_value as clip_grad_value
     from composer_dist.distributed.gradients import no_sync as no_sync
     from composer_dist.distributed.initialize import assert_no_meta as assert_no_meta
+    from composer_dist.distributed.launching import launch as launch
     from composer_dist.distributed.mesh import build_mesh as build_mesh
     from composer_dist.distributed.mesh import fsdp_mesh as fsdp_mesh
     from composer_dist.distributed.mesh import sampler_kwargs as sampler_kwargs
