@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from composer_dist.distributed import process_group
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
@@ -108,8 +108,8 @@ def _start(call: _Call, n: int, port: int, method: str) -> Any:
     with tempfile.TemporaryDirectory(prefix="composer_dist-") as folder:
         box = Path(folder)
         try:
-            multiprocessing.start_processes(_work, (call, n, port, box), nprocs=n, start_method=method)
-        except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+            start_processes(_work, (call, n, port, box), nprocs=n, start_method=method)
+        except (ProcessRaisedException, ProcessExitedException) as error:
             raise _first_failure(box, error, method) from None
         except (AttributeError, pickle.PicklingError) as error:
             raise ParallelismValueError(
@@ -145,7 +145,7 @@ def _first_failure(box: Path, seen: Exception, method: str) -> Exception:
     if errors := sorted(box.glob("error-*"), key=lambda file: file.stat().st_mtime_ns):
         error: Exception = pickle.loads(errors[0].read_bytes())
         return error
-    if isinstance(seen, multiprocessing.ProcessExitedException):
+    if isinstance(seen, ProcessExitedException):
         how = f"Rank {seen.error_index} ended with {seen.signal_name or f'exit status {seen.exit_code}'}"
         if not (box / f"began-{seen.error_index}").exists() and method != "fork":
             return ParallelismRuntimeError(
