@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from composer_dist.distributed import process_group
@@ -88,7 +88,7 @@ def launch(
             'pass method="spawn".'
         )
     # Held here, so that its port is nobody else's from the start.
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     result: T = (_popen if method == "popen" else _start)(call, n, store.port, method)
     return result
 
