@@ -31,7 +31,10 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/pip
 	touch $@
 
 demo: $(VENV)/.dev
-	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/finetune_lora.py
+	rm -rf runs/demo
+	$(BIN)/composer-dist train examples/demo/english.yaml -n 2
+	$(BIN)/composer-dist train examples/demo/python.yaml -n 2
+	$(BIN)/python examples/demo/reload.py
 
 test: $(VENV)/.dev
 	$(BIN)/pytest

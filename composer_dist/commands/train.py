@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from composer_dist.run.read import Configuration
 
 EXAMPLES = """
 Examples:
@@ -47,8 +46,10 @@ def train(
     launched: Annotated[bool, typer.Option("--launched", hidden=True)] = False,
 ) -> None:
     """Train what a configuration describes."""
+    _hush()
     if dry_run:
-        _print_plan(_read(config, overrides), processes)
+        with _told(launched):
+            typer.echo(_plan(config, overrides, processes))
     elif processes is not None and processes > 1:
         from composer_dist.run.local import launch_local
 
@@ -56,50 +57,62 @@ def train(
         command = ["-m", "composer_dist", "train", str(config), *(overrides or []), "--launched"]
         raise typer.Exit(launch_local(processes, command))
     else:
-        _run(config, overrides, launched)
+        with _told(launched):
+            _run(config, overrides)
 
 
-def _run(config: Path, overrides: list[str] | None, launched: bool) -> None:
+def _run(config: Path, overrides: list[str] | None) -> None:
     """One process of a run."""
     from composer_dist.distributed.surroundings import torchrun_variables
-    from composer_dist.errors import ParallelismError
-    from composer_dist.run.local import report_failure
+    from composer_dist.run.read import read_configuration
 
     os.environ.update(torchrun_variables(os.environ))
-    _hush()
-    try:
-        configuration = _read(config, overrides)
-        from composer_dist.run.session import run
+    configuration = read_configuration(config, overrides or [])
+    from composer_dist.run.session import run
 
-        run(configuration)
+    run(configuration)
+
+
+def _plan(config: Path, overrides: list[str] | None, processes: int | None) -> str:
+    from composer_dist.run.dry import describe
+    from composer_dist.run.read import read_configuration
+
+    world = processes or int(os.environ.get("WORLD_SIZE") or 1)
+    return describe(read_configuration(config, overrides or []), world)
+
+
+@contextmanager
+def _told(launched: bool) -> Iterator[None]:
+    """An error ends the command: with its text, and where in the user's code it comes from, if it does.
+
+    Args:
+        launched: `launch_local` has started this process, and will tell it in its place.
+    """
+    try:
+        yield
     except (typer.Exit, KeyboardInterrupt):
         raise
     except Exception as error:
-        ours = isinstance(error, ParallelismError)
-        text = f"composer-dist train: {error}" if ours else traceback.format_exc().rstrip()
+        from composer_dist.run.local import report_failure
+        from composer_dist.run.read import ConfigurationError
+
+        wrong_input = isinstance(error, ConfigurationError)
+        text = str(error) if wrong_input else f"{_origin(error)}composer-dist train: {error}"
         if launched:
             report_failure(text)
-        else:
+        elif not wrong_input or os.environ.get("RANK", "0") == "0":  # all ranks find the same
             typer.echo(text, err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2 if wrong_input else 1) from None
 
 
-def _read(config: Path, overrides: list[str] | None) -> Configuration:
-    """The configuration; all that is wrong with it ends the command, told by one rank."""
-    from composer_dist.run.read import ConfigurationError, read_configuration
+def _origin(error: BaseException) -> str:
+    """The traceback of the error behind ours, or of one that is not ours, where there is one."""
+    from composer_dist.errors import ParallelismError
 
-    try:
-        return read_configuration(config, overrides or [])
-    except ConfigurationError as error:
-        if os.environ.get("RANK", "0") == "0":
-            typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
-
-
-def _print_plan(configuration: Configuration, processes: int | None) -> None:
-    from composer_dist.run.dry import describe
-
-    typer.echo(describe(configuration, processes or int(os.environ.get("WORLD_SIZE") or 1)))
+    cause: BaseException | None = error
+    while isinstance(cause, ParallelismError):
+        cause = cause.__cause__ or cause.__context__
+    return "" if cause is None else "".join(traceback.format_exception(cause, chain=False))
 
 
 def _refuse_a_launcher_inside_another() -> None:

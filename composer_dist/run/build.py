@@ -19,6 +19,7 @@ from composer_dist.run.read import Configuration
 from composer_dist.run.schema import HubModel, Run
 from composer_dist.run.signature import known_names
 from composer_dist.run.tokenizer import tokenizer_named
+from composer_dist.trainer.phases import FineTuningPhases
 from composer_dist.trainer.seeding import seed_all
 from composer_dist.trainer.time import Time, TimeUnit
 from composer_dist.trainer.trainer import Trainer
@@ -53,7 +54,8 @@ def build(configuration: Configuration) -> Session:
         model = build_model(run, tokenizer, folder)
         optimizer = optimizer_of(run, model, configuration)
         schedulers = scheduler_of(run, optimizer, configuration, len(train_loader))
-    options: dict[str, Any] = {"step_schedulers_every_batch": True if schedulers else None} | run.trainer
+    stepped = any(isinstance(one, LRScheduler) for one in schedulers)
+    options: dict[str, Any] = {"step_schedulers_every_batch": True if stepped else None} | run.trainer
     trainer = Trainer(
         model=model,
         train_dataloader=train_loader,
@@ -62,8 +64,8 @@ def build(configuration: Configuration) -> Session:
         eval_dataloader=eval_loader,
         parallelism_config=configuration.parallelism,
         seed=run.seed,
-        callbacks=_named(run.callbacks, "callback", registry.CALLBACKS, configuration),
-        loggers=_named(run.loggers, "logger", registry.LOGGERS, configuration),
+        callbacks=_callbacks(configuration),
+        loggers=_loggers(configuration),
         **options,
     )
     return Session(run, model, trainer)
@@ -87,23 +89,37 @@ def optimizer_of(run: Run, model: ComposerModel, configuration: Configuration) -
 def scheduler_of(
     run: Run, optimizer: Optimizer, configuration: Configuration, epoch: int
 ) -> list[LRScheduler]:
-    """The learning rate's schedule, if there is one; it steps once a batch."""
+    """The learning rate's schedule, if there is one; one of torch's steps once a batch.
+
+    Raises:
+        ParallelismValueError: torch's must know the number of batches, and the run's end does not tell it.
+    """
     if run.scheduler is None:
         return []
     kind = registry.find("scheduler", registry.SCHEDULERS, run.scheduler.name, configuration.folder)
     arguments = run.scheduler.arguments
-    for name in known_names(kind):
-        if name in registry.WHOLE_RUN and name not in arguments:
-            arguments[name] = batches(run.trainer.get("max_duration"), epoch)
+    for name in registry.WHOLE_RUN.intersection(known_names(kind)).difference(arguments):
+        arguments[name] = batches(run.trainer.get("max_duration"), epoch)
     return [kind(optimizer, **arguments)]
 
 
-def _named(
-    wanted: dict[str, dict[str, Any] | None], kind: str, known: dict[str, str], configuration: Configuration
-) -> list[Any]:
+def _callbacks(configuration: Configuration) -> list[Any]:
+    run, folder = configuration.run, configuration.folder
+    made = [
+        registry.find("callback", registry.CALLBACKS, name, folder)(**(arguments or {}))
+        for name, arguments in run.callbacks.items()
+    ]
+    if run.phases is not None:
+        made.append(FineTuningPhases(**run.phases))
+    return made
+
+
+def _loggers(configuration: Configuration) -> list[Any]:
     return [
-        registry.find(kind, known, name, configuration.folder)(**(arguments or {}))
-        for name, arguments in wanted.items()
+        registry.find("logger", registry.LOGGERS, name, configuration.folder)(
+            **registry.placed(name, arguments, configuration.run.out)
+        )
+        for name, arguments in configuration.run.loggers.items()
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import signal
 import sys
@@ -28,7 +30,7 @@ def launch_local(processes: int, command: Sequence[str]) -> int:
     from composer_dist.distributed.process_group import share_cpus
 
     share_cpus(processes)  # inherited
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it logs is told below
     with tempfile.TemporaryDirectory(prefix="composer-dist-") as folder:
         others = dict.fromkeys(range(1, processes), Std.ALL)
         config = LaunchConfig(
@@ -56,8 +58,6 @@ def launch_local(processes: int, command: Sequence[str]) -> int:
 
 def report_failure(text: str) -> None:
     """Tells the agent that started this process why it failed; without one, prints it."""
-    import json
-
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         Path(file).write_text(json.dumps({"message": text, "timestamp": str(int(time.time()))}))
     else:
@@ -66,7 +66,7 @@ def report_failure(text: str) -> None:
 
 def _told(rank: int, failure: Any, folder: Path) -> str:
     """What the first process to fail has to say."""
-    if failure.has_error_file():
+    if "message" in failure.error_file_data and Path(failure.error_file).is_file():
         return str(failure.message)
     how = f"exit status {failure.exitcode}"
     if failure.exitcode < 0:

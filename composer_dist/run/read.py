@@ -18,6 +18,7 @@ from composer_dist.run.reference import resolve
 from composer_dist.run.schema import Run
 from composer_dist.run.signature import arguments_of
 from composer_dist.run.yaml_lines import Document, Problem, parse
+from composer_dist.trainer.phases import FineTuningPhases
 from composer_dist.trainer.trainer import Trainer
 
 OURS = frozenset(
@@ -105,7 +106,10 @@ def _check_sections(values: dict[str, Any], folder: Path, faults: Faults) -> Par
         for name, arguments in (values.get(section) or {}).items():
             with faults.at(section, name):
                 target = registry.find(section.removesuffix("s"), known, name, folder)
-                faults.check(arguments_of(target), arguments or {}, (section, name))
+                ours = frozenset(registry.PLACES.get(name, {})).difference(arguments or {})
+                faults.check(arguments_of(target, ours), arguments or {}, (section, name))
+    if isinstance(phases := values.get("phases"), dict):
+        faults.check(arguments_of(FineTuningPhases), phases, ("phases",))
     return _parallelism(values.get("parallelism", "fsdp"), faults)
 
 

@@ -19,17 +19,36 @@ OPTIMIZERS = {
 }
 SCHEDULERS = {
     "one_cycle": "torch.optim.lr_scheduler.OneCycleLR",
-    "constant": "torch.optim.lr_scheduler.ConstantLR",
 }
 WHOLE_RUN = frozenset({"total_steps", "T_max"})
-"""Arguments of schedulers that are the run's number of batches, unless the configuration says otherwise."""
+"""Arguments of torch's schedulers that are the run's number of batches, unless somebody says otherwise."""
 CALLBACKS = {
-    "progress_bar": "composer_dist.trainer.ProgressBar",
+    "early_stopping": "composer_dist.trainer.callbacks.EarlyStopping",
+    "generate": "composer_dist.trainer.callbacks.Generate",
+    "gradient_norm": "composer_dist.trainer.callbacks.GradientNorm",
+    "lr_monitor": "composer_dist.trainer.callbacks.LRMonitor",
+    "memory_monitor": "composer_dist.trainer.callbacks.MemoryMonitor",
+    "nan_monitor": "composer_dist.trainer.callbacks.NaNMonitor",
+    "optimizer_monitor": "composer_dist.trainer.callbacks.OptimizerMonitor",
+    "progress_bar": "composer_dist.trainer.callbacks.ProgressBar",
+    "runtime_estimator": "composer_dist.trainer.callbacks.RuntimeEstimator",
+    "speed_monitor": "composer_dist.trainer.callbacks.SpeedMonitor",
 }
 LOGGERS = {
-    "console": "composer_dist.trainer.ConsoleLogger",
-    "in_memory": "composer_dist.trainer.InMemoryLogger",
+    "console": "composer_dist.trainer.loggers.ConsoleLogger",
+    "file": "composer_dist.trainer.loggers.FileLogger",
+    "in_memory": "composer_dist.trainer.loggers.InMemoryLogger",
+    "mlflow": "composer_dist.trainer.loggers.MLflowLogger",
+    "tensorboard": "composer_dist.trainer.loggers.TensorBoardLogger",
+    "wandb": "composer_dist.trainer.loggers.WandBLogger",
 }
+PLACES = {"file": {"path": "metrics.jsonl"}, "tensorboard": {"log_dir": "tensorboard"}}
+"""Where loggers write below the run's folder, unless the configuration says otherwise."""
+
+
+def placed(name: str, arguments: Mapping[str, Any] | None, out: Path) -> dict[str, Any]:
+    """A logger's arguments, completed by its place in the run's folder."""
+    return {key: str(out / place) for key, place in PLACES.get(name, {}).items()} | dict(arguments or {})
 
 
 def find(kind: str, known: Mapping[str, str], name: str, folder: Path) -> Any:

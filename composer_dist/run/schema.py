@@ -124,12 +124,6 @@ class Named(Section):
         return dict(self.model_extra or {})
 
 
-class Checkpoints(Section):
-    """When and where the run is saved."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-
 class Run(Section):
     """A whole run."""
 
@@ -151,11 +145,8 @@ class Run(Section):
     """By name, with their arguments."""
     loggers: dict[str, Arguments | None] = {}
     """By name, with their arguments."""
-    checkpoints: Arguments | None = {}
-    """Arguments of the CheckpointSaver; null saves nothing."""
     phases: Arguments | None = None
-    """Arguments of the fine-tuning schedule."""
-    resume: bool = True
-    """Go on from the newest checkpoint in `out`, if there is one."""
-    export: bool = True
-    """Write the model in the form that transformers and peft load, when the run ends."""
+    """Arguments of FineTuningPhases: thaw the model phase by phase."""
+    export: bool | Literal["merged"] = True
+    """Write the model when the run ends, as transformers, peft or torch load it. An adapter is written
+    as one, or with "merged" as the model with the adapter in its weights."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from composer_dist.checkpoint import export_pretrained
+import torch
+
+from composer_dist.checkpoint import export_pretrained, full_model_state
 from composer_dist.distributed import process_group
+from composer_dist.distributed.agreement import Agreement
+from composer_dist.models import ComposerClassifier
 from composer_dist.run.build import Session, build
 from composer_dist.run.read import Configuration
-from composer_dist.run.schema import HubModel
+from composer_dist.run.schema import ModuleModel
 
 
 def run(configuration: Configuration) -> None:
@@ -29,11 +33,29 @@ def run(configuration: Configuration) -> None:
 
 def finish(session: Session) -> None:
     """Writes the trained model, or its adapter, for others to load."""
-    if not session.run.export or not isinstance(session.run.model, HubModel):
+    if not session.run.export:
         return
-    path = session.run.out / ("model" if session.run.model.adapter is None else "adapter")
-    export_pretrained(session.model, path)
-    _say(f"Written to {path}: {'peft' if session.run.model.adapter else 'transformers'} loads it.")
+    if isinstance(session.run.model, ModuleModel):
+        _write_module(session)
+        return
+    adapter = session.run.model.adapter is not None
+    merged = adapter and session.run.export == "merged"
+    path = session.run.out / ("adapter" if adapter and not merged else "model")
+    export_pretrained(session.model, path, merge_adapters=merged)
+    _say(f"Written to {path}: {'peft' if adapter and not merged else 'transformers'} loads it.")
+
+
+def _write_module(session: Session) -> None:
+    """The state of a module of the user's own, as one file for `load_state_dict`; a collective."""
+    model = session.model
+    inner = model.module if isinstance(model, ComposerClassifier) else model
+    state = full_model_state(inner)
+    path = session.run.out / "model.pt"
+    with Agreement().together("writing the model"):
+        if process_group.world_and_rank()[1] == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(state, path)
+    _say(f"Written to {path}: torch.load and load_state_dict read it.")
 
 
 def _say(text: str) -> None:

@@ -89,7 +89,7 @@ def pieces(text: str, tokenizer: Any, length: int) -> Tensor:
 
 
 def _encode(text: str, tokenizer: Any) -> Tensor:
-    if getattr(tokenizer, "is_bytes", False):  # the tokens are the bytes themselves
+    if tokenizer.init_kwargs.get("is_bytes"):  # the tokens are the bytes themselves
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
     paragraphs = [paragraph for paragraph in text.split("\n\n") if paragraph]
     encoded = tokenizer([f"{paragraph}\n\n" for paragraph in paragraphs], add_special_tokens=False)

@@ -34,8 +34,8 @@ def byte_tokenizer() -> Any:
         mask_token="<mask>",
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
+        is_bytes=True,  # kept with the tokenizer: its texts need no tokenization
     )
-    made.is_bytes = True
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -50,10 +51,10 @@ class Document:
             return "command line"
         return self.source if problem.line is None else f"{self.source}:{problem.line}"
 
-    def order(self, problem: Problem) -> int:
-        """Problems are told from the top of the file to its bottom."""
+    def order(self, problem: Problem) -> float:
+        """Problems are told from the top of the file to its bottom, then those without a line."""
         known = (self.lines.get(problem.path[:end]) for end in range(len(problem.path), 0, -1))
-        return problem.line or next((line for line in known if line), 0)
+        return problem.line or next((line for line in known if line), math.inf)
 
 
 def parse(text: str, source: str) -> tuple[Document, list[Problem]]:

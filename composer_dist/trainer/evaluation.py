@@ -18,7 +18,6 @@ from composer_dist.trainer.autocast import autocast
 from composer_dist.trainer.batch import map_leaves, to_device
 from composer_dist.trainer.events import Event
 from composer_dist.trainer.feed import Feed
-from composer_dist.trainer.metric_sync import follow_data
 from composer_dist.trainer.state import State
 from composer_dist.trainer.step import total_loss
 
@@ -37,7 +36,7 @@ def evaluate(
 
     The results are called `loss/<label>/total`, with `with_loss`, and `metrics/<label>/<metric>`.
     """
-    metrics = fresh_metrics(state.model.get_metrics(is_train=False), state.device, state.model)
+    metrics = fresh_metrics(state.model.get_metrics(is_train=False), state.device)
     state.eval_metrics[label] = metrics
     total, weight = torch.zeros((), device=state.device), 0.0
     with _reading(state, feed, label):
@@ -90,8 +89,8 @@ def predict(state: State, feed: Feed, run_event: RunEvent, keep: bool) -> list[A
     return kept
 
 
-def fresh_metrics(metrics: Mapping[str, Metric], device: torch.device, model: nn.Module) -> dict[str, Metric]:
-    """Empty copies on `device`, of the data of `model`; its own stay as they are. Every rank calls it.
+def fresh_metrics(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
+    """Empty copies on `device`; the model's own stay as they are. Every rank calls it.
 
     Raises:
         ParallelismValueError: metrics that some rank made on the meta device, which have no start values.
@@ -106,7 +105,6 @@ def fresh_metrics(metrics: Mapping[str, Metric], device: torch.device, model: nn
     fresh = {name: copy.deepcopy(metric).to(device) for name, metric in metrics.items()}
     for metric in fresh.values():
         metric.reset()
-        follow_data(metric, model)
     return fresh
 
 

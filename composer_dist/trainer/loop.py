@@ -91,7 +91,7 @@ class TrainingLoop:
         state.model.train()
         state.stop_requested = False
         state.fit_start = state.timestamp
-        state.train_metrics = fresh_metrics(state.model.get_metrics(is_train=True), state.device, state.model)
+        state.train_metrics = fresh_metrics(state.model.get_metrics(is_train=True), state.device)
         state.dataloader, state.dataloader_label = state.train_dataloader, "train"
         state.dataloader_len = state.train_length
         self._evaluated = self._intervals()

@@ -343,7 +343,7 @@ def metrics_on_meta_elsewhere() -> str:
     with init_context(empty=dist.get_rank() > 0):
         metric = MulticlassAccuracy(num_classes=WIDTH)
     with pytest.raises(ParallelismError) as error:
-        fresh_metrics({"accuracy": metric}, torch.device("cpu"), torch.nn.Identity())
+        fresh_metrics({"accuracy": metric}, torch.device("cpu"))
     return str(error.value)
 
 

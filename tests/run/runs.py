@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_dist.checkpoint import full_model_state
 from composer_dist.run.build import Session, build
 from composer_dist.run.read import read_configuration
 from composer_dist.run.session import finish
+from composer_dist.trainer import Callback, Logger, State
 
 PROMPT = torch.tensor([list(b"def main() -> None:\n    ")])
 
@@ -62,3 +64,22 @@ def failing(file: Path, *overrides: str) -> Any:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+class KillAt(Callback):
+    """Ends the process without a word, before the batch after `batch`."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch == self._batch:
+            os._exit(9)
+
+
+def weights_of(file: Path, *overrides: str) -> tuple[dict[str, Tensor], int]:
+    """The weights of a run at its end, on rank 0, and with which batch it began."""
+    session = start(file, *overrides)
+    began = session.trainer.state.timestamp.batch
+    session.trainer.fit()
+    return full_model_state(session.model), began

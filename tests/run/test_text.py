@@ -23,8 +23,9 @@ def test_the_byte_tokenizer_gives_bytes_and_is_loaded_by_transformers(tmp_path: 
     loaded = tokenizer_named(str(tmp_path))
     assert loaded(written)["input_ids"] == list(written.encode())
     assert loaded.decode(loaded(written)["input_ids"]) == written
-    # Loaded again it goes the long way, and must come to the same.
-    assert torch.equal(text.pieces(written * 9, loaded, 7), text.pieces(written * 9, made, 7))
+    short = text.pieces(written * 9, loaded, 7)
+    del loaded.init_kwargs["is_bytes"]  # the way of every other tokenizer must come to the same
+    assert torch.equal(text.pieces(written * 9, loaded, 7), short)
 
 
 def test_files_by_glob_and_what_is_not_there(tmp_path: Path) -> None:

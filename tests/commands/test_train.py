@@ -1,0 +1,100 @@
+"""`composer-dist train` as its user sees it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from composer_dist.cli import app
+from composer_dist.commands.init import PRESETS
+
+MINE = """\
+model: {kind: module, name: "mine.py:Net", arguments: {}, num_classes: 2}
+data: {kind: function, name: "mine.py:data", batch_size: 4}
+trainer: {max_duration: 1ba}
+"""
+CODE = """\
+import torch
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+
+def data():
+    return [(torch.zeros(3), torch.tensor(0))] * 8
+"""
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["train", *map(str, arguments)], prog_name="composer-dist")
+    return result.exit_code, result.stdout, result.stderr
+
+
+def process(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "composer_dist", "train", *map(str, arguments)]
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ)
+
+
+def test_a_dry_run_prints_the_plan_for_any_number_of_ranks_and_starts_none(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    status, printed, _ = call(
+        PRESETS / "lora.yaml", "--dry-run", "-n", 64, f"out={out}", "data.batch_size=64"
+    )
+    assert status == 0
+    for words in ("Plan for 64 ranks (dp_shard 64)", "64, 1 on each rank", "of which", "LlamaDecoderLayer"):
+        assert words in printed
+    assert not out.exists()
+
+
+def test_p102_a_dry_run_with_a_strategy_by_name() -> None:
+    _, printed, _ = call(PRESETS / "vision.yaml", "--dry-run", "-n", 4, "parallelism=ddp_spawn")
+    assert "Plan for 4 ranks (dp_replicate 4)" in printed
+    status, _, told = call(PRESETS / "vision.yaml", "--dry-run", "parallelism=ddq")
+    assert status == 2
+    assert "There is no strategy 'ddq'; there are: ddp," in told
+
+
+def test_wrong_input_has_status_2_and_no_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(MINE.replace("trainer", "trainr"))
+    status, _, told = call(file)
+    assert status == 2
+    assert told.splitlines() == [
+        f"{file}:1: model.name: There is no file {tmp_path / 'mine.py'}",
+        f"{file}:2: data.name: There is no file {tmp_path / 'mine.py'}",
+        f"{file}:3: trainr: unknown key 'trainr'. Did you mean 'trainer'?",
+        f"{file}: trainer: 'trainer' is missing",
+    ]
+
+
+def test_errors_of_the_users_own_code_show_where_they_come_from(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    (tmp_path / "mine.py").write_text(CODE.replace("return [", "return 1 / 0 or ["))
+    status, _, told = call(tmp_path / "mine.yaml", f"out={tmp_path / 'out'}")
+    assert status == 1
+    assert 'mine.py", line 8, in data' in told
+    assert told.endswith("composer-dist train: ZeroDivisionError: division by zero\n")
+
+
+@pytest.mark.slow
+def test_an_error_on_one_of_two_processes_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    broken = CODE.replace("return [", "import os\n    return 1 / int(os.environ['RANK'] == '0') and [")
+    (tmp_path / "mine.py").write_text(broken)
+    done = process("mine.yaml", "-n", 2, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("ZeroDivisionError: division by zero") >= 1, done.stderr
+    assert done.stderr.count("composer-dist train:") == 1, done.stderr
+
+
+def test_a_launcher_inside_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    status, _, told = call(PRESETS / "vision.yaml", "-n", 2)
+    assert status == 2
+    assert "started by a launcher already" in " ".join(told.split())
