@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from composer_dist import _torch
 from composer_dist.distributed import arena
 from composer_dist.distributed.codecs import dense, local_part
 from composer_dist.distributed.layout import Coordinate, Layout, elements
@@ -159,14 +160,14 @@ class _Dispatch:
                 continue
             if here[dim + 1 :] != there[dim + 1 :]:
                 return None
-            group, keeps = mesh.get_group(dim), here[dim] == there[dim]
+            keeps = here[dim] == there[dim]
             joined = self._take(dim, message.numel() * mesh.size(dim)) if keeps else None
-            parts = None if joined is None else list(joined.chunk(mesh.size(dim)))
             if self._root is None:
-                dist.all_gather(parts, message, group=group)
+                assert joined is not None
+                _torch.all_gather_single(joined, message, group=mesh.get_group(dim))
             else:
-                root = int(mesh.mesh[(*here[:dim], there[dim], *here[dim + 1 :])])
-                dist.gather(message, parts, dst=root, group=group)
+                line = mesh.mesh.movedim(dim, -1)[tuple(here[:dim] + here[dim + 1 :])].tolist()
+                _send_to(line[there[dim]], line, message, joined)
             if joined is None:
                 return None
             message = joined
@@ -198,6 +199,18 @@ def _copy(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _send_to(root: int, ranks: Sequence[int], message: Tensor, joined: Tensor | None) -> None:
+    """Gather without the second copy that gloo's own gather makes; `joined` is None but on the root."""
+    if joined is None:
+        transfers = [dist.P2POp(dist.isend, message, root)]
+    else:
+        places = dict(zip(ranks, joined.chunk(len(ranks)), strict=True))
+        places.pop(root).copy_(message)
+        transfers = [dist.P2POp(dist.irecv, place, rank) for rank, place in places.items()]
+    for work in dist.batch_isend_irecv(transfers):
+        work.wait()
 
 
 def _values(message: Tensor, offset: int, count: int, dtype: torch.dtype) -> Tensor:

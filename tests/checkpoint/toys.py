@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from composer_dist import _torch
 from composer_dist.distributed import collect
 
 M = TypeVar("M", bound=nn.Module)
@@ -112,18 +112,19 @@ def assert_equal(state: dict[str, Any], reference: dict[str, Any]) -> None:
 def messages(bucket_bytes: int = collect.BUCKET_BYTES) -> Iterator[list[int]]:
     """Inside, buckets have this size; the bytes of each message that this rank gives to be gathered."""
     sent: list[int] = []
-    real = dist.gather, dist.all_gather
+    send_to, all_gather = collect._send_to, _torch.all_gather_single
 
-    def gather(message: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted_send(root: int, ranks: Any, message: Tensor, joined: Any) -> None:
         sent.append(message.nbytes)
-        return real[0](message, *args, **kwargs)
+        send_to(root, ranks, message, joined)
 
-    def all_gather(parts: list[Tensor], message: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted_gather(joined: Tensor, message: Tensor, group: Any) -> None:
         sent.append(message.nbytes)
-        return real[1](parts, message, *args, **kwargs)
+        all_gather(joined, message, group=group)
 
     with (
-        mock.patch.multiple(dist, gather=gather, all_gather=all_gather),
+        mock.patch.object(collect, "_send_to", counted_send),
+        mock.patch.object(_torch, "all_gather_single", counted_gather),
         mock.patch.object(collect, "BUCKET_BYTES", bucket_bytes),
     ):
         yield sent
