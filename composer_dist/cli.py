@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from composer_dist import __version__
-from composer_dist.commands import init, train
+from composer_dist.commands import convert, init, train
 from composer_dist.errors import ParallelismError
 
 
@@ -72,6 +72,7 @@ def options(
 
 app.command(epilog=train.EXAMPLES)(train.train)
 app.command(epilog=init.EXAMPLES)(init.init)
+app.command(epilog=convert.EXAMPLES)(convert.convert)
 
 
 def main() -> None:

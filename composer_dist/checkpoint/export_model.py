@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint.export_plan import ExportPlan, Group, plan_export
 from composer_dist.checkpoint.merging import Layer
-from composer_dist.checkpoint.writing import Target, create, write_slabs, write_tensor
+from composer_dist.checkpoint.slab_writing import Target, create, write_slabs, write_tensor
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.codecs import codec_of, dense
 from composer_dist.distributed.conversions import revert, untied

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_dist.checkpoint.adapters import adapter_hosts, as_peft_names
 from composer_dist.checkpoint.export_model import Export
 from composer_dist.checkpoint.merging import check_mergeable, merged_sources
+from composer_dist.checkpoint.model_directory import staged, write_settings, written
 from composer_dist.checkpoint.state import full_model_state
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.conversions import original_classes
@@ -23,7 +22,7 @@ from composer_dist.distributed.mesh import mesh_of
 from composer_dist.distributed.names import canonical_name, check_usable, reshard
 from composer_dist.distributed.process_group import world_and_rank
 from composer_dist.distributed.summon import summon_full_params
-from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, ParallelismTypeError
+from composer_dist.errors import CheckpointValueError, ParallelismTypeError
 
 
 def export_pretrained(
@@ -70,54 +69,27 @@ def export_pretrained(
         write = _adapters(saved)
     else:
         write = _model(saved, mesh_of(model), max_shard_size, hosts if merge_adapters else {})
-    with _staging(path) as (staging, target):
-        write(staging)
+    with staged(path) as directory:
+        write(directory)
         with Agreement().together("export_pretrained"):
-            if world_and_rank()[1] == 0:
-                with _written(target):
-                    if tokenizer is not None:
-                        tokenizer.save_pretrained(staging)
-                    _replace(staging, target)
-
-
-@contextmanager
-def _staging(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
-    """Rank 0's directory inside the target, so that a full disk leaves no mixture, and the target."""
-    with ExitStack() as stack:
-        places = [str(Path(path).absolute())] * 2
-        with Agreement().together("export_pretrained"):
-            if world_and_rank()[1] == 0:
-                with _written(path):
-                    Path(path).mkdir(parents=True, exist_ok=True)
-                    made = tempfile.TemporaryDirectory(prefix=".export-", dir=places[0])
-                    places[0] = stack.enter_context(made)
-        staging, target = Agreement().reach("the directory", places, lambda found: found[0])
-        yield Path(staging), Path(target)
-
-
-@contextmanager
-def _written(path: str | os.PathLike[str]) -> Iterator[None]:
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise CheckpointRuntimeError(f"export_pretrained could not write {path}: {error}") from error
+            if world_and_rank()[1] == 0 and tokenizer is not None:
+                with written(path):
+                    tokenizer.save_pretrained(directory)
 
 
 def _adapters(saved: Any) -> Callable[[Path], None]:
     """Gather the adapters to rank 0, and give what writes them as peft does."""
     state = as_peft_names(saved, full_model_state(saved, select="adapters"))
 
-    def write(staging: Path) -> None:
+    def write(directory: Path) -> None:
         with ExitStack() as stack:
             for prompts in _prompt_encoders(saved):
                 # peft runs these to learn what to write, so they need their values, on every rank.
                 stack.enter_context(summon_full_params(prompts, writeback=False))
             with Agreement().together("export_pretrained"):
                 if world_and_rank()[1] == 0:
-                    with original_classes(saved), _written(staging.parent):
-                        saved.save_pretrained(staging, state_dict=state)
+                    with original_classes(saved), written(directory.parent):
+                        saved.save_pretrained(directory, state_dict=state)
 
     return write
 
@@ -132,36 +104,13 @@ def _model(
         tensors, layers = merged_sources(base) if hosts else (_state(base), {})
         export = Export(base, tensors, layers, mesh, max_shard_size)
 
-    def write(staging: Path) -> None:
+    def write(directory: Path) -> None:
         with Agreement().together("export_pretrained"):
             if world_and_rank()[1] == 0:
-                with original_classes(base), _as_stored(base, export.separated), _written(staging.parent):
-                    base.save_pretrained(staging, state_dict={})  # everything but the weights
-        export.write(staging)
+                write_settings(base, directory, export.separated)
+        export.write(directory)
 
     return write
-
-
-@contextmanager
-def _as_stored(model: Any, separated: bool) -> Iterator[None]:
-    """Inside, a model's attributes and configuration are those of what is stored, and no bar is shown."""
-    from transformers.utils import logging as transformers_logging
-
-    logging: Any = transformers_logging  # it has no types
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    held = [(vars(model.config), dict(vars(model.config))), (vars(model), dict(vars(model)))]
-    try:
-        vars(model)["_hf_peft_config_loaded"] = False  # or transformers would write the adapter
-        if separated:
-            model.config.tie_word_embeddings = False
-        yield
-    finally:
-        for now, before in held:
-            now.clear()
-            now.update(before)
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _pretrained(model: nn.Module) -> nn.Module:
@@ -198,17 +147,3 @@ def _prompt_encoders(model: nn.Module) -> Iterator[nn.Module]:
     encoders = getattr(model, "prompt_encoder", None)
     if isinstance(encoders, nn.Module):
         yield encoders
-
-
-def _replace(staging: Path, path: Path) -> None:
-    """Move the new files over the old ones and remove weights of an earlier export.
-
-    transformers prefers a `model.safetensors` to an index, so a stale one would be read instead.
-    """
-    written = {file.relative_to(staging) for file in staging.rglob("*") if file.is_file()}
-    for file in written:
-        (path / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(staging / file, path / file)
-    for stale in (*path.glob("model*.safetensors"), *path.glob("model.safetensors.index.json")):
-        if stale.relative_to(path) not in written:
-            stale.unlink()
