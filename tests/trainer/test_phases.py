@@ -323,7 +323,7 @@ SCORES = (0, 0, 3, 2, 1, 9, 9, 9)
 
 
 def make_resumable(config: Any, first: int = 0) -> Any:
-    """A Trainer that begins with batch number `first`."""
+    """A Trainer that will go on with batch number `first`."""
     model = net()
     optimizer = adamw(model)
     return phased(
@@ -332,7 +332,6 @@ def make_resumable(config: Any, first: int = 0) -> Any:
         lambda _: optimizer,
         model,
         callbacks=[Scores(*SCORES[first:])],
-        train_dataloader=mine(config)[first:],
         max_duration="8ba",
         eval_interval="1ba",
         eval_dataloader=mine(config)[:1],
