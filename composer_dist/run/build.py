@@ -19,10 +19,15 @@ from composer_dist.run.read import Configuration
 from composer_dist.run.schema import HubModel, Run
 from composer_dist.run.signature import known_names
 from composer_dist.run.tokenizer import tokenizer_named
+from composer_dist.trainer.callbacks import CheckpointSaver
 from composer_dist.trainer.phases import FineTuningPhases
+from composer_dist.trainer.resuming import Resume
 from composer_dist.trainer.seeding import seed_all
 from composer_dist.trainer.time import Time, TimeUnit
 from composer_dist.trainer.trainer import Trainer
+
+CHECKPOINTS = "checkpoints"
+"""Where they are, in the run's folder."""
 
 
 @dataclass
@@ -64,6 +69,7 @@ def build(configuration: Configuration) -> Session:
         eval_dataloader=eval_loader,
         parallelism_config=configuration.parallelism,
         seed=run.seed,
+        resume=_resume(run),
         callbacks=_callbacks(configuration),
         loggers=_loggers(configuration),
         **options,
@@ -111,7 +117,26 @@ def _callbacks(configuration: Configuration) -> list[Any]:
     ]
     if run.phases is not None:
         made.append(FineTuningPhases(**run.phases))
+    if run.checkpoints is not None:
+        made.append(CheckpointSaver(run.out / CHECKPOINTS, **run.checkpoints))
     return made
+
+
+def _resume(run: Run) -> Resume | None:
+    """Where the run begins: by default at its newest checkpoint."""
+    if isinstance(run.resume, dict):
+        asked: dict[str, Any] = {"autoresume": run.checkpoints is not None} | run.resume
+        return Resume(**asked)
+    if run.checkpoints is None:
+        return None
+    if run.resume:
+        return Resume(autoresume=True)
+    folder = run.out / CHECKPOINTS
+    if process_group.broadcast(folder.is_dir() and any(folder.iterdir())):
+        raise ParallelismValueError(
+            f"resume=false, but {folder} has checkpoints of an earlier run; remove it, or choose another out."
+        )
+    return None
 
 
 def _loggers(configuration: Configuration) -> list[Any]:

@@ -18,7 +18,9 @@ from composer_dist.run.reference import resolve
 from composer_dist.run.schema import Run
 from composer_dist.run.signature import arguments_of
 from composer_dist.run.yaml_lines import Document, Problem, parse
+from composer_dist.trainer.callbacks import CheckpointSaver
 from composer_dist.trainer.phases import FineTuningPhases
+from composer_dist.trainer.resuming import Resume
 from composer_dist.trainer.trainer import Trainer
 
 OURS = frozenset(
@@ -33,6 +35,7 @@ OURS = frozenset(
         "callbacks",
         "loggers",
         "seed",
+        "resume",
     }
 )
 """The Trainer's arguments that have sections of their own."""
@@ -110,6 +113,10 @@ def _check_sections(values: dict[str, Any], folder: Path, faults: Faults) -> Par
                 faults.check(arguments_of(target, ours), arguments or {}, (section, name))
     if isinstance(phases := values.get("phases"), dict):
         faults.check(arguments_of(FineTuningPhases), phases, ("phases",))
+    if isinstance(checkpoints := values.get("checkpoints"), dict):
+        faults.check(arguments_of(CheckpointSaver, frozenset({"folder"})), checkpoints, ("checkpoints",))
+    if isinstance(resume := values.get("resume"), dict):
+        faults.check(arguments_of(Resume), resume, ("resume",))
     return _parallelism(values.get("parallelism", "fsdp"), faults)
 
 

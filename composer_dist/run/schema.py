@@ -145,8 +145,13 @@ class Run(Section):
     """By name, with their arguments."""
     loggers: dict[str, Arguments | None] = {}
     """By name, with their arguments."""
+    checkpoints: Arguments | None = {}
+    """Arguments of the CheckpointSaver; null saves nothing."""
     phases: Arguments | None = None
     """Arguments of FineTuningPhases: thaw the model phase by phase."""
+    resume: bool | Arguments = True
+    """Go on from the newest checkpoint of this run, if there is one; false begins anew, where there is none
+    yet. Or the fields of a Resume: {load_path: ..., load_weights_only: true}."""
     export: bool | Literal["merged"] = True
     """Write the model when the run ends, as transformers, peft or torch load it. An adapter is written
     as one, or with "merged" as the model with the adapter in its weights."""

@@ -13,6 +13,7 @@ from composer_dist.models import ComposerClassifier
 from composer_dist.run.build import Session, build
 from composer_dist.run.read import Configuration
 from composer_dist.run.schema import ModuleModel
+from composer_dist.trainer.time import Time
 
 
 def run(configuration: Configuration) -> None:
@@ -24,7 +25,8 @@ def run(configuration: Configuration) -> None:
     session = build(configuration)
     try:
         _say(f"{session.trainer.preparation or ''}")
-        session.trainer.fit()
+        if not _is_finished(session):
+            session.trainer.fit()
         finish(session)
     finally:
         session.trainer.close()
@@ -56,6 +58,18 @@ def _write_module(session: Session) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(state, path)
     _say(f"Written to {path}: torch.load and load_state_dict read it.")
+
+
+def _is_finished(session: Session) -> bool:
+    """Whether the checkpoint that was loaded is of the run's end."""
+    duration = session.run.trainer.get("max_duration")
+    if duration is None or not session.trainer.state.timestamp.reached(Time.of(duration)):
+        return False
+    _say(
+        f"The run in {session.run.out} has reached trainer.max_duration={duration} already. To go on, "
+        "give it more; to begin anew, choose another out."
+    )
+    return True
 
 
 def _say(text: str) -> None:

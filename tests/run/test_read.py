@@ -63,7 +63,7 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
         .replace("lr: 1e-3", "leaning_rate: 1e-3\n  weight_decay: much")
         .replace("max_duration: 2ba", "max_duration: 2bax\n  gradient_cliping: 1.0")
     )
-    assert problems(write(text + "exprt: false\n")) == [
+    assert problems(write(text + "resum: false\n")) == [
         ":5: model.config.hiden_size: unknown key 'hiden_size'; LlamaConfig has none of this name. "
         "Did you mean 'hidden_size'?",
         ":6: data.source: 'source' is missing",
@@ -75,7 +75,7 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
         "(batches), '5000sp' (samples), '3e4tok' (tokens), '0.5dur' (share of the training), '90sec', "
         "'1h30m'",
         ":15: trainer.gradient_cliping: unknown key 'gradient_cliping'. Did you mean 'gradient_clipping'?",
-        ":16: exprt: unknown key 'exprt'. Did you mean 'export'?",
+        ":16: resum: unknown key 'resum'. Did you mean 'resume'?",
     ]
 
 
@@ -134,10 +134,10 @@ def test_what_is_wrong_is_said_where_it_is(write: Write, old: str, new: str, exp
 
 def test_overrides_are_read_as_yaml_and_named_as_the_place_of_what_is_wrong(write: Write) -> None:
     file = write(GOOD)
-    overrides = ["optimizer.lr=2e-4", "data.source=[a.txt, b.txt]", "out=elsewhere", "export=false"]
+    overrides = ["optimizer.lr=2e-4", "data.source=[a.txt, b.txt]", "out=elsewhere", "resume=false"]
     run = read_configuration(file, overrides).run
     assert run.optimizer.arguments == {"lr": 2e-4}
-    assert (run.out, run.export) == (Path("elsewhere"), False)
+    assert (run.out, run.resume) == (Path("elsewhere"), False)
     assert run.data == TextData(kind="text", source=["a.txt", "b.txt"])
     assert problems(file, "optimizer.lr=fast", "seed", "model.kind.x=1") == [
         "command line: 'seed' is no override; write key=value, as in optimizer.lr=1e-3",
