@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from composer_dist.distributed import process_group
 from composer_dist.distributed.compiling import is_compiled
 from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.batch import num_samples
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.callbacks.flops import FlopCount
 from composer_dist.trainer.callbacks.peak_flops import peak_flops as peak_of_device
+from composer_dist.trainer.setup import data_part, mesh_of
 from composer_dist.trainer.time import Timestamp
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ class SpeedMonitor(Callback):
         """That of all ranks together."""
         self._count: FlopCount | None = None
         self._entered = False
+        self._flops = self._samples = 0.0
+        """Of this rank's microbatches of the first batch."""
         self._before = Timestamp()
         self._per_sample: float | None = None
         """FLOPs of the model for a sample, and for a token; 0 where batches have none."""
@@ -67,9 +71,10 @@ class SpeedMonitor(Callback):
         if self._peak is None or self._per_sample is not None:
             return
         self._count = FlopCount()
+        self._flops = self._samples = 0.0
         model: Any = state.model
         if hasattr(model, "flops_per_batch"):
-            self._count.flops = float(model.flops_per_batch(state.batch))
+            self._flops, self._samples = float(model.flops_per_batch(state.batch)), num_samples(state.batch)
         elif any(is_compiled(module) for module in state.model.modules()):
             # Dynamo gives up, for good, on what it meets inside of a dispatch mode.
             self._count, self._peak = None, None
@@ -84,7 +89,7 @@ class SpeedMonitor(Callback):
         """Counts the forward of a microbatch."""
         self._leave()
         if self._count is not None and not hasattr(state.model, "flops_per_batch"):
-            self._count.in_backward = False
+            self._count = FlopCount()
             self._count.enter()
             self._entered = True
 
@@ -94,13 +99,16 @@ class SpeedMonitor(Callback):
             self._count.in_backward = True
 
     def after_backward(self, state: State, logger: Logger) -> None:
-        """Ends the counting of the microbatch."""
+        """Ends the counting of a microbatch; one that ran out of memory never comes here."""
+        if self._entered and self._count is not None:
+            self._flops += self._count.flops
+            self._samples += num_samples(state.batch)
         self._leave()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Logs the speed."""
         if self._count is not None:
-            self._learn(state, self._count.flops)
+            self._learn(state)
             self._count = None
         rates = state.throughput.rates()
         if rates is None:
@@ -129,13 +137,15 @@ class SpeedMonitor(Callback):
         """The inverse of `state_dict`."""
         self._per_sample, self._per_token = state["flops"]
 
-    def _learn(self, state: State, flops: float) -> None:
-        """Divides the FLOPs of all ranks by what their batch held."""
-        total = process_group.all_reduce(flops, "sum")
+    def _learn(self, state: State) -> None:
+        """What a sample, and a token, of this batch needed on all ranks together."""
+        flops, samples = process_group.all_reduce([self._flops, self._samples], "sum")
+        if not hasattr(state.model, "flops_per_batch"):  # ranks with the same data have shared its FLOPs
+            flops *= state.world_size / data_part(mesh_of(state.model))["num_replicas"]
         before, now = self._before, state.timestamp
-        samples, tokens = now.sample - before.sample, now.token - before.token
-        self._per_sample = total / samples
-        self._per_token = total / tokens if tokens else 0.0
+        tokens = now.token - before.token
+        self._per_sample = flops / samples
+        self._per_token = flops / samples * (now.sample - before.sample) / tokens if tokens else 0.0
 
     def _leave(self) -> None:
         if self._entered and self._count is not None:

@@ -13,6 +13,7 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import SpeedMonitor
 from composer_dist.trainer.callbacks.peak_flops import peak_flops, peak_of
 from tests.trainer.models import World, batches, classifier, loader, quiet, tagger
+from tests.trainer.test_parallel import llama, sentences
 
 TOKEN = 2 * (8 * 8 + 8 * 8 + 8 * 4)
 """FLOPs of the tagger's forward for a token; there is no product behind an embedding."""
@@ -70,6 +71,29 @@ def test_two_ranks_share_the_flops_and_recomputing_is_none(world2: World, config
         assert speed["throughput/flops_per_sec"] == pytest.approx(expected["throughput/flops_per_sec"])
         assert speed["throughput/device/samples_per_sec"] == pytest.approx(1.5)
         assert speed["throughput/device/mfu"] == pytest.approx(expected["throughput/device/mfu"] / 2)
+
+
+def of_a_language_model(config: Any = None) -> list[float]:
+    language, batch = llama(), sentences(4)
+    trainer, _ = quiet(
+        language,
+        train_dataloader=[batch],
+        parallelism_config=config,
+        callbacks=[own := SpeedMonitor(peak_flops=1e6)],
+        device="cpu",
+    )
+    trainer.fit(duration="1ba")
+    counted: list[float] = own.state_dict()["flops"]
+    return counted
+
+
+def test_ranks_that_share_a_matrix_count_it_once(world2: World) -> None:
+    expected = of_a_language_model()
+    linear = 2 * (4 * 16 * 16 + 3 * 16 * 32) + 16 * 32  # two layers and the head
+    attention = 2 * 2 * 16 * 8
+    assert expected[1] == pytest.approx(6 * linear + 2 * 3 * 2 * attention / 2, rel=0.1)
+    for found in world2(of_a_language_model, {"mesh": {"dp_shard": 1, "tp": 2}, "tp": {}}):
+        assert found == pytest.approx(expected, rel=0.02)
 
 
 def test_without_a_peak_nothing_is_counted() -> None:
