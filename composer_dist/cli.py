@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from composer_dist import __version__
-from composer_dist.commands import convert, init, train
+from composer_dist.commands import convert, doctor, init, train
 from composer_dist.errors import ParallelismError
 
 
@@ -73,6 +73,7 @@ def options(
 app.command(epilog=train.EXAMPLES)(train.train)
 app.command(epilog=init.EXAMPLES)(init.init)
 app.command(epilog=convert.EXAMPLES)(convert.convert)
+app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
 
 
 def main() -> None:
