@@ -19,10 +19,10 @@ from torch import Tensor
 from composer_dist.checkpoint import dcp_metadata
 from composer_dist.checkpoint.checked_file import verify
 from composer_dist.checkpoint.commit import resolve
-from composer_dist.checkpoint.foreign import normalised
 from composer_dist.checkpoint.storage import beside, is_remote, local_path
 from composer_dist.checkpoint.tree import Leaves, decode, encode
 from composer_dist.distributed import manifest as manifests
+from composer_dist.distributed.foreign import normalised
 from composer_dist.distributed.layout import Coordinate, Layout
 from composer_dist.distributed.manifest import Kind, Manifest, StoredFile, StoredObject
 from composer_dist.distributed.read_plan import plan_reads

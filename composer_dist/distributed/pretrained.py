@@ -27,8 +27,9 @@ from composer_dist.distributed.mesh import roles
 from composer_dist.distributed.read_plan import Slab, plan_reads
 from composer_dist.distributed.reading import MIB, Files, read_slabs
 from composer_dist.distributed.remote_files import open_files
-from composer_dist.distributed.safetensors_index import Index, read_index
+from composer_dist.distributed.safetensors_index import Index
 from composer_dist.distributed.slices import Blueprint
+from composer_dist.distributed.weight_files import index_weights
 from composer_dist.distributed.weight_names import Match, match_names
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.reporting.progress import Progress
@@ -114,7 +115,7 @@ class Pretrained:
             nonlocal read
             if len(set(digests)) > 1:
                 return None
-            index = read_index(here)
+            index = index_weights(here)
             read = index.header_bytes
             return index.pack()
 

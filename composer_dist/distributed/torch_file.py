@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from composer_dist import _torch
+from composer_dist.distributed.foreign import allowed
 from composer_dist.distributed.manifest import BLOCK, StoredFile
 from composer_dist.distributed.safetensors_index import Entry, Index, Pieces
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
@@ -100,7 +101,7 @@ def read_torch_file(path: Path, allow_pickle: bool = False) -> Any:
         CheckpointRuntimeError: it cannot be read.
     """
     try:
-        with _torch.without_values():
+        with _torch.without_values(), torch.serialization.safe_globals(allowed()):
             contents = torch.load(path, map_location="cpu", weights_only=not allow_pickle)
     except pickle.UnpicklingError as error:
         raise CheckpointValueError(

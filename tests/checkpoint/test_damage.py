@@ -1,0 +1,139 @@
+"""Whatever happens to a checkpoint's bytes is noticed, and the one before it loads."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer_dist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from composer_dist.errors import CheckpointError
+from tests.checkpoint.runs import save_run
+from tests.checkpoint.toys import toy
+
+World = Callable[..., list[Any]]
+
+
+def is_refused(path: Path) -> str | None:
+    """Why a plain process does not load it, None if it does."""
+    try:
+        load_checkpoint(path, {"model": toy(1)})
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("flips", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_every_truncation_and_every_flipped_bit_is_noticed(
+    world2: World, tmp_path: Path, sharded: bool, flips: int
+) -> None:
+    path = tmp_path / "c"
+    world2(save_run, str(path), "fsdp2", sharded=sharded)
+    files = sorted(path.iterdir()) if sharded else [path]
+    draw = random.Random(0)
+    assert is_refused(path) is None
+    for file in files:
+        whole = file.read_bytes()
+        cuts = [0, 1, len(whole) - 1, len(whole) - 2, len(whole) // 2]
+        cuts += [draw.randrange(len(whole)) for _ in range(5 if flips > 20 else 0)]
+        damages = [whole[:cut] for cut in cuts]
+        for _ in range(flips if flips > 20 else -(-flips // len(files))):
+            place = draw.randrange(8 * len(whole))
+            damaged = bytearray(whole)
+            damaged[place // 8] ^= 1 << place % 8
+            damages.append(bytes(damaged))
+        for number, damaged_bytes in enumerate(damages):
+            file.write_bytes(damaged_bytes)
+            why = is_refused(path)
+            assert why is not None, f"{file.name}, damage {number}"
+            assert path.name in why
+        file.write_bytes(whole)
+        file.rename(tmp_path / "away")
+        assert is_refused(path) is not None, f"{file.name} is gone"
+        (tmp_path / "away").rename(file)
+    assert is_refused(path) is None
+
+
+def save_series(directory: str) -> None:
+    for number in range(3):
+        save_run(f"{directory}/{number}", "fsdp2")
+
+
+def newest(directory: str) -> tuple[str | None, list[str]]:
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = latest_checkpoint(directory)
+    return found, [str(one.message) for one in caught]
+
+
+def test_the_newest_that_is_whole(world2: World, tmp_path: Path) -> None:
+    assert world2(newest, str(tmp_path / "none")) == [(None, [])] * 2
+    world2(save_series, str(tmp_path))
+    assert world2(newest, str(tmp_path)) == [(str(tmp_path / "2"), [])] * 2
+    data = next((tmp_path / "2").glob("__1_*"))
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2] ^= 4
+    data.write_bytes(damaged)
+    (tmp_path / "1" / "checkpoint.json").unlink()
+    (tmp_path / "latest").symlink_to(tmp_path / "2")
+    for found, messages in world2(newest, str(tmp_path)):
+        assert found == str(tmp_path / "0")
+        assert len(messages) == 1
+        assert data.name in messages[0]
+
+
+_VICTIM = """
+import sys, torch
+from torch import nn
+from composer_dist.checkpoint import save_checkpoint
+directory, number = sys.argv[1], int(sys.argv[2])
+print("ready", flush=True)
+while True:
+    number += 1
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(number)
+    path = directory + ("/same" if number % 2 else f"/{number}")
+    pending = save_checkpoint(path, {"model": model, "number": number}, keep=3, asynchronous=number % 3 == 0)
+    if pending is not None:
+        pending.wait()
+"""
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(40, marks=pytest.mark.slow)])
+def test_p59_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
+    draw = random.Random(1)
+    number = 0
+    for _ in range(kills):
+        victim = subprocess.Popen(
+            [sys.executable, "-c", _VICTIM, str(tmp_path), str(number)], stdout=subprocess.PIPE, text=True
+        )
+        assert victim.stdout is not None
+        assert victim.stdout.readline() == "ready\n"
+        while latest_checkpoint(tmp_path, verify=False) is None:
+            assert victim.poll() is None
+        time.sleep(draw.random() * 0.5)  # the moment is what is drawn; nothing is waited for
+        victim.send_signal(signal.SIGKILL)
+        victim.wait()
+        path = latest_checkpoint(tmp_path)
+        assert path is not None
+        contents = load_checkpoint(path)
+        assert contents["number"] >= number
+        number = contents["number"]
+        assert all(torch.all(value == number) for value in contents["model"].values())
+    save_checkpoint(tmp_path / "same", {"model": toy(), "number": 0})
+    assert not list(tmp_path.glob(".same.*")), "what the killed ones left under this name is gone"
+    shutil.rmtree(tmp_path)

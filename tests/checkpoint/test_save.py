@@ -1,0 +1,297 @@
+"""What is written, where, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from composer_dist.checkpoint import commit, full_model_state, load_checkpoint, save_checkpoint
+from composer_dist.distributed.config import FSDP2Config
+from composer_dist.distributed.prepare import parallelize_model
+from composer_dist.errors import CheckpointIsADirectoryError, CheckpointRuntimeError, CheckpointValueError
+from tests.checkpoint.runs import assert_same, load_run, save_run, snapshot, start, train
+from tests.checkpoint.toys import assert_equal, toy
+from tests.world import WorkerError, run
+
+World = Callable[..., list[Any]]
+
+
+def save_and_read_plainly(path: str) -> dict[str, Any]:
+    model, optimizer = start("fsdp2", toy, 0)
+    train(model, optimizer)
+    save_checkpoint(path, {"model": model, "optimizer": optimizer, "steps": 3, "note": {"a": [1, "b"]}})
+    full = full_model_state(model, ranks="all")
+    empty = {name: torch.zeros_like(v) if isinstance(v, Tensor) else None for name, v in full.items()}
+    read = {"model": empty, "steps": 0, "note": {"a": None}}
+    dcp.load(read, checkpoint_id=path)
+    for name, value in full.items():
+        same = torch.equal(value, read["model"][name]) if isinstance(value, Tensor) else True
+        assert same, name
+    return {"steps": read["steps"], "note": read["note"]}
+
+
+def test_p49_plain_dcp_reads_it(world2: World, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    assert world2(save_and_read_plainly, str(path)) == [{"steps": 3, "note": {"a": [1, "b"]}}] * 2
+    names = sorted(file.name for file in path.iterdir())
+    assert [name for name in names if not name.endswith(".distcp")] == [".metadata", "checkpoint.json"]
+    assert [name.split("_")[2] for name in names if name.endswith(".distcp")] == ["0", "1"]
+    newest = max(path.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    assert newest.name == "checkpoint.json"
+
+
+def save_extra(path: str, sharded: bool) -> None:
+    model, _ = start("fsdp2", toy, 0)
+    save_checkpoint(
+        path, {"model": model, "steps": 7, "rng": torch.arange(3), "d": {1: None}}, sharded=sharded
+    )
+
+
+def load_part(path: str) -> dict[str, Any]:
+    model, _ = start("fsdp2", toy, 1)
+    state: dict[str, Any] = {"model": model, "steps": 0}
+    rest = load_checkpoint(path, state)
+    return {"steps": state["steps"], **rest}
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_p49_values_are_restored_and_the_rest_returned(world2: World, tmp_path: Path, sharded: bool) -> None:
+    path = str(tmp_path / "c")
+    world2(save_extra, path, sharded)
+    for got in world2(load_part, path):
+        assert torch.equal(got.pop("rng"), torch.arange(3))
+        assert got == {"steps": 7, "d": {1: None}}
+
+
+def test_p51_one_file_that_torch_reads(world2: World, tmp_path: Path) -> None:
+    path = str(tmp_path / "c.pt")
+    (before, *_), _ = world2(save_run, path, "fsdp2", sharded=False)
+    contents = torch.load(path, weights_only=True)
+    assert list(contents) == ["model", "optimizer", "steps"]
+    assert_equal(contents["model"], before)
+    plain = toy()
+    plain.load_state_dict(contents["model"])
+    head = contents["model"]["head.weight"]
+    assert head.data_ptr() == contents["model"]["embed.weight"].data_ptr(), "ties are stored once"
+
+
+def save_into(path: str, sharded: bool) -> Any:
+    model, _ = start("fsdp2", toy, 0)
+    save_checkpoint(path, {"model": model}, sharded=sharded)
+
+
+def refused_into(path: str) -> tuple[str, bool, bool]:
+    try:
+        save_into(path, sharded=False)
+    except Exception as error:
+        return (
+            str(error),
+            isinstance(error, IsADirectoryError),
+            isinstance(error, CheckpointIsADirectoryError),
+        )
+    raise AssertionError
+
+
+def test_p52_a_file_does_not_replace_a_directory_of_other_things(world2: World, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    first, second = world2(refused_into, str(tmp_path / "mine"))
+    assert first == second
+    assert "is a directory" in first[0]
+    assert first[1:] == (True, True)
+    assert os.listdir(tmp_path) == ["mine"]
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"
+
+
+def test_p52_each_form_replaces_the_other_and_foreign_files_stay(world2: World, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    path.mkdir()
+    (path / "notes.txt").write_text("keep me")
+    for _ in range(2):
+        world2(save_into, str(path), True)
+        assert (path / "notes.txt").read_text() == "keep me"
+        assert len(list(path.glob("*.distcp"))) == 2
+    world2(save_into, str(path), False)
+    assert path.is_file()
+    world2(save_into, str(path), True)
+    assert (path / "checkpoint.json").is_file()
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def save_many(path: str) -> int:
+    model, _ = start("fsdp2", toy, 0)
+    for number in range(20):
+        save_checkpoint(path, {"model": model, "number": number}, sharded=number % 3 > 0)
+        assert load_checkpoint(path, {"number": None} | {"model": model}) == {}
+    return int(load_checkpoint(path)["number"])
+
+
+@pytest.mark.slow
+def test_p52_twenty_times(world2: World, tmp_path: Path) -> None:
+    assert world2(save_many, str(tmp_path / "c"), timeout=120) == [19, 19]
+
+
+def is_bias(name: str, value: Any) -> bool:
+    return "bias" in name
+
+
+def save_filtered(path: str, sharded: bool) -> list[str]:
+    model, _ = start("fsdp2", toy, 0)
+    save_checkpoint(path, {"model": model, "steps": 1}, sharded=sharded, filter=is_bias)
+    save_checkpoint(path + "2", {"model": model, "steps": 1}, sharded=sharded, filter={"model": is_bias})
+    assert list(load_checkpoint(path + "2")["model"]) == list(load_checkpoint(path)["model"])
+    return list(load_checkpoint(path)["model"])
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_p53_a_filter(world2: World, tmp_path: Path, sharded: bool) -> None:
+    expected = [name for name in toy().state_dict() if "bias" in name]
+    assert world2(save_filtered, str(tmp_path / "c"), sharded) == [expected] * 2
+
+
+def refused(path: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+
+    def attempt(what: str, call: Callable[[], Any], kind: type[Exception] = CheckpointValueError) -> None:
+        with pytest.raises(kind) as caught:
+            call()
+        assert isinstance(caught.value, ValueError)
+        found[what] = str(caught.value)
+
+    model, optimizer = start("fsdp2", toy, 0)
+    attempt("empty", lambda: save_checkpoint(path, {}))
+    attempt("no model", lambda: save_checkpoint(path, {"x": 1}))
+    attempt("no parallel", lambda: save_checkpoint(path, {"model": nn.Linear(2, 2)}))
+    attempt("bare optimizer", lambda: save_checkpoint(path, {"optimizer": optimizer}))
+    attempt("filter", lambda: save_checkpoint(path, {"model": model}, filter={"modle": is_bias}))
+    attempt("pickle", lambda: save_checkpoint(path, {"model": model, "f": lambda: 1}))
+    attempt("collision", lambda: save_checkpoint(path, {"model": model, "a.b": 1, "a": {"b": 2}}))
+    os.makedirs(path + "empty", exist_ok=True)
+    attempt("empty directory", lambda: load_checkpoint(path + "empty", {"model": model}))
+    attempt("nothing there", lambda: load_checkpoint(path + "none", {"model": model}))
+    save_checkpoint(path, {"optimizer": optimizer}, model=model)
+    assert load_checkpoint(path, {"optimizer": optimizer}, model=model) == {}
+    attempt("directory to raw", lambda: load_checkpoint(path, model))
+    return found
+
+
+def test_p54_what_is_refused(world2: World, tmp_path: Path) -> None:
+    first, second = world2(refused, str(tmp_path / "c"))
+    assert first == second
+    words = {
+        "empty": "nothing to save",
+        "no model": "no model",
+        "no parallel": "parallelize_model",
+        "bare optimizer": "model=",
+        "filter": "modle",
+        "pickle": "pickled",
+        "collision": "a.b",
+        "empty directory": "not a valid checkpoint",
+        "nothing there": "no checkpoint",
+        "directory to raw": "directory",
+    }
+    for what, word in words.items():
+        assert word in first[what], first[what]
+    assert sorted(os.listdir(tmp_path)) == ["c", "cempty"]
+
+
+def save_two(path: str) -> None:
+    one, opt = start("fsdp2", toy, 0)
+    two = nn.Sequential(nn.Linear(4, 3))
+    other = torch.optim.SGD(two.parameters(), lr=0.1, momentum=0.9)
+    parallelize_model(two, FSDP2Config(), other)
+    two(torch.ones(1, 4)).sum().backward()
+    other.step()
+    before = full_model_state(two, ranks="all"), snapshot(two, other)
+    state = {"one": one, "two": two, "opt": opt, "other": other}
+    save_checkpoint(path, state)
+    with torch.no_grad():
+        for parameter in two.parameters():
+            parameter.zero_()
+    load_checkpoint(path, state)
+    assert_equal(full_model_state(two, ranks="all"), before[0])
+    assert_same(snapshot(two, other), before[1])
+
+
+def test_p54_two_models_and_two_optimizers(world2: World, tmp_path: Path) -> None:
+    world2(save_two, str(tmp_path / "c"))
+
+
+def crash_before_rename(path: str) -> None:
+    model, _ = start("fsdp2", toy, 1)
+    commit.put_in_place = lambda aside, path: os._exit(9)  # type: ignore[assignment]
+    save_checkpoint(path, {"model": model, "steps": 2})
+
+
+def test_p59_a_crash_before_the_rename_leaves_the_old_one(tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    before = run(save_run, 2, path, "fsdp2")[0]
+    with pytest.raises(WorkerError):
+        run(crash_before_rename, 2, path, timeout=30)
+    assert len(os.listdir(tmp_path)) == 2, "what was written aside is still there"
+    assert_same(run(load_run, 2, path, "fsdp2")[0], before)
+    run(save_run, 2, path, "fsdp2")
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def save_elsewhere(directory: str) -> list[str]:
+    rank = torch.distributed.get_rank()
+    model, _ = start("fsdp2", toy, 0)
+    save_checkpoint(f"{directory}/{rank}", {"model": model})
+    load_checkpoint(f"{directory}/{rank}", {"model": model})
+    return os.listdir(directory)
+
+
+def test_p59_rank_0_says_where(world2: World, tmp_path: Path) -> None:
+    assert world2(save_elsewhere, str(tmp_path)) == [["0"], ["0"]]
+
+
+def save_differently(path: str) -> str:
+    model, _ = start("fsdp2", toy, 0)
+    extra = {"extra": 1} if torch.distributed.get_rank() else {}
+    with pytest.raises(CheckpointValueError) as caught:
+        save_checkpoint(path, {"model": model, **extra})
+    return str(caught.value)
+
+
+def test_ranks_that_save_differently_all_raise(world2: World, tmp_path: Path) -> None:
+    first, second = world2(save_differently, str(tmp_path / "c"))
+    assert first == second
+    assert "extra" in first
+    assert os.listdir(tmp_path) == []
+
+
+def save_and_keep(directory: str) -> list[str]:
+    model, _ = start("fsdp2", toy, 0)
+    for number in range(4):
+        sharded = number != 2
+        save_checkpoint(f"{directory}/{number}", {"model": model}, keep=2, sharded=sharded)
+    return sorted(os.listdir(directory))
+
+
+def test_retention(world2: World, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "log.txt").write_text("x")
+    world2(save_and_keep, str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["2", "3", "log.txt", "other"]
+
+
+def unwritable(path: str) -> str:
+    model, _ = start("fsdp2", toy, 0)
+    with pytest.raises(CheckpointRuntimeError) as caught:
+        save_checkpoint(path, {"model": model})
+    return str(caught.value)
+
+
+def test_a_place_that_cannot_be_written(world2: World, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    first, second = world2(unwritable, str(tmp_path / "file" / "c"))
+    assert first == second
+    assert "Cannot save to" in first
