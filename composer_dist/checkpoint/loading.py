@@ -21,7 +21,7 @@ from composer_dist.checkpoint.pretrained import fill_model
 from composer_dist.checkpoint.state import _foreign, _owner, _state
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Structure, read_structure
-from composer_dist.distributed.codecs import inner_tensors, local_part
+from composer_dist.distributed.codecs import codec_of, inner_tensors, local_part
 from composer_dist.distributed.config import ParallelismConfig
 from composer_dist.distributed.layout import Layout
 from composer_dist.distributed.names import canonical_name
@@ -246,9 +246,8 @@ def _fill(opened: Opened, tensors: Mapping[str, Tensor], agreement: Agreement) -
     targets, later = [], []
     for path, tensor in tensors.items():
         local = local_part(tensor)
-        memory = (
-            local if local.is_contiguous() else torch.empty_like(local, memory_format=torch.contiguous_format)
-        )
+        direct = codec_of(local) is None and local.is_contiguous()
+        memory = local if direct else torch.empty(local.shape, dtype=tensor.dtype, device=local.device)
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
         targets.append(Target(path, Layout.of(tensor), memory, mesh))
         if memory is not local:

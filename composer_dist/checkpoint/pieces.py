@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
+from composer_dist.distributed.codecs import dense, local_part
 from composer_dist.distributed.layout import Coordinate, Layout, Part
 from composer_dist.distributed.read_plan import rectangles
 from composer_dist.distributed.slices import Dims
@@ -37,13 +38,17 @@ class Piece:
 
 
 def pieces_of(name: str, tensor: Tensor) -> Iterator[Piece]:
-    """What this rank holds of a tensor; nothing if that is empty."""
+    """What this rank holds of a tensor; nothing if that is empty.
+
+    What has a codec is decoded: a rank's part of an optimizer's quantised state means nothing to others.
+    """
     tensor = tensor.detach()
+    local = dense(local_part(tensor)).to(tensor.dtype)
     if not isinstance(tensor, DTensor):
         if tensor.numel():
-            yield Piece(name, (0,) * tensor.ndim, tensor)
+            yield Piece(name, (0,) * tensor.ndim, local)
         return
-    local, layout = tensor.to_local(), Layout.known(tensor)
+    layout = Layout.known(tensor)
     if tensor.device_mesh.get_coordinate() is None or not local.numel():
         return
     if layout is None:  # cut by the user, in a way that torch understands

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
-import shutil
-import signal
-import subprocess
-import sys
-import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from composer_dist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from composer_dist.errors import CheckpointError
 from tests.checkpoint.runs import save_run
 from tests.checkpoint.toys import toy
+from tests.world import PRELOAD
 
 World = Callable[..., list[Any]]
 
@@ -70,8 +69,6 @@ def save_series(directory: str) -> None:
 
 
 def newest(directory: str) -> tuple[str | None, list[str]]:
-    import warnings
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = latest_checkpoint(directory)
@@ -94,23 +91,19 @@ def test_the_newest_that_is_whole(world2: World, tmp_path: Path) -> None:
         assert data.name in messages[0]
 
 
-_VICTIM = """
-import sys, torch
-from torch import nn
-from composer_dist.checkpoint import save_checkpoint
-directory, number = sys.argv[1], int(sys.argv[2])
-print("ready", flush=True)
-while True:
-    number += 1
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(number)
-    path = directory + ("/same" if number % 2 else f"/{number}")
-    pending = save_checkpoint(path, {"model": model, "number": number}, keep=3, asynchronous=number % 3 == 0)
-    if pending is not None:
-        pending.wait()
-"""
+def save_for_ever(directory: str, number: int) -> None:
+    """Every value is the checkpoint's number; every other one replaces the one before."""
+    while True:
+        number += 1
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(number)
+        path = f"{directory}/same" if number % 2 else f"{directory}/{number}"
+        state = {"model": model, "number": number}
+        pending = save_checkpoint(path, state, keep=3, asynchronous=number % 3 == 0)
+        if pending is not None:
+            pending.wait()
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(40, marks=pytest.mark.slow)])
@@ -118,16 +111,17 @@ def test_p59_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
     draw = random.Random(1)
     number = 0
     for _ in range(kills):
-        victim = subprocess.Popen(
-            [sys.executable, "-c", _VICTIM, str(tmp_path), str(number)], stdout=subprocess.PIPE, text=True
-        )
-        assert victim.stdout is not None
-        assert victim.stdout.readline() == "ready\n"
+        context = multiprocessing.get_context("forkserver")  # the workers' server, which has torch
+        context.set_forkserver_preload(PRELOAD)
+        victim = context.Process(target=save_for_ever, args=(str(tmp_path), number))
+        victim.start()
         while latest_checkpoint(tmp_path, verify=False) is None:
-            assert victim.poll() is None
-        time.sleep(draw.random() * 0.5)  # the moment is what is drawn; nothing is waited for
-        victim.send_signal(signal.SIGKILL)
-        victim.wait()
+            assert victim.is_alive()
+        victim.join(0.1 + draw.random() * 0.5)  # the moment is what is drawn
+        assert victim.is_alive()
+        victim.kill()
+        victim.join()
+        victim.close()
         path = latest_checkpoint(tmp_path)
         assert path is not None
         contents = load_checkpoint(path)
@@ -136,4 +130,3 @@ def test_p59_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
         assert all(torch.all(value == number) for value in contents["model"].values())
     save_checkpoint(tmp_path / "same", {"model": toy(), "number": 0})
     assert not list(tmp_path.glob(".same.*")), "what the killed ones left under this name is gone"
-    shutil.rmtree(tmp_path)

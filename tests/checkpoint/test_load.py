@@ -17,7 +17,7 @@ from composer_dist.distributed.config import FSDP2Config
 from composer_dist.distributed.prepare import parallelize_model
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
 from tests.checkpoint.runs import save_run, start, train
-from tests.checkpoint.toys import Toy, assert_equal, toy
+from tests.checkpoint.toys import Toy, assert_equal, sharded, toy
 
 World = Callable[..., list[Any]]
 
@@ -158,21 +158,20 @@ def load_meta(path: str, how: str) -> dict[str, Any]:
     if how == "weights":
         parallelize_model(model, FSDP2Config(), weights=path)
     elif how == "pretrained":
-        parallelize_model(model, FSDP2Config())
-        load_pretrained(model, path)
+        load_pretrained(sharded(model), path)
     else:
-        parallelize_model(model, FSDP2Config())
+        sharded(model)
         load_checkpoint(path, {"model": model})
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     return {name: v for name, v in full_model_state(model, ranks="all").items() if isinstance(v, Tensor)}
 
 
 @pytest.mark.parametrize(
-    ("sharded", "how"), [(True, "weights"), (False, "weights"), (True, "pretrained"), (True, "load")]
+    ("directory", "how"), [(True, "weights"), (False, "weights"), (True, "pretrained"), (True, "load")]
 )
-def test_into_a_model_from_meta(world2: World, tmp_path: Path, sharded: bool, how: str) -> None:
+def test_into_a_model_from_meta(world2: World, tmp_path: Path, directory: bool, how: str) -> None:
     path = str(tmp_path / "c")
-    saved = world2(save_run, path, "fsdp2", sharded=sharded)[0][0]
+    saved = world2(save_run, path, "fsdp2", sharded=directory)[0][0]
     for state in world2(load_meta, path, how):
         assert_equal(state, {name: value for name, value in saved.items() if isinstance(value, Tensor)})
 
