@@ -58,8 +58,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # Fused elementwise kernels over lists of tensors; torch.nn.utils.clip_grad uses them, and offers no
 # public way to ask for the dtype of a norm. `dtype=` since torch 2.2.
+from torch import _foreach_lerp_ as _foreach_lerp_
 from torch import _foreach_mul_ as _foreach_mul_
 from torch import _foreach_norm as _foreach_norm
+
+# Divides gradients and notes infinities in one pass; torch.amp.GradScaler uses it. Since torch 1.10.
+from torch import (
+    _amp_foreach_non_finite_check_and_unscale_ as _amp_foreach_non_finite_check_and_unscale_,
+)
 
 # The mode under which an operation's arguments are seen: how initialisers are traced. Since torch 1.13.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode

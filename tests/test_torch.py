@@ -33,6 +33,8 @@ FEATURES = {
     "torch.distributed.tensor.placement_types._StridedShard": "tensor parallelism of fused matrices",
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "quantised parameters (codecs)",
     "torch.distributed.tensor._dtensor_spec.TensorMeta": "quantised parameters (codecs)",
+    "torch._amp_foreach_non_finite_check_and_unscale_": "precision='amp_fp16'",
+    "torch._foreach_lerp_": "EMA",
     "torch._foreach_mul_": "clip_grad_norm",
     "torch._foreach_norm": "clip_grad_norm",
     "torch.utils._python_dispatch.TorchDispatchMode": "tracing initialisers",
@@ -66,6 +68,7 @@ def _imported() -> set[str]:
         "torch.distributed.tensor.DTensor",
         "torch.distributed.tensor.placement_types.Placement",
         "torch.nn.parallel.DistributedDataParallel",
+        "torch.optim.Optimizer",
     }
     return names - public
 

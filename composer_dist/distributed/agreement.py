@@ -99,7 +99,7 @@ class Agreement:
         Raises:
             ParallelismError: this rank's error, another's, or `decide`'s; or a rank did not come.
         """
-        post = {"step": step, "mine": mine, "error": error and _pack(error), "lost": _is_lost(error)}
+        post = {"step": step, "mine": mine, "error": error and pack(error), "lost": is_lost(error)}
         return self._agree(post, decide, self.timeout, error)
 
     @contextmanager
@@ -139,7 +139,7 @@ class Agreement:
             with suppress(RuntimeError):  # the store is gone: then the others know
                 line = _line(self._key)
                 line.store.set(f"{line.prefix}/trouble", "")
-            post = {"step": step, "mine": None, "error": _pack(caught), "lost": _is_lost(caught)}
+            post = {"step": step, "mine": None, "error": pack(caught), "lost": is_lost(caught)}
             self._agree(post, lambda _: None, GRACE, caught)
             raise AssertionError from caught  # an agreement on an error always raises
         except BaseException as caught:
@@ -168,7 +168,7 @@ class Agreement:
             return
         with suppress(RuntimeError):  # the store is gone: then they know
             line = _line(self._key)
-            text = _merge({self.rank: _pack(cause)}, len(self.ranks))
+            text = _merge({self.rank: pack(cause)}, len(self.ranks))
             line.store.set(f"{line.prefix}/left", json.dumps(text))
             line.store.set(f"{line.prefix}/trouble", "")
         _lines.pop(self._key, None)
@@ -180,10 +180,10 @@ class Agreement:
             if len(self.ranks) > 1:
                 return self._exchange(post, decide, limit)
             if post["error"]:
-                raise _unpack(post["error"])
+                raise unpack(post["error"])
             return decide([post["mine"]])
         except Exception as failure:
-            agreed = failure if isinstance(failure, ParallelismError) else _unpack(_pack(failure))
+            agreed = failure if isinstance(failure, ParallelismError) else unpack(pack(failure))
             if isinstance(error, ParallelismError) and str(error) == str(agreed):
                 agreed = error  # this rank's own, with the traceback of where it arose
             self._raised = agreed
@@ -215,7 +215,7 @@ class Agreement:
                 "process has ended early. See the ranks' own output."
             ) from lost
         if verdict["error"]:
-            raise _unpack(verdict["error"])
+            raise unpack(verdict["error"])
         return verdict["result"]
 
     def _judge(
@@ -249,7 +249,7 @@ class Agreement:
                     )
             return {"error": None, "result": decide([posts[rank]["mine"] for rank in self.ranks])}
         except Exception as caught:
-            return {"error": _pack(caught), "result": None}
+            return {"error": pack(caught), "result": None}
 
     def _gather(
         self, line: _Line, key: str, step: str, posts: dict[int, Post], limit: timedelta, stop_at_error: bool
@@ -320,7 +320,7 @@ class _LostError(RuntimeError):
     """A collective was given up because of another rank."""
 
 
-def _is_lost(error: BaseException | None) -> bool:
+def is_lost(error: BaseException | None) -> bool:
     """Whether a collective, or a read, failed because of another rank, and not by itself."""
     words = "gloo", "NCCL", "Connection", "No such process"
     return isinstance(error, (_LostError, dist.DistError)) or (
@@ -328,14 +328,16 @@ def _is_lost(error: BaseException | None) -> bool:
     )
 
 
-def _pack(error: BaseException) -> list[str]:
+def pack(error: BaseException) -> list[str]:
+    """An error as kind and text, to travel."""
     text = str(error)
     if not isinstance(error, ParallelismError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return [kind_of(error).__name__, text]
 
 
-def _unpack(packed: list[str]) -> ParallelismError:
+def unpack(packed: list[str]) -> ParallelismError:
+    """The inverse of `pack`, of our own kind."""
     name, text = packed
     return kind_named(name)(text)
 

@@ -12,6 +12,11 @@ __getattr__, __dir__, __all__ = lazy_names(
         "ConsoleLogger": f"{__name__}.loggers",
         "DistributedDataLoader": f"{__name__}.dataloader",
         "EarlyStopping": f"{__name__}.callbacks",
+        "ConstantWithWarmupScheduler": f"{__name__}.schedulers",
+        "CosineAnnealingWithWarmupScheduler": f"{__name__}.schedulers",
+        "LinearWithWarmupScheduler": f"{__name__}.schedulers",
+        "Evaluator": f"{__name__}.evaluator",
+        "EMA": f"{__name__}.callbacks",
         "Event": f"{__name__}.events",
         "FileLogger": f"{__name__}.loggers",
         "FineTuningPhases": f"{__name__}.phases",
@@ -20,6 +25,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "GradientNorm": f"{__name__}.callbacks",
         "InMemoryLogger": f"{__name__}.loggers",
         "LRMonitor": f"{__name__}.callbacks",
+        "LossScaling": "composer_dist.distributed.scaling",
         "Logger": f"{__name__}.loggers",
         "LoggerDestination": f"{__name__}.loggers",
         "MLflowLogger": f"{__name__}.loggers",
@@ -48,6 +54,8 @@ __getattr__, __dir__, __all__ = lazy_names(
 )
 
 if TYPE_CHECKING:
+    from composer_dist.distributed.scaling import LossScaling as LossScaling
+    from composer_dist.trainer.callbacks import EMA as EMA
     from composer_dist.trainer.callbacks import Callback as Callback
     from composer_dist.trainer.callbacks import CheckpointSaver as CheckpointSaver
     from composer_dist.trainer.callbacks import EarlyStopping as EarlyStopping
@@ -61,6 +69,7 @@ if TYPE_CHECKING:
     from composer_dist.trainer.callbacks import RuntimeEstimator as RuntimeEstimator
     from composer_dist.trainer.callbacks import SpeedMonitor as SpeedMonitor
     from composer_dist.trainer.dataloader import DistributedDataLoader as DistributedDataLoader
+    from composer_dist.trainer.evaluator import Evaluator as Evaluator
     from composer_dist.trainer.events import Event as Event
     from composer_dist.trainer.loggers import ConsoleLogger as ConsoleLogger
     from composer_dist.trainer.loggers import FileLogger as FileLogger
@@ -80,6 +89,11 @@ if TYPE_CHECKING:
     from composer_dist.trainer.phase_schedule import load_schedule as load_schedule
     from composer_dist.trainer.phases import FineTuningPhases as FineTuningPhases
     from composer_dist.trainer.resuming import Resume as Resume
+    from composer_dist.trainer.schedulers import ConstantWithWarmupScheduler as ConstantWithWarmupScheduler
+    from composer_dist.trainer.schedulers import (
+        CosineAnnealingWithWarmupScheduler as CosineAnnealingWithWarmupScheduler,
+    )
+    from composer_dist.trainer.schedulers import LinearWithWarmupScheduler as LinearWithWarmupScheduler
     from composer_dist.trainer.state import State as State
     from composer_dist.trainer.time import Time as Time
     from composer_dist.trainer.time import Timestamp as Timestamp

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
 from torch import nn
 
 from composer_dist.distributed.names import named_parameters_canonical
+from composer_dist.distributed.scaling import LossScaling
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models.base import ComposerModel
 from composer_dist.precision import Precision
@@ -74,17 +75,28 @@ def check_accumulate(how: object) -> None:
         raise ParallelismValueError(f"accumulate is 'sharded' or 'unsharded', not {how!r}.")
 
 
-def check_precision(precision: Precision | None) -> None:
-    """Refuses the precisions that the training loop cannot do yet."""
-    if precision is Precision.AMP_FP16:
+def check_precision(precision: Precision | None, prepares: bool, scaling: object) -> None:
+    """Refuses float8 that nothing would convert to, and a loss scaler without float16."""
+    if precision is Precision.AMP_FP8 and not prepares:
         raise ParallelismValueError(
-            "precision='amp_fp16' needs a gradient scaler, which the Trainer does not have yet; "
-            "use 'amp_bf16'."
+            "precision='amp_fp8' converts the model's linear layers during preparation; pass a "
+            "parallelism_config, such as 'fsdp', which works in one process too."
         )
-    if precision is Precision.AMP_FP8:
+    if scaling is not None and precision is not Precision.AMP_FP16:
+        raise ParallelismValueError("loss_scaling has an effect with precision='amp_fp16' only.")
+    if scaling is not None and not isinstance(scaling, LossScaling):
+        raise ParallelismTypeError(f"loss_scaling takes a LossScaling, not {type(scaling).__name__}.")
+
+
+def check_compile(options: object, prepares: bool) -> None:
+    """Refuses to compile what the preparation compiles, or may not be compiled whole."""
+    if options and prepares:
         raise ParallelismValueError(
-            "precision='amp_fp8' is not supported by the Trainer yet; use 'amp_bf16'."
+            "compile belongs into the parallelism_config here: ParallelismConfig(compile=...) compiles the "
+            "blocks between the collectives."
         )
+    if not isinstance(options, bool | Mapping):
+        raise ParallelismTypeError(f"compile is True or torch.compile's options, not {options!r}.")
 
 
 def check_no_meta(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from composer_dist.distributed.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.autocast import autocast
 from composer_dist.trainer.batch import map_leaves, to_device
+from composer_dist.trainer.evaluator import Evaluator
 from composer_dist.trainer.events import Event
 from composer_dist.trainer.feed import Feed
 from composer_dist.trainer.state import State
@@ -30,13 +31,14 @@ RunEvent = Callable[[Event], None]
 
 
 def evaluate(
-    state: State, feed: Feed, label: str, logger: Logger, run_event: RunEvent, with_loss: bool
+    state: State, feed: Feed, evaluator: Evaluator, logger: Logger, run_event: RunEvent, with_loss: bool
 ) -> dict[str, float]:
     """Logs the mean loss and the metrics over a dataloader of all ranks; equal on every rank.
 
     The results are called `loss/<label>/total`, with `with_loss`, and `metrics/<label>/<metric>`.
     """
-    metrics = fresh_metrics(state.model.get_metrics(is_train=False), state.device)
+    label = evaluator.label
+    metrics = fresh_metrics(evaluator.chosen(state.model.get_metrics(is_train=False)), state.device)
     state.eval_metrics[label] = metrics
     total, weight = torch.zeros((), device=state.device), 0.0
     with _reading(state, feed, label):

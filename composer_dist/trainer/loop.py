@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,15 +13,17 @@ from torch import Tensor
 
 from composer_dist.distributed.accumulation import Accumulate
 from composer_dist.trainer.evaluation import compute_metrics, fresh_metrics
+from composer_dist.trainer.evaluator import Evaluator
 from composer_dist.trainer.events import Event
+from composer_dist.trainer.every import Every
 from composer_dist.trainer.feed import Fed, Feed
 from composer_dist.trainer.loggers import Logger
 from composer_dist.trainer.microbatch import Microbatches, MicrobatchSize
 from composer_dist.trainer.options import GradientClipping
 from composer_dist.trainer.sampling import set_epoch
+from composer_dist.trainer.schedulers import set_rates
 from composer_dist.trainer.state import State
 from composer_dist.trainer.step import measure, train_batch
-from composer_dist.trainer.time import Time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,8 @@ class LoopOptions:
     clipping: GradientClipping | None
     accumulate: Accumulate
     schedule_batches: bool
-    eval_interval: Time | None
+    evaluators: Sequence[tuple[Evaluator, Every]]
+    """What to evaluate on, and when, beside at the end."""
     replicas: int
     """Ranks with different data."""
 
@@ -43,7 +47,7 @@ class TrainingLoop:
 
     Args:
         run_event: calls the callbacks.
-        evaluate: evaluates everything there is to evaluate.
+        evaluate: evaluates what it is given.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class TrainingLoop:
         logger: Logger,
         options: LoopOptions,
         run_event: Callable[[Event], None],
-        evaluate: Callable[[], object],
+        evaluate: Callable[[Sequence[Evaluator]], object],
     ) -> None:
         self._state = state
         self._logger = logger
@@ -64,8 +68,6 @@ class TrainingLoop:
         self._place: Mapping[str, Any] | None = None
         """Where the next pass begins, if not at the start."""
         self._began = 0.0
-        self._evaluated = 0
-        """Intervals passed at the last evaluation."""
 
     def restart_epoch(self) -> None:
         """Forgets the place in the dataloader, because it is another one now."""
@@ -94,14 +96,14 @@ class TrainingLoop:
         state.train_metrics = fresh_metrics(state.model.get_metrics(is_train=True), state.device)
         state.dataloader, state.dataloader_label = state.train_dataloader, "train"
         state.dataloader_len = state.train_length
-        self._evaluated = self._intervals()
+        for _, interval in self._options.evaluators:
+            interval.start(state)
         self._began = time.monotonic() - state.timestamp.seconds
         self._run_event(Event.FIT_START)
         state.throughput.start(state.timestamp)
         while not state.finished and self._epoch():
             pass
-        if self._options.eval_interval and state.evaluated_batch != state.timestamp.batch:
-            self._evaluate_now()
+        self._evaluate_those([evaluator for evaluator, _ in self._options.evaluators])
         self._run_event(Event.FIT_END)
         state.dataloader, state.dataloader_label, state.dataloader_len = None, None, None
 
@@ -142,6 +144,7 @@ class TrainingLoop:
         state = self._state
         state.batch, state.alarmed = fed.batch, fed.alarmed
         state.dataloader_len = state.train_length = feed.length
+        set_rates(state)
         self._run_event(Event.AFTER_DATALOADER)
         self._run_event(Event.BATCH_START)
         metrics: dict[str, float | Tensor] = {
@@ -176,18 +179,22 @@ class TrainingLoop:
         self._run_event(Event.EPOCH_CHECKPOINT)
 
     def _step_schedulers(self) -> None:
-        for scheduler in self._state.schedulers:
-            scheduler.step()
+        with warnings.catch_warnings():
+            # A loss scaler may have left out the optimizers' first steps.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            for scheduler in self._state.schedulers:
+                scheduler.step()
 
     def _evaluate_if_due(self) -> None:
-        if self._intervals() > self._evaluated:
-            self._evaluate_now()
+        self._evaluate_those(
+            [one for one, interval in self._options.evaluators if interval.passed(self._state)]
+        )
 
-    def _evaluate_now(self) -> None:
-        self._evaluated, self._state.evaluated_batch = self._intervals(), self._state.timestamp.batch
-        with self._state.throughput.pause():
-            self._evaluate()
-
-    def _intervals(self) -> int:
-        interval = self._options.eval_interval
-        return self._state.intervals(interval) if interval else 0
+    def _evaluate_those(self, evaluators: Sequence[Evaluator]) -> None:
+        """Evaluates on those that have not been evaluated on since the last batch."""
+        evaluated, now = self._state.evaluated, self._state.timestamp.batch
+        due = [evaluator for evaluator in evaluators if evaluated.get(evaluator.label) != now]
+        if due:
+            evaluated |= {evaluator.label: now for evaluator in due}
+            with self._state.throughput.pause():
+                self._evaluate(due)

@@ -16,6 +16,7 @@ def run_state(state: State, callbacks: Sequence[Callback]) -> dict[str, Any]:
     states = {name: callback.state_dict() for name, callback in _numbered(callbacks).items()}
     return {
         "state": state.state_dict(),
+        "loss_scaler": state.loss_scaler.state_dict() if state.loss_scaler else None,
         "schedulers": [scheduler.state_dict() for scheduler in state.schedulers],
         "callbacks": {name: one for name, one in states.items() if one},
     }
@@ -30,7 +31,7 @@ def load_run_state(state: State, callbacks: Sequence[Callback], saved: Mapping[s
     Raises:
         ParallelismValueError: it has another number of schedulers, or is of something else.
     """
-    parts = {"state", "schedulers", "callbacks"}
+    parts = {"state", "loss_scaler", "schedulers", "callbacks"}
     if wrong := parts.symmetric_difference(saved):
         raise ParallelismValueError(
             f"This is no Trainer's state: missing or unknown are {', '.join(sorted(wrong))}."
@@ -50,6 +51,8 @@ def load_run_state(state: State, callbacks: Sequence[Callback], saved: Mapping[s
     for name, callback in named.items():
         if name in saved["callbacks"]:
             callback.load_state_dict(saved["callbacks"][name])
+    if state.loss_scaler and saved["loss_scaler"]:
+        state.loss_scaler.load_state_dict(saved["loss_scaler"])
     for scheduler, one in zip(state.schedulers, saved["schedulers"], strict=True):
         scheduler.load_state_dict(one)  # after the callbacks, which may add groups to the optimizers
 

@@ -1,9 +1,11 @@
-"""Random seeds."""
+"""Random seeds, and algorithms that give the same every time."""
 
 from __future__ import annotations
 
+import os
 import random
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -14,3 +16,24 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def use_deterministic_algorithms() -> Callable[[], None]:
+    """Has torch raise where it has no deterministic algorithm; returns what undoes that.
+
+    cuBLAS is deterministic only with a workspace of fixed size, which it reads from the environment when
+    it is first used: see torch.use_deterministic_algorithms.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+    def restore() -> None:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.backends.cudnn.benchmark = benchmark
+
+    return restore

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from composer_dist.distributed.scaling import LossScaler
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models.base import ComposerModel
 from composer_dist.precision import Precision
@@ -18,6 +19,8 @@ from composer_dist.trainer.time import Time, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+    from composer_dist.trainer.schedulers import Schedule
 
 
 @dataclass(kw_only=True)
@@ -35,8 +38,15 @@ class State:
     device_train_microbatch_size: int | None = None
     """The most samples in a microbatch; None means whole batches, or not yet found by "auto"."""
 
+    loss_scaler: LossScaler | None = None
+    """With float16: what keeps gradients from vanishing."""
+    schedules: Sequence[Schedule] = ()
+    """What sets the learning rates by the clock."""
+
     max_duration: Time | None = None
     """Where the current `fit` ends, counted from the start of the run."""
+    schedule_end: Time | None = None
+    """What schedules count `dur` to: the Trainer's `max_duration`, or the end of a `fit` beyond it."""
     timestamp: Timestamp = field(default_factory=Timestamp)
     fit_start: Timestamp = field(default_factory=Timestamp)
     """Where the current `fit` began."""
@@ -71,8 +81,8 @@ class State:
     alarm_raised: bool = False
     remember: Callable[[], dict[str, Any]] = dict
     """What a checkpoint holds beside model and optimizers, by key; every rank must ask."""
-    evaluated_batch: int | None = None
-    """The batch after which `fit` last evaluated."""
+    evaluated: dict[str, int] = field(default_factory=dict)
+    """By label, the batch after which `fit` last evaluated."""
 
     def stop_training(self) -> None:
         """Ends the run before the next batch, on every rank, whichever rank asked."""
@@ -92,7 +102,7 @@ class State:
         return {
             "timestamp": self.timestamp.state_dict(),
             "train_length": self.train_length,
-            "evaluated_batch": self.evaluated_batch,
+            "evaluated": dict(self.evaluated),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -101,13 +111,13 @@ class State:
         Raises:
             ParallelismValueError: it is the state of something else.
         """
-        names = {"timestamp", "train_length", "evaluated_batch"}
+        names = {"timestamp", "train_length", "evaluated"}
         if wrong := names.symmetric_difference(state):
             raise ParallelismValueError(
                 f"This is no State's state: missing or unknown are {', '.join(sorted(wrong))}."
             )
         self.timestamp = Timestamp.from_state_dict(state["timestamp"])
-        self.train_length, self.evaluated_batch = state["train_length"], state["evaluated_batch"]
+        self.train_length, self.evaluated = state["train_length"], dict(state["evaluated"])
 
     @property
     def finished(self) -> bool:

@@ -47,11 +47,12 @@ def train_batch(
     microbatches: Microbatches,
     clipping: GradientClipping | None,
     how: Accumulate = "sharded",
-) -> dict[str, Tensor]:
+) -> dict[str, float | Tensor]:
     """Trains on one batch; `state.loss` is then the mean loss over the batches of all ranks.
 
     Returns:
-        Metrics by name: the loss, and the gradients' norm before clipping if it is clipped.
+        Metrics by name: the loss, and the gradients' norm before clipping if it is clipped. With a loss
+        scaler, a batch whose gradients are not finite on some rank is not stepped on any.
 
     Raises:
         ParallelismValueError: no batch of any rank has a term that the loss counts.
@@ -65,12 +66,18 @@ def train_batch(
     total = microbatches.run(fed.most, lambda parts: _gradients(state, fed, parts, run_event, how))
     state.batch = fed.batch
     state.loss = process_group.all_reduce(total, "mean")
+    metrics: dict[str, float | Tensor] = {"loss/train/total": state.loss}
+    finite = True
+    if (scaler := state.loss_scaler) is not None:
+        metrics["loss_scale"] = scaler.scale
+        finite = scaler.unscale(optimized_parameters(state))
+        scaler.update(finite)
     run_event(Event.AFTER_TRAIN_BATCH)
-    metrics = {"loss/train/total": state.loss}
-    if clipping is not None:
+    if clipping is not None and finite:
         metrics |= _clip(state, clipping)
-    for optimizer in state.optimizers:
-        optimizer.step()
+    if finite:  # the same on all ranks
+        for optimizer in state.optimizers:
+            optimizer.step()
     return metrics
 
 
@@ -149,7 +156,7 @@ def _forward_backward(state: State, run_event: Callable[[Event], None], scale: f
     if scale and state.train_metrics:
         _update_metrics(state)
     run_event(Event.BEFORE_BACKWARD)
-    (state.loss * scale).backward()
+    (state.loss * (scale * state.loss_scaler.scale if state.loss_scaler else scale)).backward()
     run_event(Event.AFTER_BACKWARD)
     state.outputs, state.loss = None, loss  # frees the graph before the next forward
     return loss

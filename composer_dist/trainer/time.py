@@ -216,6 +216,27 @@ class Timestamp:
         return cls(**state)
 
 
+def end_of_fit(now: Timestamp, planned: Time | None, duration: Time | None) -> Time:
+    """Where a `fit` of `duration` ends, or of what is left of the `planned` training.
+
+    Raises:
+        ParallelismValueError: nothing says how long, or nothing is left.
+    """
+    if duration is None:
+        if planned is None:
+            raise ParallelismValueError("How long? Pass max_duration or fit(duration=...).")
+        if now.reached(planned):
+            raise ParallelismValueError(
+                f"Training has reached max_duration='{planned}' already; go on with fit(duration=...)."
+            )
+        return planned
+    if duration.unit is TimeUnit.DURATION:
+        if planned is None:
+            raise ParallelismValueError(f"'{duration}' is a share of max_duration, which is None.")
+        duration = planned * duration.value
+    return now.get(duration.unit) + duration
+
+
 _FIELDS = {
     TimeUnit.EPOCH: "epoch",
     TimeUnit.BATCH: "batch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -16,6 +17,8 @@ from composer_dist.distributed import process_group
 from composer_dist.distributed.accumulation import Accumulate, accumulated_bytes
 from composer_dist.distributed.preparation import Preparation
 from composer_dist.distributed.prepare import parallelize_composer_model
+from composer_dist.distributed.reports import told_to_all
+from composer_dist.distributed.scaling import LossScaler, LossScaling
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models.base import ComposerModel
 from composer_dist.precision import Precision, as_precision
@@ -23,6 +26,7 @@ from composer_dist.trainer import checks, setup
 from composer_dist.trainer.batch import num_samples
 from composer_dist.trainer.callbacks import Callback, LRMonitor, ProgressBar, SpeedMonitor
 from composer_dist.trainer.evaluation import evaluate, predict
+from composer_dist.trainer.evaluator import Evaluator, as_evaluators, timetable
 from composer_dist.trainer.events import Event
 from composer_dist.trainer.feed import Feed, Size, length_of
 from composer_dist.trainer.loggers import Logger, LoggerDestination
@@ -33,10 +37,13 @@ from composer_dist.trainer.randomness import generator_states, set_generator_sta
 from composer_dist.trainer.resuming import Resume, resume_run
 from composer_dist.trainer.run_state import load_run_state, run_state
 from composer_dist.trainer.sampling import check_sampler, placed
-from composer_dist.trainer.seeding import seed_all
+from composer_dist.trainer.schedulers import Schedule, sorted_out
+from composer_dist.trainer.seeding import seed_all, use_deterministic_algorithms
 from composer_dist.trainer.state import State
 from composer_dist.trainer.step import measure
-from composer_dist.trainer.time import Time, TimeUnit
+from composer_dist.trainer.time import Time, end_of_fit
+
+EvalData = Iterable[Any] | Evaluator | Sequence[Evaluator] | Mapping[str, Any] | None
 
 
 class Trainer:
@@ -49,16 +56,22 @@ class Trainer:
     Args:
         model: the model; with a `parallelism_config` it is prepared in place.
         train_dataloader: gives this rank's batches; may be given to `fit` instead.
-        eval_dataloader: gives this rank's batches of the data held out.
+        eval_dataloader: gives this rank's batches of the data held out; or an `Evaluator`, a sequence of
+            them, or a mapping from label to dataloader.
         max_duration: where `fit` ends, such as "3ep", "100ba", "3e4tok" or "1h30m"; an integer
             means epochs.
         optimizers: of the model's parameters as they are now; preparation rebinds them.
-        schedulers: torch's learning-rate schedulers.
-        step_schedulers_every_batch: step them after each batch (True) or each epoch (False; also
+        schedulers: torch's learning-rate schedulers, or ours, which follow time strings.
+        step_schedulers_every_batch: step torch's after each batch (True) or each epoch (False; also
             None, with a warning if the run is too short for that).
         parallelism_config: whatever `parallelize_composer_model` takes as its config; None trains
             the model as it is: in one process, or prepared already.
-        precision: "fp32" or "amp_bf16"; None computes in the parameters' own dtype.
+        precision: "fp32", "amp_bf16", "amp_fp16" (with a loss scaler) or "amp_fp8"; None computes in the
+            parameters' own dtype.
+        loss_scaling: how the loss is scaled under "amp_fp16".
+        compile: torch.compile's options, or True, for a model that is trained without a
+            `parallelism_config`, which has an option of that name itself.
+        deterministic: have torch use deterministic algorithms only, until `close`.
         device: where to train; by default the process group's device, else the accelerator.
         device_train_microbatch_size: the most samples in one forward and backward; None takes the
             whole batch; "auto" as many as fit into the memory of every rank, found by trying.
@@ -89,13 +102,16 @@ class Trainer:
         *,
         model: ComposerModel,
         train_dataloader: Iterable[Any] | None = None,
-        eval_dataloader: Iterable[Any] | None = None,
+        eval_dataloader: EvalData = None,
         max_duration: Time | str | int | None = None,
         optimizers: Optimizer | Sequence[Optimizer] | None = None,
-        schedulers: LRScheduler | Sequence[LRScheduler] | None = None,
+        schedulers: LRScheduler | Schedule | Sequence[LRScheduler | Schedule] | None = None,
         step_schedulers_every_batch: bool | None = None,
         parallelism_config: Any = None,
         precision: str | Precision | None = None,
+        loss_scaling: LossScaling | None = None,
+        compile: bool | Mapping[str, Any] = False,
+        deterministic: bool = False,
         device: str | torch.device | None = None,
         device_train_microbatch_size: MicrobatchSize = None,
         accumulate: Accumulate = "sharded",
@@ -113,11 +129,12 @@ class Trainer:
         checks.check_microbatch_size(device_train_microbatch_size)
         checks.check_accumulate(accumulate)
         self._precision = as_precision(precision)
-        checks.check_precision(self._precision)
+        checks.check_precision(self._precision, parallelism_config is not None, loss_scaling)
+        checks.check_compile(compile, parallelism_config is not None)
         self._max_duration = checks.positive("max_duration", max_duration)
         self._schedule_batches = step_schedulers_every_batch
         self._check_sampler = check_sampler
-        self._eval_dataloader = eval_dataloader
+        self._evaluators = as_evaluators(eval_dataloader)
         self._eval_loss = eval_loss
         interval = checks.positive("eval_interval", eval_interval)
         resume = Resume.of(resume)
@@ -129,6 +146,7 @@ class Trainer:
         given = {type(callback) for callback in self.callbacks}
         self.callbacks += [kind() for kind in standard if kind not in given]
 
+        self._restore_algorithms = use_deterministic_algorithms() if deterministic else None
         if process_group.is_distributed() or parallelism_config is not None:
             process_group.init(device=device, reuse=True)
         if seed is not None:
@@ -143,12 +161,17 @@ class Trainer:
         self._data_part = setup.data_part(mesh)
         if seed is not None:
             seed_all(seed + self._data_part["rank"])
+        if compile:
+            model.compile(**({} if compile is True else compile))
         world, rank = process_group.world_and_rank()
+        torch_schedulers, schedules = sorted_out(schedulers, optimizers)
         self.state = State(
             model=model,
             device=setup.settle(model, mesh, device),
             optimizers=optimizers,
-            schedulers=checks.listed("schedulers", schedulers, LRScheduler),
+            schedulers=torch_schedulers,
+            schedules=schedules,
+            loss_scaler=LossScaler(loss_scaling) if self._precision is Precision.AMP_FP16 else None,
             precision=self._precision,
             rank=rank,
             world_size=world,
@@ -159,10 +182,10 @@ class Trainer:
             clipping=clipping,
             accumulate=accumulate,
             schedule_batches=bool(step_schedulers_every_batch),
-            eval_interval=interval if eval_dataloader is not None else None,
+            evaluators=timetable(self._evaluators, interval),
             replicas=self._data_part["num_replicas"],
         )
-        self._loop = TrainingLoop(self.state, self.logger, options, self.run_event, self.eval)
+        self._loop = TrainingLoop(self.state, self.logger, options, self.run_event, self._evaluate)
         if train_dataloader is not None:
             self._read(train_dataloader)
         self.logger.log_hyperparameters(
@@ -206,18 +229,21 @@ class Trainer:
         state = self.state
         if state.train_dataloader is None:
             raise ParallelismValueError("Training needs a train_dataloader.")
-        state.max_duration = self._end_of_fit(checks.positive("duration", duration))
+        planned = self._max_duration
+        state.max_duration = end_of_fit(state.timestamp, planned, checks.positive("duration", duration))
+        within = planned is not None and not state.timestamp.reached(planned)
+        state.schedule_end = planned if within else state.max_duration
         checks.check_trainable(state)
         checks.check_schedule(state, self._schedule_batches, length_of(state.train_dataloader))
         with self._closing_on_error():
             self._loop.run()
 
-    def eval(self, eval_dataloader: Iterable[Any] | None = None, label: str = "eval") -> dict[str, float]:
+    def eval(self, eval_dataloader: EvalData = None, label: str = "eval") -> dict[str, float]:
         """Evaluates; every module is afterwards in the mode in which it was.
 
         Args:
-            eval_dataloader: by default the Trainer's.
-            label: what the results are called by.
+            eval_dataloader: whatever the Trainer takes; by default what it was given.
+            label: what the results are called by, of a dataloader that has no label.
 
         Returns:
             `loss/<label>/total` and `metrics/<label>/<name>` over the data of all ranks.
@@ -225,15 +251,11 @@ class Trainer:
         Raises:
             ParallelismValueError: there is nothing to evaluate.
         """
-        dataloader = self._eval_dataloader if eval_dataloader is None else eval_dataloader
-        if dataloader is None:
+        evaluators = self._evaluators if eval_dataloader is None else as_evaluators(eval_dataloader, label)
+        if not evaluators:
             raise ParallelismValueError("Evaluation needs an eval_dataloader.")
         with self._closing_on_error():
-            self.run_event(Event.EVAL_BEFORE_ALL)
-            feed = Feed(placed(dataloader, self._data_part), label, partial(measure, self.state))
-            results = evaluate(self.state, feed, label, self.logger, self.run_event, self._eval_loss)
-            self.run_event(Event.EVAL_AFTER_ALL)
-        return results
+            return self._evaluate(evaluators)
 
     def predict(self, dataloader: Iterable[Any], *, return_outputs: bool = True) -> list[Any]:
         """The model's `eval_forward` of each batch of this rank's dataloader.
@@ -282,6 +304,8 @@ class Trainer:
     def close(self) -> None:
         """Closes callbacks and loggers, the last one first, and the preparation."""
         with ExitStack() as closing:  # in the reverse order, all of them whatever one raises
+            if self._restore_algorithms is not None:
+                closing.callback(self._restore_algorithms)
             if self.preparation is not None:
                 closing.callback(self.preparation.close)
             for callback in self._listeners:
@@ -307,28 +331,25 @@ class Trainer:
             self._loop.restart_epoch()
         self.state.train_dataloader = dataloader
 
-    def _end_of_fit(self, duration: Time | None) -> Time:
-        now = self.state.timestamp
-        if duration is None:
-            if self._max_duration is None:
-                raise ParallelismValueError("How long? Pass max_duration or fit(duration=...).")
-            if now.reached(self._max_duration):
-                raise ParallelismValueError(
-                    f"Training has reached max_duration='{self._max_duration}' already; go on with "
-                    "fit(duration=...)."
-                )
-            return self._max_duration
-        if duration.unit is TimeUnit.DURATION:
-            if self._max_duration is None:
-                raise ParallelismValueError(f"'{duration}' is a share of max_duration, which is None.")
-            duration = self._max_duration * duration.value
-        return now.get(duration.unit) + duration
+    def _evaluate(self, evaluators: Sequence[Evaluator]) -> dict[str, float]:
+        results: dict[str, float] = {}
+        self.run_event(Event.EVAL_BEFORE_ALL)
+        for one in evaluators:
+            batches = placed(one.dataloader, self._data_part)
+            feed = Feed(replace(one, dataloader=batches).batches, one.label, partial(measure, self.state))
+            results |= evaluate(self.state, feed, one, self.logger, self.run_event, self._eval_loss)
+        self.run_event(Event.EVAL_AFTER_ALL)
+        return results
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
-        """Closes what is open, the terminal's bar among it, also on Ctrl-C, and lets it pass."""
+        """Closes what is open, the terminal's bar among it, also on Ctrl-C, and lets it pass.
+
+        Ranks that waited for the one that failed raise what it reports.
+        """
         try:
-            yield
+            with told_to_all():
+                yield
         except BaseException:
             self.close()
             raise

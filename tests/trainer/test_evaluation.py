@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics.classification import MulticlassAccuracy
 
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
-from composer_dist.trainer import Callback, Event
+from composer_dist.trainer import Callback, Evaluator, Event
 from tests.trainer.models import (
     World,
     classifier,
@@ -147,3 +147,40 @@ def test_p98_predict_gives_each_rank_its_own_batches(world2: World) -> None:
     assert [len(batch) for batch in second] == [3]
     expected = model(data[:7]).detach()
     torch.testing.assert_close(torch.cat(first + second), expected)
+
+
+def test_p98_several_evaluators_each_with_its_interval_metrics_and_share() -> None:
+    evaluators = [
+        Evaluator("all", loader(12), interval="1ep"),
+        Evaluator("some", loader(12), interval="2ba", subset=1, metrics=()),
+    ]
+    trainer, log = quiet(
+        classifier(), train_dataloader=loader(), eval_dataloader=evaluators, max_duration="2ep"
+    )
+    trainer.fit()
+    assert [time.batch for time, _ in log.data["loss/all/total"]] == [3, 6]
+    assert [time.batch for time, _ in log.data["loss/some/total"]] == [2, 4, 6]
+    assert "metrics/all/MulticlassAccuracy" in log.data
+    assert not any(name.startswith("metrics/some") for name in log.data)
+    results = trainer.eval()
+    assert results["loss/some/total"] == pytest.approx(trainer.eval(loader(4))["loss/eval/total"])
+    assert results["loss/all/total"] == pytest.approx(trainer.eval({"x": loader(12)})["loss/x/total"])
+    assert log.values("loss/all/total")[-2] == pytest.approx(results["loss/all/total"])
+
+
+def test_evaluators_that_cannot_be_told_apart_or_do_nothing_are_refused() -> None:
+    one = Evaluator("one", loader())
+    refused: list[tuple[str, Any]] = [
+        ("Several dataloaders need labels", [one, loader()]),
+        ("Two Evaluators are called 'one'", [one, one]),
+        ("empty mapping", {}),
+    ]
+    for text, given in refused:
+        with pytest.raises(ParallelismError, match=text):
+            quiet(classifier(), eval_dataloader=given)
+    for options in ({"label": "train"}, {"label": "a/b"}, {"subset": 0}, {"interval": "0ba"}):
+        with pytest.raises(ParallelismError):
+            Evaluator(**({"label": "one", "dataloader": loader()} | options))
+    trainer, _ = quiet(classifier(), eval_dataloader=Evaluator("one", loader(), metrics=["Recall"]))
+    with pytest.raises(ParallelismError, match="one: the model has no metric Recall; it has MulticlassAcc"):
+        trainer.eval()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
-from composer_dist.trainer import Callback, InMemoryLogger, Time, Trainer
+from composer_dist.trainer import Callback, InMemoryLogger, LossScaling, Time, Trainer
 from tests.trainer.models import (
     classifier,
     joined,
@@ -131,8 +131,11 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         (ParallelismTypeError, "loggers takes a LoggerDestination", {"loggers": Callback()}),
         (ParallelismValueError, "or None, not 'most'", {"device_train_microbatch_size": "most"}),
         (ParallelismValueError, "positive number .* not 0", {"device_train_microbatch_size": 0}),
-        (ParallelismValueError, "needs a gradient scaler", {"precision": "amp_fp16"}),
-        (ParallelismValueError, "not supported by the Trainer yet", {"precision": "amp_fp8"}),
+        (ParallelismValueError, "'amp_fp8' converts .* parallelism_config", {"precision": "amp_fp8"}),
+        (ParallelismValueError, "loss_scaling has an effect", {"loss_scaling": LossScaling()}),
+        (ParallelismTypeError, "compile is True or .* not 'max'", {"compile": "max"}),
+        (ParallelismTypeError, "schedulers takes schedulers .* not str", {"schedulers": "cosine"}),
+        (ParallelismTypeError, "Several dataloaders need labels", {"eval_dataloader": [loader(), loader()]}),
         (ParallelismValueError, "no precision 'bf16'", {"precision": "bf16"}),
         (ParallelismValueError, "eval_interval must be positive", {"eval_interval": "0ba"}),
         (ParallelismValueError, "'soon' is no time", {"max_duration": "soon"}),

@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "Callback": f"{__name__}.base",
         "CheckpointSaver": f"{__name__}.checkpoint_saver",
+        "EMA": f"{__name__}.ema",
         "EarlyStopping": f"{__name__}.early_stopping",
         "Generate": f"{__name__}.generate",
         "GradientNorm": f"{__name__}.gradient_norm",
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from composer_dist.trainer.callbacks.base import Callback as Callback
     from composer_dist.trainer.callbacks.checkpoint_saver import CheckpointSaver as CheckpointSaver
     from composer_dist.trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from composer_dist.trainer.callbacks.ema import EMA as EMA
     from composer_dist.trainer.callbacks.generate import Generate as Generate
     from composer_dist.trainer.callbacks.gradient_norm import GradientNorm as GradientNorm
     from composer_dist.trainer.callbacks.lr_monitor import LRMonitor as LRMonitor

@@ -1,0 +1,128 @@
+"""The exponential moving average of the weights, of shards as of whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from composer_dist import _torch
+from composer_dist.distributed.names import named_parameters_canonical
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.time import Time, Timestamp, TimeUnit
+
+if TYPE_CHECKING:
+    from composer_dist.trainer.loggers.logger import Logger
+    from composer_dist.trainer.state import State
+
+
+class EMA(Callback):
+    """Averages the trainable weights over the run, and evaluates with the averages.
+
+    What is `half_life` old counts half of what is new. Each rank averages its own shards, without any
+    communication; a checkpoint saves them as it saves the weights. Frozen parameters and buffers stay as
+    the model has them.
+
+    Args:
+        half_life: in any unit but `dur`, such as "100ba" or "1e6tok".
+        start: when averaging begins; until then evaluation uses the weights as they are.
+        update_interval: how often the averages move: in batches.
+
+    Raises:
+        ParallelismValueError: a time that is not positive or in another unit.
+    """
+
+    def __init__(
+        self, half_life: Time | str, start: Time | str = "0ba", update_interval: Time | str = "1ba"
+    ) -> None:
+        self._half_life = Time.of(half_life, unit=None)
+        self._start = Time.of(start, unit=None)
+        self._interval = Time.of(update_interval, unit=None)
+        if not self._half_life.value > 0 or self._half_life.unit is TimeUnit.DURATION:
+            raise ParallelismValueError(
+                f"EMA's half_life is a positive time, not in 'dur', not '{half_life}'."
+            )
+        if self._start.value < 0 or self._start.unit is TimeUnit.DURATION:
+            raise ParallelismValueError(f"EMA's start is a time, not in 'dur', not '{start}'.")
+        if self._interval.unit is not TimeUnit.BATCH or self._interval.value < 1:
+            raise ParallelismValueError(f"EMA's update_interval is in 'ba', not '{update_interval}'.")
+        self.averages: dict[str, Tensor] = {}
+        """By parameter name; DTensors where the parameters are. While they are swapped in, the weights."""
+        self._updated = Timestamp()
+        self._swapped = False
+
+    @torch.no_grad()
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Moves the averages."""
+        if not state.timestamp.reached(self._start) or state.timestamp.batch % int(self._interval.value):
+            return
+        weights = _weights(state)
+        unit = self._half_life.unit
+        elapsed = state.timestamp.get(unit) - self._updated.get(unit)
+        share = 1 - 0.5 ** (elapsed / self._half_life) if self.averages else 1.0
+        known = [name for name in weights if name in self.averages]
+        self.averages |= {name: weights[name].clone() for name in weights if name not in known}
+        if known:
+            ours = [_local(self.averages[name]) for name in known]
+            _torch._foreach_lerp_(ours, [_local(weights[name]) for name in known], share)
+        self._updated = state.timestamp
+
+    def eval_before_all(self, state: State, logger: Logger) -> None:
+        """The model gets the averages."""
+        if not self._swapped:
+            self._exchange(state)
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        """The model gets its weights back."""
+        self.close(state, logger)
+
+    def close(self, state: State, logger: Logger) -> None:
+        """The model gets its weights back, should an evaluation have failed."""
+        if self._swapped:
+            self._exchange(state)
+
+    @contextmanager
+    def swapped_in(self, state: State) -> Iterator[None]:
+        """Inside, the model has the averages, to be exported or to predict, say."""
+        self._exchange(state)
+        try:
+            yield
+        finally:
+            self._exchange(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages, as they are sharded, and when they last moved."""
+        return {"averages": dict(self.averages), "updated": self._updated.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over averages of the same parameters."""
+        self.averages = {name: tensor.detach().clone() for name, tensor in state["averages"].items()}
+        self._updated = Timestamp.from_state_dict(state["updated"])
+
+    @torch.no_grad()
+    def _exchange(self, state: State) -> None:
+        for name, weight in _weights(state).items():
+            if name in self.averages:
+                ours, theirs = _local(self.averages[name]), _local(weight)
+                before = theirs.clone()
+                theirs.copy_(ours)
+                ours.copy_(before)
+        self._swapped = not self._swapped
+
+
+def _weights(state: State) -> dict[str, Tensor]:
+    return {
+        name: parameter.detach()
+        for name, parameter in named_parameters_canonical(state.model)
+        if parameter.requires_grad
+    }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,176 @@
+"""Learning rates that follow the run's time: warm-up, then constant, linear or cosine.
+
+They are functions of the clock and hold no state, so that they are right in any `fit`, after any resume,
+and whatever one step is. Rates are set before each batch, as multiples of those that the optimizers'
+groups had at first. Names and formulas are Composer's.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.trainer.state import State
+from composer_dist.trainer.time import Time, TimeUnit
+
+_BASE = "initial_lr"  # torch's schedulers keep the first rate of a group under this key too
+
+
+@dataclass(frozen=True)
+class Schedule(ABC):
+    """A factor for all learning rates, as a function of time; `dur` counts to the Trainer's `max_duration`.
+
+    A `fit` that goes beyond `max_duration` counts to its own end.
+    """
+
+    t_warmup: Time | str
+    """How long the factor rises from 0, linearly; "0ba" for not at all."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name.startswith("t_"):
+                time = Time.of(getattr(self, field.name), unit=None)
+                least = 0 if field.name == "t_warmup" else time.value > 0
+                if time.value < 0 or least is False:
+                    raise ParallelismValueError(f"{type(self).__name__}'s {field.name} is '{time}'.")
+                object.__setattr__(self, field.name, time)
+
+    @abstractmethod
+    def after_warmup(self, state: State, now: float, warmup: float, unit: TimeUnit) -> float:
+        """The factor once the warm-up is over, of times in `unit`."""
+
+    def factor(self, state: State) -> float:
+        """What the learning rates are multiplied by in the next batch.
+
+        Raises:
+            ParallelismValueError: times are in units that cannot be compared.
+        """
+        unit = self._unit(state)
+        now, warmup = _elapsed(state, unit), _amount(state, self.t_warmup, unit)
+        target = self.after_warmup(state, max(now, warmup), warmup, unit)
+        return target * now / warmup if now < warmup else target
+
+    def _unit(self, state: State) -> TimeUnit:
+        """The unit in which this schedule compares times."""
+        times = [getattr(self, field.name) for field in fields(self) if field.name.startswith("t_")]
+        units = [time.unit for time in times if time.unit is not TimeUnit.DURATION and time.value]
+        return units[0] if units else _end(state).unit
+
+
+@dataclass(frozen=True)
+class ConstantWithWarmupScheduler(Schedule):
+    """Rises from 0 to `alpha`, and stays there."""
+
+    alpha: float = 1.0
+
+    def after_warmup(self, state: State, now: float, warmup: float, unit: TimeUnit) -> float:
+        """`alpha`."""
+        return self.alpha
+
+
+@dataclass(frozen=True)
+class _Annealing(Schedule):
+    t_max: Time | str = "1dur"
+    """When `alpha_f` is reached, counted from the start of the run."""
+    alpha_f: float = 0.0
+    """The last factor."""
+
+    def _share(self, state: State, now: float, warmup: float, unit: TimeUnit) -> float:
+        """How much of the time from the end of the warm-up to `t_max` has passed, at most 1."""
+        end = _amount(state, self.t_max, unit)
+        return min((now - warmup) / (end - warmup), 1.0) if end > warmup else 1.0
+
+
+@dataclass(frozen=True)
+class LinearWithWarmupScheduler(_Annealing):
+    """Rises from 0 to `alpha_i`, then changes linearly to `alpha_f`."""
+
+    alpha_i: float = 1.0
+
+    def after_warmup(self, state: State, now: float, warmup: float, unit: TimeUnit) -> float:
+        """Between `alpha_i` and `alpha_f`."""
+        return self.alpha_i + self._share(state, now, warmup, unit) * (self.alpha_f - self.alpha_i)
+
+
+@dataclass(frozen=True)
+class CosineAnnealingWithWarmupScheduler(_Annealing):
+    """Rises from 0 to 1, then falls to `alpha_f` along half a cosine (Loshchilov & Hutter, 2017)."""
+
+    def after_warmup(self, state: State, now: float, warmup: float, unit: TimeUnit) -> float:
+        """Between 1 and `alpha_f`."""
+        share = self._share(state, now, warmup, unit)
+        return self.alpha_f + (1 - self.alpha_f) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def sorted_out(given: object, optimizers: Sequence[Optimizer]) -> tuple[list[LRScheduler], list[Schedule]]:
+    """Torch's schedulers and ours; the groups' present rates become those that ours multiply.
+
+    Raises:
+        ParallelismTypeError: something else is among them.
+    """
+    items = list(given) if isinstance(given, Sequence) else [] if given is None else [given]
+    if wrong := {type(one).__name__ for one in items if not isinstance(one, LRScheduler | Schedule)}:
+        raise ParallelismTypeError(
+            "schedulers takes schedulers of torch.optim.lr_scheduler and those of composer_dist.trainer, "
+            f"not {', '.join(sorted(wrong))}."
+        )
+    schedules = [one for one in items if isinstance(one, Schedule)]
+    if schedules:
+        for optimizer in optimizers:
+            _base_rates(optimizer)
+    return [one for one in items if isinstance(one, LRScheduler)], schedules
+
+
+def set_rates(state: State) -> None:
+    """Sets all learning rates to what the schedules say for the next batch."""
+    if not state.schedules:
+        return
+    factor = math.prod(schedule.factor(state) for schedule in state.schedules)
+    for optimizer in state.optimizers:
+        for group, base in zip(optimizer.param_groups, _base_rates(optimizer), strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(base * factor)
+            else:
+                group["lr"] = base * factor
+
+
+def _base_rates(optimizer: Optimizer) -> list[float]:
+    return [float(group.setdefault(_BASE, float(group["lr"]))) for group in optimizer.param_groups]
+
+
+def _end(state: State) -> Time:
+    if state.schedule_end is None:
+        raise ParallelismValueError("A schedule in 'dur' needs to know how long the training is.")
+    return state.schedule_end
+
+
+def _elapsed(state: State, unit: TimeUnit) -> float:
+    """The time passed; of an epoch that has begun, by its batches, if they are known."""
+    value: float = state.timestamp.get(unit).value
+    if unit is TimeUnit.EPOCH and state.train_length:
+        value += min(state.timestamp.batch_in_epoch / state.train_length, 1.0)
+    return value
+
+
+def _amount(state: State, time: Time | str, unit: TimeUnit) -> float:
+    """A time in `unit`."""
+    time = Time.of(time, unit=None)
+    value, given = time.value, time.unit
+    if given is TimeUnit.DURATION:
+        end = _end(state)
+        value, given = value * end.value, end.unit
+    if given is unit or not value:
+        return value
+    if {given, unit} == {TimeUnit.EPOCH, TimeUnit.BATCH} and state.train_length:
+        return value * state.train_length if unit is TimeUnit.BATCH else value / state.train_length
+    raise ParallelismValueError(
+        f"A schedule compares '{time}' with a time in '{unit}', and nothing says how many make one; give all "
+        "of its times, and max_duration, in one unit."
+    )

@@ -1,0 +1,85 @@
+"""Learning rates by the clock, compared with Composer's formulas, in one fit and in several."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from torch.optim.lr_scheduler import StepLR
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer import (
+    ConstantWithWarmupScheduler,
+    CosineAnnealingWithWarmupScheduler,
+    LinearWithWarmupScheduler,
+)
+from tests.trainer.models import classifier, loader, quiet, sgd
+
+BATCHES = 9  # three epochs of three
+
+
+def rates(schedulers: Any, fits: tuple[str | None, ...] = (None,), max_duration: str = "3ep") -> list[float]:
+    model = classifier()
+    trainer, log = quiet(
+        model,
+        optimizers=sgd(model, lr=2.0),
+        schedulers=schedulers,
+        step_schedulers_every_batch=True,
+        train_dataloader=loader(),
+        max_duration=max_duration,
+    )
+    for duration in fits:
+        trainer.fit(duration=duration)
+    return log.values("lr-SGD/group0")
+
+
+def cosine(batch: int, warmup: int, end: int, alpha_f: float) -> float:
+    if batch < warmup:
+        return batch / warmup
+    share = min((batch - warmup) / (end - warmup), 1)
+    return alpha_f + (1 - alpha_f) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+@pytest.mark.parametrize("t_warmup", ["3ba", "1ep", "12sp"])
+def test_p98_constant_with_warmup(t_warmup: str) -> None:
+    expected = [0.0, 2 / 3, 4 / 3] + [2.0] * 6
+    assert rates(ConstantWithWarmupScheduler(t_warmup)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("t_warmup", "t_max"), [("2ba", "1dur"), ("2ba", "9ba"), ("2ba", "3ep")])
+def test_p98_cosine_and_linear_with_warmup(t_warmup: str, t_max: str) -> None:
+    found = rates(CosineAnnealingWithWarmupScheduler(t_warmup, t_max, alpha_f=0.1))
+    assert found == pytest.approx([2 * cosine(batch, 2, BATCHES, 0.1) for batch in range(BATCHES)])
+    found = rates(LinearWithWarmupScheduler(t_warmup, t_max, alpha_f=0.5))
+    after = [2 * (1 - 0.5 * (batch - 2) / 7) for batch in range(2, BATCHES)]
+    assert found == pytest.approx([0.0, 1.0, *after])
+
+
+def test_p98_a_schedule_is_the_same_in_several_fits_as_in_one() -> None:
+    schedule = CosineAnnealingWithWarmupScheduler("2ba")
+    assert rates(schedule, ("2ba", "2ba", None)) == pytest.approx(rates(schedule))
+
+
+def test_p98_a_fit_beyond_max_duration_counts_to_its_own_end() -> None:
+    found = rates(CosineAnnealingWithWarmupScheduler("0ba"), (None, "9ba"), "9ba")
+    assert found[:BATCHES] == pytest.approx([2 * cosine(batch, 0, 9, 0) for batch in range(9)])
+    assert found[BATCHES:] == pytest.approx([2 * cosine(batch, 0, 18, 0) for batch in range(9, 18)])
+
+
+def test_a_schedule_goes_with_torchs_schedulers_and_other_schedules() -> None:
+    model = classifier()
+    optimizer = sgd(model, lr=2.0)
+    with pytest.raises(ParallelismValueError, match="give all of its times"):
+        rates(LinearWithWarmupScheduler("5sp", "3ep"))
+    two = [ConstantWithWarmupScheduler("2ba"), ConstantWithWarmupScheduler("0ba", alpha=0.5)]
+    assert rates(two)[:3] == [0.0, 0.5, 1.0]
+    trainer, _ = quiet(model, optimizers=optimizer, schedulers=[StepLR(optimizer, 1), *two])
+    assert (len(trainer.state.schedulers), len(trainer.state.schedules)) == (1, 2)
+
+
+def test_times_that_make_no_schedule_are_refused() -> None:
+    with pytest.raises(ParallelismValueError, match="t_max is '0ba'"):
+        CosineAnnealingWithWarmupScheduler("1ba", "0ba")
+    with pytest.raises(ParallelismValueError, match="'soon' is no time"):
+        ConstantWithWarmupScheduler("soon")
