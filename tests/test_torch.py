@@ -68,7 +68,6 @@ def _imported() -> set[str]:
         "torch.distributed.tensor.DTensor",
         "torch.distributed.tensor.placement_types.Placement",
         "torch.nn.parallel.DistributedDataParallel",
-        "torch.optim.Optimizer",
     }
     return names - public
 

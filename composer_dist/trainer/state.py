@@ -15,7 +15,7 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.models.base import ComposerModel
 from composer_dist.precision import Precision
 from composer_dist.trainer.throughput import Throughput
-from composer_dist.trainer.time import Time, Timestamp, TimeUnit
+from composer_dist.trainer.time import Time, Timestamp, TimeUnit, end_of_fit
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -118,6 +118,12 @@ class State:
             )
         self.timestamp = Timestamp.from_state_dict(state["timestamp"])
         self.train_length, self.evaluated = state["train_length"], dict(state["evaluated"])
+
+    def plan_fit(self, planned: Time | None, duration: Time | None) -> None:
+        """Sets where a `fit` of `duration` ends, and what its schedules count to; see `end_of_fit`."""
+        self.max_duration = end_of_fit(self.timestamp, planned, duration)
+        within = planned is not None and not self.timestamp.reached(planned)
+        self.schedule_end = planned if within else self.max_duration
 
     @property
     def finished(self) -> bool:

@@ -41,7 +41,7 @@ from composer_dist.trainer.schedulers import Schedule, sorted_out
 from composer_dist.trainer.seeding import seed_all, use_deterministic_algorithms
 from composer_dist.trainer.state import State
 from composer_dist.trainer.step import measure
-from composer_dist.trainer.time import Time, end_of_fit
+from composer_dist.trainer.time import Time
 
 EvalData = Iterable[Any] | Evaluator | Sequence[Evaluator] | Mapping[str, Any] | None
 
@@ -229,10 +229,7 @@ class Trainer:
         state = self.state
         if state.train_dataloader is None:
             raise ParallelismValueError("Training needs a train_dataloader.")
-        planned = self._max_duration
-        state.max_duration = end_of_fit(state.timestamp, planned, checks.positive("duration", duration))
-        within = planned is not None and not state.timestamp.reached(planned)
-        state.schedule_end = planned if within else state.max_duration
+        state.plan_fit(self._max_duration, checks.positive("duration", duration))
         checks.check_trainable(state)
         checks.check_schedule(state, self._schedule_batches, length_of(state.train_dataloader))
         with self._closing_on_error():
@@ -343,10 +340,7 @@ class Trainer:
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
-        """Closes what is open, the terminal's bar among it, also on Ctrl-C, and lets it pass.
-
-        Ranks that waited for the one that failed raise what it reports.
-        """
+        """Closes what is open, also on Ctrl-C; ranks that have lost another one raise what it reports."""
         try:
             with told_to_all():
                 yield
