@@ -152,32 +152,3 @@ def test_p100_torchrun_starts_again_after_a_rank_was_killed(world2: World, tmp_p
     assert ended(torchrun(*options, str(run), "7", "SIGKILL", "1")) == 0
     equal(torch.load(run / "final.pt"), world2(whole, tmp_path / "whole", True)[0])
     check_samples(run)
-
-
-@pytest.mark.slow
-def test_p100_torchrun_goes_on_with_fewer_ranks_and_with_more(tmp_path: Path) -> None:
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    run = tmp_path / "run"
-
-    def agent(number: int) -> subprocess.Popen[str]:
-        return torchrun(
-            "--nnodes=1:2",
-            "--nproc-per-node=1",
-            "--max-restarts=5",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint=127.0.0.1:{store.port}",
-            f"--rdzv-id={tmp_path.name}",
-            "--rdzv-conf=is_host=0,last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=3",
-            "-m",
-            "tests.trainer.killable",
-            str(run),
-            "7",
-            "SIGKILL",
-            "1",
-        )
-
-    first, second = agent(0), agent(1)
-    assert ended(first) == 0
-    second.kill()
-    second.wait()
-    check_samples(run)
