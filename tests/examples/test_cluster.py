@@ -1,0 +1,183 @@
+"""The recipes for clusters say what the ranks need to find each other."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch.distributed.run import parse_args
+
+from composer_dist.distributed.surroundings import torchrun_variables
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "cluster"
+
+
+def _directives() -> dict[str, str]:
+    text = (EXAMPLES / "slurm.sbatch").read_text()
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.M))
+
+
+def test_slurm_gives_every_task_a_rank_and_a_gpu() -> None:
+    asked = _directives()
+    nodes, tasks = int(asked["nodes"]), int(asked["ntasks-per-node"])
+    assert tasks == int(asked["gpus-per-node"])
+    found = [
+        torchrun_variables(
+            {
+                "SLURM_JOB_ID": "1",
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NODELIST": f"gpu[1-{nodes}]",
+                "SLURM_PROCID": str(task),
+                "SLURM_LOCALID": str(task % tasks),
+                "SLURM_NTASKS": str(nodes * tasks),
+                "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x{nodes})",
+            }
+        )
+        for task in range(nodes * tasks)
+    ]
+    assert [one["RANK"] for one in found] == [str(rank) for rank in range(16)]
+    assert [one["LOCAL_RANK"] for one in found] == [str(rank % 8) for rank in range(16)]
+    assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["MASTER_ADDR"]) for one in found} == {
+        ("16", "8", "gpu1")
+    }
+
+
+def test_slurm_s_script_is_a_shell_script_that_saves_before_it_ends() -> None:
+    subprocess.run(["bash", "-n", str(EXAMPLES / "slurm.sbatch")], check=True)
+    assert _directives()["signal"] == "TERM@120"
+    command = (EXAMPLES / "slurm.sbatch").read_text().splitlines()[-1]
+    assert command == 'srun composer-dist train "${1:-run.yaml}"'
+
+
+def test_kubernetes_starts_a_torchrun_on_every_machine() -> None:
+    service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    spec = job["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    asked = parse_args(container["command"][1:])
+    assert int(asked.nnodes) == spec["completions"] == spec["parallelism"]
+    assert int(asked.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    # The first pod of an indexed job is called JOB-0, and found under the name of its service.
+    host, _, port = asked.rdzv_endpoint.partition(":")
+    assert host == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert (service["spec"]["clusterIP"], pod["subdomain"], port) == (
+        "None",
+        service["metadata"]["name"],
+        "29400",
+    )
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert (asked.module, asked.training_script, asked.training_script_args[0]) == (
+        True,
+        "composer_dist",
+        "train",
+    )
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]}
+
+
+_RANK = """
+import json, sys
+import torch
+from torch import nn
+from composer_dist import FSDP2Config, ParallelismConfig, MeshConfig
+from composer_dist.checkpoint import full_model_state
+from composer_dist.distributed import parallelize_model, process_group
+
+process_group.init()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+config = "hsdp" if sys.argv[1] == "hsdp" else FSDP2Config()
+done = parallelize_model(model, config, optimizer)
+world, rank = process_group.world_and_rank()
+model(torch.arange(32.0).view(4, 8).chunk(world)[rank]).square().mean().backward()
+optimizer.step()
+state = full_model_state(model)
+if rank == 0:
+    sizes = dict(zip(done.mesh.mesh_dim_names, done.mesh.shape))
+    print(json.dumps([world, sizes, {name: value.tolist() for name, value in state.items()}]))
+process_group.destroy()
+"""
+
+
+def _port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def _agents(count: int, per_node: int, script: Path, *arguments: str) -> Any:
+    """What rank 0 prints, with one torchrun for each host, which meet at the first."""
+    port = _port()
+    common = ["-m", "torch.distributed.run", f"--nnodes={count}", f"--nproc-per-node={per_node}"]
+    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
+    agents = [
+        subprocess.Popen(
+            [sys.executable, *common, *meet, str(script), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(count)
+    ]
+    try:
+        told = [agent.communicate(timeout=240) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0] * count, told
+    return json.loads("".join(out for out, _ in told))
+
+
+def test_two_agents_meet_and_train_as_one_process_does(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(_RANK)
+    world, sizes, state = _agents(2, 1, script, "fsdp")
+    assert (world, sizes) == (2, {"dp_shard": 2})
+    alone = subprocess.run([sys.executable, str(script), "fsdp"], capture_output=True, text=True, check=True)
+    _assert_close(state, json.loads(alone.stdout)[2])
+
+
+@pytest.mark.slow
+def test_two_hosts_of_two_ranks_shard_within_and_replicate_across(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(_RANK)
+    world, sizes, state = _agents(2, 2, script, "hsdp")
+    assert (world, sizes) == (4, {"dp_replicate": 2, "dp_shard": 2})
+    alone = subprocess.run([sys.executable, str(script), "fsdp"], capture_output=True, text=True, check=True)
+    _assert_close(state, json.loads(alone.stdout)[2])
+
+
+_RAY = """
+import sys
+sys.path.insert(0, {folder!r})
+import ray, ray_train
+ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, _temp_dir={temporary!r})
+print("RESULT", ray_train.main({workers}))
+"""
+
+
+@pytest.mark.slow
+def test_ray_trains_on_two_workers_as_on_one(tmp_path: Path) -> None:
+    found = []
+    for workers in (1, 2):
+        code = _RAY.format(folder=str(EXAMPLES), temporary=f"/tmp/ray-{tmp_path.name[-20:]}", workers=workers)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found.append(eval(done.stdout.rpartition("RESULT")[2]))
+    assert found[1]["norm"] == pytest.approx(found[0]["norm"], rel=1e-4)  # of all workers together
+
+
+def _assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        for row, wanted in zip(values, found[name], strict=True):
+            assert wanted == pytest.approx(row, abs=1e-5), name
