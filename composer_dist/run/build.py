@@ -22,6 +22,7 @@ from composer_dist.run.tokenizer import tokenizer_named
 from composer_dist.trainer.callbacks import CheckpointSaver
 from composer_dist.trainer.phases import FineTuningPhases
 from composer_dist.trainer.resuming import Resume
+from composer_dist.trainer.schedulers import Schedule
 from composer_dist.trainer.seeding import seed_all
 from composer_dist.trainer.time import Time, TimeUnit
 from composer_dist.trainer.trainer import Trainer
@@ -94,7 +95,7 @@ def optimizer_of(run: Run, model: ComposerModel, configuration: Configuration) -
 
 def scheduler_of(
     run: Run, optimizer: Optimizer, configuration: Configuration, epoch: int
-) -> list[LRScheduler]:
+) -> list[LRScheduler | Schedule]:
     """The learning rate's schedule, if there is one; one of torch's steps once a batch.
 
     Raises:
@@ -104,6 +105,8 @@ def scheduler_of(
         return []
     kind = registry.find("scheduler", registry.SCHEDULERS, run.scheduler.name, configuration.folder)
     arguments = run.scheduler.arguments
+    if issubclass(kind, Schedule):
+        return [kind(**arguments)]
     for name in registry.WHOLE_RUN.intersection(known_names(kind)).difference(arguments):
         arguments[name] = batches(run.trainer.get("max_duration"), epoch)
     return [kind(optimizer, **arguments)]

@@ -18,6 +18,9 @@ OPTIMIZERS = {
     "rmsprop": "torch.optim.RMSprop",
 }
 SCHEDULERS = {
+    "constant": "composer_dist.trainer.schedulers.ConstantWithWarmupScheduler",
+    "linear": "composer_dist.trainer.schedulers.LinearWithWarmupScheduler",
+    "cosine": "composer_dist.trainer.schedulers.CosineAnnealingWithWarmupScheduler",
     "one_cycle": "torch.optim.lr_scheduler.OneCycleLR",
 }
 WHOLE_RUN = frozenset({"total_steps", "T_max"})
