@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from composer_dist.distributed.config import FSDP2Config, ParallelismConfig, Rule
 from composer_dist.distributed.names import canonical_name
 from composer_dist.errors import CheckpointValueError, ParallelismKeyError, ParallelismValueError
-from composer_dist.trainer import Callback, FineTuningPhases, NoImprovement, Phase
+from composer_dist.trainer import Callback, CheckpointSaver, FineTuningPhases, NoImprovement, Phase
 from tests.trainer.models import World, quiet, same, weights
 from tests.trainer.phase_models import (
     BATCHES,
@@ -322,7 +323,7 @@ SCORES = (0, 0, 3, 2, 1, 9, 9, 9)
 """Phase 1 is best after its first batch, the third of all, and over after the fifth."""
 
 
-def make_resumable(config: Any, first: int = 0) -> Any:
+def make_resumable(config: Any, first: int = 0, others: Sequence[Callback] = (), **options: Any) -> Any:
     """A Trainer that will go on with batch number `first`."""
     model = net()
     optimizer = adamw(model)
@@ -331,13 +332,38 @@ def make_resumable(config: Any, first: int = 0) -> Any:
         config,
         lambda _: optimizer,
         model,
-        callbacks=[Scores(*SCORES[first:])],
+        callbacks=[*others, Scores(*SCORES[first:])],
         max_duration="8ba",
         eval_interval="1ba",
         eval_dataloader=mine(config)[:1],
         schedulers=StepLR(optimizer, 3, 0.5),
         step_schedulers_every_batch=True,
+        **options,
     )
+
+
+def interrupted(folder: Path) -> list[Weights]:
+    saver = CheckpointSaver(folder, "2ba", filename="ba{batch}", keep=None, asynchronous=False)
+    trainer, _, recorder, _ = make_resumable(FSDP, 0, [saver])
+    trainer.fit()
+    trainer.close()
+    return recorder.weights
+
+
+def goes_on(config: Any, folder: Path, at: int) -> list[Weights]:
+    trainer, phases, recorder, _ = make_resumable(config, at, resume=folder / f"ba{at}")
+    assert phases.phase == (1 if at == 4 else 2)
+    trainer.fit()
+    return recorder.weights
+
+
+def test_p75_a_checkpoint_in_the_middle_of_a_phase_goes_on_bit_for_bit(world2: World, tmp_path: Path) -> None:
+    """Batch 4 is in phase 1, after its best weights and before they return."""
+    expected = world2(interrupted, tmp_path, timeout=120)[0]
+    for at in (4, 6):
+        for found in world2(goes_on, FSDP, tmp_path, at):
+            for mine_, want in zip(found, expected[at:], strict=True):
+                assert all(torch.equal(mine_[name], want[name]) for name in want)
 
 
 def resumed(config: Any, at: int) -> None:
