@@ -11,13 +11,17 @@ was saved, on every rank, after each round. "blocked" is how long training waits
 the first one makes the buffers and is shown apart.
 
 - dcp: `torch.distributed.checkpoint.save` and `load` of the sharded state dicts, without checksums.
+- accelerate: its own functions for sharded FSDP2 states, called directly, because it drops its FSDP plugin
+  on CPU; where it is installed.
 - state_dict: `get_model_state_dict` and `get_optimizer_state_dict` in full on rank 0, then `torch.save`,
   which does not sync.
+- adapters: the state of LoRA alone, out of a sharded model of the same size; the traffic is what counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -27,12 +31,13 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from prepare import build, config_bytes, config_for, launch
+from prepare import build, config_bytes, config_for, launch, loopback
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -43,7 +48,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from composer_dist import FSDP2Config
-from composer_dist.checkpoint import export_pretrained, load_checkpoint, save_checkpoint
+from composer_dist.checkpoint import export_pretrained, full_model_state, load_checkpoint, save_checkpoint
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.preparation import peak, reset_peak
 
@@ -83,6 +88,34 @@ def one_process(state: State, path: Path) -> None:
     dist.barrier()
 
 
+def accelerate_save(state: State, path: Path) -> None:
+    from accelerate.utils import fsdp_utils
+    from torch.distributed.fsdp import StateDictType
+
+    plugin = SimpleNamespace(
+        fsdp_version=2,
+        state_dict_type=StateDictType.SHARDED_STATE_DICT,
+        state_dict_config=SimpleNamespace(offload_to_cpu=False, rank0_only=False),
+    )
+    process = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
+    fsdp_utils.save_fsdp_model(plugin, process, state["model"], str(path))
+    fsdp_utils.save_fsdp_optimizer(plugin, process, state["optimizer"], state["model"], str(path))
+
+
+def adapter_traffic(config: Any) -> tuple[int, int]:
+    """Bytes of the loopback interface for a LoRA model's adapters, and bytes of its base."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(build(config, torch.float32, real=False), LoraConfig(target_modules="all-linear"))
+    parallelize_model(model, FSDP2Config())
+    base = sum(p.numel() * p.itemsize for name, p in model.named_parameters() if "lora_" not in name)
+    dist.barrier()
+    before = loopback()
+    full_model_state(model, select="adapters")
+    dist.barrier()
+    return loopback() - before, base
+
+
 def export(state: State, path: Path) -> None:
     export_pretrained(state["model"], path)
 
@@ -90,6 +123,7 @@ def export(state: State, path: Path) -> None:
 SAVES: dict[str, Callable[[State, Path], None]] = {
     "composer_dist": ours,
     "dcp": plain_dcp,
+    **({"accelerate": accelerate_save} if importlib.util.find_spec("accelerate") else {}),
     "composer_dist, one file": ours_full,
     "state_dict": one_process,
     "composer_dist, export (no optimizer)": export,
@@ -111,7 +145,9 @@ def timed(body: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 def size_of(path: Path) -> int:
     """Bytes of a file, or of all files in a directory."""
-    return sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
+    if not path.is_dir():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def asynchronous(state: State, path: Path, figures: dict[str, list[dict[str, float]]], first: bool) -> None:
@@ -199,7 +235,9 @@ def main() -> None:
             asynchronous(state, path, figures, number == 0)
             loads(state, path, figures)
         dist.barrier()
+    traffic, base = adapter_traffic(config)
     if dist.get_rank() == 0:
+        print(f"adapters: {traffic / 1e6:.1f} MB travel, {traffic / base:.2%} of the base's bytes")
         report(figures, sizes, config_bytes(config, torch.float32), arguments)
     dist.destroy_process_group()
 
