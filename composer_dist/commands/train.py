@@ -29,6 +29,7 @@ Exit status:
   1    the run failed
   2    the configuration or the call is wrong
   130  Ctrl-C
+  143  SIGTERM, as before a pre-emption; with checkpoints the run is saved first
 """
 
 
