@@ -45,7 +45,14 @@ def test_p58_any_mesh_to_any_mesh(tmp_path: Path, saved: str, sharded: bool) -> 
             assert_same(before, after)
 
 
-@pytest.mark.parametrize("make", [make_gpt2, make_phi3, pytest.param(make_llama, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make_gpt2, marks=pytest.mark.slow),
+        make_phi3,
+        pytest.param(make_llama, marks=pytest.mark.slow),
+    ],
+)
 def test_p58_tensor_parallel_and_back(tmp_path: Path, make: object) -> None:
     path, other = str(tmp_path / "one"), str(tmp_path / "other")
     before = run(save_run, 2, path, "fsdp2", make)[0]

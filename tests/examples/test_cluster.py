@@ -137,6 +137,7 @@ def _agents(count: int, per_node: int, script: Path, *arguments: str) -> Any:
     return json.loads("".join(out for out, _ in told))
 
 
+@pytest.mark.slow
 def test_two_agents_meet_and_train_as_one_process_does(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(_RANK)

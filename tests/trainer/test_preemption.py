@@ -111,10 +111,11 @@ def test_a_fit_in_another_thread_leaves_signals_alone(tmp_path: Path) -> None:
 
 
 def test_sigterm_can_be_left_alone(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     saver = CheckpointSaver(tmp_path, on_sigterm=False)
     trainer = build(tmp_path, parallel=False)
     saver.fit_start(trainer.state, trainer.logger)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def start(*command: str) -> subprocess.Popen[str]:
