@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from prepare import Reserve, build, config_bytes, config_for, launch, shard_on_meta, verify
+from prepare import Reserve, build, config_bytes, config_for, launch, shard_on_meta, tell, verify
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
@@ -171,6 +171,7 @@ def main() -> None:
                     buffers[name] = f"{type(error).__name__}: {error}"
                     continue
                 figures.setdefault(name, []).append(figure)
+                tell(name, figure["seconds"])
                 buffers[name] = verify(model, expected)
                 del model
                 reserve.hold()

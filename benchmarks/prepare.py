@@ -272,6 +272,12 @@ def measure(run: Callable[[nn.Module], None], model: nn.Module, reserve: Reserve
     return {"seconds": numbers[0].item(), "extra": numbers[1].item(), "traffic": loopback() - traffic}
 
 
+def tell(name: str, seconds: float) -> None:
+    """Say on rank 0 what was measured, as it comes: a run takes minutes."""
+    if dist.get_rank() == 0:
+        print(f"{time.strftime('%X')}  {seconds:6.2f} s  {name}", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Run all contenders in turn and print medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -318,6 +324,7 @@ def main() -> None:
         for name, run in {**from_rank_0, **from_meta}.items():
             model = build(config, dtype, real=name in from_rank_0 and dist.get_rank() == 0)
             figures.setdefault(name, []).append(measure(run, model, reserve))
+            tell(name, figures[name][-1]["seconds"])
             if name in from_rank_0 and name != "floor":
                 buffers[name] = verify(model, reference)
             del model
