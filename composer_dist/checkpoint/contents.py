@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from composer_dist.checkpoint.optimizer import named_optimizer_state, parameter_names
-from composer_dist.checkpoint.state import _state
+from composer_dist.checkpoint.state import live_state
 from composer_dist.distributed.codecs import inner_tensors
 from composer_dist.distributed.manifest import Kind
 from composer_dist.distributed.mesh import mesh_of
@@ -102,7 +102,7 @@ def extract(key: str, value: Any, models: list[nn.Module], filters: Filters, who
         whole: keep a tensor with a codec in one piece, to be decoded; else its parts are saved.
     """
     if isinstance(value, nn.Module):
-        found: Any = _state(bare(value)) if whole else dict(_live(bare(value)))
+        found: Any = live_state(bare(value)) if whole else dict(_live(bare(value)))
         chosen = filters if callable(filters) else (filters or {}).get(key)
     elif isinstance(value, Optimizer):
         found = named_optimizer_state(model_of(value, models), value)
@@ -122,7 +122,7 @@ def extract(key: str, value: Any, models: list[nn.Module], filters: Filters, who
 
 def _live(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """A model's own tensors by name; what a tensor with a codec is made of, in its place."""
-    for name, value in _state(model).items():
+    for name, value in live_state(model).items():
         inner = inner_tensors(value) if isinstance(value, Tensor) else {}
         if inner:
             yield from ((f"{name}.{part}", tensor) for part, tensor in inner.items())

@@ -18,7 +18,7 @@ from composer_dist.checkpoint.opened import Opened
 from composer_dist.checkpoint.optimizer import parameter_names, prepare_optimizer_state
 from composer_dist.checkpoint.optimizer_formats import by_name
 from composer_dist.checkpoint.pretrained import fill_model
-from composer_dist.checkpoint.state import _foreign, _owner, _state
+from composer_dist.checkpoint.state import foreign_tensors, live_state, owner_of
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Structure, read_structure
 from composer_dist.distributed.codecs import codec_of, inner_tensors, local_part
@@ -98,14 +98,14 @@ class _Model:
         _fill(self.opened, {path: parts[name][part] for path, (name, part) in self.inner.items()}, agreement)
         with agreement.together("the extra state"):
             for name, code in self.objects.items():
-                _owner(self.model, name).set_extra_state(self.opened.value(code))
+                owner_of(self.model, name).set_extra_state(self.opened.value(code))
 
 
 def plan_model(opened: Opened, key: str, model: nn.Module, faults: Faults) -> _Model:
     """Match by name: wrapper segments do not count, any name of a tied tensor does."""
     with whole_state(model):
-        targets = _state(model)
-    if foreign := _foreign(model, targets):
+        targets = live_state(model)
+    if foreign := foreign_tensors(model, targets):
         raise foreign
     structure = read_structure(model)
     first = {name: one for one, held in structure.tensors.items() for name in held.info.names}
@@ -144,7 +144,7 @@ def plan_model(opened: Opened, key: str, model: nn.Module, faults: Faults) -> _M
         else:
             present.add(id(target))
             plan.objects[own] = code
-    expected = {name: targets[name] for name in _state(model)}
+    expected = {name: targets[name] for name in live_state(model)}
     faults.missing += [
         f"{key}.{name}"
         for name, target in expected.items()

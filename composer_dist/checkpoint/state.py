@@ -56,7 +56,7 @@ def full_model_state(
     """
     if ranks not in ("zero", "all"):
         raise ParallelismValueError(f'ranks must be "zero" or "all", not {ranks!r}.')
-    state = _state(model)
+    state = live_state(model)
     chosen: dict[str, Any] = {}
     error: Exception | None = None
     try:
@@ -108,14 +108,14 @@ def load_full_model_state(
     if source not in ("rank0", "all"):
         raise ParallelismValueError(f'source must be "rank0" or "all", not {source!r}.')
     with whole_state(model):
-        targets = _state(model)
+        targets = live_state(model)
     given: dict[str, Any] = {}
     plan: dict[str, Any] = {}
-    error: Exception | None = _foreign(model, targets)
+    error: Exception | None = foreign_tensors(model, targets)
     if error is None and (source == "all" or world_and_rank()[1] == 0):
         try:
             given = {canonical_name(name): value for name, value in state.items()}
-            plan = _plan_load(list(_state(model)), targets, given, strict)
+            plan = _plan_load(list(live_state(model)), targets, given, strict)
         except Exception as caught:
             error = caught
     plan = Agreement().reach("load_full_model_state", plan, lambda plans: plans[0], error)
@@ -124,7 +124,7 @@ def load_full_model_state(
     fill(model, {name: targets[name] for name in plan["tensors"]}, given, everywhere=source == "all")
     for name in plan["objects"]:
         value = given.get(name)
-        _owner(model, name).set_extra_state(value if source == "all" else broadcast(value))
+        owner_of(model, name).set_extra_state(value if source == "all" else broadcast(value))
     return LoadResult(plan["missing"], plan["unexpected"])
 
 
@@ -167,14 +167,14 @@ def gather_full(
     return {name: full[first[id(tensor)]] for name, tensor in tensors.items()} if full else {}
 
 
-def _state(model: nn.Module) -> dict[str, Any]:
+def live_state(model: nn.Module) -> dict[str, Any]:
     """Clean names to the model's own tensors (the shards), and to extra state where there is any."""
     check_usable(model)
     reshard(model)
     return {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
 
 
-def _foreign(model: nn.Module, targets: Mapping[str, Any]) -> CheckpointValueError | None:
+def foreign_tensors(model: nn.Module, targets: Mapping[str, Any]) -> CheckpointValueError | None:
     """An error, if the model's `state_dict` hands out tensors that are not the ones it holds."""
     held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     foreign = [n for n, value in targets.items() if isinstance(value, Tensor) and id(value) not in held]
@@ -270,7 +270,7 @@ def _materialize(target: Tensor) -> None:
     torch.utils.swap_tensors(target, real)
 
 
-def _owner(model: nn.Module, name: str) -> Any:
+def owner_of(model: nn.Module, name: str) -> Any:
     """The module whose extra state is called `name`."""
     owner = name.rpartition(".")[0]
     return next(module for path, module in model.named_modules() if canonical_name(path) == owner)
