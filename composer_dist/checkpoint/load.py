@@ -15,6 +15,7 @@ from composer_dist.checkpoint.contents import bare, model_of, models_in
 from composer_dist.checkpoint.loading import Faults, Part, plan_model, plan_optimizer, plan_value
 from composer_dist.checkpoint.opened import Opened, open_checkpoint
 from composer_dist.distributed.agreement import Agreement
+from composer_dist.distributed.names import mark_unusable
 from composer_dist.errors import CheckpointError, CheckpointValueError
 
 BARE = "the state"
@@ -54,7 +55,7 @@ def load_checkpoint(
     Raises:
         CheckpointKeyError: names that are missing or unexpected, all of them.
         CheckpointValueError: no checkpoint, a damaged one, or shapes that differ.
-        CheckpointRuntimeError: a file cannot be read.
+        CheckpointRuntimeError: a file cannot be read; once loading has begun, the models are unusable.
     """
     finish_pending()
     agreement = Agreement()
@@ -72,8 +73,13 @@ def load_checkpoint(
     with agreement.together("preparing to load"):
         for part in parts:
             part.prepare()
-    for part in parts:
-        part.load(agreement)
+    try:
+        for part in parts:
+            part.load(agreement)
+    except BaseException as error:
+        for one in models_in(state, None):
+            mark_unusable(one, str(error) or type(error).__name__)
+        raise
     return _rest(opened, state)
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint import full_model_state, load_checkpoint, load_pretrained, save_checkpoint
 from composer_dist.distributed.config import FSDP2Config
 from composer_dist.distributed.prepare import parallelize_model
-from composer_dist.errors import CheckpointKeyError, CheckpointValueError
+from composer_dist.errors import CheckpointKeyError, CheckpointValueError, ParallelismRuntimeError
 from tests.checkpoint.runs import save_run, start, train
 from tests.checkpoint.toys import Toy, assert_equal, sharded, toy
 
@@ -222,3 +223,30 @@ def sharded_values(path: str) -> None:
 
 def test_shards_among_the_values(world2: World, tmp_path: Path) -> None:
     world2(sharded_values, str(tmp_path / "c"))
+
+
+class Broken:
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if dist.get_rank() == 1:
+            raise OSError("the disk is gone")
+
+
+def load_halfway(path: str) -> str:
+    model, _ = start("fsdp2", toy, 0)
+    save_checkpoint(path, {"model": model, "data": Broken()})
+    with pytest.raises(ParallelismRuntimeError, match="the disk is gone"):
+        load_checkpoint(path, {"model": model, "data": Broken()})
+    with pytest.raises(ParallelismRuntimeError) as caught:
+        full_model_state(model)
+    return str(caught.value)
+
+
+def test_a_load_that_fails_on_one_rank_leaves_no_model_half_loaded_unnoticed(
+    world2: World, tmp_path: Path
+) -> None:
+    first, second = world2(load_halfway, str(tmp_path / "c"))
+    assert first == second
+    assert "the disk is gone" in first
