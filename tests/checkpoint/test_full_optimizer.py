@@ -94,7 +94,7 @@ def there_and_back(config: ParallelismConfig, kind: str, name: str, bucket_bytes
     return [*found, full_model_state(other), full_optimizer_state(other, fresh)]
 
 
-OFTEN = {"decoder": ["fsdp", "hsdp", "ddp", "fsdp x cp"], "gpt2": ["fsdp x tp"]}
+OFTEN = {"decoder": ["fsdp", "hsdp", "ddp", "tp"], "gpt2": []}
 """The others take as long, and are alike."""
 
 

@@ -516,6 +516,7 @@ def hugging_face_models() -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_p26_hugging_face_models_compile_once(world2: World) -> None:
     for found in world2(hugging_face_models, timeout=120):
         assert found == [1, 1, 1, 1]

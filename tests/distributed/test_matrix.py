@@ -101,7 +101,9 @@ def reference(kind: str, dtype: str) -> Any:
     return train(kind, getattr(torch, dtype.removeprefix("torch.")))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.slow if mode == "hsdp x tp" else ()) for mode in MODES]
+)
 def test_three_steps_equal_one_process(mode: str) -> None:
     ranks = run(train_all, RANKS // 2 if mode in ALONE else RANKS, mode, timeout=180)
     for kind, dtype in ranks[0]:

@@ -125,7 +125,13 @@ PLACES = ["body.embed backward", "body.layers.1 forward", "body.layers.0 backwar
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"), [("fsdp", "sharded"), ("fsdp", "unsharded"), ("ddp", "sharded"), ("tp", "sharded")]
+    ("kind", "how"),
+    [
+        ("fsdp", "sharded"),
+        pytest.param("fsdp", "unsharded", marks=pytest.mark.slow),
+        ("ddp", "sharded"),
+        ("tp", "sharded"),
+    ],
 )
 def test_p99_auto_is_the_size_that_fits_whichever_rank_is_short(world2: World, kind: str, how: str) -> None:
     """As if the run had begun with that size: losses, weights, buffers, random numbers."""

@@ -240,6 +240,7 @@ def test_context_parallelism_trains_as_one_process(world2: World) -> None:
             same(parameters, whole)
 
 
+@pytest.mark.slow
 def test_context_parallelism_beside_data_parallelism_trains_as_one_process(world4: World) -> None:
     losses, expected = language_model([7])
     for found, parameters in world4(language_model, [5, 2], {"mesh": {"cp": 2}}, 2, peers=2):

@@ -90,6 +90,7 @@ def test_deterministic_algorithms_until_close() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_as_it_is() -> None:
     plain, compiled = classifier(), classifier()
     for model, options in ((plain, False), (compiled, {"backend": "eager"})):

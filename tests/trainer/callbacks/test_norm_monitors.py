@@ -111,6 +111,7 @@ def test_tensor_parallel_parameters_have_the_norms_of_the_whole(world2: World) -
         assert_same(found, expected)
 
 
+@pytest.mark.slow
 def test_parameters_cut_both_ways_have_the_norms_of_the_whole(world4: World) -> None:
     config = {"mesh": {"dp_shard": 2, "tp": 2}, "tp": {}, "fsdp2": {}}
     expected = of_a_language_model()
