@@ -15,7 +15,8 @@ from tests.checkpoint.toys import toy
 
 
 def test_in_memory() -> None:
-    fsspec = pytest.importorskip("fsspec")
+    import fsspec
+
     before = save_run("memory://runs/a", "plain")
     assert_same(load_run("memory://runs/a", "plain"), before)
     model = toy(2)
