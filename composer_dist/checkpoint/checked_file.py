@@ -1,27 +1,19 @@
-"""Files whose checksums are computed as they are written, and verified before they are read.
-
-CRC-32 in blocks: it finds every changed bit, costs less than writing does, and blocks let several threads
-and ranks share the work of verifying.
-"""
+"""Files whose checksums are computed as they are written; `distributed.checksums` verifies them."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import zlib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import IO, Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from composer_dist.distributed.manifest import BLOCK, StoredFile
-from composer_dist.distributed.reading import THREADS, Files
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
 
 _HEAD = 4096
@@ -184,41 +176,3 @@ def _without_zip_checksums() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
-
-
-def verify(files: Files, stored: Sequence[StoredFile], part: int = 0, parts: int = 1) -> None:
-    """Compare files with their checksums, one of several parts of the work.
-
-    Raises:
-        CheckpointValueError: bytes differ; names the file and where.
-        CheckpointRuntimeError: a file cannot be read.
-    """
-    blocks = [(number, block) for number, file in enumerate(stored) for block in range(len(file.checksums))]
-    share = blocks[len(blocks) * part // parts : len(blocks) * (part + 1) // parts]
-    buffers: SimpleQueue[bytearray] = SimpleQueue()
-    for _ in range(min(THREADS, len(share))):
-        buffers.put(bytearray(BLOCK))
-
-    def check(place: tuple[int, int]) -> None:
-        file, checksum = stored[place[0]], 0
-        first, last = place[1] * file.block, min((place[1] + 1) * file.block, file.nbytes)
-        buffer = buffers.get()
-        try:
-            for at in range(first, last, BLOCK):
-                size = min(BLOCK, last - at)
-                files.read(place[0], at, [(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), size)])
-                checksum = zlib.crc32(memoryview(buffer)[:size], checksum)
-        finally:
-            buffers.put(buffer)
-        if checksum != file.checksums[place[1]]:
-            raise CheckpointValueError(
-                f"{files.paths[place[0]]} is corrupt: its checksum does not fit in the bytes {first} to "
-                f"{last}. Load an earlier checkpoint."
-            )
-
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="composer_dist-verify") as pool:
-        try:
-            for _ in pool.map(check, share):
-                pass
-        finally:
-            pool.shutdown(cancel_futures=True)

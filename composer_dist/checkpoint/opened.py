@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from composer_dist.checkpoint import dcp_metadata
-from composer_dist.checkpoint.checked_file import verify
 from composer_dist.checkpoint.commit import resolve
 from composer_dist.checkpoint.storage import beside, is_remote, local_path
 from composer_dist.checkpoint.tree import Leaves, decode, encode
 from composer_dist.distributed import manifest as manifests
+from composer_dist.distributed.checksums import verify
 from composer_dist.distributed.foreign import normalised
 from composer_dist.distributed.layout import Coordinate, Layout
 from composer_dist.distributed.manifest import Kind, Manifest, StoredFile, StoredObject
@@ -100,6 +100,13 @@ class Opened:
                 return self._leaf(tag, path, files)
 
         return decode(code, read)
+
+    def read(self, value: Any, paths: Mapping[int, str]) -> Any:
+        """A tensor that was described, with its values; anything else as it is."""
+        if isinstance(value, Tensor) and id(value) in paths:
+            with self.files() as files:
+                return self._tensor(paths[id(value)], files)
+        return value
 
     def _leaf(self, tag: str, path: str, files: Files) -> Any:
         if tag == "tensor":

@@ -27,20 +27,24 @@ from composer_dist.distributed.sync import Cargo, deliver, device_of
 from composer_dist.errors import ParallelismValueError
 
 
-def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> LoadResult:
-    """Fill a model, prepared or not, from safetensors files; every rank reads only what it holds.
+def load_pretrained(
+    model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, verify: bool = True
+) -> LoadResult:
+    """Fill a model, prepared or not, from safetensors files or a checkpoint; every rank reads what it holds.
 
     All ranks of the model's mesh call it. Shards and optimizers that hold them stay the same objects.
     Nothing is written where anything is refused.
 
     Args:
         model: sharded or not, on the meta device or not.
-        path: a safetensors file, or a directory as transformers, peft and `export_pretrained` write it; an
-            adapter's goes into the adapter that the model has. Tied tensors may have any of their names,
-            transformers' older names are understood, and so are those from before peft, DDP,
-            `torch.compile` or a `ComposerModel` were put around the model.
+        path: a safetensors file; a directory as transformers, peft and `export_pretrained` write it; or what
+            `save_checkpoint` or `torch.save` writes. An adapter's goes into the adapter that the model has.
+            Tied tensors may have any of their names, transformers' older names are understood, and so are
+            those from before peft, DDP, `torch.compile` or a `ComposerModel` were put around the model.
         strict: missing or unexpected names are an error; otherwise what is missing is initialised if it
             is on the meta device, and keeps its value if not.
+        verify: compare the model's bytes in a checkpoint of `save_checkpoint` with their checksums first;
+            every rank does a share. Other files have none.
 
     Raises:
         CheckpointKeyError: `strict`, and names are missing or unexpected: all of them are listed.
@@ -51,7 +55,7 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     structure = read_structure(model)
     mesh = mesh_of(model) or _mesh_of(structure)
     agreement = Agreement(mesh.mesh.flatten().tolist() if mesh is not None else None)
-    pretrained = Pretrained.open(path, structure, agreement, strict)
+    pretrained = Pretrained.open(path, structure, agreement, strict, verify)
     if pretrained is None:
         raise ParallelismValueError(
             "The ranks hold models of different structure: names, shapes, dtypes, frozen parameters or ties."

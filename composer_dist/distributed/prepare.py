@@ -102,9 +102,10 @@ def parallelize_model(
             attributes, or the model's repeated blocks.
         activation_checkpointing_check_fn: `module -> bool`, which modules to checkpoint.
         param_init_fn: initialises one module that holds meta tensors, in place of `reset_parameters`.
-        weights: a safetensors file, or a directory as transformers, peft and `export_pretrained` write
-            it. Every rank reads its part of every tensor in there, whatever the model held; what is not
-            in there must be of an adapter, unless `strict=False`, and is treated as without.
+        weights: a safetensors file; a directory as transformers, peft and `export_pretrained` write it; or
+            what `save_checkpoint` writes, whose checksums are verified. Every rank reads its part of every
+            tensor in there, whatever the model held; what is not in there must be of an adapter, unless
+            `strict=False`, and is treated as without.
         parallelize_fn: the caller's own step `(model, mesh) -> model | None`, run first.
 
     Returns:

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from composer_dist.distributed import checksums
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Structure
 from composer_dist.distributed.config import ParallelismConfig
 from composer_dist.distributed.layout import Coordinate, Layout, Part
+from composer_dist.distributed.manifest import StoredFile
 from composer_dist.distributed.mesh import roles
 from composer_dist.distributed.read_plan import Slab, plan_reads
 from composer_dist.distributed.reading import MIB, Files, read_slabs
@@ -98,9 +101,17 @@ class Pretrained:
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], structure: Structure, agreement: Agreement, strict: bool
+        cls,
+        path: str | os.PathLike[str],
+        structure: Structure,
+        agreement: Agreement,
+        strict: bool,
+        verify: bool = True,
     ) -> Pretrained | None:
         """Read the headers on the first rank and match them with the model on all; all or none succeed.
+
+        Args:
+            verify: compare what will be read with its checksums, where it has any; every rank does a share.
 
         Returns:
             None where the ranks' models differ, which somebody else explains.
@@ -111,18 +122,18 @@ class Pretrained:
         here = Path(path)
         read = 0
 
-        def decide(digests: list[str]) -> str | None:
+        def decide(digests: list[str]) -> list[Any] | None:
             nonlocal read
             if len(set(digests)) > 1:
                 return None
-            index = index_weights(here)
+            index, stored = index_weights(here)
             read = index.header_bytes
-            return index.pack()
+            return [index.pack(), [astuple(file) for file in stored]]
 
-        packed = agreement.reach("the checkpoint's headers", structure.digest(), decide)
-        if packed is None:
+        found = agreement.reach("the checkpoint's headers", structure.digest(), decide)
+        if found is None:
             return None
-        index = Index.unpack(packed)
+        index, stored = Index.unpack(found[0]), [StoredFile(*facts) for facts in found[1]]
         root = here if here.is_dir() else here.parent
         with agreement.together("the checkpoint's names"):
             match = match_names(structure, index.tensors, root.name, index.adapter)
@@ -130,6 +141,10 @@ class Pretrained:
             with Files(root, index.files) as files:
                 for name, twin in match.twins:
                     _check_twin(name, match.tensors[name], twin, index, files)
+                if verify and stored:
+                    parts = agreement.ranks.index(agreement.rank), len(agreement.ranks)
+                    # A file's pickle says where its tensors lie, so all of it counts.
+                    checksums.verify(files, stored, *parts, index.entries.values() if here.is_dir() else None)
         return cls(index, root, match, agreement, read)
 
     def warnings(self) -> list[str]:

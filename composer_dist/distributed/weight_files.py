@@ -6,14 +6,17 @@ from pathlib import Path
 
 from composer_dist.distributed import manifest as manifests
 from composer_dist.distributed.foreign import model_in, normalised
-from composer_dist.distributed.manifest import Manifest
+from composer_dist.distributed.manifest import Manifest, StoredFile
 from composer_dist.distributed.safetensors_index import Index, read_index
-from composer_dist.distributed.torch_file import index_of, read_torch_file
+from composer_dist.distributed.torch_file import index_of, read_seal, read_torch_file
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
 
+Weights = tuple[Index, list[StoredFile]]
+"""Where tensors lie, and the files' checksums, as far as they have any."""
 
-def index_weights(path: Path) -> Index:
-    """Where every tensor of a model lies.
+
+def index_weights(path: Path) -> Weights:
+    """Where every tensor of a model lies, and the checksums of our own files.
 
     Args:
         path: a directory or file as transformers, peft or `save_checkpoint` writes it; or a file of
@@ -30,10 +33,10 @@ def index_weights(path: Path) -> Index:
             return _of_file(path)
     except OSError as error:
         raise CheckpointRuntimeError(f"Cannot read {error.filename or path}: {error.strerror}.") from error
-    return read_index(path)
+    return read_index(path), []
 
 
-def _of_checkpoint(path: Path) -> Index:
+def _of_checkpoint(path: Path) -> Weights:
     mark = path / manifests.NAME
     manifest = Manifest.of_text(mark.read_bytes(), str(mark))
     manifest.check_complete(str(path))
@@ -43,14 +46,16 @@ def _of_checkpoint(path: Path) -> Index:
             f"{path} has {len(models)} models ({', '.join(models) or 'none'}), so it is not clear which one "
             "is meant; load_checkpoint takes them by key."
         )
-    return manifest.index(str(path), models[0])
+    return manifest.index(str(path), models[0]), manifest.files
 
 
-def _of_file(path: Path) -> Index:
+def _of_file(path: Path) -> Weights:
+    seal = read_seal(path)
     model = model_in(normalised(read_torch_file(path)))
     if model is None:
         raise CheckpointValueError(
             f"{path} has no model, or several, so it is not clear which one is meant; load_checkpoint takes "
             "them by key."
         )
-    return index_of(path, {name: value for name, value in model.items() if hasattr(value, "untyped_storage")})
+    tensors = {name: value for name, value in model.items() if hasattr(value, "untyped_storage")}
+    return index_of(path, tensors), [seal] if seal else []

@@ -12,11 +12,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from composer_dist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from composer_dist.checkpoint import (
+    full_model_state,
+    latest_checkpoint,
+    load_checkpoint,
+    load_pretrained,
+    save_checkpoint,
+)
+from composer_dist.distributed import parallelize_model
+from composer_dist.distributed.config import FSDP2Config
+from composer_dist.distributed.weight_files import index_weights
 from composer_dist.errors import CheckpointError
 from tests.checkpoint.runs import save_run
-from tests.checkpoint.toys import toy
+from tests.checkpoint.toys import assert_equal, toy
 from tests.world import PRELOAD
 
 World = Callable[..., list[Any]]
@@ -61,6 +71,39 @@ def test_every_truncation_and_every_flipped_bit_is_noticed(
         assert is_refused(path) is not None, f"{file.name} is gone"
         (tmp_path / "away").rename(file)
     assert is_refused(path) is None
+
+
+def as_weights(path: str) -> list[str]:
+    """What a damaged checkpoint gives as weights, while preparing and later, and unverified."""
+    texts = []
+    model = toy(1)
+    with pytest.raises(CheckpointError) as caught:
+        parallelize_model(model, FSDP2Config(), weights=path)
+    texts.append(str(caught.value))
+    assert all(not isinstance(parameter, DTensor) for parameter in model.parameters()), "nothing changed"
+    parallelize_model(model, FSDP2Config())
+    before = full_model_state(model, ranks="all")
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained(model, path)
+    texts.append(str(caught.value))
+    assert_equal(full_model_state(model, ranks="all"), before)
+    load_pretrained(model, path, verify=False)
+    return texts
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_flipped_bit_is_noticed_by_who_reads_weights(world2: World, tmp_path: Path, sharded: bool) -> None:
+    path = tmp_path / "c"
+    world2(save_run, str(path), "fsdp2", sharded=sharded)
+    index, _ = index_weights(path)
+    entry = next(one for name, one in index.entries.items() if name.startswith("layers.0.up.weight"))
+    file = path / index.files[entry.file][0] if sharded else path
+    damaged = bytearray(file.read_bytes())
+    damaged[entry.offset + 5] ^= 8
+    file.write_bytes(damaged)
+    first, second = world2(as_weights, str(path))
+    assert first == second
+    assert all(str(file) in text and "is corrupt" in text for text in first)
 
 
 def save_series(directory: str) -> None:
