@@ -55,14 +55,26 @@ class PendingSave:
     """A save under way."""
 
     def __init__(self, job: Job, agreement: Agreement) -> None:
+        self._agreement = agreement
         self._error: BaseException | None = None
+        self._claim = threading.Lock()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(job, agreement), name="composer_dist-save")
-        self._thread.start()
+
+    def begin(self) -> None:
+        """Have the thread begin. One that has begun goes on, also where Ctrl-C comes right then."""
+        try:
+            self._thread.start()
+        except BaseException as error:  # Ctrl-C, or there are no more threads
+            if self._claim.acquire(blocking=False):  # it has not begun, and now it will not
+                self._ended.set()
+                self._agreement.leave(error)
+            raise
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def check(self) -> None:
         """Raise what went wrong, if anything has so far, the same on every rank; does not wait.
@@ -80,7 +92,7 @@ class PendingSave:
             CheckpointError: as from `save_checkpoint`; only once.
         """
         global _pending
-        self._thread.join()
+        self._ended.wait()  # Ctrl-C during Thread.join() has Python 3.11 and 3.12 take the thread for ended
         if _pending is self:
             _pending = None
         error, self._error = self._error, None
@@ -88,11 +100,15 @@ class PendingSave:
             raise error
 
     def _run(self, job: Job, agreement: Agreement) -> None:
+        if not self._claim.acquire(blocking=False):
+            return
         try:
             job.run(agreement)
         except BaseException as error:
             self._error = error
             _log.error("An asynchronous save failed: %s", error)
+        finally:
+            self._ended.set()
 
 
 _pending: PendingSave | None = None
@@ -105,14 +121,18 @@ def finish_pending() -> None:
         _pending.wait()
 
 
-def in_background(job: Job) -> PendingSave:
-    """Copy what a job saves, and have a thread write it; nothing else may be under way."""
-    global _pending
-    agreement = Agreement()
-    with agreement.together("copying to host memory"):
+def stage(job: Job) -> None:
+    """Copy what a job saves; no other save is under way."""
+    with Agreement().together("copying to host memory"):
         job.stage(_buffers)
         _buffers.complete()
-    background = Agreement(line="saves")
-    background.begin()
-    _pending = PendingSave(job, background)
+
+
+def in_background(job: Job) -> PendingSave:
+    """Have a thread write what has been staged."""
+    global _pending
+    agreement = Agreement(line="saves")
+    agreement.begin()
+    _pending = PendingSave(job, agreement)
+    _pending.begin()
     return _pending

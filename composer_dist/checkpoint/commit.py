@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from composer_dist.errors import CheckpointError, CheckpointIsADirectoryError, C
 
 _ASIDE, _OLD = "tmp", "old"
 DCP_METADATA = ".metadata"
+_DATA = re.compile(r"__\d+_[0-9a-f]{8}\.distcp")
+"""Names of data files; the end is the token of one save."""
 _EXCHANGE, _CWD = 2, -100
 
 
@@ -116,12 +119,13 @@ def _replace_contents(aside: Path, path: Path) -> None:
 
 
 def _files_of(path: Path) -> set[str]:
-    """The files of the checkpoint in a directory; none where nobody can tell."""
+    """The files of the checkpoint in a directory, and what a save that was killed has moved in there."""
+    left = {file.name for file in path.iterdir() if _DATA.fullmatch(file.name)}
     try:
         manifest = Manifest.of_text((path / NAME).read_bytes(), str(path / NAME))
     except (OSError, CheckpointError):
-        return set()
-    return {file.name for file in manifest.files}
+        return left
+    return left.union(file.name for file in manifest.files)
 
 
 def _exchange(aside: Path, path: Path) -> None:

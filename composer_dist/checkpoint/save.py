@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from composer_dist.checkpoint.async_save import PendingSave, finish_pending, in_background
+from composer_dist.checkpoint.async_save import PendingSave, finish_pending, in_background, stage
 from composer_dist.checkpoint.contents import Filters, check_contents, extract, kind_of, models_in
 from composer_dist.checkpoint.saving import Saving
 from composer_dist.checkpoint.single_file import SavingFile
@@ -71,11 +71,13 @@ def save_checkpoint(
             values = {key: value for key, (_, value) in contents.items()}
             job = SavingFile.gather(place, token, keep, values, agreement)
         if asynchronous:
-            return in_background(job)
+            stage(job)
     except BaseException:
         if agreement.rank == agreement.ranks[0]:
             place.discard(token)
         raise
+    if asynchronous:
+        return in_background(job)
     job.run(agreement)
     return None
 

@@ -118,6 +118,7 @@ def test_p52_each_form_replaces_the_other_and_foreign_files_stay(world2: World, 
         world2(save_into, str(path), True)
         assert (path / "notes.txt").read_text() == "keep me"
         assert len(list(path.glob("*.distcp"))) == 2
+        (path / "__0_0deadbed.distcp").write_text("of a save that was killed")
     world2(save_into, str(path), False)
     assert path.is_file()
     world2(save_into, str(path), True)
