@@ -11,9 +11,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from composer_dist.checkpoint.optimizer import named_optimizer_state, parameter_names
+from composer_dist.checkpoint.optimizer import (
+    check_whole,
+    is_low_bit,
+    named_optimizer_state,
+    parameter_names,
+)
 from composer_dist.checkpoint.state import live_state
 from composer_dist.distributed.codecs import inner_tensors
+from composer_dist.distributed.low_bit import as_floats
 from composer_dist.distributed.manifest import Kind
 from composer_dist.distributed.mesh import mesh_of
 from composer_dist.errors import CheckpointError, CheckpointValueError
@@ -105,7 +111,14 @@ def extract(key: str, value: Any, models: list[nn.Module], filters: Filters, who
         found: Any = live_state(bare(value)) if whole else dict(_live(bare(value)))
         chosen = filters if callable(filters) else (filters or {}).get(key)
     elif isinstance(value, Optimizer):
-        found = named_optimizer_state(model_of(value, models), value)
+        model = model_of(value, models)
+        found = named_optimizer_state(model, value)
+        check_whole(model, found["state"])
+        if is_low_bit(value):  # what a rank has quantised by itself means nothing to others
+            found["state"] = {
+                name: {k: as_floats(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+                for name, values in found["state"].items()
+            }
         chosen = None if callable(filters) else (filters or {}).get(key)
         if chosen is not None:
             state = {n: s for n, s in found["state"].items() if chosen(n, s)}

@@ -197,7 +197,7 @@ class Export:
                 continue
             if (layer := self.layers.get(name)) is None:
                 full = gather(self.tensors[name])
-                values[name] = dense(full) if wanted else full.new_empty(0)
+                values[name] = dense(full) if wanted else torch.empty(0)
             else:
                 merged = layer.merged(wanted)
                 values |= {

@@ -14,17 +14,17 @@ from torch.optim import Optimizer
 from composer_dist.checkpoint.optimizer import (
     Groups,
     State,
+    check_whole,
     is_low_bit,
     named_optimizer_state,
     parameter_names,
     prepare_optimizer_state,
+    unusable_on_error,
 )
 from composer_dist.checkpoint.optimizer_formats import by_name
 from composer_dist.checkpoint.state import LoadResult, agree_on, gather_full
 from composer_dist.distributed.agreement import Agreement
-from composer_dist.distributed.codecs import local_part
 from composer_dist.distributed.fill import fill
-from composer_dist.distributed.names import named_parameters_canonical
 from composer_dist.distributed.process_group import broadcast, world_and_rank
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
 
@@ -52,7 +52,7 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
     try:
         named = named_optimizer_state(model, optimizer)
         tensors = _labelled(named["state"])
-        _check_whole(model, named["state"])
+        check_whole(model, named["state"])
     except Exception as caught:
         error = caught
     agree_on("full_optimizer_state", model.parameters(), [_spell(*item) for item in tensors.items()], error)
@@ -92,6 +92,7 @@ def load_full_optimizer_state(
         CheckpointKeyError: `strict`, and names are missing or unexpected: all of them are listed.
         CheckpointValueError: another number of groups, parameters of one group from several, shapes that
             do not fit, no optimizer's state.
+        CheckpointRuntimeError: it failed half way; the optimizer is unusable from then on.
     """
     plan: dict[str, Any] = {}
     full: dict[str, Tensor] = {}
@@ -108,15 +109,15 @@ def load_full_optimizer_state(
     Agreement().reach("load_full_optimizer_state", held, _same_groups, error)
     plan = Agreement().collectively("load_full_optimizer_state", lambda: broadcast(plan))
     with Agreement().together("load_full_optimizer_state"):
-        made = prepare_optimizer_state(model, optimizer, plan["state"], plan["groups"])
-    scalars = _labelled(plan["state"])
-    targets: dict[str, Tensor] = {}
-    for label, tensor in _labelled(made).items():
-        if tensor.ndim:
-            targets[label] = tensor
-        else:
-            tensor.copy_(scalars[label])
-    fill(model, targets, full, by_part=is_low_bit(optimizer))
+        prepared = prepare_optimizer_state(model, optimizer, plan["state"], plan["groups"])
+    made, scalars = _labelled(prepared.values), _labelled(plan["state"])
+    with unusable_on_error([optimizer]):
+        with Agreement().together("load_full_optimizer_state"):
+            prepared.install()
+            for label, scalar in scalars.items():
+                if not scalar.ndim:
+                    made[label].copy_(scalar)
+        fill(model, {k: v for k, v in made.items() if v.ndim}, full, by_part=is_low_bit(optimizer))
     return LoadResult(plan["missing"], plan["unexpected"])
 
 
@@ -160,24 +161,6 @@ def _same_groups(found: list[list[list[str]]]) -> None:
             raise CheckpointValueError(
                 f"The optimizers of ranks 0 and {rank} have different groups or parameters; make them alike."
             )
-
-
-def _check_whole(model: nn.Module, state: State) -> None:
-    """Refuse state that an optimizer has made from this rank's part of a parameter alone."""
-    parameters = dict(named_parameters_canonical(model))
-    faults = [
-        _label(name, key)
-        for name, values in state.items()
-        for key, value in values.items()
-        if isinstance(value, Tensor)
-        and not isinstance(value, DTensor)
-        and value.shape == local_part(parameters[name]).shape != parameters[name].shape
-    ]
-    if faults:
-        raise CheckpointValueError(
-            f"The optimizer keeps these for each rank's part of a parameter, as plain tensors that have no "
-            f"full value: {', '.join(faults)}. Make them DTensors, of the parameter's placements."
-        )
 
 
 def _label(name: str, key: str) -> str:

@@ -14,6 +14,7 @@ from composer_dist.checkpoint.async_save import finish_pending
 from composer_dist.checkpoint.contents import bare, model_of, models_in
 from composer_dist.checkpoint.loading import Faults, Part, plan_model, plan_optimizer, plan_value
 from composer_dist.checkpoint.opened import Opened, open_checkpoint
+from composer_dist.checkpoint.optimizer import unusable_on_error
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.names import mark_unusable
 from composer_dist.errors import CheckpointError, CheckpointValueError
@@ -55,7 +56,8 @@ def load_checkpoint(
     Raises:
         CheckpointKeyError: names that are missing or unexpected, all of them.
         CheckpointValueError: no checkpoint, a damaged one, or shapes that differ.
-        CheckpointRuntimeError: a file cannot be read; once loading has begun, the models are unusable.
+        CheckpointRuntimeError: a file cannot be read; once loading has begun, the models and
+            optimizers are unusable.
     """
     finish_pending()
     agreement = Agreement()
@@ -73,13 +75,14 @@ def load_checkpoint(
     with agreement.together("preparing to load"):
         for part in parts:
             part.prepare()
-    try:
-        for part in parts:
-            part.load(agreement)
-    except BaseException as error:
-        for one in models_in(state, None):
-            mark_unusable(one, str(error) or type(error).__name__)
-        raise
+    with unusable_on_error([value for value in state.values() if isinstance(value, Optimizer)]):
+        try:
+            for part in parts:
+                part.load(agreement)
+        except BaseException as error:
+            for one in models_in(state, None):
+                mark_unusable(one, str(error) or type(error).__name__)
+            raise
     return _rest(opened, state)
 
 

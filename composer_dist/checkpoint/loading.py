@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from composer_dist.checkpoint.adapters import whole_state
 from composer_dist.checkpoint.contents import is_stateful
 from composer_dist.checkpoint.opened import Opened
-from composer_dist.checkpoint.optimizer import parameter_names, prepare_optimizer_state
+from composer_dist.checkpoint.optimizer import Prepared, parameter_names, prepare_optimizer_state
 from composer_dist.checkpoint.optimizer_formats import by_name
 from composer_dist.checkpoint.pretrained import fill_model
 from composer_dist.checkpoint.state import foreign_tensors, live_state, owner_of
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Structure, read_structure
-from composer_dist.distributed.codecs import codec_of, inner_tensors, local_part
+from composer_dist.distributed.codecs import codec_of, encode_into, inner_tensors, local_part
 from composer_dist.distributed.config import ParallelismConfig
 from composer_dist.distributed.layout import Layout
 from composer_dist.distributed.names import canonical_name
@@ -110,10 +110,10 @@ def plan_model(opened: Opened, key: str, model: nn.Module, faults: Faults) -> _M
     structure = read_structure(model)
     first = {name: one for one, held in structure.tensors.items() for name in held.info.names}
     inner = {
-        f"{name}.{part}": (name, part)
+        f"{name}.{part}": (name, part, held)
         for name, target in targets.items()
         if isinstance(target, Tensor)
-        for part in inner_tensors(target)
+        for part, held in inner_tensors(target).items()
     }
     plan = _Model(opened, model, structure, {}, {}, {})
     present: set[int] = set()
@@ -122,28 +122,31 @@ def plan_model(opened: Opened, key: str, model: nn.Module, faults: Faults) -> _M
         target = targets.get(own)
         path = code.get("tensor")
         if own in inner and path:
-            name, part = inner[own]
-            plan.inner[path] = first[name], part
-            present.add(id(targets[name]))
+            whole, part, held = inner[own]
+            plan.inner[path] = first[whole], part
+            present.add(id(targets[whole]))
+            if fault := _misfit(opened.tensors[path], held, exactly=True):
+                faults.misfits.append(f"{key}.{name} is {fault}")
         elif own not in targets:
             if first.get(own) is None:  # else a buffer that is not saved any more
                 faults.unexpected.append(f"{key}.{name}")
         elif isinstance(target, Tensor) and path:
-            stored = opened.tensors[path]
             present.add(id(target))
-            if tuple(stored.shape) != tuple(target.shape):
-                faults.misfits.append(
-                    f"{key}.{name} is {tuple(stored.shape)} there, {tuple(target.shape)} here"
-                )
-            elif not castable(stored.dtype, target.dtype):
-                faults.misfits.append(f"{key}.{name} is {stored.dtype} there, {target.dtype} here")
-            else:
-                plan.blueprints[first[own]] = stored
+            plan.blueprints[first[own]] = opened.tensors[path]
+            if fault := _misfit(opened.tensors[path], target):
+                faults.misfits.append(f"{key}.{name} is {fault}")
         elif isinstance(target, Tensor):
             faults.misfits.append(f"{key}.{name} is no tensor there")
         else:
             present.add(id(target))
             plan.objects[own] = code
+    read = set(plan.inner.values())
+    begun = {whole for whole, _ in read}
+    faults.misfits += [
+        f"{key}.{own} is not there, though other parts of {whole} are"
+        for own, (whole, part, _) in inner.items()
+        if first[whole] in begun and (first[whole], part) not in read
+    ]
     expected = {name: targets[name] for name in live_state(model)}
     faults.missing += [
         f"{key}.{name}"
@@ -152,6 +155,15 @@ def plan_model(opened: Opened, key: str, model: nn.Module, faults: Faults) -> _M
         and (id(target) not in present if isinstance(target, Tensor) else name not in plan.objects)
     ]
     return plan
+
+
+def _misfit(stored: Blueprint, target: Tensor, exactly: bool = False) -> str | None:
+    """How a stored tensor differs from the one that it is for, if it does; `exactly`: may not be cast."""
+    if tuple(stored.shape) != tuple(target.shape):
+        return f"{tuple(stored.shape)} there, {tuple(target.shape)} here"
+    if stored.dtype != target.dtype and (exactly or not castable(stored.dtype, target.dtype)):
+        return f"{stored.dtype} there, {target.dtype} here"
+    return None
 
 
 def _entries(opened: Opened, key: str, faults: Faults) -> Iterator[tuple[str, Any]]:
@@ -172,14 +184,18 @@ class _Optimizer:
     groups: list[dict[str, Any]] | None
     paths: dict[int, str]
     """The path of each tensor in `described`, by identity."""
-    made: dict[str, dict[str, Any]] = field(default_factory=dict)
+    prepared: Prepared | None = None
 
     def prepare(self) -> None:
-        self.made = prepare_optimizer_state(self.model, self.optimizer, self.described, self.groups)
+        self.prepared = prepare_optimizer_state(self.model, self.optimizer, self.described, self.groups)
 
     def load(self, agreement: Agreement) -> None:
+        assert self.prepared is not None
+        made = self.prepared.values
+        with agreement.together("the optimizer's state"):
+            self.prepared.install()
         tensors = {
-            self.paths[id(value)]: self.made[name][key]
+            self.paths[id(value)]: made[name][key]
             for name, values in self.described.items()
             for key, value in values.items()
             if isinstance(value, Tensor)
@@ -200,6 +216,8 @@ def plan_optimizer(
     faults.missing += [f"{key}.{name}" for name in wanted if name not in known]
     faults.unexpected += [f"{key}.{name}" for name in known if name not in held]
     described = {name: state.get(name, {}) for name in wanted if name in known}
+    for group in groups or ():  # a learning rate may be a tensor
+        group.update({option: opened.read(value, paths) for option, value in group.items()})
     return _Optimizer(opened, optimizer, model, described, groups, paths)
 
 
@@ -247,16 +265,16 @@ def _fill(opened: Opened, tensors: Mapping[str, Tensor], agreement: Agreement) -
     for path, tensor in tensors.items():
         local = local_part(tensor)
         direct = codec_of(local) is None and local.is_contiguous()
-        memory = local if direct else torch.empty(local.shape, dtype=tensor.dtype, device=local.device)
+        dtype = tensor.dtype if codec_of(local) is None else torch.float32
+        memory = local if direct else torch.empty(local.shape, dtype=dtype, device=local.device)
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
         targets.append(Target(path, Layout.of(tensor), memory, mesh))
         if memory is not local:
             later.append((local, memory))
     if targets:
         reader_of(opened, opened.tensors, agreement).fill(targets, ParallelismConfig().bucket_bytes)
-    with torch.no_grad():
-        for local, memory in later:
-            local.copy_(memory)
+    for local, memory in later:
+        encode_into(local, memory)
 
 
 def reader_of(opened: Opened, blueprints: dict[str, Blueprint], agreement: Agreement) -> Pretrained:

@@ -2,23 +2,28 @@
 
 torch keys state by parameter objects and saves it by numbers; here it is keyed by the parameters' names,
 so that it fits however many groups, ranks and frozen parameters there are. Nothing here takes a step or
-communicates: the state of a shard is a shard.
+communicates: the state of a shard is a shard. What is to be loaded is made and checked first, and put in its
+place by `install` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composer_dist.checkpoint.optimizer_formats import check_group_count
+from composer_dist.distributed.codecs import local_part
 from composer_dist.distributed.names import named_parameters_canonical
 from composer_dist.distributed.optimizer import empty_state, scalar_device
-from composer_dist.errors import CheckpointKeyError, CheckpointValueError
+from composer_dist.errors import CheckpointKeyError, CheckpointRuntimeError, CheckpointValueError
 
 State = dict[str, dict[str, Any]]
 """Parameter name to key to a tensor or a plain value."""
@@ -38,6 +43,7 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
 
     Raises:
         CheckpointValueError: the optimizer holds parameters that are not the model's; says how many.
+        CheckpointRuntimeError: it was loaded half.
     """
     names = parameter_names(model, optimizer)
     order = {name: place for place, name in enumerate(names.values())}
@@ -51,35 +57,59 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
     }
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """State made for an optimizer, which is as it was until `install`."""
+
+    optimizer: Optimizer
+    values: State
+    """Tensors (shards) to be filled, plain values as given."""
+    parameters: dict[str, nn.Parameter]
+    options: list[dict[str, Any]]
+    """What each group is given; [] for nothing."""
+
+    def install(self) -> None:
+        """Put the state and the options in their places."""
+        optimizer = self.optimizer
+        for name, values in self.values.items():
+            if values:
+                optimizer.state[self.parameters[name]] = values
+            else:
+                optimizer.state.pop(self.parameters[name], None)
+        for group, options in zip(optimizer.param_groups, self.options, strict=False):
+            for key, value in options.items():
+                _set_option(group, key, value)
+        # As load_state_dict does: optimizers bring what older versions of them have saved up to date here.
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
 def prepare_optimizer_state(
     model: nn.Module,
     optimizer: Optimizer,
     described: Mapping[str, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]] | None = None,
-) -> State:
-    """Give the optimizer the state that is described, without values, for a reader to fill in place.
+) -> Prepared:
+    """Make the state that is described, without values, for a reader to fill; nothing changes yet.
 
-    A tensor with the dimensions of its parameter is laid out as the parameter is; what was there already
-    and fits stays. No step is taken.
+    A tensor with the dimensions of its parameter is laid out as the parameter is; what is there already
+    and fits is used again. No step is taken.
 
     Args:
         described: parameter name to key to a tensor, of which only the full shape and dtype count (it may
-            be on meta), or to a plain value, which is put in place. A parameter with `{}` loses its
-            state, one that is not named keeps it.
-        groups: parameter groups by name, whose options are put in place too; see `match_groups`.
-
-    Returns:
-        The state of the parameters described: tensors (shards) to be filled, plain values as given.
+            be on meta), or to a plain value. A parameter with `{}` loses its state, one that is not named
+            keeps it.
+        groups: parameter groups by name, whose options go along; see `match_groups`.
 
     Raises:
         CheckpointKeyError: names that the optimizer does not hold.
         CheckpointValueError: shapes that do not go with their parameters; the groups do not match.
+        CheckpointRuntimeError: the optimizer was loaded half before.
     """
     names = parameter_names(model, optimizer)
     held = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
     if unknown := [name for name in described if name not in held]:
         raise CheckpointKeyError(f"The optimizer does not hold these parameters: {', '.join(unknown)}.")
-    matched = None if groups is None else match_groups(model, optimizer, groups)
+    options = [] if groups is None else match_groups(model, optimizer, groups)
     faults: list[str] = []
     made: State = {}
     for name, values in described.items():
@@ -95,18 +125,32 @@ def prepare_optimizer_state(
             made[name][key] = value
     if faults:
         raise CheckpointValueError(f"The state does not fit the optimizer: {'; '.join(faults)}.")
-    for name, values in made.items():
-        parameter, _ = held[name]
-        if values:
-            optimizer.state[parameter] = values
-        else:
-            optimizer.state.pop(parameter, None)
-    for group, options in zip(optimizer.param_groups, matched or (), strict=False):
-        for key, value in options.items():
-            _set_option(group, key, value)
-    # As load_state_dict does: optimizers bring what older versions of them have saved up to date here.
-    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
-    return made
+    return Prepared(optimizer, made, {name: held[name][0] for name in made}, options)
+
+
+@contextmanager
+def unusable_on_error(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Where the body fails, every step from then on raises and names the cause: the state is torn."""
+    try:
+        yield
+    except BaseException as error:
+        for optimizer in optimizers:
+            vars(optimizer)[_UNUSABLE] = str(error) or type(error).__name__
+            optimizer.register_step_pre_hook(lambda one, args, kwargs: check_usable(one))
+        raise
+
+
+def check_usable(optimizer: Optimizer) -> None:
+    """Raise if the optimizer was loaded half.
+
+    Raises:
+        CheckpointRuntimeError: names the cause.
+    """
+    if (cause := vars(optimizer).get(_UNUSABLE)) is not None:
+        raise CheckpointRuntimeError(
+            f"This {type(optimizer).__name__} is unusable, because loading its state failed half way; build "
+            f"it anew. The cause: {cause}"
+        )
 
 
 def match_groups(
@@ -137,12 +181,36 @@ def match_groups(
     return matched
 
 
+def check_whole(model: nn.Module, state: State) -> None:
+    """Refuse state that an optimizer has made from this rank's part of a parameter alone.
+
+    Raises:
+        CheckpointValueError: names it.
+    """
+    parameters = dict(named_parameters_canonical(model))
+    faults = [
+        f"{key} of {name}"
+        for name, values in state.items()
+        for key, value in values.items()
+        if isinstance(value, Tensor)
+        and not isinstance(value, DTensor)
+        and value.shape == local_part(parameters[name]).shape != parameters[name].shape
+    ]
+    if faults:
+        raise CheckpointValueError(
+            f"The optimizer keeps these for each rank's part of a parameter, as plain tensors that have no "
+            f"full value: {', '.join(faults)}. Make them DTensors, of the parameter's placements."
+        )
+
+
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """Names of the model's parameters, in the model's order, by the identity of the object.
 
     Raises:
         CheckpointValueError: the optimizer holds parameters that are not the model's; says how many.
+        CheckpointRuntimeError: the optimizer was loaded half.
     """
+    check_usable(optimizer)
     names = {id(parameter): name for name, parameter in named_parameters_canonical(model)}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = [p for p in {id(p): p for p in [*held, *optimizer.state]}.values() if id(p) not in names]
@@ -155,6 +223,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     return names
 
 
+_UNUSABLE = "_composer_dist_unusable"
 _OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
 """What a group has of its own: which parameters, and how they are stepped, not by how much."""
 

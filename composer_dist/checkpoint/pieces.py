@@ -38,10 +38,7 @@ class Piece:
 
 
 def pieces_of(name: str, tensor: Tensor) -> Iterator[Piece]:
-    """What this rank holds of a tensor; nothing if that is empty.
-
-    What has a codec is decoded: a rank's part of an optimizer's quantised state means nothing to others.
-    """
+    """What this rank holds of a tensor; nothing if that is empty. What has a codec is decoded."""
     tensor = tensor.detach()
     local = dense(local_part(tensor)).to(tensor.dtype)
     if not isinstance(tensor, DTensor):

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed.codecs import TensorCodec, made_by, made_of
+from composer_dist.distributed.codecs import TensorCodec, dense, local_part, made_by, made_of
 
 
 def optimizer_state_codec(cls: Any) -> TensorCodec:
@@ -41,6 +42,23 @@ def optimizer_state_codec(cls: Any) -> TensorCodec:
         from_dense=from_dense,
         flatten=made_of,
         unflatten=made_by(cls),
+    )
+
+
+def as_floats(tensor: Tensor) -> Tensor:
+    """State of such an optimizer in float32, cut as it is; some ranks' parts may be quantised, others not."""
+    if not tensor.is_floating_point():
+        return tensor
+    local = dense(local_part(tensor)).float()
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 

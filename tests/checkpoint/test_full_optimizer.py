@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from composer_dist.checkpoint import (
     full_optimizer_state,
     load_full_model_state,
     load_full_optimizer_state,
+    save_checkpoint,
 )
 from composer_dist.checkpoint.optimizer import named_optimizer_state
 from composer_dist.distributed import parallelize_model
@@ -341,18 +343,20 @@ class PerShard(torch.optim.SGD):
             self.state[p]["mine"] = torch.zeros_like(p.to_local())
 
 
-def per_shard() -> str:
+def per_shard(path: Path) -> str:
     model = made()
     parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
     optimizer = PerShard(model.layers.parameters(), 0.1)
     optimizer.step()
     with pytest.raises(CheckpointValueError) as caught:
         full_optimizer_state(model, optimizer)
+    with pytest.raises(CheckpointValueError, match="plain tensors that have no full value"):
+        save_checkpoint(path, {"model": model, "optimizer": optimizer})
     return str(caught.value)
 
 
-def test_state_of_each_rank_s_own_is_refused_by_name(world2: World) -> None:
-    for text in world2(per_shard):
+def test_state_of_each_rank_s_own_is_refused_by_name(world2: World, tmp_path: Path) -> None:
+    for text in world2(per_shard, tmp_path / "c"):
         assert (
             "plain tensors that have no full value: mine of layers.0.attention_norm.weight, mine of" in text
         )

@@ -13,11 +13,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer_dist.checkpoint import full_model_state, load_checkpoint, load_pretrained, save_checkpoint
+from composer_dist.checkpoint import (
+    full_model_state,
+    load_checkpoint,
+    load_full_optimizer_state,
+    load_pretrained,
+    save_checkpoint,
+)
 from composer_dist.distributed.config import FSDP2Config
 from composer_dist.distributed.prepare import parallelize_model
-from composer_dist.errors import CheckpointKeyError, CheckpointValueError, ParallelismRuntimeError
-from tests.checkpoint.runs import save_run, start, train
+from composer_dist.errors import (
+    CheckpointKeyError,
+    CheckpointRuntimeError,
+    CheckpointValueError,
+    ParallelismRuntimeError,
+)
+from tests.checkpoint.runs import assert_same, save_run, snapshot, start, train
 from tests.checkpoint.toys import Toy, assert_equal, sharded, toy
 
 World = Callable[..., list[Any]]
@@ -235,18 +246,47 @@ class Broken:
 
 
 def load_halfway(path: str) -> str:
-    model, _ = start("fsdp2", toy, 0)
-    save_checkpoint(path, {"model": model, "data": Broken()})
+    model, optimizer = start("fsdp2", toy, 0)
+    state = {"model": model, "optimizer": optimizer, "data": Broken()}
+    save_checkpoint(path, state)
     with pytest.raises(ParallelismRuntimeError, match="the disk is gone"):
-        load_checkpoint(path, {"model": model, "data": Broken()})
+        load_checkpoint(path, state)
+    _, other = start("fsdp2", toy, 0)
+    other.step()
+    for use in (optimizer.step, lambda: load_full_optimizer_state(model, optimizer, {})):
+        with pytest.raises(CheckpointRuntimeError, match="AdamW is unusable.*the disk is gone"):
+            use()
     with pytest.raises(ParallelismRuntimeError) as caught:
         full_model_state(model)
     return str(caught.value)
 
 
-def test_a_load_that_fails_on_one_rank_leaves_no_model_half_loaded_unnoticed(
+def test_a_load_that_fails_on_one_rank_leaves_nothing_half_loaded_unnoticed(
     world2: World, tmp_path: Path
 ) -> None:
     first, second = world2(load_halfway, str(tmp_path / "c"))
     assert first == second
     assert "the disk is gone" in first
+
+
+class Odd:
+    """What is not restored without running code."""
+
+
+def load_in_vain(path: str) -> str:
+    model, optimizer = start("fsdp2", toy, 0)
+    train(model, optimizer)
+    save_checkpoint(path, {"model": model, "optimizer": optimizer, "odd": Odd()})
+    train(model, optimizer)
+    before = snapshot(model, optimizer)
+    with pytest.raises(CheckpointValueError) as caught:
+        load_checkpoint(path, {"model": model, "optimizer": optimizer, "odd": None})
+    assert_same(snapshot(model, optimizer), before)
+    optimizer.step()
+    return str(caught.value)
+
+
+def test_what_cannot_be_read_is_found_before_anything_changes(world2: World, tmp_path: Path) -> None:
+    first, second = world2(load_in_vain, str(tmp_path / "c"))
+    assert first == second
+    assert "odd is an object that could run code" in first

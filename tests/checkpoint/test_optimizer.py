@@ -55,9 +55,11 @@ def live() -> dict[str, Any]:
         found = named_optimizer_state(model, optimizer)
     names = dict(model.named_parameters())
     first, described = found["state"], as_meta(found["state"])
-    kept = prepare_optimizer_state(model, optimizer, described)
+    kept = prepare_optimizer_state(model, optimizer, described).values
     fresh = adamw(model)
-    made = prepare_optimizer_state(model, fresh, described, found["param_groups"])
+    prepared = prepare_optimizer_state(model, fresh, described, found["param_groups"])
+    untouched, made = not fresh.state, prepared.values
+    prepared.install()
     up = made["layers.0.up.weight"]["exp_avg"]
     return {
         "empty": (empty["state"], [len(group["params"]) for group in empty["param_groups"]]),
@@ -76,6 +78,7 @@ def live() -> dict[str, Any]:
             for a, b in zip(first[n].values(), made[n].values(), strict=True)
         ],
         "cut": isinstance(up, DTensor) and up.to_local().shape[0] < 5,
+        "untouched": untouched,
         "in_place": fresh.state[names["layers.0.up.weight"]]["exp_avg"] is up,
         "step": float(made["scale"]["step"]),
     }
@@ -94,6 +97,7 @@ def test_p47_live_state_by_name_and_the_same_made_without_a_step(
         assert not found["row"], "frozen and without gradient"
         assert all(found["same"])
         assert found["cut"] == (size == 2)
+        assert found["untouched"]
         assert found["in_place"]
         assert found["step"] == 0
 
@@ -149,12 +153,12 @@ def test_p48_groups_match_by_name_in_any_order_and_state_can_be_taken_away() -> 
     other = torch.optim.AdamW(
         [{"params": group["params"][::-1]} for group in adamw(model).param_groups[::-1]]
     )
-    prepare_optimizer_state(model, other, {"scale": {}}, groups)
+    prepare_optimizer_state(model, other, {"scale": {}}, groups).install()
     assert [(group["lr"], group["weight_decay"]) for group in other.param_groups] == [
         (0.02, 0.0),
         (0.01, 0.1),
     ]
-    prepare_optimizer_state(model, optimizer, {"scale": {}})
+    prepare_optimizer_state(model, optimizer, {"scale": {}}).install()
     assert "scale" not in named_optimizer_state(model, optimizer)["state"]
 
 
@@ -170,7 +174,7 @@ def factored() -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     parallelize_model(model, config(), optimizer)
     described = {"row": torch.empty(5, 1), "column": torch.empty(1, 8), "other": torch.empty(5)}
-    made = prepare_optimizer_state(model, optimizer, {"layers.0.up.weight": described})
+    made = prepare_optimizer_state(model, optimizer, {"layers.0.up.weight": described}).values
     return [
         (type(v), tuple(v.shape), tuple((v.to_local() if isinstance(v, DTensor) else v).shape))
         for v in made["layers.0.up.weight"].values()

@@ -13,8 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist._torch import checkpoint_wrapper
 from composer_dist.checkpoint import LoadResult, full_model_state, load_full_model_state
+from composer_dist.distributed import parallelize_model
 from composer_dist.errors import CheckpointError, CheckpointValueError, ParallelismValueError
+from tests.checkpoint.runs import MESHES
 from tests.checkpoint.toys import assert_equal, messages, sharded, tokens, toy, train_step
+from tests.distributed.tp_models import gpt2
+from tests.world import run
 
 World = Callable[..., list[Any]]
 
@@ -250,6 +254,24 @@ def test_p44_into_two_replicas_of_two_shards(world4: World, meta: bool) -> None:
         assert_equal(state, expected)
         assert same
         assert unchanged
+
+
+def everywhere(mesh: str) -> dict[str, Any]:
+    model = decoder(7)
+    parallelize_model(model, MESHES[mesh][1])
+    assert load_full_model_state(model, decoder(3).state_dict(), source="all") == ([], [])
+    return full_model_state(model, ranks="all")
+
+
+def decoder(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return gpt2()
+
+
+@pytest.mark.parametrize("mesh", ["tp", "ddp", "hsdp", "fsdp_tp"])
+def test_p44_from_every_rank_s_own_copy_on_every_mesh(mesh: str) -> None:
+    for state in run(everywhere, MESHES[mesh][0], mesh):
+        assert_equal(state, decoder(3).state_dict())
 
 
 def trained_after_load() -> dict[str, Any]:

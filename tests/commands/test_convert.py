@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
 from composer_dist import FSDP2Config
 from composer_dist.checkpoint import load_checkpoint, save_checkpoint
+from composer_dist.checkpoint.converting import convert_checkpoint
 from composer_dist.cli import app
 from composer_dist.distributed import parallelize_model
 from composer_dist.models import HuggingFaceModel
+from composer_dist.reporting.progress import Progress
 from tests.checkpoint.test_export import mixtral, same_tensors, tensors
 from tests.checkpoint.test_huggingface import logits
+from tests.distributed.test_sync import profiled
 from tests.distributed.test_weight_names import random
 from tests.models.pretrained import llama, tokenizer
 from tests.world import run
@@ -147,3 +153,94 @@ def test_what_cannot_be_converted_is_said_in_a_statement(tmp_path: Path) -> None
     )
     assert (status, "does not fit the model" in text) == (1, True), text
     assert not (tmp_path / "target").exists()
+
+
+# Memory
+
+
+def large(path: Path, width: int) -> tuple[int, int]:
+    """Write a Hugging Face model; returns its bytes, and those of its largest tensor."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "vocab_size": 4096}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, num_attention_heads=8, **sizes))
+    model.save_pretrained(path, max_shard_size="80MB")
+    nbytes = [parameter.nbytes for parameter in model.parameters()]
+    return sum(nbytes), max(nbytes)
+
+
+def save_large(path: Path, model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    warnings.simplefilter("ignore")
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    parallelize_model(loaded, FSDP2Config())
+    save_checkpoint(path, {"model": loaded})
+
+
+WAYS = [
+    ("model", "from model", "sharded"),
+    ("model", "from model.pt", "file"),
+    ("model", "again", "huggingface"),
+    ("pieces", "from pieces.pt", "file"),
+    ("pieces", "from pieces", "sharded"),
+    ("pieces", "as model", "huggingface"),
+    ("from model.pt", "from file", "sharded"),
+    ("from model.pt", "file as model", "huggingface"),
+]
+"""From, to and form; what is in pieces was saved by two ranks."""
+CONVERSION = """
+import sys, threading
+from pathlib import Path
+import torch, transformers
+from composer_dist.checkpoint.converting import convert_checkpoint, model_like
+
+def memory(kind):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(kind)) * 1024
+
+source, target, form, like = sys.argv[1:]
+model_like(Path(like))
+start, peak, over = memory("RssAnon"), 0, threading.Event()
+
+def watch():
+    global peak
+    while not over.wait(0.001):
+        peak = max(peak, memory("RssAnon"))
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+convert_checkpoint(Path(source), Path(target), form, like=Path(like))
+over.set()
+watcher.join()
+print(peak - start)
+"""
+
+
+def test_torch_allocates_next_to_nothing(tmp_path: Path) -> None:
+    whole, _ = large(tmp_path / "model", 256)
+    assert whole > 18e6
+    run(save_large, 2, tmp_path / "pieces", tmp_path / "model")
+    for source, target, form in WAYS:
+
+        def convert_one(source: str = source, target: str = target, form: Any = form) -> None:
+            paths = tmp_path / source, tmp_path / target
+            convert_checkpoint(*paths, form, like=tmp_path / "model", progress=Progress(shown=False))
+
+        assert profiled(convert_one) < 1 << 20, (source, target)
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
+    """Memory of its own: pages of mapped files are the system's, which takes them back when it likes."""
+    whole, largest = large(tmp_path / "model", 1024)
+    assert whole > 180e6
+    run(save_large, 2, tmp_path / "pieces", tmp_path / "model")
+    for source, target, form in WAYS:
+        arguments = [str(tmp_path / source), str(tmp_path / target), form, str(tmp_path / "model")]
+        done = subprocess.run(
+            [sys.executable, "-c", CONVERSION, *arguments], capture_output=True, text=True, check=True
+        )
+        used = int(done.stdout.split()[-1])
+        print(f"{source} -> {target}: {used / 1e6:.0f} MB of {whole / 1e6:.0f}")
+        assert used <= 2 * largest + (32 << 20), (source, target)
