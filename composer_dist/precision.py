@@ -81,12 +81,9 @@ def mixed_precision_policy(
             warning, because FSDP2 does not cast buffers.
 
     Raises:
-        ParallelismValueError: an unknown precision, mode, key or dtype; PURE without a precision;
-            amp_fp8 without torchao or without a device that computes in fp8.
+        ParallelismValueError: an unknown precision, mode, key or dtype; PURE without a precision.
     """
     precision = as_precision(precision)
-    if precision is Precision.AMP_FP8:
-        require_fp8()
     if isinstance(mixed_precision, Mapping):
         return _from_mapping(precision, mixed_precision)
     if not isinstance(mixed_precision, str):
@@ -177,8 +174,11 @@ def _from_mapping(precision: Precision | None, values: Mapping[str, Any]) -> Mix
     return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast)
 
 
-def require_fp8() -> None:
-    """Raise where amp_fp8 cannot run.
+def require_fp8(device: torch.device) -> None:
+    """Refuses amp_fp8 where it cannot run.
+
+    Args:
+        device: where the model is, or will be.
 
     Raises:
         ParallelismValueError: names everything that is missing.
@@ -186,10 +186,10 @@ def require_fp8() -> None:
     missing = []
     if importlib.util.find_spec("torchao") is None:
         missing.append("torchao is not installed (pip install 'composer-dist[torchao]')")
-    if not torch.cuda.is_available():
-        missing.append("there is no CUDA device")
-    elif torch.cuda.get_device_capability() < _FP8_CAPABILITY:
-        major, minor = torch.cuda.get_device_capability()
+    if device.type != "cuda":
+        missing.append(f"the model is on {device.type!r}, not on a CUDA device")
+    elif torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        major, minor = torch.cuda.get_device_capability(device)
         missing.append(f"the device's compute capability is {major}.{minor}, below 8.9")
     if missing:
         raise ParallelismValueError(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from composer_dist.errors import ParallelismValueError
-from composer_dist.precision import Precision, mixed_precision_policy
+from composer_dist.precision import Precision, mixed_precision_policy, require_fp8
 
 World = Callable[..., list[Any]]
 
@@ -94,35 +94,42 @@ def test_p88_wrong_values_and_combinations_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("torchao", "capability", "says"),
+    ("torchao", "device", "capability", "says"),
     [
         (
             None,
+            "cpu",
             None,
-            r"torchao is not installed \(pip install .*\) and there is no CUDA device. Use 'amp_bf16'",
+            r"torchao is not installed \(pip .*\) and the model is on 'cpu', .* Use 'amp_bf16'",
         ),
-        (object(), None, "cannot run here: there is no CUDA device. Use"),
-        (object(), (8, 0), "cannot run here: the device's compute capability is 8.0, below 8.9. Use"),
-        (None, (9, 0), r"cannot run here: torchao is not installed \(pip .*\). Use"),
+        (object(), "cpu", (9, 0), "cannot run here: the model is on 'cpu', not on a CUDA device. Use"),
+        (
+            object(),
+            "cuda:1",
+            (8, 0),
+            "cannot run here: the device's compute capability is 8.0, below 8.9. Use",
+        ),
+        (None, "cuda:1", (9, 0), r"cannot run here: torchao is not installed \(pip .*\). Use"),
     ],
 )
-def test_p88_fp8_is_refused_where_it_cannot_run(torchao: Any, capability: Any, says: str) -> None:
+def test_p88_fp8_is_refused_where_it_cannot_run(
+    torchao: Any, device: str, capability: Any, says: str
+) -> None:
     with (
         mock.patch("importlib.util.find_spec", return_value=torchao),
-        mock.patch("torch.cuda.is_available", return_value=capability is not None),
         mock.patch("torch.cuda.get_device_capability", return_value=capability),
         pytest.raises(ParallelismValueError, match=says),
     ):
-        mixed_precision_policy("amp_fp8")
+        require_fp8(torch.device(device))
 
 
-def test_p88_fp8_gathers_bf16_where_it_can_run() -> None:
+def test_p88_fp8_gathers_bf16_and_runs_on_hopper() -> None:
+    assert mixed_precision_policy("amp_fp8") == mixed_precision_policy("amp_bf16")
     with (
         mock.patch("importlib.util.find_spec", return_value=object()),
-        mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
     ):
-        assert mixed_precision_policy("amp_fp8") == mixed_precision_policy("amp_bf16")
+        require_fp8(torch.device("cuda"))
 
 
 def record(calls: set[torch.dtype], *names: str) -> Any:

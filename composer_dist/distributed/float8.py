@@ -12,7 +12,7 @@ from torch import nn
 
 from composer_dist.distributed.aliases import Structure, ancestors
 from composer_dist.errors import ParallelismValueError
-from composer_dist.precision import Precision, as_precision, require_fp8
+from composer_dist.precision import Precision, as_precision
 
 _MULTIPLE = 16
 """What scaled matrix products want of both dimensions of a weight (torch._scaled_mm)."""
@@ -26,11 +26,10 @@ def plan_float8(
     What lies outside, embeddings and heads, is left alone, as the recipes for float8 training have it.
 
     Raises:
-        ParallelismValueError: float8 is asked for, but cannot run here or finds no layer.
+        ParallelismValueError: float8 is asked for, but finds no layer.
     """
     if as_precision(precision) is not Precision.AMP_FP8:
         return ()
-    require_fp8()
     names = tuple(
         name
         for name, module in structure.modules.items()

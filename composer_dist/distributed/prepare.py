@@ -193,7 +193,7 @@ def _prepare(
         check_offload(plan)
         check_pinning(plan.checkpointing)
         if plan.float8:
-            require_fp8()
+            require_fp8(device)
         check_hooks(structure, plan.plain)
         if plan.replica:
             check_replica(plan.replica, structure, optimizers, mesh)

@@ -22,13 +22,12 @@ def use_deterministic_algorithms() -> Callable[[], None]:
     """Has torch raise where it has no deterministic algorithm; returns what undoes that.
 
     cuBLAS is deterministic only with a workspace of fixed size, which it reads from the environment when
-    it is first used: see torch.use_deterministic_algorithms.
+    it is first used (see torch.use_deterministic_algorithms); nothing else reads that variable.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
-    if torch.cuda.is_available():
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
