@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import Any
+
+from torch import nn
 
 from composer_dist.distributed import plan_parallelism
 from composer_dist.distributed.mesh import mesh_sizes
+from composer_dist.distributed.names import named_parameters_canonical
 from composer_dist.distributed.policies import composer_children
 from composer_dist.errors import ParallelismError
 from composer_dist.run.build import batches, optimizer_of, scheduler_of, tokenizer_of
 from composer_dist.run.data import datasets, loader
 from composer_dist.run.models import build_model
 from composer_dist.run.read import Configuration
+from composer_dist.trainer.phase_schedule import NoImprovement, Phase
 from composer_dist.trainer.seeding import seed_all
 
 
@@ -28,6 +33,7 @@ def describe(configuration: Configuration, world: int) -> str:
     train, held_out = datasets(run, tokenizer, configuration.folder)
     train_loader = loader(train, run, training=True)
     model = build_model(run, tokenizer, configuration.folder, empty=True)
+    phases = configuration.phases(model)
     optimizer = optimizer_of(run, model, configuration)
     scheduler_of(run, optimizer, configuration, len(train_loader))
     parameters = list(model.parameters())
@@ -41,6 +47,7 @@ def describe(configuration: Configuration, world: int) -> str:
         "samples in a step": _shares(configuration, world),
         "steps in an epoch": f"{len(train_loader):,}",
         "steps": _steps(run.trainer.get("max_duration"), len(train_loader)),
+        **_phases(phases, dict(named_parameters_canonical(model))),
         "writes to": run.out,
     }
     parts = [_table(rows)]
@@ -55,6 +62,21 @@ def describe(configuration: Configuration, world: int) -> str:
         )
         parts.append(str(plan))
     return "\n".join(parts)
+
+
+def _phases(phases: list[tuple[Phase, list[str]]], parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """What each phase adds, and how long it lasts."""
+    rows = {}
+    for number, (phase, names) in enumerate(phases):
+        match phase.until:
+            case None:
+                length = "to the end"
+            case NoImprovement(metric=metric):
+                length = f"while {metric} improves"
+            case time:
+                length = f"for {time}"
+        rows[f"phase {number} adds"] = f"{sum(parameters[name].numel() for name in names):,}, {length}"
+    return rows
 
 
 def _shares(configuration: Configuration, world: int) -> str:

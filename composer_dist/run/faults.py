@@ -30,7 +30,7 @@ class Faults:
         try:
             yield
         except ParallelismError as error:
-            self.problems.append(Problem(path, str(error)))
+            self.problems.append(Problem(path, str(error).replace("\n", " ")))
 
     def check(self, schema: Any, values: Any, path: Path = ()) -> Any:
         """What `schema` makes of the values at `path`; None if it refuses them."""

@@ -21,8 +21,8 @@ def override(document: Document, assignments: Sequence[str]) -> list[Problem]:
     wrong = []
     for text in assignments:
         key, equals, raw = text.partition("=")
-        path: Path = tuple(key.strip().split("."))
-        if not equals or not all(path):
+        keys: list[str | int] = list(key.strip().split("."))
+        if not equals or not all(keys):
             wrong.append(f"{text!r} is no override; write key=value, as in optimizer.lr=1e-3")
             continue
         try:
@@ -30,16 +30,17 @@ def override(document: Document, assignments: Sequence[str]) -> list[Problem]:
         except yaml.YAMLError:
             wrong.append(f"{text!r}: {raw!r} is no YAML value; quote it")
             continue
-        if (fault := _set(document.values, path, value)) is not None:
+        if (fault := _set(document.values, keys, value)) is not None:
             wrong.append(f"{text!r}: {fault}")
             continue
+        path: Path = tuple(keys)
         _forget(document, path)
         document.given[path] = text
     return [Problem((), text, typed=True) for text in wrong]
 
 
-def _set(values: Any, path: Path, value: Any) -> str | None:
-    """Puts the value there; otherwise says why it cannot be."""
+def _set(values: Any, path: list[str | int], value: Any) -> str | None:
+    """Puts the value there; otherwise says why it cannot be. In `path`, places in lists become numbers."""
     holder = values
     for depth, key in enumerate(path):
         last = depth == len(path) - 1
@@ -48,7 +49,7 @@ def _set(values: Any, path: Path, value: Any) -> str | None:
                 return (
                     f"{'.'.join(map(str, path[:depth]))} is a list of {len(holder)}; {key!r} is none of them"
                 )
-            key = int(key)
+            key = path[depth] = int(key)
         elif not isinstance(holder, dict):
             return f"{'.'.join(map(str, path[:depth]))} is {holder!r}, which has no keys"
         elif not last and holder.get(key) is None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from composer_dist.distributed.config import ParallelismConfig, resolve_config
 from composer_dist.distributed.from_dict import near_miss
 from composer_dist.errors import ParallelismValueError
@@ -14,11 +16,13 @@ from composer_dist.run import registry
 from composer_dist.run.faults import Faults
 from composer_dist.run.overrides import override
 from composer_dist.run.peft_methods import peft_class
+from composer_dist.run.phases import check_phases, check_schedule
 from composer_dist.run.reference import resolve
 from composer_dist.run.schema import Run
 from composer_dist.run.signature import arguments_of
 from composer_dist.run.yaml_lines import Document, Problem, parse
 from composer_dist.trainer.callbacks import CheckpointSaver
+from composer_dist.trainer.phase_schedule import Phase
 from composer_dist.trainer.phases import FineTuningPhases
 from composer_dist.trainer.resuming import Resume
 from composer_dist.trainer.trainer import Trainer
@@ -63,6 +67,20 @@ class Configuration:
     parallelism: ParallelismConfig | None
     document: Document
 
+    def phases(self, model: nn.Module) -> list[tuple[Phase, list[str]]]:
+        """The phases, and the names of the parameters that each adds; none where the run has none.
+
+        Raises:
+            ConfigurationError: some do not fit the model, each with its line.
+        """
+        if self.run.phases is None:
+            return []
+        faults = Faults()
+        phases = check_phases(self.run.phases, model, faults)
+        if faults.problems:
+            raise ConfigurationError(_told(self.document, faults.problems))
+        return phases
+
 
 def read_configuration(file: Path, assignments: Sequence[str] = ()) -> Configuration:
     """Reads and checks a configuration with its overrides.
@@ -74,6 +92,9 @@ def read_configuration(file: Path, assignments: Sequence[str] = ()) -> Configura
     faults = Faults(problems)
     if not problems:
         document.values.setdefault("out", f"runs/{file.stem}")
+        for section in ("optimizer", "scheduler"):
+            if isinstance(name := document.values.get(section), str):
+                document.values[section] = {"name": name}
         run = faults.check(Run, document.values)
         parallelism = _check_sections(document.values, file.parent, faults)
     if faults.problems:
@@ -99,6 +120,9 @@ def _check_sections(values: dict[str, Any], folder: Path, faults: Faults) -> Par
         _check_data(data, model, folder, faults)
     if isinstance(trainer := values.get("trainer"), dict):
         faults.check(arguments_of(Trainer, OURS), trainer, ("trainer",))
+        if trainer.get("max_duration") is None:
+            text = "'max_duration' is missing: how long the run is, such as '3ep' or '1000ba'"
+            faults.problems.append(Problem(("trainer",), text))
     optimizer = values.get("optimizer")
     if isinstance(optimizer, dict) and isinstance(optimizer.get("name"), str):
         _check_named("optimizer", registry.OPTIMIZERS, optimizer, {"params"}, folder, faults)
@@ -106,18 +130,28 @@ def _check_sections(values: dict[str, Any], folder: Path, faults: Faults) -> Par
     if isinstance(scheduler, dict) and isinstance(scheduler.get("name"), str):
         _check_named("scheduler", registry.SCHEDULERS, scheduler, {"optimizer"}, folder, faults)
     for section, known in (("callbacks", registry.CALLBACKS), ("loggers", registry.LOGGERS)):
-        for name, arguments in (values.get(section) or {}).items():
-            with faults.at(section, name):
-                target = registry.find(section.removesuffix("s"), known, name, folder)
-                ours = frozenset(registry.PLACES.get(name, {})).difference(arguments or {})
-                faults.check(arguments_of(target, ours), arguments or {}, (section, name))
+        if isinstance(given := values.get(section), dict):
+            _check_each(section, known, given, folder, faults)
     if isinstance(phases := values.get("phases"), dict):
         faults.check(arguments_of(FineTuningPhases), phases, ("phases",))
+        check_schedule(phases.get("schedule"), faults)
     if isinstance(checkpoints := values.get("checkpoints"), dict):
         faults.check(arguments_of(CheckpointSaver, frozenset({"folder"})), checkpoints, ("checkpoints",))
     if isinstance(resume := values.get("resume"), dict):
         faults.check(arguments_of(Resume), resume, ("resume",))
     return _parallelism(values.get("parallelism", "fsdp"), faults)
+
+
+def _check_each(
+    section: str, known: dict[str, str], given: dict[Any, Any], folder: Path, faults: Faults
+) -> None:
+    """Callbacks or loggers by name; that arguments are a mapping is the schema's to say."""
+    for name, arguments in given.items():
+        with faults.at(section, name):
+            target = registry.find(section.removesuffix("s"), known, str(name), folder)
+            if isinstance(arguments, dict | None):
+                ours = frozenset(registry.PLACES.get(name, {})).difference(arguments or {})
+                faults.check(arguments_of(target, ours), arguments or {}, (section, name))
 
 
 def _check_named(

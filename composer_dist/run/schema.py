@@ -133,9 +133,9 @@ class Run(Section):
     model: Annotated[HubModel | ModuleModel, Field(discriminator="kind")]
     data: Annotated[TextData | LabelledData | FunctionData, Field(discriminator="kind")]
     optimizer: Named = Named(name="adamw")
-    """"adamw", "adam", "sgd", or package.module.Name, and its arguments."""
+    """"adamw", "adam", "sgd", or package.module.Name, and its arguments; without any, the name alone."""
     scheduler: Named | None = None
-    """Of the learning rate."""
+    """Of the learning rate: likewise."""
     parallelism: str | Arguments | None = "fsdp"
     """A strategy by name ("fsdp", "hsdp", "tp", "ddp", ...), or the fields of a ParallelismConfig; null:
     none."""

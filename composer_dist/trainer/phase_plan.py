@@ -7,7 +7,8 @@ and after its preparation.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -19,6 +20,19 @@ from composer_dist.trainer.phase_schedule import REST, Phase
 _SHOWN = 8
 
 
+@dataclass(frozen=True)
+class Fault:
+    """Why a schedule does not fit a model."""
+
+    phase: int
+    text: str
+    entry: int | None = None
+    """Which of the phase's `params`; None for the phase as a whole."""
+
+    def __str__(self) -> str:
+        return self.text if self.entry is None else f"phase {self.phase}: {self.text}"
+
+
 def plan_phases(phases: Sequence[Phase], model: nn.Module) -> list[list[str]]:
     """The names of the parameters that each phase adds, in the model's order.
 
@@ -26,34 +40,50 @@ def plan_phases(phases: Sequence[Phase], model: nn.Module) -> list[list[str]]:
     stays frozen. A tied parameter may be called by any of its names; here it comes by its first.
 
     Raises:
-        ParallelismValueError: all faults at once: a name or pattern that matches nothing, or only frozen
-            parameters; a parameter in several phases; several phases with "rest", or nothing left for it.
+        ParallelismValueError: all faults at once, see `fit`.
+    """
+    parts, faults = fit(phases, model)
+    if faults:
+        raise ParallelismValueError("The phases do not fit the model:\n" + "\n".join(map(str, faults)))
+    return parts
+
+
+def fit(phases: Sequence[Phase], model: nn.Module) -> tuple[list[list[str]], list[Fault]]:
+    """What `plan_phases` returns, and what is wrong with it.
+
+    That is: a name or pattern that matches nothing, or only frozen parameters; a parameter in several
+    phases; several phases with "rest", or nothing left for it.
     """
     names = _Names(model)
     chosen: list[set[str]] = []
-    faults: list[str] = []
+    faults: list[Fault] = []
     for number, phase in enumerate(phases):
         chosen.append(set())
-        for entry in phase.params:
+        for index, entry in enumerate(phase.params):
             if entry == REST:
                 continue
             try:
                 chosen[-1] |= names.select(entry)
             except ParallelismValueError as error:
-                faults.append(f"phase {number}: {error}")
+                faults.append(Fault(number, str(error), index))
     faults += _overlaps(chosen)
-    rests = [number for number, phase in enumerate(phases) if REST in phase.params]
+    rests = [
+        (number, list(phase.params).index(REST))
+        for number, phase in enumerate(phases)
+        if REST in phase.params
+    ]
     if len(rests) > 1:
-        faults.append(f"'rest' stands in phases {', '.join(map(str, rests))}; it may stand in one.")
+        listing = ", ".join(str(number) for number, _ in rests)
+        faults.append(Fault(rests[-1][0], f"'rest' stands in phases {listing}; it may stand in one."))
     elif rests and not faults:
-        rest = names.trainable.difference(*chosen)
+        (number, index), rest = rests[0], names.trainable.difference(*chosen)
         if not rest:
             frozen = f", and {names.frozen} are frozen" if names.frozen else ""
-            faults.append(f"phase {rests[0]}: nothing is left for 'rest': phases name all others{frozen}.")
-        chosen[rests[0]] |= rest
-    if faults:
-        raise ParallelismValueError("The phases do not fit the model:\n" + "\n".join(faults))
-    return [[name for name in names.first if name in part] for part in chosen]
+            faults.append(
+                Fault(number, f"nothing is left for 'rest': phases name all others{frozen}.", index)
+            )
+        chosen[number] |= rest
+    return [[name for name in names.first if name in part] for part in chosen], faults
 
 
 def select_parameters(model: nn.Module, entries: Sequence[str]) -> set[str]:
@@ -114,13 +144,12 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _overlaps(chosen: Sequence[set[str]]) -> list[str]:
-    faults = []
+def _overlaps(chosen: Sequence[set[str]]) -> Iterator[Fault]:
     for later, mine in enumerate(chosen):
         for earlier in range(later):
             if both := sorted(mine & chosen[earlier]):
-                faults.append(
+                yield Fault(
+                    later,
                     f"phases {earlier} and {later} both name {listed(both)}. Phases add to each other: name "
-                    "a parameter in the first one that trains it, and 'rest' for everything else."
+                    "a parameter in the first one that trains it, and 'rest' for everything else.",
                 )
-    return faults

@@ -28,7 +28,7 @@ class NoImprovement(FromDict):
     """As it is logged: `"loss/eval/total"`, `"metrics/eval/MulticlassAccuracy"`."""
     patience: int = 1
     """How many measurements in a row without improvement end the phase. An evaluation is a measurement;
-    for a metric of training (`"loss/train/total"`) a batch is."""
+    for a metric of training (`"loss/train/total"`) the end of an epoch is."""
     mode: Literal["min", "max"] | None = None
     """Whether less or more is better; None is "min" for a loss, by its name, and refused for the rest."""
     min_delta: float = 0.0
@@ -180,7 +180,7 @@ def load_schedule(path: str | Path) -> tuple[Phase, ...]:
     """The phases of a YAML file: a list of them, or a mapping of their numbers to them.
 
     Raises:
-        ParallelismValueError: what `phases_of` refuses, a key that stands twice, or no YAML at all; names
+        ParallelismValueError: what `phases_of` refuses, a key that stands twice, no YAML, or no file; names
             the file.
     """
     try:
@@ -188,6 +188,8 @@ def load_schedule(path: str | Path) -> tuple[Phase, ...]:
         if not isinstance(values, list | Mapping):
             raise ParallelismValueError("a schedule is a list of phases, or a mapping of numbers to phases.")
         return phases_of(values)
+    except OSError as error:
+        raise ParallelismValueError(f"{path}: {error.strerror}.") from None
     except (ParallelismValueError, yaml.YAMLError) as error:
         raise ParallelismValueError(f"{path}: {error}") from None
 

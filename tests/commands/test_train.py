@@ -60,6 +60,52 @@ def test_p102_a_dry_run_with_a_strategy_by_name() -> None:
     assert "There is no strategy 'ddq'; there are: ddp," in told
 
 
+PHASES = """\
+phases:
+  no_decay: re:.*bais
+  schedule:
+  - {params: module.layers.6, until: 1ep}
+  - params: [module.layer.2, "re:.*weight"]
+    until: 2ep
+  - params: rest
+"""
+
+
+def phased(folder: Path, phases: str) -> Path:
+    assert CliRunner().invoke(app, ["init", "vision", str(folder / "run.yaml")]).exit_code == 0
+    file = folder / "run.yaml"
+    file.write_text(file.read_text() + phases)
+    return file
+
+
+def test_phases_that_do_not_fit_the_model_are_told_with_their_lines(tmp_path: Path) -> None:
+    file = phased(tmp_path, PHASES)
+    first = file.read_text().splitlines().index("phases:") + 1
+    expected = [
+        f"{file}:{first + 1}: phases.no_decay: 're:.*bais' matches no parameter, and no module that has any",
+        f"{file}:{first + 4}: phases.schedule.1.params.0: 'module.layer.2' matches no parameter, and no "
+        "module that has any. Did you mean 'module.layers.2'?",
+        f"{file}:{first + 4}: phases.schedule.1.params: phases 0 and 1 both name module.layers.6.weight. "
+        "Phases add to each other: name a parameter in the first one that trains it, and 'rest' for "
+        "everything else",
+    ]
+    for dry in (["--dry-run"], []):
+        status, _, told = call(file, *dry, f"out={tmp_path / 'out'}")
+        assert (status, told.splitlines()) == (2, expected)
+    (tmp_path / "phases.yaml").write_text("- {params: module.layers.7, until: 1ep}\n- params: rest\n")
+    fixed = "phases.no_decay=re:.*bias"
+    _, _, told = call(file, "--dry-run", fixed, f"phases.schedule={tmp_path / 'phases.yaml'}")
+    assert (
+        f"/phases.yaml': phases.schedule: {tmp_path}/phases.yaml: phase 0: 'module.layers.7' matches" in told
+    )
+    status, printed, _ = call(file, "--dry-run", fixed, "phases.schedule.1.params=module.layers.2")
+    assert status == 0
+    assert "phase 0 adds" in printed
+    assert "5,130, for 1ep" in printed
+    assert "4,640, for 2ep" in printed
+    assert "160, to the end" in printed
+
+
 def test_wrong_input_has_status_2_and_no_traceback(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(MINE.replace("trainer", "trainr"))

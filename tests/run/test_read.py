@@ -125,11 +125,47 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
             "loggers: {console: {every: 1ba}}\ndata:",
             ":6: loggers.console.every: unknown key 'every'.",
         ),
+        ("data:", "callbacks:\n- lr_monitor\ndata:", ":6: callbacks: callbacks must be a valid dictionary"),
+        ("data:", "callbacks: {ema: 3}\ndata:", ":6: callbacks.ema: ema must be a valid dictionary"),
+        ("data:", "callbacks: {ema: {}}\ndata:", ":6: callbacks.ema.half_life: 'half_life' is missing"),
+        (
+            "data:",
+            "phases: {schedule: {}}\ndata:",
+            ":6: phases.schedule: A schedule needs at least one phase",
+        ),
+        ("data:", "phases: {schedule: no.yaml}\ndata:", ":6: phases.schedule: no.yaml: No such file"),
     ],
 )
 def test_what_is_wrong_is_said_where_it_is(write: Write, old: str, new: str, expected: str) -> None:
     told = problems(write(GOOD.replace(old, new, 1)))
     assert any(expected in line for line in told), told
+
+
+def test_every_phase_has_its_line(write: Write) -> None:
+    phases = """\
+phases:
+  no_decay: head
+  schedule:
+  - params: head
+    lr: -1
+  - params: body
+    untill: 2ep
+  - params: rest
+"""
+    assert problems(write(GOOD + phases)) == [
+        ":17: phases.schedule.0: lr is a positive number, not -1.0",
+        ":20: phases.schedule.1.untill: unknown key 'untill'. Did you mean 'until'?",
+    ]
+    assert problems(write(GOOD + phases), "phases.schedule.0.lr=1", "phases.schedule.1={params: body}") == [
+        ":16: phases.schedule: phase 0 has no 'until', so phase 1 would never begin. "
+        "phase 1 has no 'until', so phase 2 would never begin"
+    ]
+
+
+def test_what_has_no_arguments_is_named_alone(write: Write) -> None:
+    text = GOOD.replace("optimizer:\n  name: adamw\n  lr: 1e-3", "optimizer: adamw")
+    assert read_configuration(write(text)).run.optimizer.name == "adamw"
+    assert problems(write(text + "scheduler: one_cycle\n")) == [":12: scheduler.max_lr: 'max_lr' is missing"]
 
 
 def test_overrides_are_read_as_yaml_and_named_as_the_place_of_what_is_wrong(write: Write) -> None:
