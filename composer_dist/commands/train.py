@@ -28,7 +28,7 @@ Exit status:
   0    trained
   1    the run failed
   2    the configuration or the call is wrong
-  130  Ctrl-C
+  130  Ctrl-C; a second one does not wait for anything
   143  SIGTERM, as before a pre-emption; with checkpoints the run is saved first
 """
 
@@ -44,19 +44,19 @@ def train(
         typer.Option("-n", "--processes", min=1, help="Start as many processes on this machine."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
-    launched: Annotated[bool, typer.Option("--launched", hidden=True)] = False,
+    launched: Annotated[int | None, typer.Option("--launched", hidden=True)] = None,
 ) -> None:
     """Train what a configuration describes."""
     _hush()
     if dry_run:
-        with _told(launched):
+        with _told():
             typer.echo(_plan(config, overrides, processes))
     elif processes is not None and processes > 1:
         from composer_dist.run.local import launch_local
 
         _refuse_a_launcher_inside_another()
-        command = ["-m", "composer_dist", "train", str(config), *(overrides or []), "--launched"]
-        raise typer.Exit(launch_local(processes, command))
+        command = ["-m", "composer_dist", "train", str(config), *(overrides or [])]
+        raise typer.Exit(launch_local(processes, [*command, "--launched", str(os.getpid())]))
     else:
         with _told(launched):
             _run(config, overrides)
@@ -64,10 +64,12 @@ def train(
 
 def _run(config: Path, overrides: list[str] | None) -> None:
     """One process of a run."""
+    from composer_dist.distributed.interface import gloo_variables
     from composer_dist.distributed.surroundings import torchrun_variables
     from composer_dist.run.read import read_configuration
 
     os.environ.update(torchrun_variables(os.environ))
+    os.environ.update(gloo_variables(os.environ))
     configuration = read_configuration(config, overrides or [])
     from composer_dist.run.session import run
 
@@ -83,23 +85,33 @@ def _plan(config: Path, overrides: list[str] | None, processes: int | None) -> s
 
 
 @contextmanager
-def _told(launched: bool) -> Iterator[None]:
+def _told(launcher: int | None = None) -> Iterator[None]:
     """An error ends the command: with its text, and where in the user's code it comes from, if it does.
 
     Args:
-        launched: `launch_local` has started this process, and will tell it in its place.
+        launcher: the process whose `launch_local` has started this one, and which tells it in its place.
     """
+    from composer_dist.run import interrupt
+    from composer_dist.run.local import end_with, report_failure
+
+    if launcher is not None:
+        end_with(launcher)
+    ctrl_c = interrupt.CtrlC(quiet=launcher is not None or os.environ.get("RANK", "0") != "0")
     try:
-        yield
-    except (typer.Exit, KeyboardInterrupt):
+        with ctrl_c:
+            yield
+    except typer.Exit:
         raise
+    except KeyboardInterrupt:
+        raise typer.Exit(interrupt.EXIT_STATUS) from None
     except Exception as error:
-        from composer_dist.run.local import report_failure
+        if ctrl_c.received:
+            raise typer.Exit(interrupt.EXIT_STATUS) from None
         from composer_dist.run.read import ConfigurationError
 
         wrong_input = isinstance(error, ConfigurationError)
         text = str(error) if wrong_input else f"{_origin(error)}composer-dist train: {error}"
-        if launched:
+        if launcher is not None:
             report_failure(text)
         elif not wrong_input or os.environ.get("RANK", "0") == "0":  # all ranks find the same
             typer.echo(text, err=True)

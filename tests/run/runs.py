@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +41,17 @@ def losses_of(file: Path, *overrides: str) -> list[float]:
 
 
 def trained_and_exported(file: Path, *overrides: str) -> tuple[list[float], Tensor, Tensor]:
-    """The losses of a run that ends with its export, the logits at its start and at its end."""
+    """The losses of a run that ends with its exports, the logits at its start and at its end.
+
+    An adapter is written by itself, and merged into a model.
+    """
     session = start(file, *overrides)
     model = session.model.eval()
     with torch.no_grad():
         before = model({"input_ids": PROMPT}).logits
     session.trainer.fit()
     finish(session)
+    finish(replace(session, run=session.run.model_copy(update={"export": "merged"})))
     with torch.no_grad():
         after = model.eval()({"input_ids": PROMPT}).logits
     return logged(session, "loss/train/total"), before, after
@@ -83,3 +90,16 @@ def weights_of(file: Path, *overrides: str) -> tuple[dict[str, Tensor], int]:
     began = session.trainer.state.timestamp.batch
     session.trainer.fit()
     return full_model_state(session.model), began
+
+
+class Deaf(Callback):
+    """Hears no SIGINT after the first batch, and does not come back from there."""
+
+    def __init__(self, sign: str) -> None:
+        self._sign = Path(sign)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._sign.with_suffix(f".{state.rank}").touch()
+        while True:
+            time.sleep(1)
