@@ -5,8 +5,8 @@ of which it knows nothing. So within an attempt no rank enters a collective befo
 have come to it. They meet in the store: the last one to come says "go"; a rank that waits there while
 another one is in trouble says "stop". The first word counts, for all of the group, so that none of them
 enters alone. This sees every collective there is, FSDP2's, DDP's, tensor parallelism's and the user's
-own, because it watches what torch dispatches. That costs some milliseconds each, and is for the few
-steps in which a size is tried.
+own, because it watches what torch dispatches, for which compiled modules run as they were written. That
+costs some milliseconds each, and is for the few steps in which a size is tried.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Attempts:
             if alone:
                 result = body()
             else:
-                with meetings:
+                # Dynamo compiles nothing under such a mode, and raises where the whole graph is asked for.
+                with torch.compiler.set_stance("force_eager"), meetings:
                     result = body()
         except _StoppedError:
             pass

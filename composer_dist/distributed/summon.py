@@ -105,6 +105,20 @@ def scatter_into(target: Tensor, full: Tensor | None) -> None:
         target.copy_(full)
 
 
+def copy_into(target: Tensor, value: Tensor) -> None:
+    """Write a value into `target`, however either is sharded; a collective where they are so differently."""
+    if not isinstance(value, DTensor):
+        scatter_into(target, value)
+    elif isinstance(target, DTensor) and _place(target) == _place(value):
+        target.to_local().copy_(value.to_local())
+    else:
+        scatter_into(target, gather(value))
+
+
+def _place(tensor: DTensor) -> tuple[Any, ...]:
+    return tensor.device_mesh, tensor.placements
+
+
 def broadcast_full(full: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Rank 0's `full` on every rank, on the device of the default group."""
     device = device_of_group()

@@ -27,6 +27,7 @@ WHOLE_RUN = frozenset({"total_steps", "T_max"})
 """Arguments of torch's schedulers that are the run's number of batches, unless somebody says otherwise."""
 CALLBACKS = {
     "early_stopping": "composer_dist.trainer.callbacks.EarlyStopping",
+    "ema": "composer_dist.trainer.callbacks.EMA",
     "generate": "composer_dist.trainer.callbacks.Generate",
     "gradient_norm": "composer_dist.trainer.callbacks.GradientNorm",
     "lr_monitor": "composer_dist.trainer.callbacks.LRMonitor",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 
 import torch
 
@@ -12,7 +13,8 @@ from composer_dist.distributed.agreement import Agreement
 from composer_dist.models import ComposerClassifier
 from composer_dist.run.build import Session, build
 from composer_dist.run.read import Configuration
-from composer_dist.run.schema import ModuleModel
+from composer_dist.run.schema import HubModel, ModuleModel
+from composer_dist.trainer.callbacks import EMA
 from composer_dist.trainer.time import Time
 
 
@@ -26,6 +28,7 @@ def run(configuration: Configuration) -> None:
     try:
         _say(f"{session.trainer.preparation or ''}")
         if not _is_finished(session):
+            _say(_beginning(session))
             session.trainer.fit()
         finish(session)
     finally:
@@ -37,10 +40,19 @@ def finish(session: Session) -> None:
     """Writes the trained model, or its adapter, for others to load."""
     if not session.run.export:
         return
-    if isinstance(session.run.model, ModuleModel):
-        _write_module(session)
-        return
-    adapter = session.run.model.adapter is not None
+    averages = [one for one in session.trainer.callbacks if isinstance(one, EMA)]
+    with averages[0].swapped_in(session.trainer.state) if averages else nullcontext():
+        if isinstance(session.run.model, ModuleModel):
+            _write_module(session)
+        else:
+            _write_hub_model(session, session.run.model)
+    if averages:
+        _say("It has the EMA's averages as its weights.")
+
+
+def _write_hub_model(session: Session, model: HubModel) -> None:
+    """A directory for transformers or peft; a collective."""
+    adapter = model.adapter is not None
     merged = adapter and session.run.export == "merged"
     path = session.run.out / ("adapter" if adapter and not merged else "model")
     export_pretrained(session.model, path, merge_adapters=merged)
@@ -62,14 +74,22 @@ def _write_module(session: Session) -> None:
 
 def _is_finished(session: Session) -> bool:
     """Whether the checkpoint that was loaded is of the run's end."""
-    duration = session.run.trainer.get("max_duration")
-    if duration is None or not session.trainer.state.timestamp.reached(Time.of(duration)):
+    duration = session.run.trainer["max_duration"]
+    if not session.trainer.state.timestamp.reached(Time.of(duration)):
         return False
     _say(
         f"The run in {session.run.out} has reached trainer.max_duration={duration} already. To go on, "
         "give it more; to begin anew, choose another out."
     )
     return True
+
+
+def _beginning(session: Session) -> str:
+    """Where an earlier run is gone on with."""
+    trainer = session.trainer
+    if trainer.resumed_from is None or not trainer.state.timestamp.batch:
+        return ""
+    return f"Goes on from {trainer.resumed_from}, after batch {trainer.state.timestamp.batch}."
 
 
 def _say(text: str) -> None:

@@ -242,7 +242,7 @@ class FineTuningPhases(Callback):
         self.phase = number
         self._progress = Progress(self._state.timestamp, best, diverged=self._progress.diverged)
         # The weights are the best ones now, and those that have just been thawed belong to them.
-        self._best = take_snapshot(self._state.model, self._state.optimizers) if goes_on else None
+        self._best = self._snapshot() if goes_on else None
 
     @property
     def _is_last(self) -> bool:
@@ -264,12 +264,15 @@ class FineTuningPhases(Callback):
     def _keep_best(self) -> None:
         """Takes the weights whose evaluation was the best; after it, for then the model has its own again."""
         if self._is_best:
-            self._best = take_snapshot(self._state.model, self._state.optimizers)
+            self._best = self._snapshot()
             self._is_best = False
 
     def _return_to_best(self) -> None:
         if self._best is not None:
-            put_back(self._best, self._state.model, self._state.optimizers)
+            put_back(self._best, self._state.model, self._state.optimizers, self._state.averages)
+
+    def _snapshot(self) -> Snapshot:
+        return take_snapshot(self._state.model, self._state.optimizers, self._state.averages)
 
     def _settle_batch_norms(self) -> None:
         """Puts frozen batch norms into evaluation mode, and thawed ones back, if they are to be fixed."""

@@ -81,6 +81,8 @@ class State:
     alarm_raised: bool = False
     remember: Callable[[], dict[str, Any]] = dict
     """What a checkpoint holds beside model and optimizers, by key; every rank must ask."""
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The weights' moving averages by parameter name, if an EMA keeps any; sharded like the weights."""
     evaluated: dict[str, int] = field(default_factory=dict)
     """By label, the batch after which `fit` last evaluated."""
 

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
 from composer_dist.distributed.names import named_parameters_canonical
+from composer_dist.distributed.summon import copy_into
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.time import Time, Timestamp, TimeUnit
@@ -55,6 +56,12 @@ class EMA(Callback):
         """By parameter name; DTensors where the parameters are. While they are swapped in, the weights."""
         self._updated = Timestamp()
         self._swapped = False
+        self._state: State | None = None
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Shows others the averages: fine-tuning in phases returns to earlier ones."""
+        self._state = state
+        state.averages = self.averages
 
     @torch.no_grad()
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -99,9 +106,16 @@ class EMA(Callback):
         """The averages, as they are sharded, and when they last moved."""
         return {"averages": dict(self.averages), "updated": self._updated.state_dict()}
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over averages of the same parameters."""
-        self.averages = {name: tensor.detach().clone() for name, tensor in state["averages"].items()}
+        """Takes over averages of the same parameters, sharded as these are now."""
+        model = self._state.model if self._state is not None else nn.Module()
+        weights = dict(named_parameters_canonical(model))
+        self.averages.clear()
+        for name, saved in state["averages"].items():
+            average = torch.empty_like(weights.get(name, saved), requires_grad=False)
+            copy_into(average, saved)
+            self.averages[name] = average
         self._updated = Timestamp.from_state_dict(state["updated"])
 
     @torch.no_grad()

@@ -1,0 +1,228 @@
+"""Features of the Trainer that meet: each does what it does alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.optim import SGD
+
+from composer_dist.models import ComposerModel
+from composer_dist.trainer import EMA, Callback, CheckpointSaver, FineTuningPhases, NoImprovement, Phase
+from tests.trainer.models import PER_BATCH, World, batches, quiet, same, tagger, weights
+from tests.trainer.test_parallel import llama, sentences
+
+# Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+class Block(nn.Module):
+    """A layer within a module: what is repeated of this kind is a block."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def in_blocks() -> ComposerModel:
+    """A tagger whose layers are blocks."""
+    model = tagger()
+    model.body.layers = nn.ModuleList(map(Block, model.body.layers))
+    return model
+
+
+COMPILED = {"compile": {"backend": "aot_eager", "fullgraph": True}}
+PHASES = [Phase("body.head", until="1ba"), Phase("body.layers.1", until="1ba"), Phase("rest")]
+FITS = 2
+
+
+def parts(config: Any) -> list[Any]:
+    """This rank's part of the batches."""
+    if not config or "cp" in config.get("mesh", {}):
+        return batches([PER_BATCH], 0)
+    return batches([4, 2], dist.get_rank())
+
+
+def trained(
+    config: Any, model: ComposerModel | None = None, **options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of one epoch, of four batches."""
+    if "compile" in (config or {}):
+        torch._dynamo.reset()  # another test's compilations of the same code
+        counters.clear()
+    model = in_blocks() if model is None else model
+    trainer, log = quiet(
+        model,
+        optimizers=SGD(model.parameters(), lr=0.5, momentum=0.9),
+        parallelism_config=config,
+        device="cpu",
+        max_duration="1ep",
+        **{"train_dataloader": parts(config)} | options,
+    )
+    trainer.fit()
+    trainer.close()
+    return log.values("loss/train/total"), weights(model)
+
+
+def in_phases(config: Any) -> tuple[list[float], dict[str, Tensor], int]:
+    losses, final = trained(config, callbacks=FineTuningPhases(PHASES))
+    return losses, final, counters["stats"]["unique_graphs"]
+
+
+@compiles
+@pytest.mark.parametrize("config", [COMPILED | {"fsdp2": {}}, COMPILED | {"ddp": {}}])
+def test_phases_thaw_compiled_blocks(world2: World, config: Any) -> None:
+    losses, expected, _ = in_phases(None)
+    for found, final, graphs in world2(in_phases, config):
+        assert found == pytest.approx(losses, rel=1e-5)
+        same(final, expected)
+        assert 2 <= graphs <= 4  # frozen and thawed, with an input that has a gradient and without
+
+
+class Scores(Callback):
+    """The value of each evaluation."""
+
+    def __init__(self, *scores: float) -> None:
+        self.scores = list(scores)
+
+    def eval_end(self, state: Any, logger: Any) -> None:
+        logger.log_metrics({"metrics/eval/score": self.scores.pop(0)})
+
+
+class Averages(Callback):
+    """The averages before each batch, and after it."""
+
+    def __init__(self, ema: EMA) -> None:
+        self.ema = ema
+        self.before: list[dict[str, Tensor]] = []
+        self.after: list[dict[str, Tensor]] = []
+
+    def before_train_batch(self, state: Any, logger: Any) -> None:
+        self.before.append(whole(self.ema))
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        self.after.append(whole(self.ema))
+
+
+def whole(ema: EMA) -> dict[str, Tensor]:
+    holder = nn.ParameterDict(
+        {name.replace(".", "/"): nn.Parameter(one) for name, one in ema.averages.items()}
+    )
+    return weights(holder)
+
+
+def averaged(config: Any) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """The second batch is the best; after the fourth the second phase begins, from there."""
+    until = NoImprovement(metric="metrics/eval/score", mode="max", patience=2)
+    ema = EMA("2ba")
+    seen = Averages(ema)
+    trained(
+        config,
+        train_dataloader=parts(config) * 2,
+        eval_dataloader=parts(config)[:1],
+        eval_interval="1ba",
+        callbacks=[
+            Scores(1, 3, 2, 2, 1, 1, 1, 1, 1),
+            ema,
+            FineTuningPhases([Phase("body.head", until=until), Phase("rest")]),
+            seen,
+        ],
+    )
+    return seen.before, seen.after
+
+
+def test_averages_return_to_the_best_with_the_weights(world2: World) -> None:
+    expected, _ = averaged(None)
+    for before, after in [averaged(None), *world2(averaged, {"fsdp2": {}})]:
+        same(before[4], after[1])
+        assert set(after[3]) == {"body/head/weight", "body/head/bias"}
+        assert len(after[4]) == 7  # the others' begin with what they were at their first batch
+        for one, other in zip(before, expected, strict=True):
+            same(one, other)
+
+
+def short_of_memory(layer: nn.Module) -> None:
+    """From now on more than `FITS` samples are too many there."""
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        if len(args[0]) > FITS:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. (injected)")
+
+    layer.register_forward_pre_hook(refuse)
+
+
+def fitted(config: Any) -> tuple[Any, Any, int]:
+    """A run that finds the size, one that is given it, and what the first one has compiled."""
+    results = []
+    for size in (FITS, "auto"):
+        model = in_blocks()
+        if size == "auto" and dist.get_rank() == 1:
+            short_of_memory(model.get_submodule("body.layers.1"))
+        results.append(trained(config, model, device_train_microbatch_size=size))
+    return results[0], results[1], counters["stats"]["unique_graphs"]
+
+
+@compiles
+def test_auto_finds_the_size_of_compiled_blocks_and_they_are_compiled_then(world2: World) -> None:
+    for given, found, graphs in world2(fitted, COMPILED | {"fsdp2": {}}):
+        assert found[0] == pytest.approx(given[0], rel=1e-5)
+        same(found[1], given[1])
+        assert graphs > 0
+
+
+def fitted_on_parts_of_sentences() -> list[Any]:
+    results = []
+    for size in (FITS, "auto"):
+        model = llama()
+        if size == "auto" and dist.get_rank() == 1:
+            short_of_memory(model.get_submodule("model.model.layers.1"))
+        batch = [sentences(5)] * 4
+        results.append(
+            trained({"mesh": {"cp": 2}}, model, train_dataloader=batch, device_train_microbatch_size=size)
+        )
+    return results
+
+
+def test_auto_finds_the_size_under_context_parallelism(world2: World) -> None:
+    for given, found in world2(fitted_on_parts_of_sentences):
+        assert found[0] == pytest.approx(given[0], rel=1e-5)
+        same(found[1], given[1])
+
+
+def resumed(folder: Any) -> None:
+    """Averages of phases that have begun come back from a checkpoint, and those that have not begin later."""
+
+    def run(duration: str, **options: Any) -> dict[str, Tensor]:
+        model, ema = tagger(), EMA("2ba")
+        saver = CheckpointSaver(folder, "1ba", asynchronous=False)
+        trainer, _ = quiet(
+            model,
+            optimizers=SGD(model.parameters(), lr=0.5, momentum=0.9),
+            parallelism_config="fsdp",
+            device="cpu",
+            train_dataloader=batches([4, 2], dist.get_rank()),
+            max_duration="1ep",
+            callbacks=[ema, FineTuningPhases(PHASES), saver],
+            **options,
+        )
+        trainer.fit(duration=duration)
+        trainer.close()
+        return whole(ema) | weights(model)
+
+    first = run("1ba")
+    assert len(first) == 7 + 2
+    found = run("3ba", resume=True)
+    folder = folder.with_name("whole")
+    for name, value in run("4ba").items():
+        assert torch.equal(found[name], value), name
+
+
+def test_averages_in_phases_resume_bit_for_bit(world2: World, tmp_path: Any) -> None:
+    world2(resumed, tmp_path / "run")
