@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -14,7 +15,9 @@ import pytest
 import yaml
 from torch.distributed.run import parse_args
 
+from composer_dist.commands.init import PRESETS
 from composer_dist.distributed.surroundings import torchrun_variables
+from tests.distributed.hosts import on_two_hosts
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cluster"
 
@@ -157,9 +160,39 @@ def test_two_hosts_of_two_ranks_shard_within_and_replicate_across(tmp_path: Path
     _assert_close(state, json.loads(alone.stdout)[2])
 
 
+def _torchruns(*command: str) -> list[list[str]]:
+    """A torchrun on each of two hosts, which meet at the first: its name does not tell that it is it."""
+    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.7.0.1:29400"]
+    whole = [sys.executable, "-m", "torch.distributed.run", *options, "--rdzv-id=test"]
+    return [[*whole, f"--rdzv-conf=is_host={here}", *command] for here in ("true", "false")]
+
+
+@pytest.mark.slow
+def test_two_hosts_with_networks_of_their_own_train_as_one_process_does(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(_RANK)
+    commands = zip(("va", "vb"), _torchruns(str(script), "fsdp"), strict=True)
+    told = on_two_hosts(*(["env", f"GLOO_SOCKET_IFNAME={name}", *command] for name, command in commands))
+    world, sizes, state = json.loads("".join(told))
+    assert (world, sizes) == (2, {"dp_shard": 2})
+    alone = subprocess.run([sys.executable, str(script), "fsdp"], capture_output=True, text=True, check=True)
+    _assert_close(state, json.loads(alone.stdout)[2])
+
+
+@pytest.mark.slow
+def test_a_run_on_two_hosts_finds_the_interface_between_them_by_itself(tmp_path: Path) -> None:
+    found = []
+    run = ["-m", "composer_dist", "train", str(PRESETS / "vision.yaml"), "trainer.max_duration=3ba"]
+    on_two_hosts(*_torchruns(*run, f"out={tmp_path}/both"))
+    subprocess.run([sys.executable, *run, f"out={tmp_path}/alone"], check=True, capture_output=True)
+    for name in ("both", "alone"):
+        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        found.append([row["loss/train/total"] for row in rows if "loss/train/total" in row])
+    assert len(found[0]) == 3
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
 _RAY = """
-import sys
-sys.path.insert(0, {folder!r})
 import ray, ray_train
 ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, _temp_dir={temporary!r})
 print("RESULT", ray_train.main({workers}))
@@ -170,8 +203,12 @@ print("RESULT", ray_train.main({workers}))
 def test_ray_trains_on_two_workers_as_on_one(tmp_path: Path) -> None:
     found = []
     for workers in (1, 2):
-        code = _RAY.format(folder=str(EXAMPLES), temporary=f"/tmp/ray-{tmp_path.name[-20:]}", workers=workers)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+        code = _RAY.format(temporary=f"/tmp/ray-{tmp_path.name[-20:]}", workers=workers)
+        path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])  # the workers' too
+        environment = os.environ | {"PYTHONPATH": path}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         found.append(eval(done.stdout.rpartition("RESULT")[2]))
     assert found[1]["norm"] == pytest.approx(found[0]["norm"], rel=1e-4)  # of all workers together
