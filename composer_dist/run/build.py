@@ -58,6 +58,7 @@ def build(configuration: Configuration) -> Session:
     with together("building the model"):
         seed_all(run.seed)
         model = build_model(run, tokenizer, folder)
+        configuration.phases(model)  # whose error has lines, unlike that of the callback
         optimizer = optimizer_of(run, model, configuration)
         schedulers = scheduler_of(run, optimizer, configuration, len(train_loader))
     stepped = any(isinstance(one, LRScheduler) for one in schedulers)
@@ -75,6 +76,7 @@ def build(configuration: Configuration) -> Session:
         loggers=_loggers(configuration),
         **options,
     )
+    _check_steps(trainer, run)
     return Session(run, model, trainer)
 
 
@@ -110,6 +112,19 @@ def scheduler_of(
     for name in registry.WHOLE_RUN.intersection(known_names(kind)).difference(arguments):
         arguments[name] = batches(run.trainer.get("max_duration"), epoch)
     return [kind(optimizer, **arguments)]
+
+
+def _check_steps(trainer: Trainer, run: Run) -> None:
+    """Refuses to go on beyond the last step of a schedule that an earlier process has begun."""
+    for scheduler in trainer.state.schedulers:
+        last = getattr(scheduler, "total_steps", None)
+        if last is None or trainer.resumed_from is None:
+            continue
+        if batches(run.trainer["max_duration"], trainer.state.train_length or 0) > last:
+            raise ParallelismValueError(
+                f"The run in {run.out} was begun for {last} batches, beyond which {type(scheduler).__name__} "
+                "cannot go. The schedulers 'cosine', 'linear' and 'constant' can; or choose another out."
+            )
 
 
 def _callbacks(configuration: Configuration) -> list[Any]:

@@ -50,14 +50,15 @@ def test_digits_reach_95_percent_alike_on_one_and_on_two_processes(
     file = PRESETS / "vision.yaml"
     ((alone, accuracy),) = world1(accuracy_of, file, f"out={tmp_path}/1")
     (both, accuracy_of_both), other = world2(accuracy_of, file, f"out={tmp_path}/2")
-    assert both[:20] == pytest.approx(alone[:20], rel=1e-4)
+    assert len(alone) > 20
+    assert both[:20] == pytest.approx(alone[:20], rel=1e-4, abs=0)
     assert min(accuracy, accuracy_of_both) >= 0.95
     assert other == (both, accuracy_of_both)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("name", in_the_default_run("qlora", among=ADAPTERS))
-def test_adapters_train_on_two_processes_and_reload_with_their_base(
+def test_adapters_train_on_two_processes_and_reload_with_their_base_and_merged(
     name: str, world2: World, tmp_path: Path
 ) -> None:
     from peft import PeftModel
@@ -81,3 +82,6 @@ def test_adapters_train_on_two_processes_and_reload_with_their_base(
     with torch.no_grad():
         torch.testing.assert_close(loaded(input_ids=PROMPT).logits, after, rtol=1e-4, atol=1e-4)
     assert (after - before).abs().max() > 1e-2
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(PROMPT).logits, after, rtol=1e-4, atol=1e-4)
