@@ -65,12 +65,14 @@ class CheckedFile:
 
     Args:
         sink: opened already; closed with it.
-        name: what errors call it.
+        name: of the file.
         block: bytes that have one checksum.
+        where: what errors call it, if not by its name.
     """
 
-    def __init__(self, sink: Sink, name: str, block: int = BLOCK) -> None:
+    def __init__(self, sink: Sink, name: str, block: int = BLOCK, where: str = "") -> None:
         self.name = name
+        self.where = where or name
         self.nbytes = 0
         self.block = block
         self._sink = sink
@@ -158,7 +160,7 @@ class CheckedFile:
             cause = self._error or error
             if isinstance(cause, OSError):
                 raise CheckpointRuntimeError(
-                    f"Cannot write {self.name}: {cause.strerror or cause}."
+                    f"Cannot write {self.where}: {cause.strerror or cause}."
                 ) from cause
             if isinstance(cause, (pickle.PicklingError, TypeError, AttributeError)):
                 raise CheckpointValueError(

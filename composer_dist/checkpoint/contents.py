@@ -50,12 +50,20 @@ def check_contents(state: Mapping[str, Any], model: nn.Module | None, filters: F
 
     Raises:
         CheckpointValueError: there is nothing to save, or no parallel model in a world of several ranks; a
-            filter is for a key that does not exist.
+            filter is for a key that does not exist, or is none.
     """
+    if not isinstance(state, Mapping):
+        raise CheckpointValueError(
+            f"What is saved goes by keys, and is no {type(state).__name__}; "
+            'save_checkpoint(path, {"model": model}).'
+        )
+    chosen = filters.values() if isinstance(filters, Mapping) else [] if filters is None else [filters]
+    if odd := [one for one in chosen if not callable(one)]:
+        raise CheckpointValueError(f"filter= takes functions (name, value) -> bool, not {odd[0]!r}.")
     if not state:
         raise CheckpointValueError("There is nothing to save: the state is empty.")
-    if odd := [key for key in state if not isinstance(key, str) or not key]:
-        raise CheckpointValueError(f"The keys of a checkpoint are non-empty strings, not {odd[0]!r}.")
+    if wrong := [key for key in state if not isinstance(key, str) or not key]:
+        raise CheckpointValueError(f"The keys of a checkpoint are non-empty strings, not {wrong[0]!r}.")
     models = [value for value in state.values() if isinstance(value, nn.Module)]
     if not models and model is None:
         raise CheckpointValueError(

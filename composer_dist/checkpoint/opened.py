@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -19,10 +20,10 @@ from torch import Tensor
 from composer_dist.checkpoint import dcp_metadata
 from composer_dist.checkpoint.commit import resolve
 from composer_dist.checkpoint.storage import beside, is_remote, local_path
-from composer_dist.checkpoint.tree import Leaves, decode, encode
+from composer_dist.checkpoint.tree import Leaves, decode, encode, is_plain
 from composer_dist.distributed import manifest as manifests
 from composer_dist.distributed.checksums import verify
-from composer_dist.distributed.foreign import normalised
+from composer_dist.distributed.foreign import allowed, normalised
 from composer_dist.distributed.layout import Coordinate, Layout
 from composer_dist.distributed.manifest import Kind, Manifest, StoredFile, StoredObject
 from composer_dist.distributed.read_plan import plan_reads
@@ -112,7 +113,7 @@ class Opened:
         if tag == "tensor":
             return self._tensor(path, files)
         place = self.objects[path]
-        return self._object(path, place, files) if isinstance(place, StoredObject) else place
+        return self._object(path, place, files) if isinstance(place, StoredObject) else deepcopy(place)
 
     def _tensor(self, path: str, files: Files) -> Tensor:
         blueprint = self.tensors[path]
@@ -124,8 +125,10 @@ class Opened:
     def _object(self, path: str, place: StoredObject, files: Files) -> Any:
         buffer = torch.empty(place.nbytes, dtype=torch.uint8)
         files.read(place.file, place.offset, [(buffer.data_ptr(), place.nbytes)])
+        data = io.BytesIO(buffer.numpy().tobytes())
         try:
-            return torch.load(io.BytesIO(buffer.numpy().tobytes()), weights_only=not self.allow_pickle)
+            with torch.serialization.safe_globals(allowed()):
+                return torch.load(data, map_location="cpu", weights_only=not self.allow_pickle)
         except pickle.UnpicklingError as error:
             raise CheckpointValueError(
                 f"{path} is an object that could run code: {str(error).strip().partition(chr(10))[0]} If you "
@@ -198,6 +201,8 @@ def _open_file(path: Path, allow_pickle: bool) -> Opened:
         raise CheckpointValueError(f"{path} holds a {type(contents).__name__}, and not a checkpoint's keys.")
     leaves = Leaves()
     structure = {str(key): encode((str(key),), value, leaves) for key, value in contents.items()}
+    if not all(is_plain(one) for one in leaves.objects.values()):  # a tuple may hold tensors
+        leaves.objects = _objects_of(path, allow_pickle)
     return Opened(
         str(path),
         path.parent,
@@ -209,6 +214,14 @@ def _open_file(path: Path, allow_pickle: bool) -> Opened:
         leaves.objects,
         allow_pickle,
     )
+
+
+def _objects_of(path: Path, allow_pickle: bool) -> dict[str, Any]:
+    """What a file holds beside tensors, by path, with the values of all tensors within."""
+    leaves = Leaves()
+    for key, value in normalised(read_torch_file(path, allow_pickle, values=True)).items():
+        encode((str(key),), value, leaves)
+    return leaves.objects
 
 
 def guess_kind(value: Any) -> Kind:

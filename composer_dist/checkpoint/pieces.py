@@ -40,7 +40,7 @@ class Piece:
 def pieces_of(name: str, tensor: Tensor) -> Iterator[Piece]:
     """What this rank holds of a tensor; nothing if that is empty. What has a codec is decoded."""
     tensor = tensor.detach()
-    local = dense(local_part(tensor)).to(tensor.dtype)
+    local = dense(local_part(tensor)).to(tensor.dtype).resolve_conj().resolve_neg()
     if not isinstance(tensor, DTensor):
         if tensor.numel():
             yield Piece(name, (0,) * tensor.ndim, local)

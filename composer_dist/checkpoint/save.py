@@ -96,8 +96,8 @@ def _reserve(
     post: list[Any] = []
     try:
         check_contents(state, model, filters)
-        if keep is not None and keep < 1:
-            raise CheckpointValueError(f"keep={keep}: at least the checkpoint itself stays.")
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise CheckpointValueError(f"keep={keep!r}: a number, for at least the checkpoint itself stays.")
         post = [os.fspath(path), sharded, keep, [[key, kind_of(value)] for key, value in state.items()]]
     except Exception as caught:
         error = caught

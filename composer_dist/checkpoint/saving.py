@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from copy import deepcopy
@@ -9,20 +10,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint import dcp_metadata
 from composer_dist.checkpoint.async_save import Buffers
 from composer_dist.checkpoint.checked_file import CheckedFile
 from composer_dist.checkpoint.dcp_metadata import Item
 from composer_dist.checkpoint.pieces import Piece, own, pieces_of
-from composer_dist.checkpoint.storage import Place
+from composer_dist.checkpoint.storage import Place, finish
 from composer_dist.checkpoint.tree import Leaves, encode
 from composer_dist.checkpoint.write_plan import choose
 from composer_dist.distributed import manifest as manifests
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.manifest import Chunk, Kind, Manifest, StoredFile, StoredObject, StoredTensor
-from composer_dist.errors import CheckpointValueError
 
 
 @dataclass
@@ -54,20 +55,24 @@ class Saving:
         """Take apart what is to be saved, and divide it among the ranks.
 
         Raises:
-            CheckpointValueError: tensors are on the meta device, or the ranks do not fit together.
+            CheckpointValueError: something that cannot be stored, or the ranks do not fit together.
         """
         with agreement.together("the contents of the checkpoint"):
             leaves = Leaves()
             structure = {key: encode((key,), value, leaves) for key, (_, value) in contents.items()}
-            if meta := [name for name, tensor in leaves.tensors.items() if tensor.is_meta]:
-                raise CheckpointValueError(f"These tensors are on the meta device: {', '.join(meta)}.")
+            leaves.check()
             aliases, distinct = _aliases(leaves.tensors)
-            pieces = [piece for name, tensor in distinct.items() for piece in pieces_of(name, tensor)]
+            kinds = {key: kind for key, (kind, _) in contents.items()}
+            alike = {
+                name for name, one in distinct.items() if _is_alike(one, kinds[str(leaves.paths[name][0])])
+            }
+            first = agreement.rank == agreement.ranks[0]
+            held = distinct if first else {name: one for name, one in distinct.items() if name in alike}
+            pieces = [piece for name, tensor in held.items() for piece in pieces_of(name, tensor)]
         shapes = {name: tuple(tensor.shape) for name, tensor in distinct.items()}
         mine = choose(agreement, pieces, shapes)
-        if agreement.rank != agreement.ranks[0]:
+        if not first:
             leaves.objects = {}
-        kinds = {key: kind for key, (kind, _) in contents.items()}
         facts = {"time": time.time(), "ranks": len(agreement.ranks), "torch": torch.__version__}
         return cls(place, token, keep, mine, leaves, aliases, kinds, structure, facts)
 
@@ -104,7 +109,8 @@ class Saving:
             return {}
         name = f"__{rank}_{self.token}.distcp"
         tensors, objects = [], []
-        with CheckedFile(self.place.sink(self.token, name), name) as file:
+        where = f"{os.fspath(self.place.path)}/{name}"
+        with CheckedFile(self.place.sink(self.token, name), name, where=where) as file:
             for piece in self.pieces:
                 places = file.save_tensor(own(piece.values))
                 tensors.append([piece.name, list(piece.start), list(piece.values.shape), *places])
@@ -122,9 +128,7 @@ class Saving:
         manifest, items = self._describe(posts)
         metadata = dcp_metadata.dcp_metadata(manifest, items, self.leaves.paths)
         marks = {dcp_metadata.NAME: metadata, manifests.NAME: manifest.to_text().encode()}
-        self.place.finish(self.token, marks)
-        if self.keep is not None:
-            self.place.keep(self.keep)
+        finish(self.place, self.token, marks, self.keep)
 
     def _describe(
         self, posts: list[dict[str, Any]]
@@ -149,6 +153,11 @@ class Saving:
             if source != path:
                 items |= {(path, chunk.start): items[source, chunk.start] for chunk in boxes}
         return manifest, items
+
+
+def _is_alike(tensor: Tensor, kind: Kind) -> bool:
+    """Whether ranks that hold the same part of a tensor hold the same values; buffers may differ."""
+    return isinstance(tensor, DTensor | nn.Parameter) or kind == "optimizer"
 
 
 def _aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -13,11 +14,10 @@ from torch import Tensor
 from composer_dist.checkpoint.async_save import Buffers
 from composer_dist.checkpoint.checked_file import CheckedFile, Sink
 from composer_dist.checkpoint.state import agree_on, gather_full
-from composer_dist.checkpoint.storage import Place
+from composer_dist.checkpoint.storage import Place, finish
 from composer_dist.checkpoint.tree import Leaves, decode, encode
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.torch_file import block_for, seal, seal_length
-from composer_dist.errors import CheckpointValueError
 
 _LENGTH = struct.Struct("<H")
 """The last field of a zip archive: how long its comment is."""
@@ -42,10 +42,10 @@ class SavingFile:
         with agreement.together("the contents of the checkpoint"):
             leaves = Leaves()
             structure = {key: encode((key,), value, leaves) for key, value in contents.items()}
-            if meta := [name for name, tensor in leaves.tensors.items() if tensor.is_meta]:
-                raise CheckpointValueError(f"These tensors are on the meta device: {', '.join(meta)}.")
+            leaves.check()
         agree_on("gathering the checkpoint", leaves.tensors.values(), list(leaves.tensors), None)
         full = gather_full(leaves.tensors, everywhere=False)
+        full = {name: tensor.resolve_conj().resolve_neg() for name, tensor in full.items()}
 
         def read(kind: str, name: str) -> Any:
             return full[name] if kind == "tensor" else deepcopy(leaves.objects[name])
@@ -62,10 +62,10 @@ class SavingFile:
         try:
             with agreement.together("the file of the checkpoint"):
                 if here:
-                    write_single_file(self.whole, self.place.sink(self.token, None), str(self.place))
-                    self.place.finish(self.token, {})
-                    if self.keep is not None:
-                        self.place.keep(self.keep)
+                    write_single_file(
+                        self.whole, self.place.sink(self.token, None), os.fspath(self.place.path)
+                    )
+                    finish(self.place, self.token, {}, self.keep)
         except BaseException:
             if here:
                 self.place.discard(self.token)

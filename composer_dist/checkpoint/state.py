@@ -19,7 +19,7 @@ from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.codecs import codec_of, empty_like, own_attributes
 from composer_dist.distributed.collect import full_tensors
 from composer_dist.distributed.fill import fill
-from composer_dist.distributed.names import canonical_name, check_usable, reshard
+from composer_dist.distributed.names import canonical_name, check_usable, mark_unusable, reshard
 from composer_dist.distributed.process_group import broadcast, device_of_group, world_and_rank
 from composer_dist.errors import (
     CheckpointKeyError,
@@ -104,6 +104,7 @@ def load_full_model_state(
     Raises:
         CheckpointKeyError: `strict`, and names are missing or unexpected: all of them are listed.
         CheckpointValueError: shapes differ: all of them are listed.
+        ParallelismError: something failed half way; the model is unusable from then on.
     """
     if source not in ("rank0", "all"):
         raise ParallelismValueError(f'source must be "rank0" or "all", not {source!r}.')
@@ -119,12 +120,16 @@ def load_full_model_state(
         except Exception as caught:
             error = caught
     plan = Agreement().reach("load_full_model_state", plan, lambda plans: plans[0], error)
-    for name in plan["tensors"]:
-        _materialize(targets[name])
-    fill(model, {name: targets[name] for name in plan["tensors"]}, given, everywhere=source == "all")
-    for name in plan["objects"]:
-        value = given.get(name)
-        owner_of(model, name).set_extra_state(value if source == "all" else broadcast(value))
+    try:
+        for name in plan["tensors"]:
+            _materialize(targets[name])
+        fill(model, {name: targets[name] for name in plan["tensors"]}, given, everywhere=source == "all")
+        for name in plan["objects"]:
+            value = given.get(name)
+            owner_of(model, name).set_extra_state(value if source == "all" else broadcast(value))
+    except BaseException as error:
+        mark_unusable(model, str(error) or type(error).__name__)
+        raise
     return LoadResult(plan["missing"], plan["unexpected"])
 
 
@@ -229,12 +234,14 @@ def _plan_load(
         if isinstance(target, Tensor) and isinstance(value, Tensor):
             if target.shape != value.shape:
                 misfits.append(f"{name}: {tuple(value.shape)} in the state, {tuple(target.shape)} here")
+            elif value.is_meta:
+                misfits.append(f"{name}: without values, on the meta device, in the state")
             tensors[id(target)] = name  # of tied names the last one counts, as in load_state_dict()
         elif isinstance(target, Tensor):
             misfits.append(f"{name}: {type(value).__name__} in the state, a tensor here")
         elif name in targets:
             objects.append(name)
-    faults = [f"shapes differ: {'; '.join(misfits)}"] if misfits else []
+    faults = [f"of another kind or shape: {'; '.join(misfits)}"] if misfits else []
     if strict and missing:
         faults.append(f"missing: {', '.join(missing)}")
     if strict and unexpected:

@@ -10,6 +10,7 @@ from typing import Protocol
 from composer_dist.checkpoint import commit
 from composer_dist.checkpoint.checked_file import LocalSink, Sink
 from composer_dist.checkpoint.retention import checkpoints_in, prune
+from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
 
 
 class Place(Protocol):
@@ -39,9 +40,33 @@ class Place(Protocol):
         """Remove all but the newest of the checkpoints beside this one, itself included."""
 
 
+def finish(place: Place, token: str, marks: dict[str, bytes], keep: int | None) -> None:
+    """Complete the checkpoint, and remove those that are not kept.
+
+    Raises:
+        CheckpointRuntimeError: the file system reports an error: the disk is full, say.
+    """
+    try:
+        place.finish(token, marks)
+        if keep is not None:
+            place.keep(keep)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointRuntimeError(
+            f"Cannot write {os.fspath(place.path)}: {error.strerror or error}."
+        ) from error
+
+
 def place_of(path: str | os.PathLike[str]) -> Place:
-    """The place that a path or URL means; `file://` is a path."""
+    """The place that a path or URL means; `file://` is a path.
+
+    Raises:
+        CheckpointValueError: it is empty.
+    """
     text = os.fspath(path)
+    if not text:
+        raise CheckpointValueError("The path of the checkpoint is empty.")
     if is_remote(text):
         from composer_dist.checkpoint.remote import RemotePlace
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed.manifest import Path
 from composer_dist.errors import CheckpointValueError
@@ -44,6 +46,28 @@ class Leaves:
         (self.tensors if isinstance(value, Tensor) else self.objects)[name] = value
         return name
 
+    def check(self) -> None:
+        """Refuse what cannot be stored.
+
+        Raises:
+            CheckpointValueError: names of tensors on the meta device, or not laid out as plain ones are; and
+                of objects that hold shards.
+        """
+        tensors = self.tensors.items()
+        odd = {
+            "on the meta device": [name for name, one in tensors if one.is_meta],
+            "sparse, nested or quantised in a way that cannot be stored": [
+                name
+                for name, one in tensors
+                if one.layout != torch.strided or one.is_nested or one.is_quantized
+            ],
+            "shards in a tuple or a set, which are kept as a whole; use a list or a dictionary": [
+                name for name, one in self.objects.items() if _holds_shards(one)
+            ],
+        }
+        if faults := [f"{', '.join(names)}: {what}" for what, names in odd.items() if names]:
+            raise CheckpointValueError(f"This cannot be saved. {'. '.join(faults)}.")
+
 
 def join(path: Path) -> str:
     """A path as torch.distributed.checkpoint writes it."""
@@ -61,7 +85,7 @@ def encode(path: Path, value: Any, leaves: Leaves) -> Any:
     name = leaves.add(path, value)
     if isinstance(value, Tensor):
         return {"tensor": name}
-    return {"plain": value} if _is_plain(value) else {"object": name}
+    return {"plain": value} if is_plain(value) else {"object": name}
 
 
 def decode(code: Any, read: Callable[[str, str], Any]) -> Any:
@@ -88,7 +112,16 @@ def _is_terminal(value: list[Any]) -> bool:
     )
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether a value stands in the structure as it is."""
     if type(value) is list:
-        return all(_is_plain(one) for one in value)
+        return all(is_plain(one) for one in value)
     return type(value) in _PLAIN
+
+
+def _holds_shards(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_shards(one) for one in value.values())
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return any(_holds_shards(one) for one in value)
+    return isinstance(value, DTensor)

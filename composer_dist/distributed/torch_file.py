@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import pickle
 import struct
+import zipfile
 import zlib
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +92,24 @@ def is_sealed(path: Path) -> bool:
         return False
 
 
-def read_torch_file(path: Path, allow_pickle: bool = False) -> Any:
+def read_torch_file(path: Path, allow_pickle: bool = False, values: bool = False) -> Any:
     """The contents of a file, with tensors that know their place in it and have no values.
 
     Args:
         allow_pickle: run whatever code the file's pickle names.
+        values: tensors have values, which lie in the file, mapped, until they are copied.
 
     Raises:
         CheckpointValueError: it is no such file, is cut short, or holds objects that are not allowed.
         CheckpointRuntimeError: it cannot be read.
     """
     try:
-        with _torch.without_values(), torch.serialization.safe_globals(allowed()):
-            contents = torch.load(path, map_location="cpu", weights_only=not allow_pickle)
+        with (
+            nullcontext() if values else _torch.without_values(),
+            torch.serialization.safe_globals(allowed()),
+        ):
+            mapped = values and zipfile.is_zipfile(path)
+            contents = torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise CheckpointValueError(
             f"{path} holds objects that could run code: {_first_line(error)} If you trust where it comes "
@@ -118,7 +125,16 @@ def read_torch_file(path: Path, allow_pickle: bool = False) -> Any:
 
 
 def index_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> Index:
-    """Where tensors of `read_torch_file` lie, under the names given; strided ones as they were saved."""
+    """Where tensors of `read_torch_file` lie, under the names given; strided ones as they were saved.
+
+    Raises:
+        CheckpointValueError: a tensor that torch conjugates, or negates, only when it is read.
+    """
+    if lazy := [name for name, tensor in tensors.items() if tensor.is_conj() or tensor.is_neg()]:
+        raise CheckpointValueError(
+            f"{path} has views that are conjugated or negated: {', '.join(lazy)}. Call resolve_conj() and "
+            "resolve_neg() before saving."
+        )
     entries: dict[str, Entry] = {}
     pieces: dict[str, Pieces] = {}
     for name, tensor in tensors.items():

@@ -154,7 +154,8 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             local = local_part(value)
-            found[f"{name} {key}"] = {n: v.clone() for n, v in inner_tensors(local).items()} or local.clone()
+            inner = {n: v.view(torch.uint8).clone() for n, v in inner_tensors(local).items()}
+            found[f"{name} {key}"] = inner or local.clone()
     return found
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
@@ -296,3 +298,87 @@ def test_a_place_that_cannot_be_written(world2: World, tmp_path: Path) -> None:
     first, second = world2(unwritable, str(tmp_path / "file" / "c"))
     assert first == second
     assert "Cannot save to" in first
+
+
+def odd_values() -> dict[str, Any]:
+    """What is neither a tensor by itself nor plain."""
+    return {
+        "tuple": (1, torch.arange(3.0), [torch.ones(2)]),
+        "set": {1, 2},
+        "array": np.arange(4.0),
+        "conjugated": torch.tensor([1 + 2j]).conj(),
+        "negated": torch.tensor([1 + 2j]).conj().imag,
+        "expanded": torch.ones(1).expand(3, 5),
+        "turned": torch.arange(6.0).view(2, 3).t(),
+        "empty": torch.empty(0, 3),
+        "nan": float("nan"),
+        1: "a number for a key",
+    }
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_values_of_every_kind_come_back(tmp_path: Path, sharded: bool) -> None:
+    save_checkpoint(tmp_path / "c", {"model": toy(), "odd": odd_values()}, sharded=sharded)
+    found, expected = load_checkpoint(tmp_path / "c", {"model": toy()})["odd"], odd_values()
+    assert list(found) == list(expected)
+    assert found["tuple"][0] == 1
+    assert type(found["tuple"][1]) is Tensor, "with values"
+    assert torch.equal(found["tuple"][1], expected["tuple"][1])
+    assert torch.equal(found["tuple"][2][0], expected["tuple"][2][0])
+    assert found["set"] == {1, 2}
+    assert np.array_equal(found["array"], expected["array"])
+    for key in ("conjugated", "negated", "expanded", "turned", "empty"):
+        assert torch.equal(found[key], expected[key]), key
+    assert str(found["nan"]) == "nan"
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_what_cannot_be_stored_is_named(tmp_path: Path, sharded: bool) -> None:
+    for value, text in (
+        ({"x": torch.eye(3).to_sparse()}, r"odd\.x: sparse, nested or quantised"),
+        (torch.empty(2, device="meta"), "odd: on the meta device"),
+        (lambda: 0, "cannot be pickled"),
+    ):
+        with pytest.raises(CheckpointValueError, match=text):
+            save_checkpoint(tmp_path / "c", {"model": toy(), "odd": value}, sharded=sharded)
+    for given, options, text in (
+        (toy(), {}, "goes by keys, and is no Toy"),
+        ({"model": toy()}, {"filter": 3}, "takes functions"),
+        ({"model": toy()}, {"keep": 0}, "keep=0"),
+    ):
+        with pytest.raises(CheckpointValueError, match=text):
+            save_checkpoint(tmp_path / "c", given, sharded=sharded, **options)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointValueError, match="path of the checkpoint is empty"):
+        save_checkpoint("", {"model": toy()})
+    assert os.listdir(tmp_path) == []
+
+
+def hide_shards(path: str) -> str:
+    model, _ = start("fsdp2", toy, 0)
+    with pytest.raises(CheckpointValueError) as caught:
+        save_checkpoint(path, {"model": model, "hidden": (1, model.scale.detach())})
+    return str(caught.value)
+
+
+def test_shards_within_what_is_kept_as_a_whole_are_refused(world2: World, tmp_path: Path) -> None:
+    for text in world2(hide_shards, str(tmp_path / "c")):
+        assert "hidden: shards in a tuple or a set" in text
+
+
+def differ(path: str, sharded: bool) -> set[float]:
+    model, _ = start("fsdp2", toy, 0)
+    rank = float(dist.get_rank())
+    model.shift.fill_(rank)
+    own = {str(number): torch.full((9, number + 1), rank) for number in range(5)}
+    save_checkpoint(path, {"model": model, "own": own}, sharded=sharded)
+    model.shift.fill_(7)
+    state: dict[str, Any] = {"model": model, "own": {}}
+    load_checkpoint(path, state)
+    return {float(value) for one in (*state["own"].values(), model.shift) for value in one.flatten()}
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_of_what_may_differ_the_first_rank_s_values_count(
+    world2: World, tmp_path: Path, sharded: bool
+) -> None:
+    assert world2(differ, str(tmp_path / "c"), sharded) == [{0.0}, {0.0}]

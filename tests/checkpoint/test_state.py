@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist._torch import checkpoint_wrapper
 from composer_dist.checkpoint import LoadResult, full_model_state, load_full_model_state
+from composer_dist.checkpoint import state as state_module
 from composer_dist.distributed import parallelize_model
-from composer_dist.errors import CheckpointError, CheckpointValueError, ParallelismValueError
+from composer_dist.errors import (
+    CheckpointError,
+    CheckpointValueError,
+    ParallelismRuntimeError,
+    ParallelismValueError,
+)
 from tests.checkpoint.runs import MESHES
 from tests.checkpoint.toys import assert_equal, messages, sharded, tokens, toy, train_step
 from tests.distributed.tp_models import gpt2
@@ -355,6 +362,22 @@ def test_p44_what_does_not_fit_is_refused_by_name_everywhere(world2: World, chan
     assert (first_kind, untouched) == (kind, True)
     assert "layers.0.up.weight" in text
     assert ("nope" in text) == (change == "names")
+
+
+def fail_halfway() -> str:
+    model = sharded(toy())
+    with (
+        mock.patch.object(state_module, "fill", side_effect=OSError("out of memory")),
+        pytest.raises(OSError, match="out of memory"),
+    ):
+        load_full_model_state(model, toy(1).state_dict())
+    with pytest.raises(ParallelismRuntimeError) as caught:
+        model(tokens())
+    return str(caught.value)
+
+
+def test_p44_a_model_that_was_loaded_half_says_so(world2: World) -> None:
+    assert all("out of memory" in text for text in world2(fail_halfway))
 
 
 def test_a_plain_model_loads_without_a_process_group() -> None:
