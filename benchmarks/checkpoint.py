@@ -30,6 +30,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from prepare import build, config_bytes, config_for, launch, loopback
+from prepare import build, config_bytes, config_for, launch, loopback, ratio, tell
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -157,6 +158,7 @@ def asynchronous(state: State, path: Path, figures: dict[str, list[dict[str, flo
     pending, blocked = timed(lambda: save_checkpoint(path / "async", state, asynchronous=True))
     pending.wait()
     figures.setdefault(name, []).append(blocked)
+    tell(name, blocked["seconds"])
     figures.setdefault("composer_dist, async, until written", []).append(
         {"seconds": time.perf_counter() - start, "extra": 0.0}
     )
@@ -167,25 +169,27 @@ def loads(state: State, path: Path, figures: dict[str, list[dict[str, float]]]) 
     """Back from what the saves wrote."""
     before = [shard(p).clone() for p in state["model"].parameters()]
 
-    def from_dcp() -> None:
-        dcp.load(sharded_states(state), checkpoint_id=path / "dcp")
+    def from_dcp(name: str) -> None:
+        dcp.load(sharded_states(state), checkpoint_id=path / name)
+
+    def from_ours(name: str, **options: Any) -> None:
+        load_checkpoint(path / name, dict(state), **options)
 
     contenders = {
-        "composer_dist, load": lambda: load_checkpoint(path / "composer_dist", dict(state)),
-        "composer_dist, load, unverified": lambda: load_checkpoint(
-            path / "composer_dist", dict(state), verify=False
-        ),
-        "composer_dist, load, one file": lambda: load_checkpoint(
-            path / "composer_dist, one file", dict(state)
-        ),
-        "dcp, load": from_dcp,
+        "composer_dist, load": ("composer_dist", from_ours, {}),
+        "composer_dist, load, unverified": ("composer_dist", from_ours, {"verify": False}),
+        "composer_dist, one file, load": ("composer_dist, one file", from_ours, {}),
+        "dcp, load": ("dcp", from_dcp, {}),
     }
-    for name, body in contenders.items():
+    for name, (saved, load, options) in contenders.items():
+        if not (path / saved).exists():
+            continue
         if name != "dcp, load":
             with torch.no_grad():
                 for parameter in state["model"].parameters():
                     shard(parameter).zero_()
-        figures.setdefault(name, []).append(timed(body)[1])
+        figures.setdefault(name, []).append(timed(partial(load, saved, **options))[1])
+        tell(name, figures[name][-1]["seconds"])
         for parameter, value in zip(state["model"].parameters(), before, strict=True):
             assert torch.equal(shard(parameter), value), name
 
@@ -200,6 +204,7 @@ def main() -> None:
     parser.add_argument("--millions", type=float, default=100, help="parameters, in millions")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, help="where checkpoints are written; a temporary directory")
+    parser.add_argument("--only", nargs="+", metavar="CONTENDER", help="these saves alone, and their loads")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="worlds to launch")
     arguments = parser.parse_args()
@@ -217,6 +222,10 @@ def main() -> None:
     optimizer.step()
     optimizer.zero_grad()
     state = {"model": model, "optimizer": optimizer}
+    if "accelerate" in SAVES:
+        from accelerate import PartialState
+
+        PartialState(cpu=True)  # its functions log by it
     figures: dict[str, list[dict[str, float]]] = {}
     sizes: dict[str, int] = {}
     with tempfile.TemporaryDirectory(dir=arguments.directory) as own:
@@ -225,6 +234,8 @@ def main() -> None:
         path = Path(shared[0])
         for number in range(arguments.rounds):
             for name, save in SAVES.items():
+                if arguments.only and name not in arguments.only:
+                    continue
                 dist.barrier()
                 if dist.get_rank() == 0:
                     shutil.rmtree(path / name, ignore_errors=True)
@@ -232,6 +243,7 @@ def main() -> None:
                     os.sync()
                 figures.setdefault(name, []).append(timed(lambda s=save, n=name: s(state, path / n))[1])
                 sizes[name] = size_of(path / name)
+                tell(name, figures[name][-1]["seconds"])
             asynchronous(state, path, figures, number == 0)
             loads(state, path, figures)
         dist.barrier()
@@ -252,10 +264,10 @@ def report(figures, sizes: dict[str, int], nbytes: int, arguments: argparse.Name
         for name, runs in figures.items()
     }
     for name, row in median.items():
-        rival = median["dcp, load" if "load" in name else "dcp"]["seconds"]
+        rival = "dcp, load" if "load" in name else "dcp"
         size = f"{sizes[name] / 1e9:.2f}" if name in sizes else ""
         extra = f"{row['extra'] / 2**20:.0f}"
-        table.add_row(name, f"{row['seconds']:.2f}", f"{row['seconds'] / rival:.2f}", size, extra)
+        table.add_row(name, f"{row['seconds']:.2f}", ratio(median, name, rival), size, extra)
     Console(width=110).print(table)
     if arguments.json:
         target = arguments.json.with_stem(f"{arguments.json.stem}-{world}")

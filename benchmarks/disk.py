@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from prepare import Reserve, build, config_bytes, config_for, launch, shard_on_meta, tell, verify
+from prepare import Reserve, build, config_bytes, config_for, launch, ratio, shard_on_meta, tell, verify
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, help="where the file is written; a temporary directory")
     parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--only", nargs="+", metavar="CONTENDER", help="these alone, as the table names them")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4], help="worlds to launch")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
@@ -162,6 +163,8 @@ def main() -> None:
         reserve.hold()
         for _ in range(arguments.rounds):
             for name, run in contenders.items():
+                if arguments.only and name not in arguments.only:
+                    continue
                 model = build(config, dtype, real=False)
                 try:
                     model, figure = measure(run, model, directory, reserve)
@@ -186,7 +189,9 @@ def report(figures, buffers, nbytes: int, arguments: argparse.Namespace) -> None
     world = dist.get_world_size()
     millions = nbytes / 1e6 / getattr(torch, arguments.dtype).itemsize
     title = f"{millions:.0f} M parameters in {arguments.dtype} ({nbytes / 1e9:.2f} GB), {world} ranks"
-    table = Table("contender", "seconds", "x broadcast", "x slices", "extra MiB", "buffers", title=title)
+    others = "broadcast", "torch reader", "slices"
+    columns = [f"x {other}" for other in others]
+    table = Table("contender", "seconds", *columns, "extra MiB", "buffers", title=title)
     median = {
         name: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         for name, runs in figures.items()
@@ -195,8 +200,7 @@ def report(figures, buffers, nbytes: int, arguments: argparse.Namespace) -> None
         table.add_row(
             name,
             f"{row['seconds']:.2f}",
-            f"{row['seconds'] / median['broadcast']['seconds']:.2f}",
-            f"{row['seconds'] / median['slices']['seconds']:.2f}",
+            *(ratio(median, name, other) for other in others),
             f"{row['extra'] / 2**20:.0f}",
             buffers.get(name, ""),
         )

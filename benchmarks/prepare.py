@@ -14,7 +14,8 @@ Between contenders as much memory is kept in use, so that no hypervisor takes it
 the next contender would pay.
 
 - floor: every rank copies its shards' bytes once into freshly allocated memory. No rival; the limit.
-- scatter: a plain loop of `dist.scatter`, parameter by parameter. A reference, not a rival.
+- broadcast, scatter: plain loops of `dist.broadcast` and `dist.scatter`, parameter by parameter.
+  References, not rivals.
 - torch: `fully_shard` on meta, then `set_model_state_dict(broadcast_from_rank0=True)`.
 - accelerate: `fully_shard` on meta, then accelerate's own loader for a full state on rank 0. (Its FSDP
   plugin is dropped on CPU, so the loader is called directly.)
@@ -196,6 +197,18 @@ def scatter(model: nn.Module) -> None:
                 local.copy_(chunks[0])
 
 
+def broadcast(model: nn.Module) -> None:
+    state = shard_on_meta(model)
+    model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        shape, dtype = parameter.shape, parameter.dtype
+        full = state[name].detach() if dist.get_rank() == 0 else torch.empty(shape, dtype=dtype)
+        dist.broadcast(full, src=0)
+        local = parameter.detach().to_local()
+        start = dist.get_rank() * -(-parameter.shape[0] // dist.get_world_size())
+        local.copy_(full[start : start + local.shape[0]])
+
+
 def floor(model: nn.Module) -> None:
     world = dist.get_world_size()
     sources = [torch.ones(p.numel() * p.itemsize // world, dtype=torch.uint8) for p in model.parameters()]
@@ -285,6 +298,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="worlds to launch")
+    parser.add_argument("--only", nargs="+", metavar="CONTENDER", help="these alone, as the table names them")
     parser.add_argument("--json", type=Path, help="where to write the figures: NAME-RANKS.json")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
@@ -297,6 +311,7 @@ def main() -> None:
         "composer_dist": ours("auto"),
         "composer_dist, messages": ours("messages"),
         "torch": torch_dsd,
+        "broadcast": broadcast,
         "scatter": scatter,
         "floor": floor,
     }
@@ -316,12 +331,15 @@ def main() -> None:
     from_meta = {"composer_dist, meta init": meta, "one process, meta init": one_process}
     figures: dict[str, list[dict[str, float]]] = {}
     buffers: dict[str, str] = {}
-    reference = {name: buffer.clone() for name, buffer in build(config, dtype, real=True).named_buffers()}
+    small = LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 1})  # has the same buffers
+    reference = {name: buffer.clone() for name, buffer in build(small, dtype, real=True).named_buffers()}
     nbytes = config_bytes(config, dtype)
     reserve = Reserve(2 * nbytes // dist.get_world_size() + (256 << 20))
     reserve.hold()
     for _ in range(arguments.rounds):
         for name, run in {**from_rank_0, **from_meta}.items():
+            if arguments.only and name not in arguments.only:
+                continue
             model = build(config, dtype, real=name in from_rank_0 and dist.get_rank() == 0)
             figures.setdefault(name, []).append(measure(run, model, reserve))
             tell(name, figures[name][-1]["seconds"])
@@ -347,6 +365,11 @@ def config_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
     return sum(p.numel() for p in build(config, dtype, real=False).parameters()) * dtype.itemsize
 
 
+def ratio(median, name: str, other: str) -> str:
+    """How many times as long as another it took; empty if the other was left out."""
+    return f"{median[name]['seconds'] / median[other]['seconds']:.2f}" if other in median else ""
+
+
 def report(figures, buffers, nbytes: int, arguments: argparse.Namespace) -> None:
     """A table, and JSON if asked."""
     world = dist.get_world_size()
@@ -363,8 +386,8 @@ def report(figures, buffers, nbytes: int, arguments: argparse.Namespace) -> None
         table.add_row(
             name,
             f"{row['seconds']:.2f}",
-            f"{row['seconds'] / median['torch']['seconds']:.2f}",
-            f"{row['seconds'] / median['floor']['seconds']:.2f}",
+            ratio(median, name, "torch"),
+            ratio(median, name, "floor"),
             f"{row['traffic'] / nbytes:.2f}",
             f"{row['extra'] / 2**20:.0f}",
             buffers.get(name, ""),

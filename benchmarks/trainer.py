@@ -186,6 +186,7 @@ def transformers_trainer(model: nn.Module, batches: Batches) -> Result:
             max_steps=len(batches),
             learning_rate=RATE,
             weight_decay=0.01,
+            optim="adamw_torch",
             lr_scheduler_type="constant",
             max_grad_norm=0.0,
             train_sampling_strategy="sequential",

@@ -53,6 +53,15 @@ def test_configuring_and_planning_need_no_heavy_package() -> None:
     assert {"transformers", "peft", "rich", "pydantic", "torchmetrics"}.isdisjoint(loaded.split())
 
 
+def test_launching_needs_nothing_that_only_the_launched_need() -> None:
+    code = (
+        "import sys, composer_dist.run.local, composer_dist.distributed.cpus, torch.distributed.launcher.api;"
+        "print(*sys.modules)"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert {"torch.distributed.fsdp", "transformers", "composer_dist._torch"}.isdisjoint(loaded.split())
+
+
 @pytest.mark.parametrize(("package", "name"), [(p, n) for p, names in PUBLIC.items() for n in names.split()])
 def test_public_names_resolve(package: str, name: str) -> None:
     module = importlib.import_module(package)

@@ -12,7 +12,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "parallelize_model": f"{_HERE}.prepare",
         "parallelize_composer_model": f"{_HERE}.prepare",
         "plan_parallelism": f"{_HERE}.plan",
-        "ParallelPlan": f"{_HERE}.plan",
+        "ParallelPlan": f"{_HERE}.parallel_plan",
         "Preparation": f"{_HERE}.preparation",
         "init_context": f"{_HERE}.steps",
         "launch": f"{_HERE}.launching",
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from composer_dist.distributed.names import (
         named_parameters_canonical as named_parameters_canonical,
     )
-    from composer_dist.distributed.plan import ParallelPlan as ParallelPlan
+    from composer_dist.distributed.parallel_plan import ParallelPlan as ParallelPlan
     from composer_dist.distributed.plan import plan_parallelism as plan_parallelism
     from composer_dist.distributed.preparation import Preparation as Preparation
     from composer_dist.distributed.prepare import (

@@ -27,6 +27,7 @@ from composer_dist._torch import Store
 from composer_dist.distributed.liveness import Identity, has_ended, identify
 from composer_dist.distributed.waiting import Task, poll
 from composer_dist.errors import ParallelismError, ParallelismRuntimeError, kind_named, kind_of
+from composer_dist.wording import ranks_named
 
 T = TypeVar("T")
 Post = dict[str, Any]
@@ -237,7 +238,7 @@ class Agreement:
             if missing and not causes:
                 why = "was lost" if errors or ended else f"did not come within {limit.total_seconds():.0f} s"
                 raise ParallelismRuntimeError(
-                    f"{_spell(ended or missing)} {why} at {step!r}; see the output there."
+                    f"{ranks_named(ended or missing).capitalize()} {why} at {step!r}; see the output there."
                 )
             if errors:
                 return {"error": _merge(causes or errors, len(self.ranks)), "result": None}
@@ -261,7 +262,9 @@ class Agreement:
         """
 
         def absent() -> str:
-            return f"{_spell([rank for rank in self.ranks if rank not in posts])} at {step!r}"
+            return (
+                f"{ranks_named([rank for rank in self.ranks if rank not in posts]).capitalize()} at {step!r}"
+            )
 
         for _ in poll(limit, absent):
             ended = [rank for rank in self.ranks if rank not in posts and line.has_lost(rank)]
@@ -277,7 +280,9 @@ class Agreement:
         return []
 
     def _await_verdict(self, line: _Line, key: str, step: str, limit: timedelta) -> Any:
-        for _ in poll(limit, lambda: f"{_spell(self.ranks[:1])}, which speaks for all, at {step!r}"):
+        for _ in poll(
+            limit, lambda: f"{ranks_named(self.ranks[:1]).capitalize()}, which speaks for all, at {step!r}"
+        ):
             if verdict := _read(line, f"{key}/verdict"):
                 return verdict
             if left := _read(line, "left"):
@@ -350,9 +355,4 @@ def _merge(failed: dict[int, list[str]], world: int) -> list[str]:
     kind = next(iter(failed.values()))[0]
     if len(by_text) == 1 and len(failed) == world:
         return [kind, next(iter(by_text))]
-    return [kind, "\n".join(f"{_spell(ranks)}: {text}" for text, ranks in by_text.items())]
-
-
-def _spell(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"Rank {shown}" if len(ranks) == 1 else f"Ranks {shown}"
+    return [kind, "\n".join(f"{ranks_named(ranks).capitalize()}: {text}" for text, ranks in by_text.items())]

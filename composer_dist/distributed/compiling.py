@@ -24,6 +24,7 @@ from composer_dist.distributed.config import Compile, ParallelismConfig, near_mi
 from composer_dist.distributed.policies import has_forward
 from composer_dist.distributed.selective import DEFAULT
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.wording import listed
 
 _KEYS = ("backend", "mode", "dynamic", "fullgraph", "options")
 _AS_TRACED = ("eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "ts")
@@ -143,7 +144,7 @@ def plan_compile(
         for text in _clashes(modules[name], one, units, checkpointing, cut, cp):
             clashes.setdefault(text, []).append(name)
     faults = list(_idle(general, by_rule, blocks, chosen, budgets))
-    faults += [f"Cannot compile {_some(names)}: {text}" for text, names in clashes.items()]
+    faults += [f"Cannot compile {listed(names, 3)}: {text}" for text, names in clashes.items()]
     if faults:
         raise ParallelismValueError("\n".join(faults))
     return tuple(chosen.values())
@@ -172,7 +173,7 @@ def _idle(
     uncompiled = [name for name in budgets if name not in chosen]
     if uncompiled:
         yield (
-            f"The memory budget of {_some(uncompiled)} is for torch.compile, which is off there; set "
+            f"The memory budget of {listed(uncompiled, 3)} is for torch.compile, which is off there; set "
             "compile=True, or choose another mode of activation checkpointing."
         )
 
@@ -228,11 +229,6 @@ def _clashes(
         )
     if one.budget is not None and backend not in _MIN_CUT:
         yield f"backend {backend!r} knows no memory budget; {', '.join(_MIN_CUT)} do."
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(name or "the root" for name in names[:3]) + more
 
 
 def compile_modules(modules: Mapping[str, nn.Module], compiled: Sequence[Compiled]) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from composer_dist.distributed.aliases import Structure
 from composer_dist.distributed.context_batch import class_name, transformers_models
 from composer_dist.errors import ParallelismValueError
+from composer_dist.wording import listed
 
 _ACROSS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((nn.RNNBase, nn.RNNCellBase), "is recurrent: each position needs the one before it"),
@@ -21,7 +22,6 @@ _ACROSS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((nn.ZeroPad1d, nn.ZeroPad2d), "shifts positions"),
 )
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
-_SHOWN = 3
 
 
 def check_context(structure: Structure, ranks: int) -> None:
@@ -85,8 +85,7 @@ def _built(modules: dict[str, nn.Module]) -> Iterator[str]:
         if why := _fault(module):
             found.setdefault((type(module), why), []).append(name or "the root")
     for (kind, why), names in found.items():
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        yield f"{', '.join(names[:_SHOWN])}{more}: {kind.__name__} {why}"
+        yield f"{listed(names, 3)}: {kind.__name__} {why}"
 
 
 def _fault(module: nn.Module) -> str:

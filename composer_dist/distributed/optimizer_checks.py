@@ -123,7 +123,7 @@ def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) 
     things = gc.get_objects()
     kinds = {kind for kind in set(map(type, things)) if issubclass(kind, Optimizer)}  # a million objects
     found = []
-    for thing in filter(lambda thing: type(thing) in kinds, things) if kinds else ():
+    for thing in [thing for thing in things if type(thing) in kinds] if kinds else ():
         held = [p for group in thing.param_groups for p in group["params"] if id(p) in names]
         if held and id(thing) not in known:
             found.append(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composer_dist.distributed.plan import ParallelPlan
+from composer_dist.distributed.parallel_plan import ParallelPlan
 from composer_dist.distributed.replica import replica_of
 
 _log = logging.getLogger("composer_dist")

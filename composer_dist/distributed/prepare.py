@@ -48,13 +48,8 @@ from composer_dist.distributed.optimizer_checks import (
     check_refills,
     forgotten_optimizers,
 )
-from composer_dist.distributed.plan import (
-    Config,
-    ParallelPlan,
-    as_tuple,
-    build_plan,
-    check_plan,
-)
+from composer_dist.distributed.parallel_plan import ParallelPlan, check_plan
+from composer_dist.distributed.plan import Config, as_tuple, build_plan
 from composer_dist.distributed.policies import WrapPolicy, composer_children
 from composer_dist.distributed.preparation import Preparation, peak, reset_peak
 from composer_dist.distributed.pretrained import Pretrained, check_weights

@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in its __all__
-    HashStore,
-    PrefixStore,
-    rendezvous,
-)
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
 from composer_dist._torch import clear_dtensor_caches
+from composer_dist.distributed.cpus import share_cpus as share_cpus
+from composer_dist.distributed.cpus import threads_per_process as threads_per_process
+from composer_dist.distributed.meeting import meeting_place
 from composer_dist.errors import (
     ParallelismRuntimeError,
     ParallelismTypeError,
@@ -29,8 +28,6 @@ from composer_dist.errors import (
 
 T = TypeVar("T")
 
-_ended = 0
-"""How many groups over a launcher's processes this process has ended."""
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 _OPERATIONS = {
     "mean": dist.ReduceOp.SUM,  # divided afterwards: only NCCL averages by itself
@@ -62,7 +59,7 @@ def init(
 
     Raises:
         ParallelismRuntimeError: a group exists and `reuse` is not set; part of the launcher's
-            variables is missing; `device` is an accelerator that this machine lacks.
+            variables is missing; `device` is an accelerator that this machine lacks; a rank did not come.
     """
     if _active():
         if reuse:
@@ -85,16 +82,15 @@ def init(
         _make_current(chosen)
     if backend is None:
         backend = backend_for(chosen.type, cpu_ops=chosen.type != "cpu")
-    dist.init_process_group(backend, timeout=timeout, **_meeting_place())
+    place = meeting_place(timeout) if is_distributed() else {"store": HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timeout, **place)
 
 
 def destroy() -> None:
     """Ends the default process group and all that were made from it; does nothing without one."""
-    global _ended
     if _active():
         dist.destroy_process_group()
         clear_dtensor_caches()
-        _ended += is_distributed()
 
 
 def is_distributed() -> bool:
@@ -243,31 +239,6 @@ def any_rank(flag: bool) -> bool:
     return bool(all_reduce(int(bool(flag)), "max"))
 
 
-def threads_per_process(cpus: int, processes: int) -> int:
-    """How many threads each of `processes` on one machine should use: its share, at least one."""
-    if cpus < 1 or processes < 1:
-        raise ParallelismValueError(
-            f"CPUs and processes are counted from one; got {cpus} CPUs, {processes} processes."
-        )
-    return max(1, cpus // processes)
-
-
-def share_cpus(processes: int) -> int:
-    """Limits this process's torch threads to its share of the machine's CPUs.
-
-    Processes started from it inherit the limit. `OMP_NUM_THREADS`, where it is set, stays in force.
-
-    Returns:
-        The number of threads in force.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        threads = threads_per_process(here or 1, processes)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
-    return torch.get_num_threads()
-
-
 def _active() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -275,19 +246,6 @@ def _active() -> bool:
 def _default_device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator if accelerator is not None else torch.device("cpu")
-
-
-def _meeting_place() -> dict[str, Any]:
-    """The arguments of `init_process_group` that say where the ranks find each other."""
-    if not is_distributed():
-        return {"store": HashStore(), "rank": 0, "world_size": 1}
-    if not _ended:
-        return {}
-    # The launcher's store still holds the addresses of the group that ended; a plain second
-    # init_process_group connects to those and fails (torch 2.13).
-    shared, rank, world_size = next(rendezvous("env://"))
-    store = PrefixStore(f"after-{_ended}", shared)
-    return {"store": store, "rank": rank, "world_size": world_size}
 
 
 def _with_index(device: torch.device) -> torch.device:

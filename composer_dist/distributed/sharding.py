@@ -28,9 +28,10 @@ from composer_dist.distributed.garbage import no_collection
 from composer_dist.distributed.mesh import fsdp_mesh, submesh
 from composer_dist.distributed.names import reshard_after_evaluation
 from composer_dist.distributed.outputs import own_outputs
-from composer_dist.distributed.plan import ParallelPlan, Unit
+from composer_dist.distributed.parallel_plan import ParallelPlan
 from composer_dist.distributed.skippable import let_skip
 from composer_dist.distributed.tensor_parallel import apply_tensor_parallel, materialise
+from composer_dist.distributed.unit_plan import Unit
 from composer_dist.errors import ParallelismRuntimeError
 
 

@@ -24,7 +24,7 @@ from composer_dist.distributed.optimizer import (
     describe_states,
     state_tensors,
 )
-from composer_dist.distributed.plan import ParallelPlan
+from composer_dist.distributed.parallel_plan import ParallelPlan
 from composer_dist.distributed.sync import fingerprint
 from composer_dist.errors import ParallelismValueError
 

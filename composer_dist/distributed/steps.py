@@ -29,7 +29,8 @@ from composer_dist.distributed.layout import Layout
 from composer_dist.distributed.mesh import fsdp_mesh, mesh_for, remember_mesh
 from composer_dist.distributed.optimizer import carry_attributes
 from composer_dist.distributed.optimizer_checks import check_hooks
-from composer_dist.distributed.plan import ParallelPlan, build_plan
+from composer_dist.distributed.parallel_plan import ParallelPlan
+from composer_dist.distributed.plan import build_plan
 from composer_dist.distributed.policies import WrapPolicy
 from composer_dist.distributed.sharding import check_offload, fsdp_params_by_place, hook_units, shard
 from composer_dist.distributed.sync import Cargo, deliver, device_of, inner_cargoes, take_slice

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from composer_dist.distributed.plan import ParallelPlan, Unit
+    from composer_dist.distributed.parallel_plan import ParallelPlan
     from composer_dist.distributed.preparation import Preparation
+    from composer_dist.distributed.unit_plan import Unit
 
 _WIDTH = 110
 

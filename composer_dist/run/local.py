@@ -40,7 +40,7 @@ def launch_local(processes: int, command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from composer_dist.distributed.process_group import share_cpus
+    from composer_dist.distributed.cpus import share_cpus
 
     share_cpus(processes)  # inherited
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it logs is told below

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from composer_dist import wording
 from composer_dist.distributed.names import named_parameters_canonical
 from composer_dist.distributed.scaling import LossScaling
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
@@ -18,8 +19,6 @@ from composer_dist.trainer.state import State
 from composer_dist.trainer.time import Time, TimeUnit
 
 T = TypeVar("T")
-
-_SHOWN = 5
 
 
 def listed(name: str, given: T | Sequence[T] | None, kind: type[T]) -> list[T]:
@@ -152,5 +151,4 @@ def check_schedule(state: State, every_batch: bool | None, epoch_length: int | N
 
 
 def _spell(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{rest} {'is' if len(names) == 1 else 'are'}"
+    return f"{wording.listed(names, 5)} {'is' if len(names) == 1 else 'are'}"

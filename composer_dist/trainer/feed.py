@@ -22,6 +22,7 @@ from composer_dist.distributed import process_group
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.place import Reading
+from composer_dist.wording import ranks_named
 
 
 @dataclass(frozen=True)
@@ -217,5 +218,4 @@ def length_of(dataloader: Iterable[Any]) -> int | None:
 def _spell(ranks: list[int], world: int) -> str:
     if len(ranks) == world:
         return "every rank" if world > 1 else "the only rank"
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    return ranks_named(ranks)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from composer_dist.distributed.names import named_buffers_canonical, named_parameters_canonical
 from composer_dist.distributed.summon import copy_into
 from composer_dist.errors import CheckpointKeyError
-from composer_dist.trainer.phase_plan import listed
+from composer_dist.wording import listed
 
 Snapshot = dict[str, Any]
 """`{"parameters": {name: tensor}, "buffers": {name: tensor}, "state": {name: {key: tensor or value}},

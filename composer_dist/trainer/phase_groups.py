@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from composer_dist.errors import ParallelismValueError
-from composer_dist.trainer.phase_plan import listed
 from composer_dist.trainer.phase_rates import extend, has_lambdas, like, rebase
+from composer_dist.wording import listed
 
 
 class _Kind(NamedTuple):

@@ -16,8 +16,7 @@ from composer_dist.distributed.from_dict import near_miss
 from composer_dist.distributed.names import named_parameters_canonical
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.phase_schedule import REST, Phase
-
-_SHOWN = 8
+from composer_dist.wording import listed
 
 
 @dataclass(frozen=True)
@@ -136,12 +135,6 @@ class _Names:
                 "phases: build the Trainer while requires_grad is True."
             )
         return found & self.trainable
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _overlaps(chosen: Sequence[set[str]]) -> Iterator[Fault]:

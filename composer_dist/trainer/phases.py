@@ -17,7 +17,7 @@ from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.phase_batch_norm import fix_frozen
 from composer_dist.trainer.phase_best import Snapshot, put_back, take_snapshot
 from composer_dist.trainer.phase_groups import PhaseGroups
-from composer_dist.trainer.phase_plan import listed, plan_phases, select_parameters
+from composer_dist.trainer.phase_plan import plan_phases, select_parameters
 from composer_dist.trainer.phase_progress import Progress
 from composer_dist.trainer.phase_schedule import (
     NoImprovement,
@@ -27,6 +27,7 @@ from composer_dist.trainer.phase_schedule import (
     dump_schedule,
     phases_of,
 )
+from composer_dist.wording import listed
 
 if TYPE_CHECKING:
     from composer_dist.trainer.loggers.logger import Logger

@@ -275,7 +275,7 @@ def test_buffers_and_plain_parameters_cross_once_per_host() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
-def test_p105_a_rank_that_dies_during_the_relay_is_reported_alike(victim: int) -> None:
+def test_a_rank_that_dies_during_the_relay_is_reported_alike(victim: int) -> None:
     with pytest.raises(WorkerError) as failure:
         run(dies, 4, victim)
     assert list(failure.value.errors) == [victim]

@@ -38,7 +38,7 @@ def launch(rank: int, port: int, group: int, way: str, stderr: int | None) -> su
 
 
 @pytest.mark.parametrize("way", ["messages", pytest.param("memory", marks=pytest.mark.slow)])
-def test_p105_ctrl_c_during_delivery_ends_all_ranks_and_leaves_nothing(way: str) -> None:
+def test_ctrl_c_during_delivery_ends_all_ranks_and_leaves_nothing(way: str) -> None:
     store = _host_store()
     terminal, theirs = pty.openpty()
     first = launch(0, store.port, 0, way, theirs)

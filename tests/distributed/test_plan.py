@@ -21,7 +21,7 @@ from composer_dist.distributed.config import (
     ParallelismConfig,
     Rule,
 )
-from composer_dist.distributed.plan import check_plan
+from composer_dist.distributed.parallel_plan import check_plan
 from composer_dist.errors import ParallelismError, ParallelismKeyError, ParallelismValueError
 from tests.distributed import structures
 

@@ -182,7 +182,7 @@ def test_p83_a_ready_plan_does_not_let_a_foreign_optimizer_pass() -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("stage", ["init", "parallelize_fn", "delivery", "checkpointing"])
-def test_p105_what_fails_later_on_one_rank_makes_the_model_unusable_on_all(stage: str, failing: int) -> None:
+def test_what_fails_later_on_one_rank_makes_the_model_unusable_on_all(stage: str, failing: int) -> None:
     results = run(fails_later, 2, stage, failing)
     assert results[0] == results[1]
     assert results[0] == (ParallelismRuntimeError, f"Rank {failing}: MemoryError: no room")
@@ -291,7 +291,7 @@ def test_p21_parallelize_fn_runs_first_and_rules_after_it(returns: bool) -> None
 
 
 @pytest.mark.parametrize("absent", [0, 1])
-def test_p105_a_rank_that_never_comes_is_named(absent: int) -> None:
+def test_a_rank_that_never_comes_is_named(absent: int) -> None:
     results = run(waits_in_vain, 2, absent)
     kind, text = results[1 - absent]
     assert kind is ParallelismRuntimeError
@@ -319,7 +319,7 @@ def waits_in_vain(absent: int) -> Outcome:
 
 @pytest.mark.parametrize("way", ["memory", "messages"])
 @pytest.mark.parametrize("victim", [0, 1, 3])
-def test_p105_a_rank_that_dies_during_delivery_is_reported_alike(victim: int, way: str) -> None:
+def test_a_rank_that_dies_during_delivery_is_reported_alike(victim: int, way: str) -> None:
     with pytest.raises(WorkerError) as failure:
         run(dies, 4, victim, way)
     assert list(failure.value.errors) == [victim]
@@ -368,7 +368,7 @@ def check_marked(model: nn.Module, cause: str) -> None:
 
 @pytest.mark.parametrize("interrupted", [0, 1])
 @pytest.mark.parametrize("where", ["policy", "init", "delivery"])
-def test_p105_ctrl_c_on_one_rank_ends_the_others_too(where: str, interrupted: int) -> None:
+def test_ctrl_c_on_one_rank_ends_the_others_too(where: str, interrupted: int) -> None:
     results = run(interrupts, 2, where, interrupted)
     assert results[interrupted] == (KeyboardInterrupt, "")
     assert results[1 - interrupted] == (ParallelismRuntimeError, f"Rank {interrupted}: KeyboardInterrupt")

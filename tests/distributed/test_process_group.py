@@ -351,4 +351,6 @@ def test_p09_timeout_reaches_torch(monkeypatch: pytest.MonkeyPatch, launched: bo
         pg.init(device="cpu", timeout=timedelta(seconds=30))
     assert called.call_args.args == ("gloo",)
     assert called.call_args.kwargs["timeout"] == timedelta(seconds=30)
-    assert ("store" in called.call_args.kwargs) is not launched
+    store = called.call_args.kwargs["store"]
+    assert type(store) is (dist.PrefixStore if launched else dist.HashStore)
+    assert not launched or store.timeout == timedelta(seconds=30)

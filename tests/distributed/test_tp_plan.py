@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
+from composer_dist.distributed import ParallelPlan, plan_parallelism
 from composer_dist.distributed.config import MeshConfig, ParallelismConfig, Rule, TPConfig
-from composer_dist.distributed.plan import ParallelPlan, plan_parallelism
 from composer_dist.distributed.tp_plan import TensorParallelPlan
 from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
 from tests.distributed.preparable import built

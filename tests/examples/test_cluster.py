@@ -81,6 +81,7 @@ def test_kubernetes_starts_a_torchrun_on_every_machine() -> None:
         "composer_dist",
         "train",
     )
+    assert container["env"] == [{"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"}]
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["volumes"]}
 

@@ -1,7 +1,8 @@
 """A training script that ends itself by a signal, once, at a batch: `python -m tests.trainer.killable`.
 
-Arguments: folder, batch, signal, rank that gets it. It writes the final weights, the samples of each batch
-and the sizes of the worlds into the folder; started again it goes on.
+Arguments: folder, batch, signal, rank that gets it, and "parent" if its launcher is to get it instead. With
+"wait" for a signal, a single rank waits at the batch until its launcher ends it. It writes the final weights,
+the samples of each batch and the sizes of the worlds into the folder; started again it goes on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch.optim import AdamW
@@ -24,15 +27,37 @@ SAMPLES, GLOBAL_BATCH = 22, 4
 
 
 class Ending(Callback):
-    """Sends the process a signal at a batch, if no process before has had one."""
+    """Sends the process, or its parent, a signal at a batch, if nobody before has had one."""
 
-    def __init__(self, folder: Path, batch: int, number: int, rank: int) -> None:
+    def __init__(self, folder: Path, batch: int, number: int, rank: int, parent: bool = False) -> None:
         self.mark, self.batch, self.number, self.rank = folder / "signalled", batch, number, rank
+        self.process = os.getppid() if parent else os.getpid()
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         if (state.timestamp.batch, state.rank) == (self.batch, self.rank) and not self.mark.exists():
             self.mark.touch()
-            os.kill(os.getpid(), self.number)
+            os.kill(self.process, self.number)
+
+
+class Waiting(Callback):
+    """Waits at a batch, where the rank is alone, for the SIGTERM by which its launcher makes room."""
+
+    def __init__(self, folder: Path, batch: int) -> None:
+        self.mark, self.batch = folder / "waiting", batch
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        if (state.timestamp.batch, state.world_size) != (self.batch, 1):
+            return
+        came, handler = threading.Event(), signal.getsignal(signal.SIGTERM)
+
+        def note(number: int, frame: FrameType | None) -> None:
+            came.set()
+            handler(number, frame)
+
+        signal.signal(signal.SIGTERM, note)
+        self.mark.touch()
+        while not came.wait(0.05):
+            pass
 
 
 class Noting(Callback):
@@ -69,9 +94,9 @@ def build(folder: Path, *callbacks: Callback, parallel: bool) -> Trainer:
     )
 
 
-def main(folder: Path, batch: int, number: int, rank: int) -> None:
+def main(folder: Path, ending: Callback) -> None:
     folder.mkdir(exist_ok=True, parents=True)
-    trainer = build(folder, Ending(folder, batch, number, rank), parallel=process_group.is_distributed())
+    trainer = build(folder, ending, parallel=process_group.is_distributed())
     trainer.fit()
     final = weights(trainer.state.model)
     if trainer.state.rank == 0:
@@ -81,4 +106,11 @@ def main(folder: Path, batch: int, number: int, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), signal.Signals[sys.argv[3]], int(sys.argv[4]))
+    path, batch, name, rank, *target = sys.argv[1:]
+    folder = Path(path)
+    main(
+        folder,
+        Waiting(folder, int(batch))
+        if name == "wait"
+        else Ending(folder, int(batch), signal.Signals[name], int(rank), target == ["parent"]),
+    )

@@ -8,11 +8,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from composer_dist.trainer import Callback, CheckpointSaver, Logger, State
 from composer_dist.trainer.preemption import EXIT_STATUS
@@ -152,4 +156,61 @@ def test_p100_torchrun_starts_again_after_a_rank_was_killed(world2: World, tmp_p
     options = "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "tests.trainer.killable"
     assert ended(torchrun(*options, str(run), "7", "SIGKILL", "1")) == 0
     equal(torch.load(run / "final.pt"), world2(whole, tmp_path / "whole", True)[0])
+    check_samples(run)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    """Where agents meet, on a host that stays: with that one a job would be lost."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield f"127.0.0.1:{store.port}"
+    del store
+
+
+def agents(endpoint: str, nodes: str, *arguments: str) -> Callable[[], subprocess.Popen[str]]:
+    """Each call starts the torchrun of one more host."""
+    meeting = f"--rdzv-backend=c10d --rdzv-endpoint={endpoint} --rdzv-id=test"
+    conf = "--rdzv-conf=is_host=false,last_call_timeout=3"
+    options = *meeting.split(), conf, f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=2"
+    return partial(torchrun, *options, "-m", "tests.trainer.killable", *arguments)
+
+
+@pytest.mark.slow
+def test_p100_several_agents_start_again_after_a_rank_was_killed(
+    world2: World, tmp_path: Path, endpoint: str
+) -> None:
+    run = tmp_path / "run"
+    agent = agents(endpoint, "2", str(run), "7", "SIGKILL", "1")
+    assert [ended(one) for one in (agent(), agent())] == [0, 0]
+    equal(torch.load(run / "final.pt"), world2(whole, tmp_path / "whole", True)[0])
+    check_samples(run)
+
+
+@pytest.mark.slow
+def test_p100_when_a_host_is_taken_away_the_others_go_on(tmp_path: Path, endpoint: str) -> None:
+    run = tmp_path / "run"
+    agent = agents(endpoint, "1:2", str(run), "7", "SIGTERM", "1", "parent")
+    found = [ended(one) for one in (agent(), agent())]
+    assert sorted(code == 0 for code in found) == [False, True]
+    assert (run / "final.pt").exists()
+    assert {json.loads(note.read_text())["world"] for note in run.glob("batch-*.json")} == {1, 2}
+    check_samples(run)
+
+
+@pytest.mark.slow
+def test_p100_a_host_that_comes_later_takes_part(
+    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By default an agent keeps the address of the first attempt's store to itself (torch 2.13).
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    run = tmp_path / "run"
+    agent = agents(endpoint, "1:2", str(run), "7", "wait", "0")
+    first = agent()
+    while not (run / "waiting").exists():
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.1)
+    second = agent()
+    assert [ended(first), ended(second)] == [0, 0]
+    worlds = [json.loads((run / f"batch-{batch}-0.json").read_text())["world"] for batch in (1, BATCHES)]
+    assert worlds == [1, 2]
     check_samples(run)

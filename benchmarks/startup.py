@@ -1,0 +1,122 @@
+"""From the command to the first step: `composer-dist train` against a script by hand that does the same.
+
+    python benchmarks/startup.py --ranks 2 --rounds 5
+
+Both build the same Llama and its AdamW, read the same text as bytes, shard by FSDP2, and take steps; timed
+from the start of the command (`composer-dist train -n 2`, `torchrun`) until the first step is written down in
+a file. They take turns; medians are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+CONFIGURATION = """
+seed: 17
+out: {out}
+model:
+  kind: causal_lm
+  config:
+    model_type: llama
+    hidden_size: 256
+    intermediate_size: 512
+    num_hidden_layers: 8
+    num_attention_heads: 8
+    max_position_embeddings: 128
+  tokenizer: bytes
+data: {{kind: text, source: english, context: 128, batch_size: 8}}
+optimizer: {{name: adamw, lr: 1e-3}}
+parallelism: fsdp
+trainer: {{max_duration: 2ba}}
+loggers: {{file: {{interval: 1ba}}}}
+"""
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(17)
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=8,
+                     max_position_embeddings=128, vocab_size=259)
+model = LlamaForCausalLM(config)
+for layer in model.model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+text = torch.tensor(list("".join(topics.values()).encode()))
+rows = TensorDataset(text[: len(text) // 128 * 128].view(-1, 128))
+loader = DataLoader(rows, batch_size=8, sampler=DistributedSampler(rows))
+for _, (tokens,) in zip(range(2), loader):
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        with open(sys.argv[1], "a") as file:
+            print(loss.item(), file=file)
+dist.destroy_process_group()
+"""
+
+
+def until_written(command: list[str], file: Path, mark: str) -> float:
+    """Seconds from the start of a command until the mark stands in the file."""
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        while not file.exists() or mark not in file.read_text():
+            if process.poll():
+                raise RuntimeError(process.stderr.read())
+            time.sleep(0.005)
+        seconds = time.perf_counter() - start
+        process.communicate()
+    return seconds
+
+
+def main() -> None:
+    """Run both in turn and print medians."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    seconds: dict[str, list[float]] = {"composer-dist train": [], "script": []}
+    python, world = sys.executable, str(arguments.ranks)
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world]
+    for _ in range(arguments.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            (path / "config.yaml").write_text(CONFIGURATION.format(out=path / "out"))
+            (path / "script.py").write_text(SCRIPT)
+            ours = [python, "-m", "composer_dist", "train", str(path / "config.yaml"), "-n", world]
+            seconds["composer-dist train"].append(
+                until_written(ours, path / "out" / "metrics.jsonl", '"batch": 1')
+            )
+            theirs = [*torchrun, str(path / "script.py"), str(path / "losses")]
+            seconds["script"].append(until_written(theirs, path / "losses", "\n"))
+    median = {name: statistics.median(found) for name, found in seconds.items()}
+    table = Table("command", "seconds to the first step", "x script", title=f"{world} processes")
+    for name, found in median.items():
+        table.add_row(name, f"{found:.2f}", f"{found / median['script']:.2f}")
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

@@ -1,0 +1,83 @@
+"""Where the ranks of a new process group meet.
+
+A launcher's store may be older than the group. torchrun keeps one for all attempts of a job, and so does a
+program that ends a group and makes another (torch 2.13). What the earlier ranks wrote there, such as gloo's
+addresses, would be read as if it were the new ones', which would dial processes that are gone. So every
+group has a part of the store for itself, under a name that rank 0 draws.
+
+How the others learn the name without believing an old one: each leaves a token of its own and waits for the
+answer to just this token. Rank 0 answers every token it finds until all ranks have said that they are there.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in its __all__
+    DistError,
+    PrefixStore,
+    Store,
+    rendezvous,
+)
+
+from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.wording import ranks_named
+
+
+def meeting_place(timeout: timedelta | None = None) -> dict[str, Any]:
+    """The arguments of `init_process_group` that say where the ranks of the launcher's job meet.
+
+    Raises:
+        ParallelismRuntimeError: a rank did not come in time; rank 0 names those that did not.
+    """
+    limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    shared, rank, world_size = next(rendezvous("env://", **limit))
+    store = PrefixStore(agreed_name(shared, rank, world_size), shared)
+    return {"store": store, "rank": rank, "world_size": world_size}
+
+
+def agreed_name(store: Store, rank: int, world_size: int) -> str:
+    """A name that rank 0 draws and all ranks that are alive return; they all have to call."""
+    return _give_name(store, world_size) if rank == 0 else _ask_name(store, rank)
+
+
+def _give_name(store: Store, world_size: int) -> str:
+    name = uuid.uuid4().hex
+    absent = list(range(1, world_size))
+    patience = _seconds(store)
+    deadline = time.monotonic() + patience
+    while True:
+        for rank in absent:
+            if store.check([f"token/{rank}"]):
+                store.set(f"answer/{store.get(f'token/{rank}').decode()}", name)
+        absent = [rank for rank in absent if not store.check([f"{name}/here/{rank}"])]
+        if not absent:
+            return name
+        if time.monotonic() > deadline:
+            raise ParallelismRuntimeError(
+                f"Of {world_size} ranks, {ranks_named(absent)} did not come within {patience:g} s. Look at "
+                "their logs, and whether their machines reach MASTER_ADDR."
+            )
+        time.sleep(0.002)
+
+
+def _ask_name(store: Store, rank: int) -> str:
+    token = uuid.uuid4().hex
+    store.set(f"token/{rank}", token)
+    try:
+        name = store.get(f"answer/{token}").decode()
+    except DistError as error:
+        raise ParallelismRuntimeError(
+            f"Rank 0 did not answer rank {rank} within {_seconds(store):g} s. "
+            "Look at its log, and whether all ranks were started."
+        ) from error
+    store.set(f"{name}/here/{rank}", "")
+    return name
+
+
+def _seconds(store: Store) -> float:
+    """How long it waits for a key."""
+    return float(store.timeout.total_seconds())  # type: ignore[attr-defined]  # torch's stub lacks it
