@@ -37,10 +37,10 @@ demo: $(VENV)/.dev
 	$(BIN)/python examples/demo/reload.py
 
 test: $(VENV)/.dev
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-all: $(VENV)/.dev
-	$(BIN)/pytest -m ''
+	$(BIN)/pytest -n 2 --dist worksteal -m ''
 
 zoo: $(VENV)/.dev
 	$(BIN)/pytest -m '' tests/zoo

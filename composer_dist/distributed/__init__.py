@@ -31,8 +31,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "accumulate": f"{_HERE}.accumulation",
         "accumulated_bytes": f"{_HERE}.accumulation",
         "parallel_cross_entropy": f"{_HERE}.tp_loss",
-        "clip_grad_norm": f"{_HERE}.gradients",
-        "clip_grad_value": f"{_HERE}.gradients",
+        "clip_grad_norm": f"{_HERE}.clipping",
+        "clip_grad_value": f"{_HERE}.clipping",
         "named_parameters_canonical": f"{_HERE}.names",
         "build_mesh": f"{_HERE}.mesh",
         "sampler_kwargs": f"{_HERE}.mesh",
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from composer_dist.distributed.accumulation import accumulate as accumulate
     from composer_dist.distributed.accumulation import accumulated_bytes as accumulated_bytes
     from composer_dist.distributed.activation_checkpointing import apply_ac as apply_ac
+    from composer_dist.distributed.clipping import clip_grad_norm as clip_grad_norm
+    from composer_dist.distributed.clipping import clip_grad_value as clip_grad_value
     from composer_dist.distributed.codecs import register_tensor_codec as register_tensor_codec
     from composer_dist.distributed.context import context_parallel as context_parallel
     from composer_dist.distributed.data_parallel import DDPSyncStrategy as DDPSyncStrategy
     from composer_dist.distributed.data_parallel import ddp_sync_context as ddp_sync_context
-    from composer_dist.distributed.gradients import clip_grad_norm as clip_grad_norm
-    from composer_dist.distributed.gradients import clip_grad_value as clip_grad_value
     from composer_dist.distributed.gradients import no_sync as no_sync
     from composer_dist.distributed.initialize import assert_no_meta as assert_no_meta
     from composer_dist.distributed.launching import launch as launch

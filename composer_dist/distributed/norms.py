@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
-from composer_dist.distributed.gradients import local_gradient, sharding_of
+from composer_dist.distributed.clipping import local_gradient, sharding_of
 
 Part = tuple[torch.Tensor, torch.Tensor | None]
 """A tensor that tells the sharding, and this rank's part of the values; None where it has none."""

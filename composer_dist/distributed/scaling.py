@@ -17,7 +17,7 @@ import torch
 
 from composer_dist import _torch
 from composer_dist.distributed import process_group
-from composer_dist.distributed.gradients import local_gradient
+from composer_dist.distributed.clipping import local_gradient
 from composer_dist.errors import ParallelismValueError
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from composer_dist.distributed import process_group
 from composer_dist.distributed.accumulation import Accumulate, accumulate
+from composer_dist.distributed.clipping import clip_grad_norm, clip_grad_value
 from composer_dist.distributed.context import context_parallel, find_mesh
-from composer_dist.distributed.gradients import clip_grad_norm, clip_grad_value
 from composer_dist.distributed.mesh import submesh
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.autocast import autocast

@@ -21,12 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_dist import _torch
 from composer_dist.distributed.activation_checkpointing import checkpoint_modules
-from composer_dist.distributed.gradients import (
-    average_plain_gradients,
-    clip_grad_norm,
-    clip_grad_value,
-    no_sync,
-)
+from composer_dist.distributed.clipping import clip_grad_norm, clip_grad_value
+from composer_dist.distributed.gradients import average_plain_gradients, no_sync
 from composer_dist.errors import (
     ParallelismRuntimeError,
     ParallelismTypeError,

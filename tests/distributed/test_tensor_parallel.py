@@ -16,8 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from composer_dist.checkpoint.state import full_model_state, load_full_model_state
 from composer_dist.distributed.aliases import read_structure
+from composer_dist.distributed.clipping import clip_grad_norm, clip_grad_value
 from composer_dist.distributed.config import MeshConfig, ParallelismConfig, Rule, TPConfig
-from composer_dist.distributed.gradients import clip_grad_norm, clip_grad_value, no_sync
+from composer_dist.distributed.gradients import no_sync
 from composer_dist.distributed.layout import Layout
 from composer_dist.distributed.mesh import build_mesh, sampler_kwargs
 from composer_dist.distributed.names import named_parameters_canonical
