@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from composer_dist.checkpoint import full_model_state
+from composer_dist.checkpoint.async_save import finish_pending
 from composer_dist.run.build import Session, build
 from composer_dist.run.read import read_configuration
 from composer_dist.run.session import finish
@@ -74,13 +75,14 @@ def failing(file: Path, *overrides: str) -> Any:
 
 
 class KillAt(Callback):
-    """Ends the process without a word, before the batch after `batch`."""
+    """Ends the process without a word, before the batch after `batch`, when no save is under way."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
 
     def batch_start(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch == self._batch:
+            finish_pending()
             os._exit(9)
 
 
