@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composer_dist.checkpoint.async_save import finish_pending
-from composer_dist.checkpoint.contents import bare, model_of, models_in
+from composer_dist.checkpoint.contents import bare, kind_of, model_of, models_in
 from composer_dist.checkpoint.loading import Faults, Part, plan_model, plan_optimizer, plan_value
 from composer_dist.checkpoint.opened import Opened, open_checkpoint
 from composer_dist.checkpoint.optimizer import unusable_on_error
@@ -61,7 +61,8 @@ def load_checkpoint(
     """
     finish_pending()
     agreement = Agreement()
-    opened = _open(path, allow_pickle, verify, agreement)
+    where = _agreed_path(path, state, [strict, verify, allow_pickle], agreement)
+    opened = _open(where, allow_pickle, verify, agreement)
     if state is None:
         with agreement.together("reading the checkpoint"):
             return {key: opened.value(code) for key, code in opened.structure.items()}
@@ -71,7 +72,7 @@ def load_checkpoint(
     faults = Faults(strict, ignore)
     with agreement.together("matching the checkpoint"):
         parts = _plan(opened, state, model, faults)
-        faults.report(str(path))
+        faults.report(where)
     with agreement.together("preparing to load"):
         for part in parts:
             part.prepare()
@@ -86,9 +87,31 @@ def load_checkpoint(
     return _rest(opened, state)
 
 
-def _open(path: str | os.PathLike[str], allow_pickle: bool, verify: bool, agreement: Agreement) -> Opened:
+def _agreed_path(path: Any, state: Any, options: list[bool], agreement: Agreement) -> str:
+    """The first rank's path; the ranks make the same call, or all raise."""
+    error: Exception | None = None
+    post: list[Any] = []
+    try:
+        known = state.items() if isinstance(state, Mapping) else [(BARE, state)]
+        post = [os.fspath(path), options, [[key, kind_of(value)] for key, value in known]]
+    except Exception as caught:
+        error = caught
+
+    def decide(posts: list[list[Any]]) -> Any:
+        for rank, other in enumerate(posts):
+            if other[1:] != posts[0][1:]:
+                raise CheckpointValueError(
+                    f"Ranks 0 and {rank} load differently: {posts[0][1:]} and {other[1:]}. Every rank must "
+                    "pass the same keys and options."
+                )
+        return posts[0][0]
+
+    agreed: str = agreement.reach("the place of the checkpoint", post, decide, error)
+    return agreed
+
+
+def _open(agreed: str, allow_pickle: bool, verify: bool, agreement: Agreement) -> Opened:
     """The checkpoint, which all ranks see alike, verified."""
-    agreed = agreement.reach("the checkpoint's place", os.fspath(path), lambda paths: paths[0])
     with agreement.together("opening the checkpoint"):
         opened = open_checkpoint(agreed, allow_pickle)
 

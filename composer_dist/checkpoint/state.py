@@ -52,7 +52,7 @@ def full_model_state(
 
     Raises:
         CheckpointValueError: "adapters" without any, or a selected tensor is on the meta device.
-        ParallelismValueError: an unknown option, or ranks select different names.
+        ParallelismValueError: an unknown option, or ranks select different names or pass different options.
     """
     if ranks not in ("zero", "all"):
         raise ParallelismValueError(f'ranks must be "zero" or "all", not {ranks!r}.')
@@ -63,7 +63,7 @@ def full_model_state(
         chosen = _select(model, state, select)
     except Exception as caught:  # the user's function, on this rank alone perhaps
         error = caught
-    agree_on("full_model_state", state.values(), list(chosen), error)
+    agree_on("full_model_state", state.values(), list(chosen), error, f"ranks={ranks!r}, dtype={dtype}")
     full = gather_full(
         {name: v for name, v in chosen.items() if isinstance(v, Tensor)}, ranks == "all", dtype
     )
@@ -119,7 +119,7 @@ def load_full_model_state(
             plan = _plan_load(list(live_state(model)), targets, given, strict)
         except Exception as caught:
             error = caught
-    plan = Agreement().reach("load_full_model_state", plan, lambda plans: plans[0], error)
+    plan = Agreement().reach("load_full_model_state", [source, plan], _first_plan, error)
     try:
         for name in plan["tensors"]:
             _materialize(targets[name])
@@ -133,26 +133,29 @@ def load_full_model_state(
     return LoadResult(plan["missing"], plan["unexpected"])
 
 
-def agree_on(step: str, tensors: Iterable[Any], names: list[str], error: Exception | None) -> None:
+def agree_on(
+    step: str, tensors: Iterable[Any], names: list[str], error: Exception | None, options: str = ""
+) -> None:
     """All ranks are about to gather the same tensors in the same order, or all raise.
 
     Args:
         tensors: without a shard among them ranks need not come together.
         names: what this rank would gather.
         error: what has gone wrong on this rank, if anything has.
+        options: how this rank was called.
 
     Raises:
         ParallelismError: `error`, of this rank or another.
-        ParallelismValueError: the ranks have chosen different names.
+        ParallelismValueError: the ranks have chosen different names, or were called differently.
     """
     if not any(isinstance(tensor, DTensor) for tensor in tensors):
         if error is not None:
             raise error
         return
     agreement = Agreement()
-    digest = sha256("\n".join(names).encode()).hexdigest()
+    digest = sha256("\n".join([options, *names]).encode()).hexdigest()
     if not agreement.reach(step, digest, lambda found: len(set(found)) == 1, error):
-        agreement.reach(step, names, _alike)
+        agreement.reach(step, [options, names], _alike)
 
 
 def gather_full(
@@ -210,10 +213,26 @@ def _select(model: nn.Module, state: dict[str, Any], select: Select) -> dict[str
     return chosen
 
 
-def _alike(found: list[list[str]]) -> None:
-    for rank, names in enumerate(found):
-        if names != found[0]:
-            odd = sorted(set(names) ^ set(found[0]))
+def _first_plan(posts: list[list[Any]]) -> Any:
+    for rank, (source, _) in enumerate(posts):
+        if source != posts[0][0]:
+            raise ParallelismValueError(
+                f"Ranks 0 and {rank} have different sources, {posts[0][0]!r} and {source!r}; every rank must "
+                "make the same call."
+            )
+    return posts[0][1]
+
+
+def _alike(found: list[list[Any]]) -> None:
+    usual, first = found[0]
+    for rank, (options, names) in enumerate(found):
+        if options != usual:
+            raise ParallelismValueError(
+                f"Ranks 0 and {rank} pass different options: {usual} and {options}. Every rank must make the "
+                "same call."
+            )
+        if names != first:
+            odd = sorted(set(names) ^ set(first))
             raise ParallelismValueError(
                 f"Ranks 0 and {rank} would gather different tensors: "
                 f"{', '.join(odd) or 'the same ones in another order'}. Let every rank select alike."

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from composer_dist.checkpoint import (
     full_model_state,
     load_checkpoint,
+    load_full_model_state,
     load_full_optimizer_state,
     load_pretrained,
     save_checkpoint,
@@ -26,6 +27,7 @@ from composer_dist.errors import (
     CheckpointKeyError,
     CheckpointRuntimeError,
     CheckpointValueError,
+    ParallelismError,
     ParallelismRuntimeError,
 )
 from tests.checkpoint.runs import assert_same, save_run, snapshot, start, train
@@ -290,3 +292,29 @@ def test_what_cannot_be_read_is_found_before_anything_changes(world2: World, tmp
     first, second = world2(load_in_vain, str(tmp_path / "c"))
     assert first == second
     assert "odd is an object that could run code" in first
+
+
+def load_differently(path: str) -> list[str]:
+    model, _ = start("fsdp2", toy, 0)
+    save_checkpoint(path, {"model": model, "steps": 1})
+    rank, texts = dist.get_rank(), []
+    calls: list[Callable[[], Any]] = [
+        lambda: load_checkpoint(path, {"model": model} | ({"steps": 0} if rank else {})),
+        lambda: load_checkpoint(path, {"model": model}, verify=bool(rank)),
+        lambda: full_model_state(model, ranks="all" if rank else "zero"),
+        lambda: load_full_model_state(model, toy().state_dict(), source="all" if rank else "rank0"),
+        lambda: load_checkpoint(None if rank else path, {"model": model}),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        with pytest.raises(ParallelismError) as caught:
+            call()
+        texts.append(str(caught.value))
+    assert load_checkpoint(path, {"model": model}) == {"steps": 1}
+    return texts
+
+
+def test_ranks_that_make_different_calls_all_raise(world2: World, tmp_path: Path) -> None:
+    first, second = world2(load_differently, str(tmp_path / "c"))
+    assert first == second
+    words = ["load differently", "load differently", "different options", "sources", "Rank 1: TypeError"]
+    assert all(word in text for word, text in zip(words, first, strict=True))
