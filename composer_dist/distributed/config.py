@@ -27,6 +27,8 @@ Sync = Literal["auto", "rank0", "verify"]
 
 MIB = 1 << 20
 
+_ALL_RANKS = MeshConfig()
+
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2Config(FromDict):
@@ -174,7 +176,7 @@ class Rule(FromDict):
 class ParallelismConfig(FromDict):
     """Everything about how a model is made parallel; the one home of what several modes need."""
 
-    mesh: MeshConfig | DeviceMesh = dataclasses.field(default_factory=MeshConfig)
+    mesh: MeshConfig | DeviceMesh = _ALL_RANKS
     """The sizes of the mesh, or a mesh of your own: see `composer_dist.distributed.mesh.roles`."""
     fsdp2: FSDP2Config | None = None
     """None means the defaults."""
