@@ -239,7 +239,9 @@ def _open_files() -> Finding:
 def _host_name() -> Finding:
     name = socket.gethostname()
     try:
-        return Finding("host name", f"{name} is {socket.gethostbyname(name)}")
+        address = socket.gethostbyname(name)
+        alone = ", for other hosts themselves: several need GLOO_SOCKET_IFNAME (composer-dist train sets it)"
+        return Finding("host name", f"{name} is {address}{alone if address.startswith('127.') else ''}")
     except OSError:
         remedy = "Gloo waits for it: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME."
         return Finding("host name", f"{name} has no address", "warning", remedy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +38,7 @@ def train(
     config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the file's.", show_default=False),
+        typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's.", show_default=False),
     ] = None,
     processes: Annotated[
         int | None,
@@ -96,6 +97,7 @@ def _told(launcher: int | None = None) -> Iterator[None]:
 
     if launcher is not None:
         end_with(launcher)
+    shown, warnings.formatwarning = warnings.formatwarning, _as_a_line
     ctrl_c = interrupt.CtrlC(quiet=launcher is not None or os.environ.get("RANK", "0") != "0")
     try:
         with ctrl_c:
@@ -110,12 +112,28 @@ def _told(launcher: int | None = None) -> Iterator[None]:
         from composer_dist.run.read import ConfigurationError
 
         wrong_input = isinstance(error, ConfigurationError)
-        text = str(error) if wrong_input else f"{_origin(error)}composer-dist train: {error}"
+        text = str(error) if wrong_input else _failure(error)
         if launcher is not None:
             report_failure(text)
         elif not wrong_input or os.environ.get("RANK", "0") == "0":  # all ranks find the same
             typer.echo(text, err=True)
         raise typer.Exit(2 if wrong_input else 1) from None
+    finally:
+        warnings.formatwarning = shown
+
+
+def _as_a_line(message: Warning | str, category: type[Warning], *place: object) -> str:
+    """A warning without the line of code from which it comes: here that is never the user's."""
+    return f"{category.__name__}: {message}\n"
+
+
+def _failure(error: BaseException) -> str:
+    """What failed, and on which rank; errors of our own say that themselves, where it is not all."""
+    from composer_dist.errors import ParallelismError
+
+    rank = None if isinstance(error, ParallelismError) else os.environ.get("RANK")
+    where = "" if rank is None else f", rank {rank}"
+    return f"{_origin(error)}composer-dist train{where}: {error}"
 
 
 def _origin(error: BaseException) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from composer_dist.distributed import process_group
 from composer_dist.distributed.agreement import Agreement
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import CheckpointError, CheckpointValueError, ParallelismValueError, kind_of
 from composer_dist.models.base import ComposerModel
 from composer_dist.run import registry
 from composer_dist.run.data import datasets, loader
@@ -63,20 +65,21 @@ def build(configuration: Configuration) -> Session:
         schedulers = scheduler_of(run, optimizer, configuration, len(train_loader))
     stepped = any(isinstance(one, LRScheduler) for one in schedulers)
     options: dict[str, Any] = {"step_schedulers_every_batch": True if stepped else None} | run.trainer
-    trainer = Trainer(
-        model=model,
-        train_dataloader=train_loader,
-        optimizers=optimizer,
-        schedulers=schedulers,
-        eval_dataloader=eval_loader,
-        parallelism_config=configuration.parallelism,
-        seed=run.seed,
-        resume=_resume(run),
-        callbacks=_callbacks(configuration),
-        loggers=_loggers(configuration),
-        **options,
-    )
-    _check_steps(trainer, run)
+    with _earlier_run(run):
+        trainer = Trainer(
+            model=model,
+            train_dataloader=train_loader,
+            optimizers=optimizer,
+            schedulers=schedulers,
+            eval_dataloader=eval_loader,
+            parallelism_config=configuration.parallelism,
+            seed=run.seed,
+            resume=_resume(run),
+            callbacks=_callbacks(configuration),
+            loggers=_loggers(configuration),
+            **options,
+        )
+        _check_steps(trainer, run)
     return Session(run, model, trainer)
 
 
@@ -114,6 +117,16 @@ def scheduler_of(
     return [kind(optimizer, **arguments)]
 
 
+@contextmanager
+def _earlier_run(run: Run) -> Iterator[None]:
+    """What is wrong with the checkpoints of an earlier run says what else there is to do."""
+    try:
+        yield
+    except CheckpointError as error:
+        text = f"{error} To begin anew, choose another out than {run.out}, which has an earlier run."
+        raise kind_of(error)(text) from error
+
+
 def _check_steps(trainer: Trainer, run: Run) -> None:
     """Refuses to go on beyond the last step of a schedule that an earlier process has begun."""
     for scheduler in trainer.state.schedulers:
@@ -121,9 +134,9 @@ def _check_steps(trainer: Trainer, run: Run) -> None:
         if last is None or trainer.resumed_from is None:
             continue
         if batches(run.trainer["max_duration"], trainer.state.train_length or 0) > last:
-            raise ParallelismValueError(
-                f"The run in {run.out} was begun for {last} batches, beyond which {type(scheduler).__name__} "
-                "cannot go. The schedulers 'cosine', 'linear' and 'constant' can; or choose another out."
+            raise CheckpointValueError(
+                f"The run was begun for {last} batches, beyond which {type(scheduler).__name__} cannot go; "
+                "'cosine', 'linear' and 'constant' can."
             )
 
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.trainer.callbacks import Callback
 from composer_dist.trainer.state import State
 
@@ -29,7 +29,8 @@ def load_run_state(state: State, callbacks: Sequence[Callback], saved: Mapping[s
     make them here as they were.
 
     Raises:
-        ParallelismValueError: it has another number of schedulers, or is of something else.
+        CheckpointValueError: it has another number of schedulers.
+        ParallelismValueError: it is of something else.
     """
     parts = {"state", "loss_scaler", "schedulers", "callbacks"}
     if wrong := parts.symmetric_difference(saved):
@@ -37,8 +38,9 @@ def load_run_state(state: State, callbacks: Sequence[Callback], saved: Mapping[s
             f"This is no Trainer's state: missing or unknown are {', '.join(sorted(wrong))}."
         )
     if len(saved["schedulers"]) != len(state.schedulers):
-        raise ParallelismValueError(
-            f"The state has {len(saved['schedulers'])} schedulers, the Trainer {len(state.schedulers)}."
+        raise CheckpointValueError(
+            f"The run was begun with {len(saved['schedulers'])} of torch's schedulers, and the Trainer has "
+            f"{len(state.schedulers)}: give it the same ones."
         )
     named = _numbered(callbacks)
     if gone := [name for name in saved["callbacks"] if name not in named]:

@@ -28,7 +28,8 @@ def test_p100_killed_and_resumed_runs_are_bit_equal_to_uninterrupted_ones(
     run = [*RUN, *(TEXT if name != "vision" else [])]
     (expected, began), _ = world2(weights_of, file, *run, f"out={tmp_path}/whole")
     assert (len(expected) > 1, began) == (True, 0)
-    killed = [*run, f"out={tmp_path}/killed"]
+    # Written at once: else the end may come before the checkpoint is complete.
+    killed = [*run, f"out={tmp_path}/killed", "checkpoints.asynchronous=false"]
     with pytest.raises(WorkerError):
         world2(weights_of, file, *killed, "callbacks={tests.run.runs.KillAt: {batch: 3}}")
     (found, began), _ = world2(weights_of, file, *killed)
