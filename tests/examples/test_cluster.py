@@ -162,10 +162,11 @@ def test_two_hosts_of_two_ranks_shard_within_and_replicate_across(tmp_path: Path
 
 
 def _torchruns(*command: str) -> list[list[str]]:
-    """A torchrun on each of two hosts, which meet at the first: its name does not tell that it is it."""
+    """A torchrun on each of two hosts, which meet at the first; names that lead back tell torch nothing."""
     options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.7.0.1:29400"]
     whole = [sys.executable, "-m", "torch.distributed.run", *options, "--rdzv-id=test"]
-    return [[*whole, f"--rdzv-conf=is_host={here}", *command] for here in ("true", "false")]
+    hosts = (("true", "10.7.0.1"), ("false", "10.7.0.2"))
+    return [[*whole, f"--rdzv-conf=is_host={first}", f"--local-addr={own}", *command] for first, own in hosts]
 
 
 @pytest.mark.slow
