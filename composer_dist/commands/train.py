@@ -122,7 +122,9 @@ def _told(launcher: int | None = None) -> Iterator[None]:
         warnings.formatwarning = shown
 
 
-def _as_a_line(message: Warning | str, category: type[Warning], *place: object) -> str:
+def _as_a_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """A warning without the line of code from which it comes: here that is never the user's."""
     return f"{category.__name__}: {message}\n"
 
