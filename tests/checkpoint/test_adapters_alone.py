@@ -71,7 +71,12 @@ def written(path: Path) -> int:
     return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")))
 
 
-def test_p43_of_a_peft_model_less_than_a_hundredth_of_the_base_moves(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "loads", [[("1", "tp")], pytest.param([("2", "tp"), ("1", "ddp"), ("2", "ddp")], marks=pytest.mark.slow)]
+)
+def test_p43_of_a_peft_model_less_than_a_hundredth_of_the_base_moves(
+    tmp_path: Path, loads: list[tuple[str, str]]
+) -> None:
     from peft import PeftModel
 
     for size, moved, state in run(save, 2, tmp_path):
@@ -80,8 +85,8 @@ def test_p43_of_a_peft_model_less_than_a_hundredth_of_the_base_moves(tmp_path: P
         assert size > 9e6
         assert all(0 <= one < size / 100 for one in moved), moved
         assert all(0 < written(tmp_path / name) < size / 100 for name in ("1", "2", "peft"))
-    for number, mesh in ((1, "tp"), (2, "tp"), (1, "ddp")):
-        assert run(load, 2, tmp_path / f"{number}", mesh) == [True, True]
+    for name, mesh in loads:
+        assert run(load, 2, tmp_path / name, mesh) == [True, True]
     loaded, expected = PeftModel.from_pretrained(base(), tmp_path / "peft"), tuned(0)
     ids = torch.arange(8)[None]
     with torch.no_grad():

@@ -275,7 +275,9 @@ def decoder(seed: int) -> nn.Module:
     return gpt2()
 
 
-@pytest.mark.parametrize("mesh", ["tp", "ddp", "hsdp", "fsdp_tp"])
+@pytest.mark.parametrize(
+    "mesh", ["tp", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("ddp", "hsdp", "fsdp_tp"))]
+)
 def test_p44_from_every_rank_s_own_copy_on_every_mesh(mesh: str) -> None:
     for state in run(everywhere, MESHES[mesh][0], mesh):
         assert_equal(state, decoder(3).state_dict())
