@@ -215,11 +215,11 @@ def contenders() -> Iterator[tuple[str, Callable[[nn.Module, Batches], Result]]]
 def main() -> None:
     """Run all contenders in turn and print medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=8, help="samples of a rank's batch")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="worlds to launch")

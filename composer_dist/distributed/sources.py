@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.aliases import Structure, describe
 from composer_dist.distributed.codecs import parts
+from composer_dist.distributed.fingerprint import fingerprint
 from composer_dist.distributed.optimizer import (
     Description,
     describe_groups,
@@ -25,7 +26,6 @@ from composer_dist.distributed.optimizer import (
     state_tensors,
 )
 from composer_dist.distributed.parallel_plan import ParallelPlan
-from composer_dist.distributed.sync import fingerprint
 from composer_dist.errors import ParallelismValueError
 
 _SHOWN = 5

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from composer_dist.distributed import arena
+from composer_dist.distributed.fingerprint import fingerprint
 from composer_dist.distributed.layout import Coordinate, Layout
-from composer_dist.distributed.sync import Cargo, deliver, fingerprint, take_slice
+from composer_dist.distributed.sync import Cargo, deliver, take_slice
 from tests.world import run
 
 MIB = 1 << 20
