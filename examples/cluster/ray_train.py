@@ -21,8 +21,8 @@ from composer_dist.distributed import clip_grad_norm, init_context, parallelize_
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def train_worker(settings: dict[str, Any]) -> None:
-    """What every worker does: prepare, train on its part of the batches, report."""
+def train_worker(settings: dict[str, Any]) -> dict[str, float]:
+    """What every worker does: prepare, train on its part of the batches, report; returns the last report."""
     torch.manual_seed(0)
     with init_context():
         model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=64, **SIZES))
@@ -37,14 +37,17 @@ def train_worker(settings: dict[str, Any]) -> None:
         norm = clip_grad_norm(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        train.report({"loss": loss.item(), "norm": norm.item()})
+        metrics = {"loss": loss.item(), "norm": norm.item()}
+        train.report(metrics)
+    return metrics
 
 
 def main(workers: int = 2, steps: int = 3) -> dict[str, Any]:
     """The last report of the first worker."""
     scaling = ScalingConfig(num_workers=workers, use_gpu=False)
     trainer = TorchTrainer(train_worker, train_loop_config={"steps": steps}, scaling_config=scaling)
-    metrics: dict[str, Any] = trainer.fit().metrics
+    # Result.metrics are those of checkpoints (Ray 2.60), of which there are none.
+    metrics: dict[str, Any] = trainer.fit().return_value
     return metrics
 
 
