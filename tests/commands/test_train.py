@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from composer_dist.cli import app
@@ -137,6 +138,25 @@ def test_an_error_on_one_of_two_processes_is_told_once(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("ZeroDivisionError: division by zero") >= 1, done.stderr
     assert done.stderr.count("composer-dist train:") == 1, done.stderr
+
+
+def test_a_run_is_gone_on_with_and_exports_the_averages(tmp_path: Path) -> None:
+    run = [PRESETS / "vision.yaml", "trainer.eval_interval=null", "trainer.progress_bar=false"]
+    averaged = [*run, f"out={tmp_path / 'averaged'}", "callbacks={ema: {half_life: 1000ba}}"]
+    status, _, told = call(*averaged, "trainer.max_duration=2ba")
+    assert (status, "Goes on" in told, "the EMA's averages" in told) == (0, False, True), told
+    status, _, told = call(*averaged, "trainer.max_duration=4ba")
+    assert status == 0
+    assert f"Goes on from {tmp_path}/averaged/checkpoints/ep0-ba2, after batch 2.\n" in told
+    assert "has reached trainer.max_duration=4ba already" in call(*averaged, "trainer.max_duration=4ba")[2]
+    status, _, told = call(*averaged, "trainer.max_duration=5ba", "model.arguments.width=8")
+    assert status == 1
+    assert "To begin anew, choose another out than" in told
+    first = call(*run, f"out={tmp_path / 'first'}", "trainer.max_duration=1ba")
+    assert first[0] == 0, first
+    found, expected = (torch.load(tmp_path / name / "model.pt") for name in ("averaged", "first"))
+    for name, value in expected.items():  # with which the averages begin, and which they hardly leave
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4)
 
 
 def test_a_launcher_inside_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
