@@ -13,13 +13,15 @@ from torch.distributed.tensor import DTensor
 from composer_dist import _torch
 from composer_dist.distributed.names import named_parameters_canonical
 from composer_dist.distributed.summon import copy_into
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.time import Time, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
     from composer_dist.trainer.loggers.logger import Logger
     from composer_dist.trainer.state import State
+
+_SHOWN = 5
 
 
 class EMA(Callback):
@@ -108,9 +110,14 @@ class EMA(Callback):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over averages of the same parameters, sharded as these are now."""
+        """Takes over averages of the same parameters, sharded as these are now.
+
+        Raises:
+            CheckpointValueError: they are of another model.
+        """
         model = self._state.model if self._state is not None else nn.Module()
         weights = dict(named_parameters_canonical(model))
+        _check_alike(weights, state["averages"])
         self.averages.clear()
         for name, saved in state["averages"].items():
             average = torch.empty_like(weights.get(name, saved), requires_grad=False)
@@ -127,6 +134,20 @@ class EMA(Callback):
                 theirs.copy_(ours)
                 ours.copy_(before)
         self._swapped = not self._swapped
+
+
+def _check_alike(weights: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> None:
+    wrong = [
+        f"{name} is {tuple(average.shape)} there, "
+        + (f"{tuple(weights[name].shape)} here" if name in weights else "and not here")
+        for name, average in averages.items()
+        if weights and (name not in weights or weights[name].shape != average.shape)
+    ]
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise CheckpointValueError(
+            f"The EMA's averages are of another model: {'; '.join(wrong[:_SHOWN])}{more}."
+        )
 
 
 def _weights(state: State) -> dict[str, Tensor]:
