@@ -140,6 +140,7 @@ def test_an_error_on_one_of_two_processes_is_told_once(tmp_path: Path) -> None:
     assert done.stderr.count("composer-dist train:") == 1, done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_is_gone_on_with_and_exports_the_averages(tmp_path: Path) -> None:
     run = [PRESETS / "vision.yaml", "trainer.eval_interval=null", "trainer.progress_bar=false"]
     averaged = [*run, f"out={tmp_path / 'averaged'}", "callbacks={ema: {half_life: 1000ba}}"]
