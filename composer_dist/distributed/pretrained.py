@@ -136,6 +136,7 @@ class Pretrained:
         index, stored = Index.unpack(found[0]), [StoredFile(*facts) for facts in found[1]]
         root = here if here.is_dir() else here.parent
         with agreement.together("the checkpoint's names"):
+            _check_dense(structure, index, here)
             match = match_names(structure, index.tensors, root.name, index.adapter)
             match.check(structure, index.entries, strict)
             with Files(root, index.files) as files:
@@ -260,6 +261,25 @@ def _gather(target: Target, bucket_bytes: int) -> int:
             dist.all_gather(parts, mine, group=mesh.get_group(dim))
             moved += 2 * (block.nbytes - mine.nbytes)
     return moved
+
+
+def _check_dense(structure: Structure, index: Index, path: Path) -> None:
+    """Refuse a checkpoint that holds what the model's quantised tensors are made of.
+
+    Raises:
+        CheckpointValueError: names the tensors.
+    """
+    stored = index.entries if index.pieces is None else index.pieces
+    quantised = [
+        name
+        for name, held in structure.tensors.items()
+        if any(f"{name}.{inner.name}" in stored for inner in held.info.inner)
+    ]
+    if quantised:
+        raise CheckpointValueError(
+            f"{path} holds the quantised parts of {', '.join(quantised)}, which load_checkpoint reads; here "
+            "their dense values are wanted, as export_pretrained writes them."
+        )
 
 
 def _check_twin(name: str, one: Blueprint, other: Blueprint, index: Index, files: Files) -> None:

@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composer_dist.checkpoint import export_pretrained, full_model_state, load_checkpoint, save_checkpoint
+from composer_dist.checkpoint import (
+    export_pretrained,
+    full_model_state,
+    load_checkpoint,
+    load_pretrained,
+    save_checkpoint,
+)
 from composer_dist.distributed import parallelize_model, prepare_fully_shard
 from composer_dist.distributed.codecs import dense, inner_tensors
 from composer_dist.distributed.config import FSDP2Config
@@ -95,6 +101,8 @@ def test_p46_what_is_made_of_other_parts_is_refused_by_name(tmp_path: Path) -> N
         CheckpointValueError, match=r"layers\.0\.base\.weight\.data8 is \(8, 8\) there, \(16, 16\) here"
     ):
         load_checkpoint(path, {"model": stack("int8", 0, width=16)})
+    with pytest.raises(CheckpointValueError, match=r"quantised parts of layers\.0.*load_checkpoint reads"):
+        load_pretrained(stack("int8", 0), path)
     plain = stack("int8", 0)
     for name in BASES:
         layer = plain.get_submodule(name.removesuffix(".weight"))
