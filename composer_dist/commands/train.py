@@ -144,7 +144,7 @@ def _origin(error: BaseException) -> str:
 
     cause: BaseException | None = error
     while isinstance(cause, ParallelismError):
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return "" if cause is None else "".join(traceback.format_exception(cause, chain=False))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
@@ -51,6 +52,8 @@ def build(configuration: Configuration) -> Session:
     run, folder = configuration.run, configuration.folder
     process_group.init(device=run.trainer.get("device"), reuse=True)
     together = Agreement().together
+    with together("the run's folder"):  # before anything that takes long
+        _make(run.out)
     seed_all(run.seed)
     with together("reading the data"):
         tokenizer = tokenizer_of(run)
@@ -115,6 +118,13 @@ def scheduler_of(
     for name in registry.WHOLE_RUN.intersection(known_names(kind)).difference(arguments):
         arguments[name] = batches(run.trainer.get("max_duration"), epoch)
     return [kind(optimizer, **arguments)]
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ParallelismValueError(f"out={folder} cannot be made: {error.strerror}.") from None
 
 
 @contextmanager

@@ -83,6 +83,8 @@ def _text(error: Any, where: Path, known: list[str]) -> str:
         case "union_tag_invalid":
             tag, expected = error["ctx"]["tag"], error["ctx"]["expected_tags"].replace("'", "").split(", ")
             return f"there is no kind {tag!r}.{near_miss(tag, expected)} There are {', '.join(expected)}"
+        case "dict_type" | "model_type" | "model_attributes_type" | "dataclass_type":
+            return f"{name} must be a mapping, key: value, not {error['input']!r}"
         case "literal_error":
             return f"{name} is {error['ctx']['expected']}, not {error['input']!r}"
         case "value_error":

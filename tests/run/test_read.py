@@ -125,8 +125,21 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
             "loggers: {console: {every: 1ba}}\ndata:",
             ":6: loggers.console.every: unknown key 'every'.",
         ),
-        ("data:", "callbacks:\n- lr_monitor\ndata:", ":6: callbacks: callbacks must be a valid dictionary"),
-        ("data:", "callbacks: {ema: 3}\ndata:", ":6: callbacks.ema: ema must be a valid dictionary"),
+        (
+            "data:",
+            "callbacks:\n- lr_monitor\ndata:",
+            ":6: callbacks: callbacks must be a mapping, key: value, not",
+        ),
+        (
+            "data:",
+            "callbacks: {ema: 3}\ndata:",
+            ":6: callbacks.ema: ema must be a mapping, key: value, not 3",
+        ),
+        (
+            "optimizer:",
+            "resume: 3\noptimizer: 3\nscheduler:",
+            ":10: optimizer: optimizer must be a mapping, key",
+        ),
         ("data:", "callbacks: {ema: {}}\ndata:", ":6: callbacks.ema.half_life: 'half_life' is missing"),
         (
             "data:",
