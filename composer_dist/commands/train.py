@@ -65,12 +65,10 @@ def train(
 
 def _run(config: Path, overrides: list[str] | None) -> None:
     """One process of a run."""
-    from composer_dist.distributed.interface import gloo_variables
     from composer_dist.distributed.surroundings import torchrun_variables
     from composer_dist.run.read import read_configuration
 
     os.environ.update(torchrun_variables(os.environ))
-    os.environ.update(gloo_variables(os.environ))
     configuration = read_configuration(config, overrides or [])
     from composer_dist.run.session import run
 

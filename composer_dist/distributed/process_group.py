@@ -19,6 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 from composer_dist._torch import clear_dtensor_caches
 from composer_dist.distributed.cpus import share_cpus as share_cpus
 from composer_dist.distributed.cpus import threads_per_process as threads_per_process
+from composer_dist.distributed.interface import gloo_variables
 from composer_dist.distributed.meeting import meeting_place
 from composer_dist.errors import (
     ParallelismRuntimeError,
@@ -47,8 +48,9 @@ def init(
     """Makes the default process group, and this process's accelerator the current device.
 
     With a launcher's environment variables (torchrun's `MASTER_ADDR`, `MASTER_PORT`, `RANK`,
-    `WORLD_SIZE`) the group spans all its processes. Without them it has one rank and a store in
-    memory, so that a single process needs no port.
+    `WORLD_SIZE`) the group spans all its processes; gloo is told the interface between several hosts
+    where it would not find it. Without them it has one rank and a store in memory, so that a single
+    process needs no port.
 
     Args:
         backend: torch's name, such as `"gloo"` or `"cuda:nccl,cpu:gloo"`. By default the device's
@@ -82,7 +84,10 @@ def init(
         _make_current(chosen)
     if backend is None:
         backend = backend_for(chosen.type, cpu_ops=chosen.type != "cpu")
-    place = meeting_place(timeout) if is_distributed() else {"store": HashStore(), "rank": 0, "world_size": 1}
+    place: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
+    if is_distributed():
+        os.environ.update(gloo_variables(os.environ))
+        place = meeting_place(timeout)
     dist.init_process_group(backend, timeout=timeout, **place)
 
 
