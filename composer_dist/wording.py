@@ -1,4 +1,4 @@
-"""Lists as a sentence has them: the first few, and how many more there are."""
+"""What sentences are made of: the first few of a list and how many more there are, ranks, kinds of values."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def listed(items: Sequence[object], most: int = 8) -> str:
 def ranks_named(ranks: Sequence[int]) -> str:
     """`"rank 3"`, or `"ranks 0, 1 and 5 more"`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+
+
+def kind_in_words(value: object) -> str:
+    """What an argument of a wrong type is, for the error: a class itself is told from its instances."""
+    return f"the class {value.__name__} itself" if isinstance(value, type) else type(value).__name__

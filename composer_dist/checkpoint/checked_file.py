@@ -39,7 +39,13 @@ class LocalSink:
     """A new local file; closing it waits until it is on the disk."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileNotFoundError as error:
+            raise CheckpointRuntimeError(
+                f"{path.parent} is gone, in which a checkpoint is being written: somebody else saves to the "
+                "same place, or empties it. Give every run a directory of its own."
+            ) from error
 
     def write(self, data: memoryview) -> None:
         """Write all of it."""

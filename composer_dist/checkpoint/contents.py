@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +33,13 @@ def kind_of(value: Any) -> Kind:
     if isinstance(value, nn.Module):
         return "model"
     return "optimizer" if isinstance(value, Optimizer) else "value"
+
+
+def keys_named(kinds: Sequence[Sequence[str]]) -> str:
+    """Pairs of a key and the kind of its value, for the error of ranks that give different ones."""
+    return (
+        ", ".join(f"{key!r}" if kind == "value" else f"{key!r} ({kind})" for key, kind in kinds) or "nothing"
+    )
 
 
 def is_stateful(value: Any) -> bool:

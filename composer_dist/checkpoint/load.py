@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composer_dist.checkpoint.async_save import finish_pending
-from composer_dist.checkpoint.contents import bare, kind_of, model_of, models_in
+from composer_dist.checkpoint.contents import bare, keys_named, kind_of, model_of, models_in
 from composer_dist.checkpoint.loading import Faults, Part, plan_model, plan_optimizer, plan_value
 from composer_dist.checkpoint.opened import Opened, open_checkpoint
 from composer_dist.checkpoint.optimizer import unusable_on_error
@@ -92,6 +92,11 @@ def _agreed_path(path: Any, state: Any, options: list[bool], agreement: Agreemen
     error: Exception | None = None
     post: list[Any] = []
     try:
+        if path is None:
+            raise CheckpointValueError(
+                "There is no checkpoint to load: the path is None. latest_checkpoint gives None where it "
+                "finds none; begin anew then."
+            )
         known = state.items() if isinstance(state, Mapping) else [(BARE, state)]
         post = [os.fspath(path), options, [[key, kind_of(value)] for key, value in known]]
     except Exception as caught:
@@ -101,8 +106,8 @@ def _agreed_path(path: Any, state: Any, options: list[bool], agreement: Agreemen
         for rank, other in enumerate(posts):
             if other[1:] != posts[0][1:]:
                 raise CheckpointValueError(
-                    f"Ranks 0 and {rank} load differently: {posts[0][1:]} and {other[1:]}. Every rank must "
-                    "pass the same keys and options."
+                    f"Ranks 0 and {rank} load differently: {_spell(posts[0])} and {_spell(other)}. Every "
+                    "rank must pass the same keys and options."
                 )
         return posts[0][0]
 
@@ -171,3 +176,9 @@ def _rest(opened: Opened, state: Mapping[str, Any]) -> dict[str, Any]:
         except CheckpointError as error:
             warnings.warn(f"{key!r} of the checkpoint is left out: {error}", UserWarning, stacklevel=3)
     return rest
+
+
+def _spell(post: list[Any]) -> str:
+    """What a rank loads and how, for the error."""
+    _, (strict, verify, allow_pickle), keys = post
+    return f"{keys_named(keys)} with {strict=}, {verify=}, {allow_pickle=}"

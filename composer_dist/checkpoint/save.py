@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from composer_dist.checkpoint.async_save import PendingSave, finish_pending, in_background, stage
-from composer_dist.checkpoint.contents import Filters, check_contents, extract, kind_of, models_in
+from composer_dist.checkpoint.contents import Filters, check_contents, extract, keys_named, kind_of, models_in
 from composer_dist.checkpoint.saving import Saving
 from composer_dist.checkpoint.single_file import SavingFile
 from composer_dist.checkpoint.storage import Place, place_of
@@ -106,8 +106,8 @@ def _reserve(
         for rank, other in enumerate(posts):
             if other[1:] != posts[0][1:]:
                 raise CheckpointValueError(
-                    f"Ranks 0 and {rank} save differently: {posts[0][1:]} and {other[1:]}. Every rank must "
-                    "pass the same keys and options."
+                    f"Ranks 0 and {rank} save differently: {_spell(posts[0])} and {_spell(other)}. Every "
+                    "rank must pass the same keys and options."
                 )
         try:
             where = place_of(posts[0][0])
@@ -121,3 +121,9 @@ def _reserve(
 
     agreed, token = agreement.reach("the place of the checkpoint", post, decide, error)
     return place_of(agreed), token
+
+
+def _spell(post: list[Any]) -> str:
+    """What a rank saves and how, for the error."""
+    _, sharded, keep, keys = post
+    return f"{keys_named(keys)} with sharded={sharded}, keep={keep}"

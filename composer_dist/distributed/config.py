@@ -20,6 +20,7 @@ from composer_dist.distributed.from_dict import FromDict
 from composer_dist.distributed.from_dict import near_miss as near_miss
 from composer_dist.distributed.mesh_config import MeshConfig as MeshConfig
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.wording import kind_in_words
 
 ActivationCheckpointing = bool | str | tuple[str, Mapping[str, Any] | None] | list[Any] | None
 Compile = bool | Mapping[str, Any] | None
@@ -268,7 +269,7 @@ def resolve_config(
             return strategy_named(config)
     raise ParallelismTypeError(
         "config must be an FSDP2Config, DDPConfig, ParallelismConfig, ParallelPlan, a dictionary or "
-        f"the name of a strategy, not {type(config).__name__}."
+        f"the name of a strategy, not {kind_in_words(config)}."
     )
 
 

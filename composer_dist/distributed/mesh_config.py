@@ -74,8 +74,11 @@ class MeshConfig(FromDict):
         """The sizes with -1 filled in.
 
         Raises:
+            ParallelismTypeError: `world_size` is no number of ranks.
             ParallelismValueError: the product is not, or cannot become, `world_size`.
         """
+        if not isinstance(world_size, int) or world_size < 1:
+            raise ParallelismTypeError(f"world_size must be a positive integer, not {world_size!r}.")
         sizes = self.sizes()
         known = 1
         for size in sizes.values():

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
+from composer_dist.wording import kind_in_words
 
 _WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
@@ -96,12 +97,24 @@ def mark_unusable(model: nn.Module, cause: str) -> None:
     model.register_forward_pre_hook(lambda module, args: check_usable(module), prepend=True)
 
 
+def check_module(model: object) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        ParallelismTypeError: says what it is.
+    """
+    if not isinstance(model, nn.Module):
+        raise ParallelismTypeError(f"model must be a torch.nn.Module, not {kind_in_words(model)}.")
+
+
 def check_usable(model: nn.Module) -> None:
     """Raise if an earlier preparation of `model` failed half way.
 
     Raises:
+        ParallelismTypeError: it is no module.
         ParallelismRuntimeError: names the cause.
     """
+    check_module(model)
     cause = vars(model).get(_UNUSABLE)
     if cause is not None:
         raise ParallelismRuntimeError(

@@ -7,7 +7,7 @@ builds the same object and executes it, so what the plan says is what happens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -39,6 +39,7 @@ from composer_dist.distributed.forward_methods import check_forward_methods
 from composer_dist.distributed.garbage import no_collection
 from composer_dist.distributed.initialize import Component, find_components, peak_bytes
 from composer_dist.distributed.mesh import mesh_sizes, own_mesh
+from composer_dist.distributed.names import check_module
 from composer_dist.distributed.optimizer_checks import check_optimizers
 from composer_dist.distributed.parallel_plan import ModulePlan, ParallelPlan
 from composer_dist.distributed.policies import Choices, WrapPolicy, choose_units
@@ -47,8 +48,9 @@ from composer_dist.distributed.skippable import plan_skippable
 from composer_dist.distributed.tp_plan import idle_styles, plan_tensor_parallel
 from composer_dist.distributed.unit_plan import idle_rules, plan_unit, with_tensor_parallel
 from composer_dist.distributed.units import Assignment, assign
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import Precision
+from composer_dist.wording import kind_in_words
 
 Config = FSDP2Config | DDPConfig | ParallelismConfig | Mapping[str, Any] | str
 
@@ -79,6 +81,7 @@ def plan_parallelism(
     Raises:
         ParallelismError: everything that can be known beforehand; see the errors of the steps.
     """
+    check_module(model)
     config = resolve_config(config)
     structure = read_structure(model)
     plan = build_plan(
@@ -174,10 +177,20 @@ def build_plan(
 
 
 def as_tuple(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:
-    """None, one or several optimizers as a tuple."""
+    """None, one or several optimizers as a tuple.
+
+    Raises:
+        ParallelismTypeError: none of these, such as the class of one.
+    """
     if optimizer is None:
         return ()
-    return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    if isinstance(optimizer, (str, type)) or not isinstance(optimizer, Iterable):
+        if isinstance(optimizer, Optimizer):
+            return (optimizer,)
+        raise ParallelismTypeError(
+            f"optimizer must be an Optimizer, several of them, or None, not {kind_in_words(optimizer)}."
+        )
+    return tuple(optimizer)
 
 
 def _world_size(config: ParallelismConfig) -> int:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
 from composer_dist._torch import clear_dtensor_caches
+from composer_dist.distributed.agreement import Agreement
 from composer_dist.distributed.cpus import share_cpus as share_cpus
 from composer_dist.distributed.cpus import threads_per_process as threads_per_process
 from composer_dist.distributed.interface import gloo_variables
@@ -89,6 +90,7 @@ def init(
         os.environ.update(gloo_variables(os.environ))
         place = meeting_place(timeout)
     dist.init_process_group(backend, timeout=timeout, **place)
+    Agreement().begin()  # from here on a rank of this host that ends is noticed
 
 
 def destroy() -> None:

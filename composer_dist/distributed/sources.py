@@ -187,11 +187,11 @@ def _explain(what: str, ranks: Sequence[int]) -> Callable[[list[list[Any]]], Non
             theirs = {_key(fact): fact for fact in facts}
             for key in [*first, *(key for key in theirs if key not in first)]:
                 if first.get(key) != theirs.get(key):
-                    lines.append(_difference(what, rank, first.get(key), theirs.get(key)))
+                    lines += _difference(what, rank, first.get(key), theirs.get(key))
         given = {"structure": "model", "plan": "configuration", "optimizers": "optimizer"}[what]
         raise ParallelismValueError(
             f"The ranks were given a different {given}:\n"
-            + "\n".join(lines[:_SHOWN])
+            + "\n".join(lines[:_SHOWN] or ["  the plans differ in the reasons they give for modules"])
             + (f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
             + "\nBuild the model, its frozen parameters, optimizers and configuration alike on every rank."
         )
@@ -199,21 +199,21 @@ def _explain(what: str, ranks: Sequence[int]) -> Callable[[list[list[Any]]], Non
     return explain
 
 
-def _difference(what: str, rank: int, first: Any, theirs: Any) -> str:
-    """One line: what rank 0 has here, and what this rank has."""
+def _difference(what: str, rank: int, first: Any, theirs: Any) -> list[str]:
+    """One line: what rank 0 has here, and what this rank has; none where other facts tell."""
     if what == "plan":
-        return f"  rank {rank}: {_plan_difference(first, theirs)}"
+        return [f"  {text}" for text in _plan_difference(rank, first, theirs)]
     if first is None or theirs is None:
         name = _key(first or theirs)
         has, lacks = (0, rank) if theirs is None else (rank, 0)
-        return f"  {name}: rank {has} has it, rank {lacks} has not"
+        return [f"  {name}: rank {has} has it, rank {lacks} has not"]
     if what == "optimizers":
-        return f"  {first[0]}: {first[1]} on rank 0, {theirs[1]} on rank {rank}"
+        return [f"  {first[0]}: {first[1]} on rank 0, {theirs[1]} on rank {rank}"]
     labels = ("names", "kind", "shape", "dtype", "requires_grad", "made of")
     for label, mine, other in zip(labels, first, theirs, strict=True):
         if mine != other:
-            return f"  {first[0][0]}: {label} is {mine} on rank 0, {other} on rank {rank}"
-    return f"  {first[0][0]}"
+            return [f"  {first[0][0]}: {label} is {mine} on rank 0, {other} on rank {rank}"]
+    return [f"  {first[0][0]}"]
 
 
 def _key(fact: Any) -> str:
@@ -221,15 +221,20 @@ def _key(fact: Any) -> str:
     return str(fact[0] if isinstance(fact[0], str) else fact[0][0])
 
 
-def _plan_difference(first: Any, theirs: Any) -> str:
+def _plan_difference(rank: int, first: Any, theirs: Any) -> list[str]:
+    """What differs in a unit or in the configuration; what is said of modules only repeats it."""
     if first is None or theirs is None:
-        return f"unit {(first or theirs)[0]} is there on one rank only"
+        has, lacks = (0, rank) if theirs is None else (rank, 0)
+        return [f"unit {_unit(first or theirs)}: rank {has} has it, rank {lacks} has not"]
+    whose = "" if first[0] == "config" else f"unit {_unit(first)}: "
     mine, other = first[1], theirs[1]
     keys = [key for key in mine if mine[key] != other.get(key) and key not in {"units", "modules"}]
-    return (
-        "; ".join(f"{key} is {mine[key]} on rank 0 and {other[key]} on this rank" for key in keys)
-        or f"{first[0]} differs"
-    )
+    shown = "; ".join(f"{key} is {mine[key]} on rank 0, {other[key]} on rank {rank}" for key in keys)
+    return [whose + shown] if shown else []
+
+
+def _unit(fact: Any) -> str:
+    return _key(fact) or "(root)"
 
 
 def _list(names: Sequence[str]) -> str:

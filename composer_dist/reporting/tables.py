@@ -23,8 +23,8 @@ def render_plan(plan: ParallelPlan) -> str:
     """The plan's units, alike ones in one row, and what is special about the model."""
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items() if size > 1) or "one rank"
     table = Table(title=f"Plan for {plan.world_size} rank{'s' * (plan.world_size > 1)} ({mesh})")
-    for heading in ("unit", "parameters", "size", "reshard", "reason"):
-        table.add_column(heading, justify="right" if heading in {"parameters", "size"} else "left")
+    for heading in ("unit", "tensors", "size", "reshard", "reason"):
+        table.add_column(heading, justify="right" if heading in {"tensors", "size"} else "left")
     for name, count, unit in _collapse(plan.units):
         table.add_row(
             f"{name} ({count} units)" if count > 1 else name,

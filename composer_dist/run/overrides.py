@@ -51,7 +51,8 @@ def _set(values: Any, path: list[str | int], value: Any) -> str | None:
                 )
             key = path[depth] = int(key)
         elif not isinstance(holder, dict):
-            return f"{'.'.join(map(str, path[:depth]))} is {holder!r}, which has no keys"
+            above = ".".join(map(str, path[:depth]))
+            return f"{above} is {holder!r}, which has no keys; give all of it, as in {above}='{{{key}: ...}}'"
         elif not last and holder.get(key) is None:
             holder[key] = {}
         if last:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from peft import AutoPeftModelForCausalLM
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from composer_dist.run.text import hold_out, pieces, read
 
@@ -21,6 +22,11 @@ DEMO = Path("runs/demo")
 def main() -> None:
     """Compare, and draw the losses."""
     warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 about transformers 5.23
+    for name in ("torchao", "torch.utils._pytree"):  # which peft imports: of kernels that are not needed here
+        logging.getLogger(name).setLevel(logging.ERROR)
+    disable_progress_bar()
+    from peft import AutoPeftModelForCausalLM
+
     loaders = {
         "english": lambda: AutoModelForCausalLM.from_pretrained(DEMO / "english" / "model"),
         "python": lambda: AutoPeftModelForCausalLM.from_pretrained(DEMO / "python" / "adapter"),
@@ -38,6 +44,7 @@ def main() -> None:
     Console().print(table)
     figure.savefig(DEMO / "loss.png", dpi=120)
     print(f"In {DEMO}: english/model (transformers), python/adapter (peft), loss.png")
+    print("Next, your own: .venv/bin/composer-dist init lora, and docs/quickstart.md")
 
 
 def losses(file: Path) -> tuple[list[float], list[float]]:

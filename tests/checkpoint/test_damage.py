@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint import (
+    checked_file,
     full_model_state,
     latest_checkpoint,
     load_checkpoint,
@@ -24,7 +25,7 @@ from composer_dist.checkpoint import (
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.config import FSDP2Config
 from composer_dist.distributed.weight_files import index_weights
-from composer_dist.errors import CheckpointError
+from composer_dist.errors import CheckpointError, CheckpointRuntimeError
 from tests.checkpoint.runs import save_run
 from tests.checkpoint.toys import assert_equal, toy
 from tests.world import PRELOAD
@@ -173,3 +174,8 @@ def test_p59_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
         assert all(torch.all(value == number) for value in contents["model"].values())
     save_checkpoint(tmp_path / "same", {"model": toy(), "number": 0})
     assert not list(tmp_path.glob(".same.*")), "what the killed ones left under this name is gone"
+
+
+def test_a_directory_that_somebody_else_removes_meanwhile_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointRuntimeError, match="somebody else saves to the same place"):
+        checked_file.LocalSink(tmp_path / "removed" / "__0_0.distcp")

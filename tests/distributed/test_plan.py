@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,12 @@ from composer_dist.distributed.config import (
     Rule,
 )
 from composer_dist.distributed.parallel_plan import check_plan
-from composer_dist.errors import ParallelismError, ParallelismKeyError, ParallelismValueError
+from composer_dist.errors import (
+    ParallelismError,
+    ParallelismKeyError,
+    ParallelismTypeError,
+    ParallelismValueError,
+)
 from tests.distributed import structures
 
 
@@ -337,3 +343,20 @@ def test_the_peak_of_initialisation_stands_in_the_plan() -> None:
     assert roomy.init_peak == (8 * 8 + 8 * 16) * 4  # both fit into one bucket
     assert plan_parallelism(nn.Linear(2, 2), FSDP2Config()).init_peak == 0
     assert roomy.digest() == replace(roomy, init_peak=0).digest()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"model": "gpt2"}, "model must be a torch.nn.Module, not str."),
+        ({"model": nn.Linear}, "model must be a torch.nn.Module, not the class Linear itself."),
+        ({"config": FSDP2Config}, "not the class FSDP2Config itself."),
+        ({"optimizer": "amp_bf16"}, "optimizer must be an Optimizer, several of them, or None, not str."),
+        ({"optimizer": 3}, "optimizer must be an Optimizer, several of them, or None, not int."),
+        ({"world_size": "8"}, "world_size must be a positive integer, not '8'."),
+        ({"world_size": 0}, "world_size must be a positive integer, not 0."),
+    ],
+)
+def test_what_is_of_a_wrong_type_is_named(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ParallelismTypeError, match=re.escape(text)):
+        plan_parallelism(**({"model": nn.Linear(2, 2), "config": "fsdp"} | wrong))

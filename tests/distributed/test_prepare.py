@@ -83,6 +83,7 @@ def unusable(model: nn.Module, cause: str) -> None:
         ("checkpointing", ParallelismRuntimeError, "Rank 1: RuntimeError: cannot say"),
         ("duplicate", ParallelismValueError, "Rank 1: The model has duplicate module references"),
         ("optimizer", ParallelismTypeError, "Rank 1: optimizer 0 is a dict, not an Optimizer."),
+        ("class", ParallelismTypeError, "Rank 1: optimizer must be an Optimizer, several of them, or None"),
         ("tracing", ParallelismValueError, "Rank 1: ValueError: bad init"),
         ("no initialiser", ParallelismValueError, "Rank 1: On the meta device, and nothing initialises them"),
         ("plan", ParallelismValueError, "Rank 1: The plan was made for a model with structure"),
@@ -137,6 +138,8 @@ def wrong_on_one_rank(stage: str) -> Outcome:
         model.layers.append(model.layers[0])
     elif stage == "optimizer":
         args.append([{}] if bad else None)
+    elif stage == "class":
+        args.append(torch.optim.AdamW if bad else None)
     elif stage == "plan":
         args = [plan_parallelism(Toy(3 if bad else 2), config(), world_size=2)]
     elif on_meta:

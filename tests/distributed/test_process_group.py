@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 from collections import namedtuple
 from collections.abc import Callable
 from datetime import timedelta
@@ -354,3 +357,30 @@ def test_p09_timeout_reaches_torch(monkeypatch: pytest.MonkeyPatch, launched: bo
     store = called.call_args.kwargs["store"]
     assert type(store) is (dist.PrefixStore if launched else dist.HashStore)
     assert not launched or store.timeout == timedelta(seconds=30)
+
+
+LEAVING = """
+from composer_dist.distributed import process_group
+from composer_dist.distributed.agreement import Agreement
+
+process_group.init()
+if process_group.world_and_rank()[1] == 0:
+    Agreement().reach("the work", None)
+"""
+
+
+def test_a_rank_that_ends_before_it_has_agreed_on_anything_is_noticed() -> None:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = str(one.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVING],
+            env=os.environ | LAUNCHER | {"MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=100)[1] for process in ranks]
+    assert "Rank 1 was lost at 'the work'" in errors[0]

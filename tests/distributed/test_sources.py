@@ -196,8 +196,11 @@ def piecewise(sync: str) -> dict[str, torch.Tensor]:
             "untied",
             "different model:\n  embed.weight: names is ['embed.weight', 'head.weight'] on rank 0, ['emb",
         ),
-        ("config", "different configuration:"),
-        ("bucket", "different configuration:\n  rank 1: bucket_bytes is 512 on rank 0 and 1024 on this rank"),
+        (
+            "config",
+            "configuration:\n  unit layers.0: reshard_after_forward is True on rank 0, False on rank 1\n",
+        ),
+        ("bucket", "different configuration:\n  bucket_bytes is 512 on rank 0, 1024 on rank 1\nBuild"),
         ("policy", "different configuration:"),
     ],
 )
