@@ -43,7 +43,8 @@ def launch_local(processes: int, command: Sequence[str]) -> int:
     from composer_dist.distributed.cpus import share_cpus
 
     share_cpus(processes)  # inherited
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it logs is told below
+    for part in ("", ".agent.server.api"):  # which sets a level of its own; what they log is told below
+        logging.getLogger(f"torch.distributed.elastic{part}").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="composer-dist-") as folder:
         others = dict.fromkeys(range(1, processes), Std.ALL)
         config = LaunchConfig(
