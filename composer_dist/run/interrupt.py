@@ -12,7 +12,7 @@ EXIT_STATUS = 128 + signal.SIGINT
 
 TOLD = (
     "\ncomposer-dist train: Ctrl-C. The run ends; once more ends it at once. The same command goes on from "
-    "its newest checkpoint.\n"
+    "its newest checkpoint, or else begins anew.\n"
 )
 
 

@@ -88,8 +88,8 @@ def read_configuration(file: Path, assignments: Sequence[str] = ()) -> Configura
     Raises:
         ConfigurationError: all that is wrong with it, each with its line and the nearest known key.
     """
-    document, problems = _document(file, assignments)
-    faults = Faults(problems)
+    document, problems = _document(file)
+    faults = Faults(problems + override(document, assignments))
     if not problems:
         document.values.setdefault("out", f"runs/{file.stem}")
         for section in ("optimizer", "scheduler"):
@@ -102,14 +102,13 @@ def read_configuration(file: Path, assignments: Sequence[str] = ()) -> Configura
     return Configuration(run, file.parent, parallelism, document)
 
 
-def _document(file: Path, assignments: Sequence[str]) -> tuple[Document, list[Problem]]:
+def _document(file: Path) -> tuple[Document, list[Problem]]:
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ConfigurationError(f"{file}: {reason}. 'composer-dist init' writes a configuration.") from None
-    document, problems = parse(text, str(file))
-    return document, problems + override(document, assignments)
+    return parse(text, str(file))
 
 
 def _check_sections(values: dict[str, Any], folder: Path, faults: Faults) -> ParallelismConfig | None:
