@@ -33,6 +33,8 @@ class Preparation:
     those that `DDPConfig.ignored` leaves to each rank."""
     timings: dict[str, float] = field(default_factory=dict)
     """Step to seconds, in the order of the steps."""
+    initialised: tuple[str, ...] = ()
+    """Tensors that were on the meta device on every rank, and have had their initialisers run."""
     bytes_moved: int = 0
     """Bytes that this rank sent, received and read while weights were delivered."""
     bytes_read: int = 0

@@ -197,6 +197,7 @@ def _prepare(
         disk = Pretrained.open(weights, structure, agreement, settings.strict) if weights else None
         names = disk.names if disk else frozenset()
         sources = decide_sources(agreement, structure, plan, optimizers, names)
+        done.initialised = tuple(sorted(sources.init))
         components: list[Component] = []
         with agreement.together("the initialisers"):
             check_refills(optimizers, structure, sources.init)

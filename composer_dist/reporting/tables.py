@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from composer_dist.wording import listed
+
 if TYPE_CHECKING:
     from composer_dist.distributed.parallel_plan import ParallelPlan
     from composer_dist.distributed.preparation import Preparation
@@ -69,6 +71,8 @@ def render_preparation(done: Preparation) -> str:
     table.add_row("units", str(len(plan.units)))
     table.add_row("sharded parameters", f"{len(plan.parameter_units)} ({human_bytes(sharded)})")
     table.add_row("replicated parameters", str(len(plan.plain)))
+    if done.initialised:
+        table.add_row("initialised", f"{len(done.initialised)}: {listed(done.initialised, 3)}")
     ways = {"memory": "read from memory", "hosts": "once per host", "messages": "by messages"}
     way = ways[done.transport]
     moved = f"{human_bytes(done.bytes_moved)} {way}" if done.bytes_moved else "none"

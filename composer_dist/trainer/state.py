@@ -67,7 +67,7 @@ class State:
     batch: Any = None
     """This rank's batch; between BEFORE_FORWARD and AFTER_BACKWARD its current microbatch."""
     outputs: Any = None
-    """What the model made of it."""
+    """What the model made of it; until BEFORE_BACKWARD, for logits may be large."""
     loss: torch.Tensor | None = None
     """The microbatch's loss; from AFTER_TRAIN_BATCH the mean over the batches of all ranks."""
     train_metrics: dict[str, Metric] = field(default_factory=dict)

@@ -156,9 +156,10 @@ def _forward_backward(state: State, run_event: Callable[[Event], None], scale: f
     if scale and state.train_metrics:
         _update_metrics(state)
     run_event(Event.BEFORE_BACKWARD)
+    state.outputs = None  # logits may be large, and backward does not need them
     (state.loss * (scale * state.loss_scaler.scale if state.loss_scaler else scale)).backward()
     run_event(Event.AFTER_BACKWARD)
-    state.outputs, state.loss = None, loss  # frees the graph before the next forward
+    state.loss = loss  # frees the graph before the next forward
     return loss
 
 

@@ -41,7 +41,15 @@ def test_a_preparation_prints_what_it_did() -> None:
     done = Preparation(
         structures.B(), plan, init_device_mesh("cpu", (2,)), bytes_moved=2048, peak_memory=3 << 20
     )
+    assert "initialised" not in str(done)
+    done.initialised = ("a", "b", "c", "d")
     done.timings.update(agree=0.25, shard=0.5)
     text = str(done)
-    for part in ("2 (dp_shard 2)", "2.0 KiB", "3.0 MiB resident", "0.75 (agree 0.25, shard 0.50)"):
+    for part in (
+        "2 (dp_shard 2)",
+        "4: a, b, c and 1 more",
+        "2.0 KiB",
+        "3.0 MiB resident",
+        "0.75 (agree 0.25, shard 0.50)",
+    ):
         assert part in text

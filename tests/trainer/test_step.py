@@ -171,6 +171,19 @@ def test_the_state_shows_microbatches_and_then_the_batch() -> None:
     assert sizes == [("batch_start", 4), ("after_loss", 2), ("after_loss", 2), ("after_train_batch", 4)]
 
 
+def test_outputs_are_let_go_before_backward() -> None:
+    held: list[tuple[str, bool]] = []
+
+    class Held(Callback):
+        def run_event(self, event: Event, state: Any, logger: Any) -> None:
+            if event in (Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD):
+                held.append((event.value, state.outputs is not None))
+
+    trainer, _ = quiet(classifier(), train_dataloader=loader(), callbacks=Held())
+    trainer.fit(duration="1ba")
+    assert held == [("before_backward", True), ("after_backward", False)]
+
+
 def clipped_norms(parts: list[int], config: Any = None) -> list[float]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     trainer, log = quiet(
