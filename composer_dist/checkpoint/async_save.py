@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from composer_dist.distributed.agreement import Agreement
+from composer_dist.ending import Ending
 
 _log = logging.getLogger("composer_dist")
 
@@ -58,7 +59,7 @@ class PendingSave:
         self._agreement = agreement
         self._error: BaseException | None = None
         self._claim = threading.Lock()
-        self._ended = threading.Event()
+        self._ended = Ending()
         self._thread = threading.Thread(target=self._run, args=(job, agreement), name="composer_dist-save")
 
     def begin(self) -> None:

@@ -14,6 +14,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from composer_dist.ending import Ending
+
 T = TypeVar("T")
 
 _log = logging.getLogger("composer_dist")
@@ -44,7 +46,7 @@ class Task(Generic[T]):
     """A call in a thread of its own, with this thread's current device."""
 
     def __init__(self, body: Callable[[], T]) -> None:
-        self.done = threading.Event()
+        self.done = Ending()
         self._body = body
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         self._error: BaseException | None = None

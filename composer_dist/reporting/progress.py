@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from composer_dist.ending import Ending
+
 PATIENCE = 2.0
 """Seconds after which a step is worth a display."""
 INTERVAL = 10.0
@@ -64,7 +66,7 @@ class Progress:
         if not self._idle:
             yield stage
             return
-        self._idle, ended = False, threading.Event()
+        self._idle, ended = False, Ending()
         display = Display(stage, self._stream or sys.stderr, self._clock)
         watcher = threading.Thread(
             target=_watch, args=(display, ended), daemon=True, name="composer_dist-progress"
@@ -130,7 +132,7 @@ class Display:
         self._bar.update(self._bar.task_ids[0], total=total, completed=done, text=text, refresh=True)
 
 
-def _watch(display: Display, ended: threading.Event) -> None:
+def _watch(display: Display, ended: Ending) -> None:
     while not ended.wait(_TICK):
         display.tick()
 

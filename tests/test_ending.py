@@ -1,0 +1,64 @@
+"""Waiting for an end, interrupted at every instruction."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from composer_dist import ending
+from composer_dist.ending import Ending
+
+
+def wait_interrupted(one: Ending, at: int) -> bool:
+    """Waits, with a KeyboardInterrupt at the n-th event of the interpreter; whether there were so many."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename not in (ending.__file__, threading.__file__):
+            return None
+        count += 1
+        if count == at:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        one.wait(0.001)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("already", [False, True])
+def test_whoever_waits_may_be_interrupted_anywhere(already: bool) -> None:
+    at = 0
+    while True:
+        one, at = Ending(), at + 1
+        if already:
+            one.set()
+        if not wait_interrupted(one, at):
+            break
+        if not already:
+            setting = threading.Thread(target=one.set, daemon=True)
+            setting.start()
+            setting.join(10)
+            assert not setting.is_alive()
+        assert one.wait(10)
+        assert one.is_set()
+    assert at > 3
+
+
+def test_it_wakes_who_waits_and_is_over_for_all() -> None:
+    one = Ending()
+    assert not one.wait(0.001)
+    threading.Timer(0.01, one.set).start()
+    assert one.wait()
+    assert one.wait()
