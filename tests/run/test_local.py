@@ -15,10 +15,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.Pyte
 
 HANGS_AS_RANK_0 = """\
 import os, signal, sys, time
+from pathlib import Path
 from composer_dist.run.local import report_failure
+spoken = Path(__file__).with_name("spoken")
 if os.environ["RANK"] == "0":
     print("rank 0 speaks", flush=True)
+    spoken.touch()
     time.sleep(600)
+while not spoken.exists():
+    time.sleep(0.01)
 print("rank 1 wrote this", file=sys.stderr)
 """
 
