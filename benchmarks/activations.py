@@ -25,7 +25,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from composer_dist import ParallelismConfig
-from composer_dist.distributed import parallelize_model, process_group
+from composer_dist.distributed import parallelize_model
+from composer_dist.distributed.ranks import process_group
 
 WAYS: dict[str, dict[str, Any]] = {
     "everything kept": {},

@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.state_dict import (
 from composer_dist import FSDP2Config
 from composer_dist.checkpoint import export_pretrained, full_model_state, load_checkpoint, save_checkpoint
 from composer_dist.distributed import parallelize_model
-from composer_dist.distributed.preparation import peak, reset_peak
+from composer_dist.distributed.account import peak, reset_peak
 
 CPU = torch.device("cpu")
 State = dict[str, Any]

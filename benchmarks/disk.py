@@ -44,7 +44,7 @@ from transformers import LlamaConfig
 
 from composer_dist import FSDP2Config
 from composer_dist.distributed import parallelize_model
-from composer_dist.distributed.preparation import peak, reset_peak
+from composer_dist.distributed.account import peak, reset_peak
 
 CPU = torch.device("cpu")
 FILE = "model.safetensors"

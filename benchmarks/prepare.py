@@ -56,7 +56,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from composer_dist import FSDP2Config, ParallelismConfig
 from composer_dist.distributed import init_context, meta_init, parallelize_model
-from composer_dist.distributed.preparation import peak, reset_peak
+from composer_dist.distributed.account import peak, reset_peak
 
 CPU = torch.device("cpu")
 

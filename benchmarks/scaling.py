@@ -20,12 +20,12 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from composer_dist import FSDP2Config
+from composer_dist.config.resolve import resolve_config
 from composer_dist.distributed import init_context
-from composer_dist.distributed.aliases import read_structure
-from composer_dist.distributed.config import resolve_config
-from composer_dist.distributed.mesh import mesh_for
-from composer_dist.distributed.plan import build_plan
-from composer_dist.distributed.sharding import shard
+from composer_dist.distributed.mesh.mesh import mesh_for
+from composer_dist.distributed.plan.build import build_plan
+from composer_dist.distributed.sharding.apply import shard
+from composer_dist.structure.structure import read_structure
 
 
 class Block(nn.Module):

@@ -1,5 +1,5 @@
 """`python -m composer_dist` is `composer-dist`."""
 
-from composer_dist.cli import main
+from composer_dist.cli.main import main
 
 main()

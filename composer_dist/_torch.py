@@ -67,7 +67,7 @@ from torch import (
     _amp_foreach_non_finite_check_and_unscale_ as _amp_foreach_non_finite_check_and_unscale_,
 )
 
-# The mode under which an operation's arguments are seen: how initialisers are traced. Since torch 1.13.
+# The mode under which an operation's arguments are seen: how initializers are traced. Since torch 1.13.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
@@ -138,7 +138,7 @@ def _waited(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_sync_flags(module: nn.Module) -> list[tuple[object, str, bool]]:
-    """Where `module` itself keeps whether backward synchronises its gradients.
+    """Where `module` itself keeps whether backward synchronizes its gradients.
 
     FSDP2 and composable replicate have a setter for it but no public way to read it back.
 
@@ -193,7 +193,7 @@ class InPlaceDDP(DistributedDataParallel):
         """DDP refuses to begin a forward; may raise an error of its own."""
 
     def wants_backward(self, output: Any) -> bool:
-        """Whether the reducer is to average the next backward; asked after a forward that synchronises."""
+        """Whether the reducer is to average the next backward; asked after a forward that synchronizes."""
         raise NotImplementedError
 
     is_nested = False
@@ -278,14 +278,14 @@ def fsdp_param_place(param: Any) -> tuple[nn.Module, str]:
 
 
 def padded_shard(param: Any) -> tuple[torch.Size, torch.dtype]:
-    """Size and dtype of the storage that `materialise_shard` needs: a shard with FSDP2's padding."""
+    """Size and dtype of the storage that `materialize_shard` needs: a shard with FSDP2's padding."""
     return param.padded_sharded_param_size, param.sharded_param.dtype
 
 
-def materialise_shard(param: Any, padded: torch.Tensor) -> tuple[nn.Parameter, torch.Tensor]:
+def materialize_shard(param: Any, padded: torch.Tensor) -> tuple[nn.Parameter, torch.Tensor]:
     """Give an `FSDPParam` that was sharded on the meta device the storage `padded`, as `padded_shard` says.
 
-    Returns the registered parameter, a DTensor, and its local tensor: `(rows, ...)`, uninitialised.
+    Returns the registered parameter, a DTensor, and its local tensor: `(rows, ...)`, uninitialized.
     The storage ends in FSDP2's padding, zeroed, so that no later step has to copy the shard.
     """
     size, dim = param.padded_sharded_param_size, param.fsdp_placement.dim
@@ -397,7 +397,7 @@ def shard_home(param: Any, device: torch.device) -> tuple[torch.device, bool]:
 
 
 def finish_lazily(root: FSDPModule) -> None:
-    """Run FSDP2's lazy initialisation now, so that its checks speak before the first forward.
+    """Run FSDP2's lazy initialization now, so that its checks speak before the first forward.
 
     It also settles which module is the root, so that a submodule may be called first (an encoder by
     `generate`, say) without becoming a root of its own.
@@ -406,7 +406,7 @@ def finish_lazily(root: FSDPModule) -> None:
 
 
 # Meshes cut and joined: FSDP2 shards over data and context parallel ranks together, and wants a part of
-# the mesh whose other parts tensor parallelism uses. Slicing by a flattened name is deprecated in favour of
+# the mesh whose other parts tensor parallelism uses. Slicing by a flattened name is deprecated in favor of
 # keeping the flattened mesh, which only these make. `_flatten` since torch 2.5, `_concatenate` since 2.10.
 
 
@@ -445,11 +445,11 @@ def _overwrite(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 @contextmanager
-def all_initialisers_write() -> Iterator[None]:
+def all_initializers_write() -> Iterator[None]:
     """Inside, every function of `nn.init` writes to meta tensors too, so that tracing sees that it does.
 
     Since torch 2.13 these four return at once for them. Their code is exchanged rather than their
-    names, because initialisers import them by name.
+    names, because initializers import them by name.
     """
     init = nn.init
     silent = [init._no_grad_trunc_normal_, init.orthogonal_, init.sparse_, init.dirac_]

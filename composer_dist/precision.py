@@ -17,7 +17,7 @@ amp_fp8        bfloat16, float32   bfloat16, bfloat16  float32, float32
 *Gathered in* is the dtype of the all-gather, of the forward's floating-point inputs, and of the
 forward and backward computation; *reduced in* that of the gradients' reduce-scatter and all-reduce.
 Under amp_fp8 the matrix products of the blocks' linear layers are computed in float8 (see
-`composer_dist.distributed.float8`).
+`composer_dist.distributed.compiling.float8`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 def listed(items: Sequence[object], most: int = 8) -> str:
@@ -19,3 +20,19 @@ def ranks_named(ranks: Sequence[int]) -> str:
 def kind_in_words(value: object) -> str:
     """What an argument of a wrong type is, for the error: a class itself is told from its instances."""
     return f"the class {value.__name__} itself" if isinstance(value, type) else type(value).__name__
+
+
+def human_bytes(count: int) -> str:
+    """A number of bytes for people: "1.5 MiB"."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def near_miss(name: str, candidates: Iterable[str]) -> str:
+    """The sentence "Did you mean 'x'?" for the closest candidate, with a space before it, or nothing."""
+    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -27,7 +27,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from composer_dist import FSDP2Config, HuggingFaceModel, Trainer
 from composer_dist.checkpoint import export_pretrained
-from composer_dist.distributed import init_context, process_group, sampler_kwargs
+from composer_dist.distributed import init_context, sampler_kwargs
+from composer_dist.distributed.ranks import process_group
 from composer_dist.trainer import InMemoryLogger
 
 CONTEXT = 128  # bytes in a sample
@@ -116,7 +117,7 @@ def main(out: Path, steps: int) -> None:
     process_group.init()
     _, rank = process_group.world_and_rank()
 
-    # 1. Built without memory; every rank initialises its part, the same on any number of ranks.
+    # 1. Built without memory; every rank initializes its part, the same on any number of ranks.
     with init_context():
         model = HuggingFaceModel(LlamaForCausalLM(LLAMA))
     first = Stage("1. Llama learns English", model, FSDP2Config(), english(), steps)

@@ -35,8 +35,9 @@ TABLE = [
 ]
 
 
+@pytest.mark.promise(88)
 @pytest.mark.parametrize(("precision", "mode", "param", "reduce"), TABLE)
-def test_p88_policies_follow_the_table(
+def test_policies_follow_the_table(
     precision: str | None, mode: str, param: torch.dtype | None, reduce: torch.dtype | None
 ) -> None:
     expected = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
@@ -44,7 +45,8 @@ def test_p88_policies_follow_the_table(
     assert mixed_precision_policy(precision, mode.lower()) == expected
 
 
-def test_p88_precision_is_a_string_enum() -> None:
+@pytest.mark.promise(88)
+def test_precision_is_a_string_enum() -> None:
     assert [str(precision) for precision in Precision] == [
         "fp32",
         "amp_fp16",
@@ -55,25 +57,29 @@ def test_p88_precision_is_a_string_enum() -> None:
     assert by_name == mixed_precision_policy("amp_bf16") == mixed_precision_policy("AMP_BF16")
 
 
+@pytest.mark.promise(88)
 @pytest.mark.parametrize("name", [BF16, "bfloat16", "torch.bfloat16", "bf16", "amp_bf16", "BF16"])
-def test_p88_mapping_takes_dtypes_and_their_names(name: Any) -> None:
+def test_mapping_takes_dtypes_and_their_names(name: Any) -> None:
     policy = mixed_precision_policy(None, {"param_dtype": name, "output_dtype": "fp32"})
     assert policy == MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F32)
 
 
-def test_p88_mapping_overrides_default_key_by_key() -> None:
+@pytest.mark.promise(88)
+def test_mapping_overrides_default_key_by_key() -> None:
     policy = mixed_precision_policy("amp_bf16", {"cast_forward_inputs": False})
     assert policy == MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32, cast_forward_inputs=False)
     assert mixed_precision_policy("amp_bf16", {"param_dtype": None}).param_dtype is None
     assert mixed_precision_policy("amp_bf16", {"reduce_dtype": BF16}).reduce_dtype is BF16
 
 
-def test_p88_buffer_dtype_is_accepted_with_a_warning() -> None:
+@pytest.mark.promise(88)
+def test_buffer_dtype_is_accepted_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="FSDP2 does not cast buffers"):
         policy = mixed_precision_policy("amp_bf16", {"buffer_dtype": "bf16"})
     assert policy == mixed_precision_policy("amp_bf16")
 
 
+@pytest.mark.promise(88)
 @pytest.mark.parametrize(
     ("precision", "mixed_precision", "says"),
     [
@@ -86,13 +92,12 @@ def test_p88_buffer_dtype_is_accepted_with_a_warning() -> None:
         ("fp32", {"cast_forward_inputs": "no"}, "is a bool, not 'no'"),
     ],
 )
-def test_p88_wrong_values_and_combinations_are_refused(
-    precision: Any, mixed_precision: Any, says: str
-) -> None:
+def test_wrong_values_and_combinations_are_refused(precision: Any, mixed_precision: Any, says: str) -> None:
     with pytest.raises(ParallelismValueError, match=says):
         mixed_precision_policy(precision, mixed_precision)
 
 
+@pytest.mark.promise(88)
 @pytest.mark.parametrize(
     ("torchao", "device", "capability", "says"),
     [
@@ -112,9 +117,7 @@ def test_p88_wrong_values_and_combinations_are_refused(
         (None, "cuda:1", (9, 0), r"cannot run here: torchao is not installed \(pip .*\). Use"),
     ],
 )
-def test_p88_fp8_is_refused_where_it_cannot_run(
-    torchao: Any, device: str, capability: Any, says: str
-) -> None:
+def test_fp8_is_refused_where_it_cannot_run(torchao: Any, device: str, capability: Any, says: str) -> None:
     with (
         mock.patch("importlib.util.find_spec", return_value=torchao),
         mock.patch("torch.cuda.get_device_capability", return_value=capability),
@@ -123,7 +126,8 @@ def test_p88_fp8_is_refused_where_it_cannot_run(
         require_fp8(torch.device(device))
 
 
-def test_p88_fp8_gathers_bf16_and_runs_on_hopper() -> None:
+@pytest.mark.promise(88)
+def test_fp8_gathers_bf16_and_runs_on_hopper() -> None:
     assert mixed_precision_policy("amp_fp8") == mixed_precision_policy("amp_bf16")
     with (
         mock.patch("importlib.util.find_spec", return_value=object()),
@@ -171,8 +175,9 @@ def travelling_dtypes(precision: str | None, mixed_precision: Any, dtype: torch.
     return seen
 
 
+@pytest.mark.promise(88)
 @pytest.mark.parametrize(("precision", "mode", "param", "reduce"), TABLE)
-def test_p88_gathered_and_reduced_dtypes_are_the_tables(
+def test_gathered_and_reduced_dtypes_are_the_tables(
     world2: World, precision: str | None, mode: str, param: Any, reduce: Any
 ) -> None:
     for seen in world2(travelling_dtypes, precision, mode, F32):
@@ -182,13 +187,15 @@ def test_p88_gathered_and_reduced_dtypes_are_the_tables(
         assert seen["shards"] == seen["gradients"] == {F32}
 
 
-def test_p88_precision_none_keeps_a_bf16_models_own_dtype(world2: World) -> None:
+@pytest.mark.promise(88)
+def test_precision_none_keeps_a_bf16_models_own_dtype(world2: World) -> None:
     for seen in world2(travelling_dtypes, None, "DEFAULT", BF16):
         assert seen["gathered"] == seen["reduced"] == seen["shards"] == {BF16}
         assert seen["output"] == BF16
 
 
-def test_p88_a_mappings_dtypes_are_what_travels(world2: World) -> None:
+@pytest.mark.promise(88)
+def test_a_mappings_dtypes_are_what_travels(world2: World) -> None:
     wanted = {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "float32"}
     for seen in world2(travelling_dtypes, None, wanted, F32):
         assert seen["gathered"] == {BF16}

@@ -31,13 +31,13 @@ FEATURES = {
     "torch.distributed._composable.replicate.DDP": "DDP in place",
     "torch.distributed._composable.replicate.replicate": "DDP in place",
     "torch.distributed.tensor.placement_types._StridedShard": "tensor parallelism of fused matrices",
-    "torch.distributed.tensor._dtensor_spec.DTensorSpec": "quantised parameters (codecs)",
-    "torch.distributed.tensor._dtensor_spec.TensorMeta": "quantised parameters (codecs)",
+    "torch.distributed.tensor._dtensor_spec.DTensorSpec": "quantized parameters (codecs)",
+    "torch.distributed.tensor._dtensor_spec.TensorMeta": "quantized parameters (codecs)",
     "torch._amp_foreach_non_finite_check_and_unscale_": "precision='amp_fp16'",
     "torch._foreach_lerp_": "EMA",
     "torch._foreach_mul_": "clip_grad_norm",
     "torch._foreach_norm": "clip_grad_norm",
-    "torch.utils._python_dispatch.TorchDispatchMode": "tracing initialisers",
+    "torch.utils._python_dispatch.TorchDispatchMode": "tracing initializers",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "tensors cut by users, saved",
     "torch._subclasses.fake_tensor.FakeTensorMode": "single files read in slices",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "checkpoints for torch's own",
@@ -107,7 +107,7 @@ def test_a_shard_is_allocated_once_padded_and_in_place() -> None:
     linear = _sharded()
     param = _torch.fsdp_params(linear)[0]
     size, dtype = _torch.padded_shard(param)
-    parameter, local = _torch.materialise_shard(param, torch.empty(size, dtype=dtype))
+    parameter, local = _torch.materialize_shard(param, torch.empty(size, dtype=dtype))
     assert linear.weight is parameter
     assert local.shape == (3, 3)
     assert parameter.to_local().data_ptr() == local.data_ptr() == param._sharded_param_data.data_ptr()
@@ -118,7 +118,7 @@ def test_the_root_settles_before_the_first_forward() -> None:
     linear = _sharded()
     for param in _torch.fsdp_params(linear):
         size, dtype = _torch.padded_shard(param)
-        _torch.materialise_shard(param, torch.empty(size, dtype=dtype))
+        _torch.materialize_shard(param, torch.empty(size, dtype=dtype))
     _torch.finish_lazily(linear)
     assert linear._get_fsdp_state()._is_root is True
 

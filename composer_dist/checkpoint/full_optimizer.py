@@ -1,4 +1,11 @@
-"""An optimizer's full state, for one file or one device, and back onto any number of ranks."""
+"""An optimizer's full state, for one file or one device, and back onto any number of ranks.
+
+MERGED: The forms in which people exchange optimizer states, brought to one: keyed by name.
+
+Understood are our own form and that of `torch.distributed.checkpoint.state_dict` (names), its flattened
+form (`state.<name>.<key>` and `param_groups.<name>.<option>`, one level), and `optimizer.state_dict()` of
+a single process (numbers, in the order of the optimizer's groups).
+"""
 
 from __future__ import annotations
 
@@ -11,9 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composer_dist.checkpoint.optimizer import (
+from composer_dist.checkpoint.full_state import LoadResult, agree_on, gather_full
+from composer_dist.checkpoint.kinds.optimizer import (
     Groups,
     State,
+    check_group_count,
     check_whole,
     is_low_bit,
     named_optimizer_state,
@@ -21,12 +30,12 @@ from composer_dist.checkpoint.optimizer import (
     prepare_optimizer_state,
     unusable_on_error,
 )
-from composer_dist.checkpoint.optimizer_formats import by_name
-from composer_dist.checkpoint.state import LoadResult, agree_on, gather_full
-from composer_dist.distributed.agreement import Agreement
-from composer_dist.distributed.fill import fill
-from composer_dist.distributed.process_group import broadcast, world_and_rank
+from composer_dist.distributed.moving.into import fill
+from composer_dist.distributed.prepared import named_parameters_canonical
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.ranks.process_group import broadcast, world_and_rank
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
+from composer_dist.structure.names import canonical_name
 
 
 def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -51,7 +60,7 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
     error: Exception | None = None
     try:
         named = named_optimizer_state(model, optimizer)
-        tensors = _labelled(named["state"])
+        tensors = _labeled(named["state"])
         check_whole(model, named["state"])
     except Exception as caught:
         error = caught
@@ -110,7 +119,7 @@ def load_full_optimizer_state(
     plan = Agreement().collectively("load_full_optimizer_state", lambda: broadcast(plan))
     with Agreement().together("load_full_optimizer_state"):
         prepared = prepare_optimizer_state(model, optimizer, plan["state"], plan["groups"])
-    made, scalars = _labelled(prepared.values), _labelled(plan["state"])
+    made, scalars = _labeled(prepared.values), _labeled(plan["state"])
     with unusable_on_error([optimizer]):
         with Agreement().together("load_full_optimizer_state"):
             prepared.install()
@@ -131,7 +140,7 @@ def _plan_load(values: State, groups: Groups | None, held: Sequence[str], strict
         listed = ". ".join(f"{what}: {', '.join(names)}" for what, names in faults.items() if names)
         raise CheckpointKeyError(f"The state does not fit the optimizer: {listed}.")
     state: State = {name: values.get(name, {}) for name in held if name in known}
-    tensors = _labelled(state)
+    tensors = _labeled(state)
     odd = [label for label, value in tensors.items() if isinstance(value, DTensor) or value.is_meta]
     if odd:
         raise CheckpointValueError(f"These are sharded, or without values, in the state: {', '.join(odd)}.")
@@ -167,7 +176,7 @@ def _label(name: str, key: str) -> str:
     return f"{key} of {name}"
 
 
-def _labelled(state: State) -> dict[str, Tensor]:
+def _labeled(state: State) -> dict[str, Tensor]:
     return {
         _label(name, key): value
         for name, values in state.items()
@@ -182,3 +191,101 @@ def _spell(label: str, tensor: Tensor) -> str:
 
 def _copied(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)
+
+
+Named = tuple[dict[str, dict[str, Any]], list[dict[str, Any]] | None]
+"""State by name, and groups by name if there are any."""
+
+
+def by_name(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> Named:
+    """State and groups by the model's own names, where it has them: without wrapper segments, first of ties.
+
+    Args:
+        optimizer: numbers are places in its groups.
+
+    Raises:
+        CheckpointValueError: no state of an optimizer, another number of groups, or numbers that do not fit
+            the optimizer's groups.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointValueError(f"An optimizer's state is a mapping, not a {type(state).__name__}.")
+    first = {id(parameter): name for name, parameter in named_parameters_canonical(model)}
+    every = named_parameters_canonical(model, remove_duplicate=False)
+    names = {name: first[id(parameter)] for name, parameter in every}
+    held = [[first[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    values, groups = state.get("state", {}), list(state.get("param_groups") or [])
+    if any(isinstance(key, str) and key.startswith("state.") for key in state):
+        values, groups = _unflatten(state, held)
+    elif state and not {"state", "param_groups"} & set(state):
+        raise CheckpointValueError(
+            f"This is no optimizer's state: it has {', '.join(map(repr, list(state)[:4]))}, and neither "
+            "'state' nor 'param_groups'."
+        )
+    if groups:
+        check_group_count(groups, optimizer)
+    numbers = _numbers(values, groups, held, list(first.values()))
+
+    def name_of(key: Any) -> str:
+        name = canonical_name(numbers.get(key, str(key)))
+        return names.get(name, name)
+
+    named = {name_of(key): dict(entry) for key, entry in values.items()}
+    renamed = [{**group, "params": [name_of(key) for key in group["params"]]} for group in groups]
+    return named, renamed or None
+
+
+def _numbers(
+    values: Mapping[Any, Any],
+    groups: Sequence[Mapping[str, Any]],
+    held: Sequence[Sequence[str]],
+    order: Sequence[str],
+) -> dict[int, str]:
+    """What the numbers in a state stand for; {} where it has names already.
+
+    Args:
+        held: the names in each of the optimizer's groups.
+        order: all of the model's names.
+    """
+    keys = [*values, *(key for group in groups for key in group["params"])]
+    if not any(isinstance(key, int) for key in keys):
+        return {}
+    if not groups:  # nothing but the model tells the order
+        every = {name for group in held for name in group}
+        return dict(enumerate(name for name in order if name in every))
+    found: dict[int, str] = {}
+    for number, (group, own) in enumerate(zip(groups, held, strict=True)):
+        own = group.get("param_names", own)
+        if len(own) != len(group["params"]):
+            raise CheckpointValueError(
+                f"The state goes by numbers, and its group {number} has {len(group['params'])} parameters, "
+                f"the optimizer's {len(own)}. Make the optimizer with the parameters that were saved."
+            )
+        found.update(zip(group["params"], own, strict=True))
+    return found
+
+
+def _unflatten(
+    state: Mapping[str, Any], held: Sequence[Sequence[str]]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The flattened form taken apart, with groups as the optimizer has them.
+
+    Raises:
+        CheckpointValueError: parameters of one group have different options.
+    """
+    values: dict[str, Any] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for flat, value in state.items():
+        kind, _, rest = flat.partition(".")
+        name, _, key = rest.rpartition(".")
+        (values if kind == "state" else options).setdefault(canonical_name(name), {})[key] = value
+    groups: list[dict[str, Any]] = []
+    for number, names in enumerate(held):
+        known = [name for name in names if name in options]
+        odd = [name for name in known if options[name] != options[known[0]]]
+        if odd:
+            raise CheckpointValueError(
+                f"Parameters of the optimizer's group {number} have different options in the state: "
+                f"{known[0]} and {odd[0]}. Make the optimizer with the groups that were saved."
+            )
+        groups.append({**(options[known[0]] if known else {}), "params": known})
+    return values, groups if options else []

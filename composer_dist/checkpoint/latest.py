@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import warnings
 
-from composer_dist.checkpoint.async_save import finish_pending
-from composer_dist.checkpoint.opened import open_checkpoint
-from composer_dist.checkpoint.storage import beside
-from composer_dist.distributed.agreement import Agreement
+from composer_dist.checkpoint.background import finish_pending
+from composer_dist.checkpoint.format.opened import open_checkpoint
+from composer_dist.checkpoint.storage.place import beside
+from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointError
 
 

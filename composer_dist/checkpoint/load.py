@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from composer_dist.checkpoint.async_save import finish_pending
-from composer_dist.checkpoint.contents import bare, keys_named, kind_of, model_of, models_in
-from composer_dist.checkpoint.loading import Faults, Part, plan_model, plan_optimizer, plan_value
-from composer_dist.checkpoint.opened import Opened, open_checkpoint
-from composer_dist.checkpoint.optimizer import unusable_on_error
-from composer_dist.distributed.agreement import Agreement
-from composer_dist.distributed.names import mark_unusable
+from composer_dist.checkpoint.background import finish_pending
+from composer_dist.checkpoint.format.opened import Opened, open_checkpoint
+from composer_dist.checkpoint.kinds.contents import bare, keys_named, kind_of, model_of, models_in
+from composer_dist.checkpoint.kinds.loading import Faults, Part, plan_model, plan_optimizer, plan_value
+from composer_dist.checkpoint.kinds.optimizer import unusable_on_error
+from composer_dist.distributed.prepared import mark_unusable
+from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointError, CheckpointValueError
 
 BARE = "the state"

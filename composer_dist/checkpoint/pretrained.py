@@ -1,30 +1,43 @@
-"""Pretrained weights into a model that has been prepared already."""
+"""Pretrained weights into a model that has been prepared already.
+
+MERGED: Directories that transformers and peft load unaided.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from composer_dist.checkpoint.state import LoadResult
-from composer_dist.distributed.agreement import Agreement
-from composer_dist.distributed.aliases import Structure, read_structure
-from composer_dist.distributed.config import ParallelismConfig
-from composer_dist.distributed.initialize import find_components
-from composer_dist.distributed.layout import Layout
-from composer_dist.distributed.mesh import mesh_of
-from composer_dist.distributed.names import mark_unusable, reshard
-from composer_dist.distributed.pretrained import Pretrained, Target
-from composer_dist.distributed.pretrained_codecs import fill_encoded
-from composer_dist.distributed.process_group import device_of_group
-from composer_dist.distributed.steps import meta_init, storage_of
-from composer_dist.distributed.sync import Cargo, deliver, device_of
-from composer_dist.errors import ParallelismValueError
+from composer_dist.checkpoint.export.directory import staged, write_settings, written
+from composer_dist.checkpoint.export.merged import check_mergeable, merged_sources
+from composer_dist.checkpoint.export.weights import Export
+from composer_dist.checkpoint.full_state import LoadResult, full_model_state
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.distributed.mesh.layout import Layout
+from composer_dist.distributed.mesh.mesh import device_of, mesh_of
+from composer_dist.distributed.moving.transfer import Cargo, deliver
+from composer_dist.distributed.prepared import check_usable, mark_unusable, reshard
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.ranks.process_group import device_of_group, world_and_rank
+from composer_dist.distributed.steps import meta_init
+from composer_dist.distributed.training.summon import summon_full_params
+from composer_dist.distributed.weights.disk import Pretrained, Target, fill_encoded
+from composer_dist.distributed.weights.initialize import find_components
+from composer_dist.distributed.weights.storage import storage_of
+from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
+from composer_dist.models.adapters import adapter_hosts, as_peft_names
+from composer_dist.structure.families import original_classes
+from composer_dist.structure.names import canonical_name
+from composer_dist.structure.structure import Structure, read_structure
 
 
 def load_pretrained(
@@ -41,7 +54,7 @@ def load_pretrained(
             `save_checkpoint` or `torch.save` writes. An adapter's goes into the adapter that the model has.
             Tied tensors may have any of their names, transformers' older names are understood, and so are
             those from before peft, DDP, `torch.compile` or a `ComposerModel` were put around the model.
-        strict: missing or unexpected names are an error; otherwise what is missing is initialised if it
+        strict: missing or unexpected names are an error; otherwise what is missing is initialized if it
             is on the meta device, and keeps its value if not.
         verify: compare the model's bytes in a checkpoint of `save_checkpoint` with their checksums first;
             every rank does a share. Other files have none.
@@ -60,7 +73,7 @@ def load_pretrained(
         raise ParallelismValueError(
             "The ranks hold models of different structure: names, shapes, dtypes, frozen parameters or ties."
         )
-    with agreement.together("the initialisers"):
+    with agreement.together("the initializers"):
         lacking = {
             name
             for name, held in structure.tensors.items()
@@ -78,7 +91,7 @@ def fill_model(
     """Read what a matched checkpoint has for a model into it; all ranks of its mesh call it.
 
     Args:
-        lacking: names of tensors on the meta device that the checkpoint has not, to be initialised.
+        lacking: names of tensors on the meta device that the checkpoint has not, to be initialized.
 
     Raises:
         CheckpointRuntimeError: a file cannot be read; the model is unusable from then on.
@@ -100,7 +113,7 @@ def fill_model(
         for target in targets:
             _put_back(structure.tensors[target.name].get(), target.local)
         if lacking:
-            with agreement.together("initialisation"), torch.device(device):
+            with agreement.together("initialization"), torch.device(device):
                 meta_init(model)
     except BaseException as error:
         mark_unusable(model, str(error) or type(error).__name__)
@@ -154,3 +167,127 @@ def _put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Copy what could not be read in place."""
     if not (local := _local(tensor)).is_contiguous():
         local.copy_(values)
+
+
+def export_pretrained(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    merge_adapters: bool = False,
+) -> None:
+    """Write what `AutoModel...from_pretrained`, or `PeftModel.from_pretrained`, reads; a collective.
+
+    A model with adapters gives the adapter directory (one per adapter whose name is not "default",
+    as peft does); any other a model directory of safetensors with its configuration and generation
+    configuration. The tokenizer of a `HuggingFaceModel` lies beside it.
+
+    All ranks write the weights of a model directory at once, each from its own shards; what
+    transformers computes for a checkpoint, and what is merged, is gathered a tensor or a layer at a
+    time. Adapters are gathered to rank 0. Files of an earlier export are replaced once everything is
+    written.
+
+    Args:
+        model: a `HuggingFaceModel`, or a transformers or peft model, prepared or not.
+        path: a directory; made where there is none. Rank 0's counts, and all ranks should see it:
+            where one does not, rank 0 gathers and writes everything, with a warning.
+        max_shard_size: bytes, or as "5GB": larger models are split into several files.
+        merge_adapters: a model directory with the active adapters merged into the weights, by peft's
+            own arithmetic. The model itself stays as it is, bit for bit.
+
+    Raises:
+        ParallelismTypeError: `model` is none of these.
+        ParallelismValueError: the ranks' models differ.
+        CheckpointValueError: an adapter without tensors, or one that cannot be merged; nothing to merge.
+        CheckpointRuntimeError: a rank could not write; raised on every rank.
+    """
+    tokenizer = getattr(model, "tokenizer", None)
+    saved = _pretrained(model)
+    check_usable(model)
+    reshard(saved)
+    hosts = dict(adapter_hosts(saved))
+    adapted = any(host is saved for host in hosts.values())
+    if merge_adapters and not adapted:
+        raise CheckpointValueError("merge_adapters has nothing to merge: the model has no adapters.")
+    if adapted and not merge_adapters:
+        write = _adapters(saved)
+    else:
+        write = _model(saved, mesh_of(model), max_shard_size, hosts if merge_adapters else {})
+    with staged(path) as directory:
+        write(directory)
+        with Agreement().together("export_pretrained"):
+            if world_and_rank()[1] == 0 and tokenizer is not None:
+                with written(path):
+                    tokenizer.save_pretrained(directory)
+
+
+def _adapters(saved: Any) -> Callable[[Path], None]:
+    """Gather the adapters to rank 0, and give what writes them as peft does."""
+    state = as_peft_names(saved, full_model_state(saved, select="adapters"))
+
+    def write(directory: Path) -> None:
+        with ExitStack() as stack:
+            for prompts in _prompt_encoders(saved):
+                # peft runs these to learn what to write, so they need their values, on every rank.
+                stack.enter_context(summon_full_params(prompts, writeback=False))
+            with Agreement().together("export_pretrained"):
+                if world_and_rank()[1] == 0:
+                    with original_classes(saved), written(directory.parent):
+                        saved.save_pretrained(directory, state_dict=state)
+
+    return write
+
+
+def _model(
+    saved: Any, mesh: DeviceMesh | None, max_shard_size: int | str, hosts: Mapping[str, Any]
+) -> Callable[[Path], None]:
+    """What writes a model directory, with the adapters merged where there are hosts of any."""
+    base = saved.get_base_model() if _is_peft(saved) else saved
+    with Agreement().together("export_pretrained"):
+        check_mergeable(hosts)
+        tensors, layers = merged_sources(base) if hosts else (_state(base), {})
+        export = Export(base, tensors, layers, mesh, max_shard_size)
+
+    def write(directory: Path) -> None:
+        with Agreement().together("export_pretrained"):
+            if world_and_rank()[1] == 0:
+                write_settings(base, directory, export.separated)
+        export.write(directory)
+
+    return write
+
+
+def _pretrained(model: nn.Module) -> nn.Module:
+    """The transformers or peft model itself."""
+    from transformers import PreTrainedModel
+
+    from composer_dist.models.huggingface import HuggingFaceModel
+
+    inner = model.model if isinstance(model, HuggingFaceModel) else model
+    if isinstance(inner, PreTrainedModel) or _is_peft(inner):
+        return inner
+    raise ParallelismTypeError(
+        "export_pretrained takes a HuggingFaceModel, a transformers or a peft model, not "
+        f"{type(inner).__name__}; pass the part of your model that is one."
+    )
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's own tensors under all their names."""
+    return {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+
+
+def _is_peft(model: nn.Module) -> bool:
+    import importlib.util
+
+    if importlib.util.find_spec("peft") is None:
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def _prompt_encoders(model: nn.Module) -> Iterator[nn.Module]:
+    encoders = getattr(model, "prompt_encoder", None)
+    if isinstance(encoders, nn.Module):
+        yield encoders

@@ -8,12 +8,19 @@ from typing import Any
 
 from torch import nn
 
-from composer_dist.checkpoint.async_save import PendingSave, finish_pending, in_background, stage
-from composer_dist.checkpoint.contents import Filters, check_contents, extract, keys_named, kind_of, models_in
-from composer_dist.checkpoint.saving import Saving
-from composer_dist.checkpoint.single_file import SavingFile
-from composer_dist.checkpoint.storage import Place, place_of
-from composer_dist.distributed.agreement import Agreement
+from composer_dist.checkpoint.background import PendingSave, finish_pending, in_background, stage
+from composer_dist.checkpoint.format.sharded import Saving
+from composer_dist.checkpoint.format.single_file import SavingFile
+from composer_dist.checkpoint.kinds.contents import (
+    Filters,
+    check_contents,
+    extract,
+    keys_named,
+    kind_of,
+    models_in,
+)
+from composer_dist.checkpoint.storage.place import Place, place_of
+from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
 
 

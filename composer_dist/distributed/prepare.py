@@ -19,18 +19,37 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from composer_dist.distributed import process_group
-from composer_dist.distributed.agreement import Agreement
-from composer_dist.distributed.aliases import Structure, read_structure
-from composer_dist.distributed.aliasing import check_aliasing
-from composer_dist.distributed.checkpoint_plan import apply_checkpointing, check_pinning
-from composer_dist.distributed.compiling import compile_modules
-from composer_dist.distributed.config import ParallelismConfig, resolve_config
-from composer_dist.distributed.context import expect_context
-from composer_dist.distributed.data_parallel import replicate
-from composer_dist.distributed.float8 import convert_linears
-from composer_dist.distributed.gradients import average_plain_gradients
-from composer_dist.distributed.initialize import (
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.resolve import resolve_config
+from composer_dist.distributed.account import Preparation, peak, reset_peak
+from composer_dist.distributed.activations.plan import apply_checkpointing, check_pinning
+from composer_dist.distributed.compiling.apply import compile_modules
+from composer_dist.distributed.compiling.float8 import convert_linears
+from composer_dist.distributed.context_parallelism.context import expect_context
+from composer_dist.distributed.mesh.mesh import agree_on_mesh, device_of, fsdp_mesh, remember_mesh
+from composer_dist.distributed.moving.way import Transport
+from composer_dist.distributed.optimizers.check import (
+    check_hooks,
+    check_optimizers,
+    check_refills,
+    forgotten_optimizers,
+)
+from composer_dist.distributed.optimizers.follow import Follower, carry_attributes
+from composer_dist.distributed.plan.build import Config, as_tuple, build_plan
+from composer_dist.distributed.plan.plan import ParallelPlan, check_plan
+from composer_dist.distributed.prepared import check_usable, mark_unusable
+from composer_dist.distributed.ranks import process_group as process_group
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.replication.apply import replicate
+from composer_dist.distributed.replication.plan import check_replica, stays
+from composer_dist.distributed.sharding.apply import check_offload, finish, hook_units, shard
+from composer_dist.distributed.sharding.choose import WrapPolicy, composer_children
+from composer_dist.distributed.steps import meta_init
+from composer_dist.distributed.tensor_parallel.apply import finish_tensor_parallel
+from composer_dist.distributed.training.averaging import average_plain_gradients
+from composer_dist.distributed.weights.disk import Pretrained, check_weights
+from composer_dist.distributed.weights.fill import Filling
+from composer_dist.distributed.weights.initialize import (
     Component,
     InitFn,
     assert_no_meta,
@@ -39,30 +58,11 @@ from composer_dist.distributed.initialize import (
     find_components,
     peak_bytes,
 )
-from composer_dist.distributed.mesh import agree_on_mesh, fsdp_mesh, remember_mesh
-from composer_dist.distributed.names import check_usable, mark_unusable
-from composer_dist.distributed.optimizer import Follower, carry_attributes
-from composer_dist.distributed.optimizer_checks import (
-    check_hooks,
-    check_optimizers,
-    check_refills,
-    forgotten_optimizers,
-)
-from composer_dist.distributed.parallel_plan import ParallelPlan, check_plan
-from composer_dist.distributed.plan import Config, as_tuple, build_plan
-from composer_dist.distributed.policies import WrapPolicy, composer_children
-from composer_dist.distributed.preparation import Preparation, peak, reset_peak
-from composer_dist.distributed.pretrained import Pretrained, check_weights
-from composer_dist.distributed.replica_plan import check_replica, stays
-from composer_dist.distributed.sharding import check_offload, finish, hook_units, shard
-from composer_dist.distributed.sources import Sources, decide_sources
-from composer_dist.distributed.steps import meta_init
-from composer_dist.distributed.sync import device_of
-from composer_dist.distributed.tensor_parallel import finish_tensor_parallel
-from composer_dist.distributed.transport import Transport
-from composer_dist.distributed.weights import Filling
+from composer_dist.distributed.weights.sources import Sources, decide_sources
 from composer_dist.errors import ParallelismTypeError
 from composer_dist.precision import Precision, require_fp8
+from composer_dist.structure.shared import check_aliasing
+from composer_dist.structure.structure import Structure, read_structure
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 Weights = str | os.PathLike[str] | None
@@ -83,7 +83,7 @@ def parallelize_model(
     """Make `model` ready to train on all ranks, in place. Every rank must call it.
 
     Weights come from rank 0 where other ranks hold theirs on the meta device; from each rank's own
-    copy where all are real, after a comparison by hash; from the initialisers where all are on meta.
+    copy where all are real, after a comparison by hash; from the initializers where all are on meta.
     `ParallelismConfig.sync` says otherwise. Without a process group one is made: the launcher's, or
     one of a single rank.
 
@@ -96,7 +96,7 @@ def parallelize_model(
         fsdp_wrap_policy: `module -> bool | dict of options`, or a `CustomPolicy`; None takes rules,
             attributes, or the model's repeated blocks.
         activation_checkpointing_check_fn: `module -> bool`, which modules to checkpoint.
-        param_init_fn: initialises one module that holds meta tensors, in place of `reset_parameters`.
+        param_init_fn: initializes one module that holds meta tensors, in place of `reset_parameters`.
         weights: a safetensors file; a directory as transformers, peft and `export_pretrained` write it; or
             what `save_checkpoint` writes, whose checksums are verified. Every rank reads its part of every
             tensor in there, whatever the model held; what is not in there must be of an adapter, unless
@@ -197,14 +197,14 @@ def _prepare(
         disk = Pretrained.open(weights, structure, agreement, settings.strict) if weights else None
         names = disk.names if disk else frozenset()
         sources = decide_sources(agreement, structure, plan, optimizers, names)
-        done.initialised = tuple(sorted(sources.init))
+        done.initialized = tuple(sorted(sources.init))
         components: list[Component] = []
-        with agreement.together("the initialisers"):
+        with agreement.together("the initializers"):
             check_refills(optimizers, structure, sources.init)
             if sources.init:
                 function = None if param_init_fn is meta_init else param_init_fn
                 components = find_components(structure, set(sources.init), function)
-        agreement.reach("what is initialised", describe_components(components), check_alike)
+        agreement.reach("what is initialized", describe_components(components), check_alike)
         if (init_peak := peak_bytes(components, settings.bucket_bytes)) != plan.init_peak:
             plan = done.plan = replace(plan, init_peak=init_peak)
     objects_stay = plan.replica is not None and stays(structure, device)
@@ -246,8 +246,8 @@ def _execute(
         with done.step("weights"):
             filling.deliver_weights()
         if components:
-            with done.step("initialise"):
-                filling.initialise(components)
+            with done.step("initialize"):
+                filling.initialize(components)
         with done.step("optimizer"):
             new = {name: held.get() for name, held in structure.parameters.items()} | shards.sharded
             filling.deliver_states(follower, new)  # type: ignore[arg-type]

@@ -8,34 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composer_dist import _torch
-from composer_dist.distributed import process_group
-from composer_dist.distributed.agreement import Agreement
-from composer_dist.distributed.aliases import Held, Structure, read_structure
-from composer_dist.distributed.arena import Arena
-from composer_dist.distributed.codecs import empty_like, encoded, local_part
-from composer_dist.distributed.config import FSDP2Config, ParallelismConfig, resolve_config
-from composer_dist.distributed.context import expect_context
-from composer_dist.distributed.gradients import average_plain_gradients
-from composer_dist.distributed.initialize import InitFn, find_components, replace, run_component
-from composer_dist.distributed.layout import Layout
-from composer_dist.distributed.mesh import fsdp_mesh, mesh_for, remember_mesh
-from composer_dist.distributed.optimizer import carry_attributes
-from composer_dist.distributed.optimizer_checks import check_hooks
-from composer_dist.distributed.parallel_plan import ParallelPlan
-from composer_dist.distributed.plan import build_plan
-from composer_dist.distributed.policies import WrapPolicy
-from composer_dist.distributed.sharding import check_offload, fsdp_params_by_place, hook_units, shard
-from composer_dist.distributed.sync import Cargo, deliver, device_of, inner_cargoes, take_slice
+from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.resolve import resolve_config
+from composer_dist.distributed.context_parallelism.context import expect_context
+from composer_dist.distributed.mesh.mesh import device_of, fsdp_mesh, mesh_for, remember_mesh
+from composer_dist.distributed.moving.transfer import deliver, inner_cargoes, take_slice
+from composer_dist.distributed.optimizers.check import check_hooks
+from composer_dist.distributed.optimizers.follow import carry_attributes
+from composer_dist.distributed.plan.build import build_plan
+from composer_dist.distributed.plan.plan import ParallelPlan
+from composer_dist.distributed.ranks import process_group
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.sharding.apply import check_offload, hook_units, shard
+from composer_dist.distributed.sharding.choose import WrapPolicy
+from composer_dist.distributed.training.averaging import average_plain_gradients
+from composer_dist.distributed.weights.initialize import InitFn, find_components, replace, run_component
+from composer_dist.distributed.weights.storage import _put, storage_of
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.precision import Precision
+from composer_dist.structure.structure import Held, Structure, read_structure
+from composer_dist.tensors.arena import Arena
+from composer_dist.tensors.codec import encoded
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def init_context(empty: bool = True, dtype: torch.dtype | None = None) -> Iterat
 
 
 def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
-    """Initialise every tensor of `module` that is on the meta device, in place.
+    """Initialize every tensor of `module` that is on the meta device, in place.
 
     In one process on an unsharded module this is the reference for `parallelize_model`, which gives the
     same bits on any number of ranks for the same `torch.initial_seed()`, device type and torch
@@ -70,7 +70,7 @@ def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
             `param_init_fn` on the module and its ancestors, then for `reset_parameters`.
 
     Raises:
-        ParallelismValueError: tensors that no initialiser writes, with their modules' classes.
+        ParallelismValueError: tensors that no initializer writes, with their modules' classes.
     """
     structure = read_structure(module)
     needed = {name for name, held in structure.tensors.items() if held.get().is_meta}
@@ -97,7 +97,7 @@ def prepare_fully_shard(
 ) -> ParallelPlan:
     """Plan and shard `model` in place; every rank keeps its rows of its own values.
 
-    What is on the meta device stays there, as meta shards. Nothing is synchronised between ranks.
+    What is on the meta device stays there, as meta shards. Nothing is synchronized between ranks.
 
     Raises:
         ParallelismError: as `plan_parallelism`; the same on every rank.
@@ -216,48 +216,3 @@ def _average_plain(model: nn.Module, structure: Structure, mesh: DeviceMesh, cha
     }
     if changed.intersection(plain) and not any(parameter.is_meta for parameter in plain.values()):
         average_plain_gradients(model, plain, mesh)  # type: ignore[arg-type]
-
-
-def storage_of(model: nn.Module, held: Held, device: torch.device) -> torch.Tensor:
-    """Where a tensor's values go on this rank; made if it has none yet."""
-    value = held.get()
-    if isinstance(value, DTensor):
-        if value.is_meta:
-            param = _fsdp_param(model, held)
-            home, pin = _torch.shard_home(param, device)
-            if held.info.inner:
-                local = empty_like(local_part(value), home, pin_memory=pin)
-                carry_attributes(value, _torch.adopt_shard(param, local))
-                return local
-            size, dtype = _torch.padded_shard(param)
-            storage = torch.empty(size, dtype=dtype, device=home, pin_memory=pin)
-            parameter, local = _torch.materialise_shard(param, storage)
-            carry_attributes(value, parameter)
-            return local
-        return value.to_local().detach()
-    if value.is_meta or not value.is_contiguous():
-        if held.info.inner:
-            replace(held, empty_like(value, device))
-        else:
-            replace(held, torch.empty(held.info.shape, dtype=held.info.dtype, device=device))
-    return held.get().detach()
-
-
-def _put(model: nn.Module, held: Held, value: torch.Tensor) -> None:
-    """Hold a full value: as it is, or this rank's rows of it."""
-    now = held.get()
-    if not isinstance(now, DTensor):
-        return replace(held, value)
-    target = storage_of(model, held, value.device)
-    take_slice(Cargo(held.info.name, Layout.of(now), held.info.dtype, target, value), now.device_mesh)
-    return None
-
-
-def _fsdp_param(model: nn.Module, held: Held) -> Any:
-    places = {place.key_of for place in held.places}
-    return next(
-        param
-        for module in model.modules()
-        for key, param in fsdp_params_by_place(module).items()
-        if key in places
-    )

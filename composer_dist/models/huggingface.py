@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from composer_dist._torch import finish_lazily, fsdp_param_groups
-from composer_dist.checkpoint.adapters import adapter_keys
-from composer_dist.distributed.names import canonical_name, reshard, stay_gathered
-from composer_dist.distributed.process_group import world_and_rank
+from composer_dist.composer_model import ComposerModel
+from composer_dist.distributed.prepared import reshard
+from composer_dist.distributed.ranks.process_group import world_and_rank
+from composer_dist.distributed.sharding.hooks import stay_gathered
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.models.base import ComposerModel
+from composer_dist.models.adapters import adapter_keys
+from composer_dist.structure.names import canonical_name
 
 if TYPE_CHECKING:
     from peft import PeftConfig

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from torch import nn
 
 from composer_dist import wording
-from composer_dist.distributed.names import named_parameters_canonical
-from composer_dist.distributed.scaling import LossScaling
+from composer_dist.composer_model import ComposerModel
+from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.models.base import ComposerModel
 from composer_dist.precision import Precision
+from composer_dist.trainer.clock import Time, TimeUnit
+from composer_dist.trainer.scaling import LossScaling
 from composer_dist.trainer.state import State
-from composer_dist.trainer.time import Time, TimeUnit
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ def check_no_meta(model: nn.Module) -> None:
     if on_meta := [name for name, tensor in tensors if tensor.is_meta]:
         raise ParallelismValueError(
             f"{_spell(on_meta)} on the meta device, without values. Pass a parallelism_config, "
-            "which initialises the model, or build it on a real device."
+            "which initializes the model, or build it on a real device."
         )
 
 

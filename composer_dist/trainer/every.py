@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.state import State
-from composer_dist.trainer.time import Time, Timestamp
 
 
 class Every:

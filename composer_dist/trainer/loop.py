@@ -11,19 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
-from composer_dist.distributed.accumulation import Accumulate
-from composer_dist.trainer.evaluation import compute_metrics, fresh_metrics
-from composer_dist.trainer.evaluator import Evaluator
+from composer_dist.distributed.training.gradients import Accumulate
+from composer_dist.trainer.data.feed import Fed, Feed
+from composer_dist.trainer.data.sampling import set_epoch
+from composer_dist.trainer.evaluation import Evaluator, compute_metrics, fresh_metrics
 from composer_dist.trainer.events import Event
 from composer_dist.trainer.every import Every
-from composer_dist.trainer.feed import Fed, Feed
 from composer_dist.trainer.loggers import Logger
 from composer_dist.trainer.microbatch import Microbatches, MicrobatchSize
-from composer_dist.trainer.options import GradientClipping
-from composer_dist.trainer.sampling import set_epoch
 from composer_dist.trainer.schedulers import set_rates
 from composer_dist.trainer.state import State
-from composer_dist.trainer.step import measure, train_batch
+from composer_dist.trainer.step import GradientClipping, measure, train_batch
 
 
 @dataclass(frozen=True, kw_only=True)

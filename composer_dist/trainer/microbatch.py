@@ -9,9 +9,9 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from composer_dist.distributed.attempts import Attempts
 from composer_dist.errors import ParallelismRuntimeError
-from composer_dist.trainer.randomness import generator_states, set_generator_states
+from composer_dist.trainer.attempts import Attempts
+from composer_dist.trainer.data.randomness import generator_states, set_generator_states
 from composer_dist.trainer.state import State
 
 T = TypeVar("T")

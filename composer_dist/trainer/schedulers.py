@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.trainer.clock import Time, TimeUnit
 from composer_dist.trainer.state import State
-from composer_dist.trainer.time import Time, TimeUnit
 
 _BASE = "initial_lr"  # torch's schedulers keep the first rate of a group under this key too
 

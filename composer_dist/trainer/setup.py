@@ -7,10 +7,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed import process_group
-from composer_dist.distributed.mesh import mesh_of as prepared_mesh
-from composer_dist.distributed.mesh import sampler_kwargs
-from composer_dist.distributed.replica import replica_of
+from composer_dist.distributed.mesh.mesh import mesh_of as prepared_mesh
+from composer_dist.distributed.mesh.mesh import sampler_kwargs
+from composer_dist.distributed.ranks import process_group
+from composer_dist.distributed.replication.reducer import replica_of
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.checks import check_no_meta
 

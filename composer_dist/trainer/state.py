@@ -10,12 +10,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from composer_dist.distributed.scaling import LossScaler
+from composer_dist.composer_model import ComposerModel
 from composer_dist.errors import ParallelismValueError
-from composer_dist.models.base import ComposerModel
 from composer_dist.precision import Precision
+from composer_dist.trainer.clock import Time, Timestamp, TimeUnit, end_of_fit
+from composer_dist.trainer.scaling import LossScaler
 from composer_dist.trainer.throughput import Throughput
-from composer_dist.trainer.time import Time, Timestamp, TimeUnit, end_of_fit
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

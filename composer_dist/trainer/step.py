@@ -3,29 +3,34 @@
 Gradients are those of the mean loss over the batches of all ranks together, whatever their sizes.
 FSDP2 and DDP average gradients over ranks; so a microbatch whose loss is a mean over `w` terms
 counts `w / W`, where `W` is the mean over ranks of a rank's terms in this batch.
+
+
+MERGED: The precision of the computation, as a context.
+
+MERGED: Groups of options that the Trainer takes whole, so that its constructor stays readable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from composer_dist.distributed import process_group
-from composer_dist.distributed.accumulation import Accumulate, accumulate
-from composer_dist.distributed.clipping import clip_grad_norm, clip_grad_value
-from composer_dist.distributed.context import context_parallel, find_mesh
-from composer_dist.distributed.mesh import submesh
+from composer_dist.distributed.context_parallelism.context import context_parallel
+from composer_dist.distributed.mesh.mesh import find_mesh, submesh
+from composer_dist.distributed.ranks import process_group
+from composer_dist.distributed.training.gradients import Accumulate, accumulate
+from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_value
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.trainer.autocast import autocast
-from composer_dist.trainer.batch import num_samples, num_tokens, split, to_device
+from composer_dist.precision import Precision
+from composer_dist.trainer.data.batch import num_samples, num_tokens, split, to_device
+from composer_dist.trainer.data.feed import Fed, Size
 from composer_dist.trainer.events import Event
-from composer_dist.trainer.feed import Fed, Size
 from composer_dist.trainer.microbatch import Microbatches
-from composer_dist.trainer.options import GradientClipping
 from composer_dist.trainer.state import State
 
 
@@ -185,3 +190,39 @@ def optimized_parameters(state: State) -> Iterator[nn.Parameter]:
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             yield from group["params"]
+
+
+def autocast(precision: Precision | None, device: torch.device) -> AbstractContextManager[object]:
+    """Runs forward and loss under torch's autocast where the precision is a mixed one.
+
+    Under FSDP2 too, as in Composer: parameters are gathered in the low precision there, and
+    autocast keeps norms, softmax and the loss in float32.
+    """
+    if precision in (None, Precision.FP32):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=precision.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientClipping:
+    """How the gradients of all ranks are bounded before each step; the two may be combined."""
+
+    norm: float | None = None
+    """Scale all gradients together, so that their global norm is at most this."""
+    norm_type: float = 2.0
+    """The p of that norm; `inf` is allowed."""
+    value: float | None = None
+    """Clamp every element to [-value, value], before the norm is taken."""
+
+    def __post_init__(self) -> None:
+        if self.norm is None and self.value is None:
+            raise ParallelismValueError("GradientClipping needs a norm or a value.")
+        for name in ("norm", "value", "norm_type"):
+            number = getattr(self, name)
+            if number is not None and not number > 0:
+                raise ParallelismValueError(f"GradientClipping's {name} must be positive, not {number}.")
+
+    @classmethod
+    def of(cls, clipping: GradientClipping | float | None) -> GradientClipping | None:
+        """`clipping` itself; a number is a norm, as in Composer."""
+        return cls(norm=clipping) if isinstance(clipping, int | float) else clipping

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from composer_dist.trainer.time import Timestamp
+from composer_dist.trainer.clock import Timestamp
 
 
 @dataclass(frozen=True)

@@ -13,35 +13,36 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from composer_dist.distributed import process_group
-from composer_dist.distributed.accumulation import Accumulate, accumulated_bytes
-from composer_dist.distributed.preparation import Preparation
+from composer_dist.composer_model import ComposerModel
+from composer_dist.distributed.account import Preparation
 from composer_dist.distributed.prepare import parallelize_composer_model
-from composer_dist.distributed.reports import told_to_all
-from composer_dist.distributed.scaling import LossScaler, LossScaling
+from composer_dist.distributed.ranks import process_group
+from composer_dist.distributed.ranks.reports import told_to_all
+from composer_dist.distributed.training.gradients import Accumulate, accumulated_bytes
 from composer_dist.errors import ParallelismValueError
-from composer_dist.models.base import ComposerModel
 from composer_dist.precision import Precision, as_precision
 from composer_dist.trainer import checks, setup
-from composer_dist.trainer.batch import num_samples
 from composer_dist.trainer.callbacks import Callback, LRMonitor, ProgressBar, SpeedMonitor
-from composer_dist.trainer.evaluation import evaluate, predict
-from composer_dist.trainer.evaluator import Evaluator, as_evaluators, timetable
+from composer_dist.trainer.clock import Time
+from composer_dist.trainer.data.batch import num_samples
+from composer_dist.trainer.data.feed import Feed, Size, length_of
+from composer_dist.trainer.data.randomness import (
+    generator_states,
+    seed_all,
+    set_generator_states,
+    use_deterministic_algorithms,
+)
+from composer_dist.trainer.data.sampling import check_sampler, placed
+from composer_dist.trainer.evaluation import Evaluator, as_evaluators, evaluate, predict, timetable
 from composer_dist.trainer.events import Event
-from composer_dist.trainer.feed import Feed, Size, length_of
 from composer_dist.trainer.loggers import Logger, LoggerDestination
 from composer_dist.trainer.loop import LoopOptions, TrainingLoop
 from composer_dist.trainer.microbatch import MicrobatchSize
-from composer_dist.trainer.options import GradientClipping
-from composer_dist.trainer.randomness import generator_states, set_generator_states
-from composer_dist.trainer.resuming import Resume, resume_run
-from composer_dist.trainer.run_state import load_run_state, run_state
-from composer_dist.trainer.sampling import check_sampler, placed
+from composer_dist.trainer.resume import Resume, load_run_state, resume_run, run_state
+from composer_dist.trainer.scaling import LossScaler, LossScaling
 from composer_dist.trainer.schedulers import Schedule, sorted_out
-from composer_dist.trainer.seeding import seed_all, use_deterministic_algorithms
 from composer_dist.trainer.state import State
-from composer_dist.trainer.step import measure
-from composer_dist.trainer.time import Time
+from composer_dist.trainer.step import GradientClipping, measure
 
 EvalData = Iterable[Any] | Evaluator | Sequence[Evaluator] | Mapping[str, Any] | None
 

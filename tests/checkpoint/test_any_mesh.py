@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.runs import MESHES, assert_same, load_run, save_run
-from tests.distributed.tp_models import gpt2, llama, phi3
+from tests.kit.checkpoint_runs import MESHES, assert_same, load_run, save_run
+from tests.kit.tp_models import gpt2, llama, phi3
 from tests.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -33,11 +33,12 @@ def make_llama(seed: int) -> nn.Module:
     return llama()
 
 
+@pytest.mark.promise(58)
 @pytest.mark.parametrize("sharded", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "saved", ["fsdp2", "hsdp", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("plain", "ddp"))]
 )
-def test_p58_any_mesh_to_any_mesh(tmp_path: Path, saved: str, sharded: bool) -> None:
+def test_any_mesh_to_any_mesh(tmp_path: Path, saved: str, sharded: bool) -> None:
     path = str(tmp_path / "checkpoint")
     before = run(save_run, MESHES[saved][0], path, saved, sharded=sharded)[0]
     for loaded in ("plain", "fsdp4" if saved != "hsdp" else "fsdp2", "ddp", "hsdp"):
@@ -45,6 +46,7 @@ def test_p58_any_mesh_to_any_mesh(tmp_path: Path, saved: str, sharded: bool) -> 
             assert_same(before, after)
 
 
+@pytest.mark.promise(58)
 @pytest.mark.parametrize(
     "make",
     [
@@ -53,7 +55,7 @@ def test_p58_any_mesh_to_any_mesh(tmp_path: Path, saved: str, sharded: bool) -> 
         pytest.param(make_llama, marks=pytest.mark.slow),
     ],
 )
-def test_p58_tensor_parallel_and_back(tmp_path: Path, make: object) -> None:
+def test_tensor_parallel_and_back(tmp_path: Path, make: object) -> None:
     path, other = str(tmp_path / "one"), str(tmp_path / "other")
     before = run(save_run, 2, path, "fsdp2", make)[0]
     meshes = ("tp", "fsdp_tp", "plain") if make is make_gpt2 else ("fsdp_tp", "plain")
@@ -63,7 +65,8 @@ def test_p58_tensor_parallel_and_back(tmp_path: Path, make: object) -> None:
         path, other = other, path
 
 
-def test_p58_2_to_1_to_4_to_2x2_to_tp(tmp_path: Path) -> None:
+@pytest.mark.promise(58)
+def test_2_to_1_to_4_to_2x2_to_tp(tmp_path: Path) -> None:
     path = str(tmp_path / "0")
     before = run(save_run, 2, path, "fsdp2", make_llama)[0]
     for number, mesh in enumerate(("fsdp1", "fsdp4", "hsdp", "tp"), 1):

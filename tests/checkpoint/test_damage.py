@@ -15,19 +15,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint import (
-    checked_file,
     full_model_state,
     latest_checkpoint,
     load_checkpoint,
     load_pretrained,
     save_checkpoint,
 )
+from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_model
-from composer_dist.distributed.config import FSDP2Config
-from composer_dist.distributed.weight_files import index_weights
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError
-from tests.checkpoint.runs import save_run
-from tests.checkpoint.toys import assert_equal, toy
+from composer_dist.files import checked as checked_file
+from composer_dist.files.find import index_weights
+from tests.kit.checkpoint_runs import save_run
+from tests.kit.toys import assert_equal, toy
 from tests.world import PRELOAD
 
 World = Callable[..., list[Any]]
@@ -150,8 +150,9 @@ def save_for_ever(directory: str, number: int) -> None:
             pending.wait()
 
 
+@pytest.mark.promise(59)
 @pytest.mark.parametrize("kills", [6, pytest.param(40, marks=pytest.mark.slow)])
-def test_p59_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
+def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
     draw = random.Random(1)
     number = 0
     for _ in range(kills):

@@ -13,9 +13,9 @@ from torch import Tensor
 from composer_dist.checkpoint import export_pretrained, full_model_state, load_pretrained
 from composer_dist.distributed import parallelize_model, summon_full_params
 from composer_dist.models import HuggingFaceModel
-from tests.checkpoint.test_export import MESHES
-from tests.checkpoint.test_merging import LORA
-from tests.distributed.tp_models import gpt2, llama
+from tests.checkpoint.export.test_export import MESHES
+from tests.checkpoint.export.test_merged import LORA
+from tests.kit.tp_models import gpt2, llama
 from tests.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -55,10 +55,9 @@ def adapters(directory: Path, names: list[str]) -> None:
             assert all(torch.equal(found[key], expected[key]) for key in expected if "lora_" in key)
 
 
+@pytest.mark.promise(95)
 @pytest.mark.parametrize(("ranks", "names"), PLACES)
-def test_p95_an_adapter_from_every_mesh_loads_in_plain_peft(
-    tmp_path: Path, ranks: int, names: list[str]
-) -> None:
+def test_an_adapter_from_every_mesh_loads_in_plain_peft(tmp_path: Path, ranks: int, names: list[str]) -> None:
     from peft import PeftModel
 
     run(adapters, ranks, tmp_path, names, timeout=180)
@@ -92,8 +91,9 @@ def summoned(names: list[str]) -> None:
         assert {id(p) for group in optimizer.param_groups for p in group["params"]} <= set(held.values())
 
 
+@pytest.mark.promise(90)
 @pytest.mark.parametrize(("ranks", "names"), PLACES)
-def test_p90_on_every_mesh(ranks: int, names: list[str]) -> None:
+def test_on_every_mesh(ranks: int, names: list[str]) -> None:
     run(summoned, ranks, names, timeout=180)
 
 
@@ -108,8 +108,9 @@ def generated(names: list[str]) -> list[Tensor]:
     return found
 
 
+@pytest.mark.promise(97)
 @pytest.mark.parametrize(("ranks", "names"), PLACES)
-def test_p97_the_unsharded_models_tokens_on_every_mesh(ranks: int, names: list[str]) -> None:
+def test_the_unsharded_models_tokens_on_every_mesh(ranks: int, names: list[str]) -> None:
     torch.manual_seed(3)
     expected = llama().eval().generate(ids(), max_new_tokens=6, do_sample=False)
     for found in run(generated, ranks, names, timeout=180):

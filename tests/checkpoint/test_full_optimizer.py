@@ -22,20 +22,21 @@ from composer_dist.checkpoint import (
     load_full_optimizer_state,
     save_checkpoint,
 )
-from composer_dist.checkpoint.optimizer import named_optimizer_state
+from composer_dist.checkpoint.kinds.optimizer import named_optimizer_state
+from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import parallelize_model
-from composer_dist.distributed.config import FSDP2Config, ParallelismConfig
 from composer_dist.errors import (
     CheckpointError,
     CheckpointKeyError,
     CheckpointValueError,
     ParallelismValueError,
 )
-from tests.checkpoint.meshes import MODES, equal, give_gradients, train
-from tests.checkpoint.toys import messages
 from tests.conftest import World
-from tests.distributed.preparable import built
-from tests.distributed.tp_models import Decoder, gpt2
+from tests.kit.meshes import MODES, equal, give_gradients, train
+from tests.kit.preparable import built
+from tests.kit.toys import messages
+from tests.kit.tp_models import Decoder, gpt2
 
 State = dict[str, Any]
 MODELS: dict[str, Callable[[], nn.Module]] = {"decoder": Decoder, "gpt2": gpt2}
@@ -100,6 +101,7 @@ OFTEN = {"decoder": ["fsdp", "hsdp", "ddp", "tp"], "gpt2": []}
 """The others take as long, and are alike."""
 
 
+@pytest.mark.promise(47)
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [
@@ -108,7 +110,7 @@ OFTEN = {"decoder": ["fsdp", "hsdp", "ddp", "tp"], "gpt2": []}
         for mode in MODES
     ],
 )
-def test_p47_state_is_that_of_one_process_and_training_goes_on_from_it(
+def test_state_is_that_of_one_process_and_training_goes_on_from_it(
     world2: World, world4: World, kind: str, mode: str
 ) -> None:
     ranks, config = MODES[mode]
@@ -130,8 +132,9 @@ def test_p47_state_is_that_of_one_process_and_training_goes_on_from_it(
     assert any(first in group["params"] for group in state["param_groups"])
 
 
+@pytest.mark.promise(48)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
-def test_p48_other_optimizers_go_on_as_well(world2: World, name: str) -> None:
+def test_other_optimizers_go_on_as_well(world2: World, name: str) -> None:
     weights, state = reference("decoder", name, 2)
     later = reference("decoder", name, 3)
     found = world2(there_and_back, MODES["fsdp"][1], "decoder", name, 1 << 20)[0]
@@ -168,6 +171,7 @@ def loaded(state: State, strict: bool, name: str, pending: bool) -> tuple[LoadRe
     return result, full_optimizer_state(model, optimizer), grads
 
 
+@pytest.mark.promise(48)
 @pytest.mark.parametrize(
     ("form", "name"),
     [  # numbers alone are places in the groups: the same groups in the same order
@@ -177,7 +181,7 @@ def loaded(state: State, strict: bool, name: str, pending: bool) -> tuple[LoadRe
         ("flattened", "reversed"),
     ],
 )
-def test_p48_states_of_one_process_are_rekeyed_by_name(world2: World, form: str, name: str) -> None:
+def test_states_of_one_process_are_rekeyed_by_name(world2: World, form: str, name: str) -> None:
     model = made()
     optimizer = OPTIMIZERS["adamw"](model)
     train(model, optimizer, 0, 2)
@@ -192,8 +196,9 @@ def test_p48_states_of_one_process_are_rekeyed_by_name(world2: World, form: str,
         assert (group["lr"], group["betas"]) == (same["lr"], same["betas"])
 
 
+@pytest.mark.promise(48)
 @pytest.mark.parametrize("steps", [0, 1])
-def test_p48_over_state_and_pending_gradients(world2: World, steps: int) -> None:
+def test_over_state_and_pending_gradients(world2: World, steps: int) -> None:
     _, given = reference("decoder", "adamw", steps)
     for rank, (result, found, grads) in enumerate(world2(loaded, given, True, "adamw", True)):
         assert result == ([], [])
@@ -202,14 +207,16 @@ def test_p48_over_state_and_pending_gradients(world2: World, steps: int) -> None
             equal(found, given)  # the empty one takes away what was there
 
 
-def test_p48_frozen_parameters_keep_their_state(world2: World) -> None:
+@pytest.mark.promise(48)
+def test_frozen_parameters_keep_their_state(world2: World) -> None:
     _, given = reference("decoder", "adamw", 1)
     name = given["param_groups"][0]["params"][0]
     given["state"] = {name: {"step": torch.tensor(1.0), "exp_avg": torch.ones(21, 16)}} | given["state"]
     equal(world2(loaded, given, True, "adamw", False)[0][1], given)
 
 
-def test_p48_what_is_missing_has_no_state_and_what_is_unexpected_is_passed_over(world2: World) -> None:
+@pytest.mark.promise(48)
+def test_what_is_missing_has_no_state_and_what_is_unexpected_is_passed_over(world2: World) -> None:
     _, given = reference("decoder", "adamw", 1)
     gone = ["head.weight", "layers.0.mlp.0.weight"]
     for name in gone:
@@ -264,6 +271,7 @@ def foreign(state: State) -> None:
     state["model"] = {}
 
 
+@pytest.mark.promise(48)
 @pytest.mark.parametrize(
     ("change", "strict", "kind", "text"),
     [
@@ -275,7 +283,7 @@ def foreign(state: State) -> None:
         (foreign, False, "ValueError", "no optimizer's state: it has 'model'"),
     ],
 )
-def test_p48_what_does_not_fit_is_refused_everywhere(
+def test_what_does_not_fit_is_refused_everywhere(
     world2: World, change: Callable[[State], None], strict: bool, kind: str, text: str
 ) -> None:
     _, state = reference("decoder", "adamw", 1)
@@ -286,7 +294,8 @@ def test_p48_what_does_not_fit_is_refused_everywhere(
     assert first[1] == kind
 
 
-def test_p48_numbers_that_do_not_fit_the_groups_are_refused() -> None:
+@pytest.mark.promise(48)
+def test_numbers_that_do_not_fit_the_groups_are_refused() -> None:
     model = made()
     optimizer = OPTIMIZERS["adamw"](model)
     train(model, optimizer, 0, 1)
@@ -402,10 +411,12 @@ def evaluated(reshard_after_forward: Any) -> State:
     return full_optimizer_state(model, optimizer)
 
 
+@pytest.mark.promise(103)
 @pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
-def test_p103_states_after_an_eval_forward(world4: World, reshard_after_forward: Any) -> None:
+def test_states_after_an_eval_forward(world4: World, reshard_after_forward: Any) -> None:
     equal(world4(evaluated, reshard_after_forward)[0], reference("decoder", "adamw", 2)[1])
 
 
-def test_p103_and_on_two_ranks(world2: World) -> None:
+@pytest.mark.promise(103)
+def test_and_on_two_ranks(world2: World) -> None:
     equal(world2(evaluated, False)[0], reference("decoder", "adamw", 2)[1])

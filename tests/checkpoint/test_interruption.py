@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composer_dist.checkpoint import async_save, checked_file, load_checkpoint, save_checkpoint
+from composer_dist.checkpoint import background as async_save
+from composer_dist.checkpoint import load_checkpoint, save_checkpoint
+from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_model
-from composer_dist.distributed.config import FSDP2Config
 from composer_dist.errors import ParallelismError
-from tests.checkpoint.toys import toy
+from composer_dist.files import checked as checked_file
 from tests.conftest import World
+from tests.kit.toys import toy
 from tests.world import PRELOAD
 
 ROOT = Path(__file__).parents[2]

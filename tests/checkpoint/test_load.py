@@ -21,7 +21,7 @@ from composer_dist.checkpoint import (
     load_pretrained,
     save_checkpoint,
 )
-from composer_dist.distributed.config import FSDP2Config
+from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.prepare import parallelize_model
 from composer_dist.errors import (
     CheckpointKeyError,
@@ -30,8 +30,8 @@ from composer_dist.errors import (
     ParallelismError,
     ParallelismRuntimeError,
 )
-from tests.checkpoint.runs import assert_same, save_run, snapshot, start, train
-from tests.checkpoint.toys import Toy, assert_equal, sharded, toy
+from tests.kit.checkpoint_runs import assert_same, save_run, snapshot, start, train
+from tests.kit.toys import Toy, assert_equal, sharded, toy
 
 World = Callable[..., list[Any]]
 
@@ -47,8 +47,9 @@ def ask_for_absent(path: str) -> tuple[str, dict[str, Any]]:
     return str(caught.value), {"absent": state["absent"]}
 
 
+@pytest.mark.promise(50)
 @pytest.mark.parametrize("sharded", [True, False])
-def test_p50_an_absent_key(world2: World, tmp_path: Path, sharded: bool) -> None:
+def test_an_absent_key(world2: World, tmp_path: Path, sharded: bool) -> None:
     path = str(tmp_path / "c")
     world2(save_run, path, "fsdp2", sharded=sharded)
     for text, state in world2(ask_for_absent, path):
@@ -72,8 +73,9 @@ def restore_in_place(path: str, sharded: bool) -> None:
     assert {key: state[key] for key in plain} == plain
 
 
+@pytest.mark.promise(55)
 @pytest.mark.parametrize("sharded", [True, False])
-def test_p55_stateful_objects_are_restored_in_place(world2: World, tmp_path: Path, sharded: bool) -> None:
+def test_stateful_objects_are_restored_in_place(world2: World, tmp_path: Path, sharded: bool) -> None:
     world2(restore_in_place, str(tmp_path / "c"), sharded)
 
 
@@ -106,8 +108,9 @@ def load_longer(path: str) -> tuple[str, list[str], bool, dict[str, Any]]:
     return text, [str(one.message) for one in caught], torch.equal(after["extra.weight"], kept), after
 
 
+@pytest.mark.promise(56)
 @pytest.mark.parametrize("sharded", [True, False])
-def test_p56_a_new_layer(world2: World, tmp_path: Path, sharded: bool) -> None:
+def test_a_new_layer(world2: World, tmp_path: Path, sharded: bool) -> None:
     path = str(tmp_path / "c")
     saved = world2(save_run, path, "fsdp2", sharded=sharded)[0][0]
     for text, messages, kept, after in world2(load_longer, path):
@@ -134,7 +137,8 @@ def load_raw(path: str) -> dict[str, str]:
     return found
 
 
-def test_p57_a_raw_state(world2: World, tmp_path: Path) -> None:
+@pytest.mark.promise(57)
+def test_a_raw_state(world2: World, tmp_path: Path) -> None:
     state = toy(3).state_dict()
     for what, one in {
         "good": state,
@@ -168,7 +172,7 @@ def test_shapes_that_differ_are_named(world2: World, tmp_path: Path) -> None:
 def load_meta(path: str, how: str) -> dict[str, Any]:
     with torch.device("meta"):
         model = Toy()
-    model.table = torch.zeros(3)  # no checkpoint has it, and nothing initialises it
+    model.table = torch.zeros(3)  # no checkpoint has it, and nothing initializes it
     if how == "weights":
         parallelize_model(model, FSDP2Config(), weights=path)
     elif how == "pretrained":

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist import DDPConfig, FSDP2Config
 from composer_dist.checkpoint import LoadResult, export_pretrained, full_model_state, load_pretrained
-from composer_dist.distributed import parallelize_model, prepare_fully_shard, pretrained
-from composer_dist.distributed.reading import Files
+from composer_dist.distributed import parallelize_model, prepare_fully_shard
+from composer_dist.distributed.weights import disk as pretrained
 from composer_dist.errors import (
     CheckpointKeyError,
     CheckpointRuntimeError,
@@ -24,9 +24,10 @@ from composer_dist.errors import (
     ParallelismRuntimeError,
     ParallelismValueError,
 )
-from tests.distributed.preparable import Toy, built, config, same, tokens, train, values
-from tests.distributed.test_pretrained import saved
-from tests.distributed.test_weight_names import llama, lora, random
+from composer_dist.files.read import Files
+from tests.distributed.weights.test_disk import saved
+from tests.files.test_match import llama, lora, random
+from tests.kit.preparable import Toy, built, config, same, tokens, train, values
 from tests.world import run
 
 
@@ -92,7 +93,7 @@ def not_sharded(path: Path, turned: Path) -> None:
             load_pretrained(nn.Linear(2, 2 + dist.get_rank()), path)
 
 
-def test_sharded_on_meta_and_what_the_files_lack_is_initialised(tmp_path: Path) -> None:
+def test_sharded_on_meta_and_what_the_files_lack_is_initialized(tmp_path: Path) -> None:
     lacking: dict[str, Any] = {"layers.1.up.weight": None, "shift": None}
     run(sharded_on_meta, 2, saved(built(seed=3), tmp_path, **lacking, other=torch.ones(2)))
 

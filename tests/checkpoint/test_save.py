@@ -14,12 +14,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from composer_dist.checkpoint import commit, full_model_state, load_checkpoint, save_checkpoint
-from composer_dist.distributed.config import FSDP2Config
+from composer_dist.checkpoint import full_model_state, load_checkpoint, save_checkpoint
+from composer_dist.checkpoint.storage import local as commit
+from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.prepare import parallelize_model
 from composer_dist.errors import CheckpointIsADirectoryError, CheckpointRuntimeError, CheckpointValueError
-from tests.checkpoint.runs import assert_same, load_run, save_run, snapshot, start, train
-from tests.checkpoint.toys import assert_equal, toy
+from tests.kit.checkpoint_runs import assert_same, load_run, save_run, snapshot, start, train
+from tests.kit.toys import assert_equal, toy
 from tests.world import WorkerError, run
 
 World = Callable[..., list[Any]]
@@ -39,7 +40,8 @@ def save_and_read_plainly(path: str) -> dict[str, Any]:
     return {"steps": read["steps"], "note": read["note"]}
 
 
-def test_p49_plain_dcp_reads_it(world2: World, tmp_path: Path) -> None:
+@pytest.mark.promise(49)
+def test_plain_dcp_reads_it(world2: World, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     assert world2(save_and_read_plainly, str(path)) == [{"steps": 3, "note": {"a": [1, "b"]}}] * 2
     names = sorted(file.name for file in path.iterdir())
@@ -63,8 +65,9 @@ def load_part(path: str) -> dict[str, Any]:
     return {"steps": state["steps"], **rest}
 
 
+@pytest.mark.promise(49)
 @pytest.mark.parametrize("sharded", [True, False])
-def test_p49_values_are_restored_and_the_rest_returned(world2: World, tmp_path: Path, sharded: bool) -> None:
+def test_values_are_restored_and_the_rest_returned(world2: World, tmp_path: Path, sharded: bool) -> None:
     path = str(tmp_path / "c")
     world2(save_extra, path, sharded)
     for got in world2(load_part, path):
@@ -72,7 +75,8 @@ def test_p49_values_are_restored_and_the_rest_returned(world2: World, tmp_path: 
         assert got == {"steps": 7, "d": {1: None}}
 
 
-def test_p51_one_file_that_torch_reads(world2: World, tmp_path: Path) -> None:
+@pytest.mark.promise(51)
+def test_one_file_that_torch_reads(world2: World, tmp_path: Path) -> None:
     path = str(tmp_path / "c.pt")
     (before, *_), _ = world2(save_run, path, "fsdp2", sharded=False)
     contents = torch.load(path, weights_only=True)
@@ -101,7 +105,8 @@ def refused_into(path: str) -> tuple[str, bool, bool]:
     raise AssertionError
 
 
-def test_p52_a_file_does_not_replace_a_directory_of_other_things(world2: World, tmp_path: Path) -> None:
+@pytest.mark.promise(52)
+def test_a_file_does_not_replace_a_directory_of_other_things(world2: World, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     first, second = world2(refused_into, str(tmp_path / "mine"))
@@ -112,7 +117,8 @@ def test_p52_a_file_does_not_replace_a_directory_of_other_things(world2: World, 
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"
 
 
-def test_p52_each_form_replaces_the_other_and_foreign_files_stay(world2: World, tmp_path: Path) -> None:
+@pytest.mark.promise(52)
+def test_each_form_replaces_the_other_and_foreign_files_stay(world2: World, tmp_path: Path) -> None:
     path = tmp_path / "c"
     path.mkdir()
     (path / "notes.txt").write_text("keep me")
@@ -136,8 +142,9 @@ def save_many(path: str) -> int:
     return int(load_checkpoint(path)["number"])
 
 
+@pytest.mark.promise(52)
 @pytest.mark.slow
-def test_p52_twenty_times(world2: World, tmp_path: Path) -> None:
+def test_twenty_times(world2: World, tmp_path: Path) -> None:
     assert world2(save_many, str(tmp_path / "c"), timeout=120) == [19, 19]
 
 
@@ -153,8 +160,9 @@ def save_filtered(path: str, sharded: bool) -> list[str]:
     return list(load_checkpoint(path)["model"])
 
 
+@pytest.mark.promise(53)
 @pytest.mark.parametrize("sharded", [True, False])
-def test_p53_a_filter(world2: World, tmp_path: Path, sharded: bool) -> None:
+def test_a_filter(world2: World, tmp_path: Path, sharded: bool) -> None:
     expected = [name for name in toy().state_dict() if "bias" in name]
     assert world2(save_filtered, str(tmp_path / "c"), sharded) == [expected] * 2
 
@@ -185,7 +193,8 @@ def refused(path: str) -> dict[str, str]:
     return found
 
 
-def test_p54_what_is_refused(world2: World, tmp_path: Path) -> None:
+@pytest.mark.promise(54)
+def test_what_is_refused(world2: World, tmp_path: Path) -> None:
     first, second = world2(refused, str(tmp_path / "c"))
     assert first == second
     words = {
@@ -223,7 +232,8 @@ def save_two(path: str) -> None:
     assert_same(snapshot(two, other), before[1])
 
 
-def test_p54_two_models_and_two_optimizers(world2: World, tmp_path: Path) -> None:
+@pytest.mark.promise(54)
+def test_two_models_and_two_optimizers(world2: World, tmp_path: Path) -> None:
     world2(save_two, str(tmp_path / "c"))
 
 
@@ -233,7 +243,8 @@ def crash_before_rename(path: str) -> None:
     save_checkpoint(path, {"model": model, "steps": 2})
 
 
-def test_p59_a_crash_before_the_rename_leaves_the_old_one(tmp_path: Path) -> None:
+@pytest.mark.promise(59)
+def test_a_crash_before_the_rename_leaves_the_old_one(tmp_path: Path) -> None:
     path = str(tmp_path / "c")
     before = run(save_run, 2, path, "fsdp2")[0]
     with pytest.raises(WorkerError):
@@ -252,7 +263,8 @@ def save_elsewhere(directory: str) -> list[str]:
     return os.listdir(directory)
 
 
-def test_p59_rank_0_says_where(world2: World, tmp_path: Path) -> None:
+@pytest.mark.promise(59)
+def test_rank_0_says_where(world2: World, tmp_path: Path) -> None:
     assert world2(save_elsewhere, str(tmp_path)) == [["0"], ["0"]]
 
 
@@ -335,7 +347,7 @@ def test_values_of_every_kind_come_back(tmp_path: Path, sharded: bool) -> None:
 @pytest.mark.parametrize("sharded", [True, False])
 def test_what_cannot_be_stored_is_named(tmp_path: Path, sharded: bool) -> None:
     for value, text in (
-        ({"x": torch.eye(3).to_sparse()}, r"odd\.x: sparse, nested or quantised"),
+        ({"x": torch.eye(3).to_sparse()}, r"odd\.x: sparse, nested or quantized"),
         (torch.empty(2, device="meta"), "odd: on the meta device"),
         (lambda: 0, "cannot be pickled"),
     ):

@@ -14,19 +14,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from composer_dist.config import presets
+from composer_dist.config.rule import Rule
 from composer_dist.distributed import (
-    agreement,
     clip_grad_norm,
     init_context,
     named_parameters_canonical,
     parallelize_model,
     plan_parallelism,
     prepare,
-    presets,
-    transport,
-    weights,
 )
-from composer_dist.distributed.config import Rule
+from composer_dist.distributed.moving import way as transport
+from composer_dist.distributed.ranks import agreement
+from composer_dist.distributed.weights import fill as weights
 from composer_dist.errors import (
     ParallelismError,
     ParallelismKeyError,
@@ -34,7 +34,7 @@ from composer_dist.errors import (
     ParallelismTypeError,
     ParallelismValueError,
 )
-from tests.distributed.preparable import Toy, built, config, full, same, tokens, train, values
+from tests.kit.preparable import Toy, built, config, full, same, tokens, train, values
 from tests.world import WorkerError, run
 
 Outcome = tuple[type, str]
@@ -73,6 +73,7 @@ def unusable(model: nn.Module, cause: str) -> None:
 # Before anything is touched. Other structure, dtype, frozen set and configuration: test_sources.
 
 
+@pytest.mark.promise(12)
 @pytest.mark.parametrize(
     ("stage", "kind", "text"),
     [
@@ -85,11 +86,11 @@ def unusable(model: nn.Module, cause: str) -> None:
         ("optimizer", ParallelismTypeError, "Rank 1: optimizer 0 is a dict, not an Optimizer."),
         ("class", ParallelismTypeError, "Rank 1: optimizer must be an Optimizer, several of them, or None"),
         ("tracing", ParallelismValueError, "Rank 1: ValueError: bad init"),
-        ("no initialiser", ParallelismValueError, "Rank 1: On the meta device, and nothing initialises them"),
+        ("no initializer", ParallelismValueError, "Rank 1: On the meta device, and nothing initializes them"),
         ("plan", ParallelismValueError, "Rank 1: The plan was made for a model with structure"),
     ],
 )
-def test_p12_whatever_is_wrong_on_one_rank_is_raised_on_all_before_anything_is_touched(
+def test_whatever_is_wrong_on_one_rank_is_raised_on_all_before_anything_is_touched(
     stage: str, kind: type, text: str
 ) -> None:
     results = run(wrong_on_one_rank, 2, stage)
@@ -100,7 +101,7 @@ def test_p12_whatever_is_wrong_on_one_rank_is_raised_on_all_before_anything_is_t
 
 def wrong_on_one_rank(stage: str) -> Outcome:
     bad = dist.get_rank() == 1
-    on_meta = stage in {"tracing", "no initialiser"}
+    on_meta = stage in {"tracing", "no initializer"}
     model = built(device="meta" if on_meta else "cpu")
     before = [*model.parameters(), *model.buffers()]
     copies = [tensor.detach().clone() for tensor in before]
@@ -144,7 +145,7 @@ def wrong_on_one_rank(stage: str) -> Outcome:
         args = [plan_parallelism(Toy(3 if bad else 2), config(), world_size=2)]
     elif on_meta:
         options["param_init_fn"] = init
-        if stage == "no initialiser":
+        if stage == "no initializer":
             model.head.weight = nn.Parameter(torch.empty(16, 8, device="meta"))
             before = [*model.parameters(), *model.buffers()]
             copies = before
@@ -153,7 +154,8 @@ def wrong_on_one_rank(stage: str) -> Outcome:
     return outcome
 
 
-def test_p12_after_a_refusal_the_model_can_still_be_prepared() -> None:
+@pytest.mark.promise(12)
+def test_after_a_refusal_the_model_can_still_be_prepared() -> None:
     model = built()
     train(model, torch.optim.SGD(model.parameters(), 0.1), 1)
     for outcome, found in run(second_attempt, 2):
@@ -171,7 +173,8 @@ def second_attempt() -> tuple[Outcome, dict[str, torch.Tensor]]:
     return outcome, values(model)
 
 
-def test_p83_a_ready_plan_does_not_let_a_foreign_optimizer_pass() -> None:
+@pytest.mark.promise(83)
+def test_a_ready_plan_does_not_let_a_foreign_optimizer_pass() -> None:
     model = built()
     plan = plan_parallelism(model, config(), world_size=1)
     before = list(model.parameters())
@@ -234,7 +237,8 @@ def fails_later(stage: str, failing: int) -> Outcome:
     return outcome
 
 
-def test_p21_parallelize_fn_returns_a_module_or_nothing() -> None:
+@pytest.mark.promise(21)
+def test_parallelize_fn_returns_a_module_or_nothing() -> None:
     for outcome in run(wrong_return, 2):
         assert outcome == (
             ParallelismTypeError,
@@ -287,8 +291,9 @@ def own_step(returns: bool) -> list[str]:
     return [unit.name for unit in done.plan.units]
 
 
+@pytest.mark.promise(21)
 @pytest.mark.parametrize("returns", [True, False])
-def test_p21_parallelize_fn_runs_first_and_rules_after_it(returns: bool) -> None:
+def test_parallelize_fn_runs_first_and_rules_after_it(returns: bool) -> None:
     layer = "inner.layers.0" if returns else "layers.0"
     assert run(own_step, 2, returns) == [["", layer]] * 2
 
@@ -401,7 +406,8 @@ def interrupts(where: str, interrupted: int) -> Outcome:
     return outcome
 
 
-def test_p15_promise_1_nothing_is_renamed_or_replaced() -> None:
+@pytest.mark.promise(15)
+def test_promise_1_nothing_is_renamed_or_replaced() -> None:
     for found in run(in_place, 2):
         assert found == {"names": True, "state": True, "module": True, "model": True}
 

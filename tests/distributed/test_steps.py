@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import (
     init_context,
     meta_init,
@@ -17,19 +18,19 @@ from composer_dist.distributed import (
     prepare_fully_shard,
     sync_module_states,
 )
-from composer_dist.distributed.config import FSDP2Config
-from composer_dist.distributed.initialize import assert_no_meta
+from composer_dist.distributed.weights.initialize import assert_no_meta
 from composer_dist.errors import ParallelismError, ParallelismKeyError, ParallelismValueError
-from tests.distributed.preparable import Kinds, Toy, built, close, config, same, train, values
-from tests.distributed.test_sources import Buffers
+from tests.distributed.weights.test_sources import Buffers
+from tests.kit.preparable import Kinds, Toy, built, close, config, same, train, values
 from tests.world import run
 
 MODELS: dict[str, Any] = {"Toy": Toy, "Kinds": Kinds, "Buffers": Buffers}
 
 
+@pytest.mark.promise(87)
 @pytest.mark.parametrize("name", ["Toy", "Kinds"])
 @pytest.mark.parametrize(("size", "replicas"), [(1, 1), (2, 1), (4, 2)])
-def test_p87_shard_then_meta_init(name: str, size: int, replicas: int) -> None:
+def test_shard_then_meta_init(name: str, size: int, replicas: int) -> None:
     with init_context():
         reference = MODELS[name]()
     torch.manual_seed(7)
@@ -56,10 +57,11 @@ def shard_and_init(name: str, replicas: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.promise(80)
 @pytest.mark.parametrize("name", ["Toy", "Kinds", "Buffers"])
 @pytest.mark.parametrize("others", ["meta", "cpu"])
 @pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 2)])
-def test_p80_shard_then_sync(name: str, others: str, size: int, replicas: int) -> None:
+def test_shard_then_sync(name: str, others: str, size: int, replicas: int) -> None:
     expected = values(built(MODELS[name]))
     for found in run(shard_and_sync, size, name, others, replicas):
         same(found, expected)

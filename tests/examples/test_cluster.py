@@ -15,9 +15,9 @@ import pytest
 import yaml
 from torch.distributed.run import parse_args
 
-from composer_dist.commands.init import PRESETS
-from composer_dist.distributed.surroundings import torchrun_variables
-from tests.distributed.hosts import on_two_hosts
+from composer_dist.cli.init import PRESETS
+from composer_dist.distributed.ranks.launcher import torchrun_variables
+from tests.kit.hosts import on_two_hosts
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cluster"
 

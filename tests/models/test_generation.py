@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_composer_model
-from composer_dist.distributed.config import FSDP2Config
 from composer_dist.models import HuggingFaceModel
-from tests.models.pretrained import adapter, gpt2, llama, prompt, sharded, t5, tokenizer
+from tests.kit.pretrained import adapter, gpt2, llama, prompt, sharded, t5, tokenizer
 
 World = Callable[..., list[Any]]
 
@@ -51,6 +51,7 @@ def generated(kind: str, place: str, root: bool | None, mode: str) -> list[Tenso
     return [first, again]
 
 
+@pytest.mark.promise(97)
 @pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")  # peft's prompts
 @pytest.mark.parametrize(
     ("place", "root", "mode"),
@@ -63,7 +64,7 @@ def generated(kind: str, place: str, root: bool | None, mode: str) -> list[Tenso
     ],
 )
 @pytest.mark.parametrize("kind", BUILDS)
-def test_p97_the_unsharded_models_tokens(
+def test_the_unsharded_models_tokens(
     world2: World, kind: str, place: str, root: bool | None, mode: str
 ) -> None:
     for rank, results in enumerate(world2(generated, kind, place, root, mode)):
@@ -80,7 +81,8 @@ def stops_early() -> tuple[Tensor, bool]:
     return tokens, any(sizes)
 
 
-def test_p97_ranks_may_stop_at_other_lengths(world2: World) -> None:
+@pytest.mark.promise(97)
+def test_ranks_may_stop_at_other_lengths(world2: World) -> None:
     for rank, (tokens, still_sharded) in enumerate(world2(stops_early)):
         expected = build("llama").generate(prompt(0), max_new_tokens=2 + 10 * rank, do_sample=False)
         assert torch.equal(tokens, expected)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from composer_dist._torch import checkpoint_wrapper
 from composer_dist.checkpoint import full_model_state, load_full_model_state
+from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import init_context, parallelize_composer_model
-from composer_dist.distributed.config import FSDP2Config
 from composer_dist.errors import CheckpointError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerModel, HuggingFaceModel
-from tests.models.pretrained import (
+from tests.kit.pretrained import (
     ADAPTERS,
     adapter,
     base_for,
@@ -103,9 +103,10 @@ def test_a_larger_tokenizer_needs_leave_to_resize() -> None:
 # P92: adapters
 
 
+@pytest.mark.promise(92)
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_p92_the_state_dict_is_what_peft_would_save(kind: str) -> None:
+def test_the_state_dict_is_what_peft_would_save(kind: str) -> None:
     from peft import get_peft_model_state_dict
 
     model = HuggingFaceModel(base_for(kind), peft_config=adapter(kind))
@@ -123,8 +124,9 @@ def test_p92_the_state_dict_is_what_peft_would_save(kind: str) -> None:
         assert torch.equal(tensor, whole[name]), name
 
 
+@pytest.mark.promise(92)
 @pytest.mark.parametrize("kind", ["lora", "dora", "modules_to_save", "bias_all", "prompt"])
-def test_p92_that_state_dict_loads_strictly(kind: str) -> None:
+def test_that_state_dict_loads_strictly(kind: str) -> None:
     model = HuggingFaceModel(base_for(kind), peft_config=adapter(kind))
     state = {name: torch.full_like(tensor, 2) for name, tensor in model.state_dict().items()}
     assert model.load_state_dict(state) == ([], [])
@@ -145,7 +147,8 @@ class Outer(nn.Module):
         self.head = nn.Linear(2, 2)
 
 
-def test_p92_nested_anywhere() -> None:
+@pytest.mark.promise(92)
+def test_nested_anywhere() -> None:
     outer = Outer()
     state = outer.state_dict()
     heads = {"head.weight", "head.bias"}
@@ -156,7 +159,8 @@ def test_p92_nested_anywhere() -> None:
     assert outer.load_state_dict(state, strict=False).missing_keys == ["head.bias"]
 
 
-def test_p92_several_adapters_of_any_name() -> None:
+@pytest.mark.promise(92)
+def test_several_adapters_of_any_name() -> None:
     from peft import LoraConfig
 
     model = HuggingFaceModel(llama(), peft_config=adapter("lora"))
@@ -166,7 +170,8 @@ def test_p92_several_adapters_of_any_name() -> None:
     assert len([n for n in names if n.endswith("o_proj.lora_A.second.weight")]) == 2
 
 
-def test_p92_peft_without_a_peft_model() -> None:
+@pytest.mark.promise(92)
+def test_peft_without_a_peft_model() -> None:
     base = llama()
     base.add_adapter(adapter("lora"))
     model = HuggingFaceModel(base)
@@ -174,7 +179,8 @@ def test_p92_peft_without_a_peft_model() -> None:
     assert all("lora_" in name for name in model.state_dict())
 
 
-def test_p92_everything_on_request() -> None:
+@pytest.mark.promise(92)
+def test_everything_on_request() -> None:
     model = HuggingFaceModel(llama(), peft_config=adapter("lora"), should_save_peft_only=False)
     assert "model.base_model.model.lm_head.weight" in model.state_dict()
     with pytest.raises(RuntimeError, match=r"lm_head\.weight"):
@@ -183,7 +189,8 @@ def test_p92_everything_on_request() -> None:
         HuggingFaceModel(model.model, peft_config=adapter("lora"))
 
 
-def test_p92_an_empty_adapter_is_refused() -> None:
+@pytest.mark.promise(92)
+def test_an_empty_adapter_is_refused() -> None:
     model = HuggingFaceModel(llama(), peft_config=adapter("lora"))
     for module in model.modules():
         if hasattr(module, "lora_A"):
@@ -219,9 +226,10 @@ def adapter_states(kind: str, wrapped: bool) -> tuple[dict[str, Tensor], dict[st
     return full_model_state(model), full_model_state(model, select="adapters")
 
 
+@pytest.mark.promise(92)
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "dora", "modules_to_save", "bias_lora_only", "adalora"])
-def test_p92_the_same_from_shards(world2: World, kind: str, wrapped: bool) -> None:
+def test_the_same_from_shards(world2: World, kind: str, wrapped: bool) -> None:
     torch.manual_seed(1)
     reference = HuggingFaceModel(base_for(kind), peft_config=adapter(kind)).state_dict()
     for state in world2(adapter_states, kind, wrapped)[0]:
@@ -239,7 +247,8 @@ def loaded_adapters() -> tuple[Any, dict[str, Tensor]]:
     return result, full_model_state(model, ranks="all")
 
 
-def test_p92_adapters_load_into_shards_strictly(world2: World) -> None:
+@pytest.mark.promise(92)
+def test_adapters_load_into_shards_strictly(world2: World) -> None:
     torch.manual_seed(1)
     expected = HuggingFaceModel(llama(), peft_config=adapter("lora")).state_dict()
     for result, state in world2(loaded_adapters):
@@ -286,8 +295,9 @@ def finetuned_from_rank_0(dtype: torch.dtype) -> tuple[list[float], *tuple[dict[
     return losses, before, full_model_state(model, ranks="all"), adapters
 
 
+@pytest.mark.promise(93)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_p93_base_and_adapters_arrive_and_only_adapters_move(world2: World, dtype: torch.dtype) -> None:
+def test_base_and_adapters_arrive_and_only_adapters_move(world2: World, dtype: torch.dtype) -> None:
     reference, optimizer = trained_adapters(base_of(0, dtype))
     reference.should_save_peft_only = False
     start = {name: tensor.clone() for name, tensor in reference.state_dict().items()}

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from composer_dist.commands.init import PRESETS, Preset
-from composer_dist.run.read import read_configuration
+from composer_dist.cli.init import PRESETS, Preset
+from composer_dist.recipe.read import read_configuration
 from tests.conftest import World
-from tests.run.runs import PROMPT, accuracy_of, losses_of, trained_and_exported
+from tests.kit.recipes import PROMPT, accuracy_of, losses_of, trained_and_exported
 
 EVERY = [preset.value for preset in Preset]
 ADAPTERS = ["lora", "dora", "qlora"]
@@ -64,7 +64,7 @@ def test_adapters_train_on_two_processes_and_reload_with_their_base_and_merged(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from composer_dist.run.quantize import quantize
+    from composer_dist.recipe.nf4 import quantize
 
     if name == "qlora":
         pytest.importorskip("torchao", reason="NF4 is torchao's; it is an extra")

@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
 from composer_dist.trainer import Callback, Evaluator, Event
-from tests.trainer.models import (
+from tests.kit.trainer_models import (
     World,
     classifier,
     joined,
@@ -27,7 +27,8 @@ from tests.trainer.models import (
 )
 
 
-def test_p98_eval_gives_the_mean_loss_and_the_metrics() -> None:
+@pytest.mark.promise(98)
+def test_eval_gives_the_mean_loss_and_the_metrics() -> None:
     model = classifier()
     trainer, log = quiet(model)
     results = trainer.eval(loader(10, batch_size=4))
@@ -89,7 +90,8 @@ def test_modes_and_gradients_come_back() -> None:
     assert trainer.state.batch is None
 
 
-def test_p98_predict_gives_what_eval_forward_does() -> None:
+@pytest.mark.promise(98)
+def test_predict_gives_what_eval_forward_does() -> None:
     model = classifier()
     trainer, _ = quiet(model)
     outputs: list[Tensor] = trainer.predict(loader())
@@ -140,7 +142,8 @@ def predictions() -> list[Tensor]:
         return trainer.predict([data[indices] for indices in mine])
 
 
-def test_p98_predict_gives_each_rank_its_own_batches(world2: World) -> None:
+@pytest.mark.promise(98)
+def test_predict_gives_each_rank_its_own_batches(world2: World) -> None:
     model, data = classifier(), points()
     first, second = world2(predictions)
     assert [len(batch) for batch in first] == [2, 1, 1]
@@ -149,7 +152,8 @@ def test_p98_predict_gives_each_rank_its_own_batches(world2: World) -> None:
     torch.testing.assert_close(torch.cat(first + second), expected)
 
 
-def test_p98_several_evaluators_each_with_its_interval_metrics_and_share() -> None:
+@pytest.mark.promise(98)
+def test_several_evaluators_each_with_its_interval_metrics_and_share() -> None:
     evaluators = [
         Evaluator("all", loader(12), interval="1ep"),
         Evaluator("some", loader(12), interval="2ba", subset=1, metrics=()),

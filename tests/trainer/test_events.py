@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import pytest
+
 from composer_dist.trainer import Callback, Event
-from tests.trainer.models import classifier, loader, quiet
+from tests.kit.trainer_models import classifier, loader, quiet
 
 
 class Recorder(Callback):
@@ -29,7 +31,8 @@ def test_the_callback_has_exactly_one_method_for_each_event() -> None:
     assert sorted(methods) == sorted([*(event.value for event in Event), *others])
 
 
-def test_p98_events_come_in_order() -> None:
+@pytest.mark.promise(98)
+def test_events_come_in_order() -> None:
     recorder = Recorder()
     trainer, _ = quiet(
         classifier(), callbacks=recorder, eval_dataloader=loader(4), device_train_microbatch_size=2
@@ -61,7 +64,8 @@ def test_p98_events_come_in_order() -> None:
     assert recorder.taken() == order[order.index(Event.PREDICT_START) :]
 
 
-def test_p98_the_whole_run_with_evaluations_and_microbatches_is_in_order() -> None:
+@pytest.mark.promise(98)
+def test_the_whole_run_with_evaluations_and_microbatches_is_in_order() -> None:
     """Two epochs of two batches of two microbatches; an evaluation of two batches after each, none twice."""
     recorder = Recorder()
     trainer, _ = quiet(

@@ -10,10 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from composer_dist.distributed.config import DDPConfig, MeshConfig, ParallelismConfig, TPConfig
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.replicate import DDPConfig
+from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.errors import ParallelismError
 from composer_dist.trainer import Callback
-from tests.trainer.models import BATCHES, Tagger, World, joined, quiet, same, tagged, weights
+from tests.kit.trainer_models import BATCHES, Tagger, World, joined, quiet, same, tagged, weights
 
 FITS = 2
 """Samples that fit into the memory of the rank that is short of it."""
@@ -124,6 +127,7 @@ def found_and_given(kind: str, places: list[str], who: int, **options: Any) -> l
 PLACES = ["body.embed backward", "body.layers.1 forward", "body.layers.0 backward", "body.head backward"]
 
 
+@pytest.mark.promise(99)
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -133,7 +137,7 @@ PLACES = ["body.embed backward", "body.layers.1 forward", "body.layers.0 backwar
         ("tp", "sharded"),
     ],
 )
-def test_p99_auto_is_the_size_that_fits_whichever_rank_is_short(world2: World, kind: str, how: str) -> None:
+def test_auto_is_the_size_that_fits_whichever_rank_is_short(world2: World, kind: str, how: str) -> None:
     """As if the run had begun with that size: losses, weights, buffers, random numbers."""
     for who in (0, 1):
         for results in world2(found_and_given, kind, PLACES if who else PLACES[:1], who, accumulate=how):
@@ -144,8 +148,9 @@ def test_p99_auto_is_the_size_that_fits_whichever_rank_is_short(world2: World, k
                 assert len(found[2]) > len(given[2])
 
 
+@pytest.mark.promise(99)
 @pytest.mark.parametrize("place", PLACES[:2])
-def test_p99_auto_under_hsdp_whose_groups_do_not_all_meet(world4: World, place: str) -> None:
+def test_auto_under_hsdp_whose_groups_do_not_all_meet(world4: World, place: str) -> None:
     """Rank 3 is short; ranks 0 and 2 share no group with it, or enter collectives before they hear of it."""
     for (((losses, found, _), (expected, given, _)),) in world4(
         found_and_given, "hsdp", [place], 3, parts=(4, 4, 4, 4)
@@ -154,7 +159,8 @@ def test_p99_auto_under_hsdp_whose_groups_do_not_all_meet(world4: World, place: 
         same(found, given)
 
 
-def test_p99_auto_in_one_process_counts_the_optimizers_memory_too() -> None:
+@pytest.mark.promise(99)
+def test_auto_in_one_process_counts_the_optimizers_memory_too() -> None:
     """Ranks of other sizes, and a batch that fits only until the optimizer has its state."""
     found, given = train(None, "auto", PLACES[0], 0, parts=(8,)), train(None, FITS, parts=(8,))
     assert found[0] == given[0]
@@ -194,8 +200,9 @@ def raise_(error: Exception) -> None:
     raise error
 
 
+@pytest.mark.promise(99)
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
-def test_p99_where_not_even_one_sample_fits_all_ranks_say_so(world2: World, kind: str) -> None:
+def test_where_not_even_one_sample_fits_all_ranks_say_so(world2: World, kind: str) -> None:
     first, second = world2(nothing_fits, kind)
     assert first == second
     assert first[0].startswith("device_train_microbatch_size='auto': not even a single sample fits")

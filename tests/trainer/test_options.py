@@ -7,7 +7,7 @@ import math
 import pytest
 
 from composer_dist.errors import ParallelismValueError
-from composer_dist.trainer.options import GradientClipping
+from composer_dist.trainer.step import GradientClipping
 
 
 def test_a_number_is_a_norm() -> None:

@@ -14,11 +14,13 @@ from torch.nn.functional import pad
 from torch.optim import SGD
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from composer_dist.distributed.config import DDPConfig, FSDP2Config, ParallelismConfig
+from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed.prepare import parallelize_composer_model
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models import HuggingFaceModel
-from tests.trainer.models import (
+from tests.kit.trainer_models import (
     BATCHES,
     IGNORED,
     PER_BATCH,
@@ -58,6 +60,7 @@ def train(parts: list[int], config: Any = None, **options: Any) -> Result:
     return log.values("loss/train/total"), weights(model)
 
 
+@pytest.mark.promise(98)
 @pytest.mark.parametrize(
     ("parts", "options"),
     [
@@ -68,7 +71,7 @@ def train(parts: list[int], config: Any = None, **options: Any) -> Result:
         ([4, 2], {"device_train_microbatch_size": 1, "gradient_clipping": 0.05}),
     ],
 )
-def test_p98_fsdp2_trains_as_one_process_on_the_whole_batch(
+def test_fsdp2_trains_as_one_process_on_the_whole_batch(
     world2: World, parts: list[int], options: dict[str, Any]
 ) -> None:
     clipping = {key: options[key] for key in options if key == "gradient_clipping"}
@@ -78,7 +81,8 @@ def test_p98_fsdp2_trains_as_one_process_on_the_whole_batch(
         same(parameters, expected)
 
 
-def test_p98_hsdp_trains_as_one_process_on_the_whole_batch(world4: World) -> None:
+@pytest.mark.promise(98)
+def test_hsdp_trains_as_one_process_on_the_whole_batch(world4: World) -> None:
     losses, expected = train([PER_BATCH])
     config = {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "fsdp2": {}}
     for found, parameters in world4(train, [1, 1, 3, 1], config, device_train_microbatch_size=1):
@@ -89,11 +93,12 @@ def test_p98_hsdp_trains_as_one_process_on_the_whole_batch(world4: World) -> Non
 DDP = {"ddp": {}}
 
 
+@pytest.mark.promise(98)
 @pytest.mark.parametrize(
     ("parts", "options"),
     [([4, 2], {}), ([5, 1], {"device_train_microbatch_size": 2, "gradient_clipping": 0.05})],
 )
-def test_p98_ddp_trains_as_one_process_on_the_whole_batch(
+def test_ddp_trains_as_one_process_on_the_whole_batch(
     world2: World, parts: list[int], options: dict[str, Any]
 ) -> None:
     clipping = {key: options[key] for key in options if key == "gradient_clipping"}
@@ -122,7 +127,8 @@ def in_pieces(config: Any = None) -> Result:
     return log.values("loss/train/total"), weights(model)
 
 
-def test_p98_fit_goes_on_where_it_ended_with_evaluations_in_between(world2: World) -> None:
+@pytest.mark.promise(98)
+def test_fit_goes_on_where_it_ended_with_evaluations_in_between(world2: World) -> None:
     losses, expected = train([PER_BATCH])
     for found, parameters in [in_pieces(), *world2(in_pieces, "fsdp"), *world2(in_pieces, DDP)]:
         assert found == pytest.approx(losses, rel=1e-5)
@@ -200,7 +206,8 @@ def language_model(parts: list[int], config: Any = None, size: int | None = None
     return log.values("loss/train/total"), weights(model)
 
 
-def test_p99_a_language_models_gradients_are_weighted_by_tokens(world2: World) -> None:
+@pytest.mark.promise(99)
+def test_a_language_models_gradients_are_weighted_by_tokens(world2: World) -> None:
     losses, expected = language_model([7])
     for found, parameters in world2(language_model, [5, 2], "fsdp", 2):
         assert found == pytest.approx(losses, rel=1e-5)
@@ -264,8 +271,9 @@ def on_a_mesh_of_the_users(alias: bool) -> tuple[tuple[int, ...], Result]:
     return tuple(trainer.preparation.mesh.shape), (log.values("loss/train/total"), weights(model))
 
 
+@pytest.mark.promise(89)
 @pytest.mark.parametrize("alias", [True, False])
-def test_p89_a_mesh_of_the_users_stays_what_it_is(world4: World, alias: bool) -> None:
+def test_a_mesh_of_the_users_stays_what_it_is(world4: World, alias: bool) -> None:
     losses, expected = train([PER_BATCH])
     for shape, (found, parameters) in world4(on_a_mesh_of_the_users, alias):
         assert shape == (2, 2)
@@ -289,8 +297,9 @@ def with_evaluations(reshard: bool | int) -> tuple[list[float], list[float]]:
     return log.values("loss/train/total"), log.values("loss/eval/total")
 
 
+@pytest.mark.promise(103)
 @pytest.mark.parametrize("reshard", [False, 2])
-def test_p103_evaluations_leave_training_as_it_is_however_units_reshard(
+def test_evaluations_leave_training_as_it_is_however_units_reshard(
     world2: World, reshard: bool | int
 ) -> None:
     expected = world2(with_evaluations, True)[0]

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from composer_dist.distributed.config import DDPConfig
+from composer_dist.config.replicate import DDPConfig
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import Callback, LossScaling
-from tests.trainer.models import World, batches, classifier, loader, quiet, same, tagger, weights
+from tests.kit.trainer_models import World, batches, classifier, loader, quiet, same, tagger, weights
 
 
 class Overflow(Callback):
@@ -61,7 +61,8 @@ def half(config: Any, precision: str = "amp_fp16") -> tuple[list[bool], list[flo
     return moved, log.values("loss_scale") if precision == "amp_fp16" else [], callback.after[0]
 
 
-def test_p100_float16_leaves_out_what_overflows_and_goes_on() -> None:
+@pytest.mark.promise(100)
+def test_float16_leaves_out_what_overflows_and_goes_on() -> None:
     moved, scales, first = half(None)
     assert moved == [True, False, True, True]
     assert scales == [1024.0, 1024.0, 512.0, 512.0]

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.trainer import Callback, Trainer
-from tests.trainer.models import classifier, loader, quiet, sgd
+from tests.kit.trainer_models import classifier, loader, quiet, sgd
 
 
 class Counter(Callback):
@@ -42,7 +42,8 @@ def trainer(*callbacks: Callback, scheduled: bool = True) -> Trainer:
     )[0]
 
 
-def test_p100_clock_schedulers_and_callbacks_go_on() -> None:
+@pytest.mark.promise(100)
+def test_clock_schedulers_and_callbacks_go_on() -> None:
     first = trainer(Counter(), Counter(10))
     first.fit(duration="4ba")
     saved = first.state_dict()

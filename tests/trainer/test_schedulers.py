@@ -14,7 +14,7 @@ from composer_dist.trainer import (
     CosineAnnealingWithWarmupScheduler,
     LinearWithWarmupScheduler,
 )
-from tests.trainer.models import classifier, loader, quiet, sgd
+from tests.kit.trainer_models import classifier, loader, quiet, sgd
 
 BATCHES = 9  # three epochs of three
 
@@ -41,14 +41,16 @@ def cosine(batch: int, warmup: int, end: int, alpha_f: float) -> float:
     return alpha_f + (1 - alpha_f) * 0.5 * (1 + math.cos(math.pi * share))
 
 
+@pytest.mark.promise(98)
 @pytest.mark.parametrize("t_warmup", ["3ba", "1ep", "12sp"])
-def test_p98_constant_with_warmup(t_warmup: str) -> None:
+def test_constant_with_warmup(t_warmup: str) -> None:
     expected = [0.0, 2 / 3, 4 / 3] + [2.0] * 6
     assert rates(ConstantWithWarmupScheduler(t_warmup)) == pytest.approx(expected)
 
 
+@pytest.mark.promise(98)
 @pytest.mark.parametrize(("t_warmup", "t_max"), [("2ba", "1dur"), ("2ba", "9ba"), ("2ba", "3ep")])
-def test_p98_cosine_and_linear_with_warmup(t_warmup: str, t_max: str) -> None:
+def test_cosine_and_linear_with_warmup(t_warmup: str, t_max: str) -> None:
     found = rates(CosineAnnealingWithWarmupScheduler(t_warmup, t_max, alpha_f=0.1))
     assert found == pytest.approx([2 * cosine(batch, 2, BATCHES, 0.1) for batch in range(BATCHES)])
     found = rates(LinearWithWarmupScheduler(t_warmup, t_max, alpha_f=0.5))
@@ -56,12 +58,14 @@ def test_p98_cosine_and_linear_with_warmup(t_warmup: str, t_max: str) -> None:
     assert found == pytest.approx([0.0, 1.0, *after])
 
 
-def test_p98_a_schedule_is_the_same_in_several_fits_as_in_one() -> None:
+@pytest.mark.promise(98)
+def test_a_schedule_is_the_same_in_several_fits_as_in_one() -> None:
     schedule = CosineAnnealingWithWarmupScheduler("2ba")
     assert rates(schedule, ("2ba", "2ba", None)) == pytest.approx(rates(schedule))
 
 
-def test_p98_a_fit_beyond_max_duration_counts_to_its_own_end() -> None:
+@pytest.mark.promise(98)
+def test_a_fit_beyond_max_duration_counts_to_its_own_end() -> None:
     found = rates(CosineAnnealingWithWarmupScheduler("0ba"), (None, "9ba"), "9ba")
     assert found[:BATCHES] == pytest.approx([2 * cosine(batch, 0, 9, 0) for batch in range(9)])
     assert found[BATCHES:] == pytest.approx([2 * cosine(batch, 0, 18, 0) for batch in range(9, 18)])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.state import State
-from composer_dist.trainer.time import Time, Timestamp
-from tests.trainer.models import classifier
+from tests.kit.trainer_models import classifier
 
 
 def state(duration: str | None, **fields: int) -> State:

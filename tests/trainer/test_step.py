@@ -14,7 +14,7 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import Callback, Event, GradientClipping
 from composer_dist.trainer.step import total_loss
 from tests.collectives import Collectives
-from tests.trainer.models import (
+from tests.kit.trainer_models import (
     IGNORED,
     PER_BATCH,
     Tagger,
@@ -51,8 +51,9 @@ def reference(batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.promise(99)
 @pytest.mark.parametrize("size", [None, 1, 2, 4, 7, 100])
-def test_p99_microbatches_give_the_whole_batchs_gradients(size: int | None) -> None:
+def test_microbatches_give_the_whole_batchs_gradients(size: int | None) -> None:
     batch = joined(tagged(7))
     loss, expected = reference(batch)
     seen = Gradients()
@@ -77,7 +78,8 @@ def test_gradients_start_from_zero_at_every_batch() -> None:
     same(seen.kept[1], seen.kept[0])
 
 
-def test_p32_norm_clipping_scales_the_step_and_logs_the_norm() -> None:
+@pytest.mark.promise(32)
+def test_norm_clipping_scales_the_step_and_logs_the_norm() -> None:
     batch = joined(tagged(7))
     _, gradients = reference(batch)
     norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
@@ -90,7 +92,8 @@ def test_p32_norm_clipping_scales_the_step_and_logs_the_norm() -> None:
     same(weights(model), {k: before[k] - gradients[k] * 0.01 / norm for k in before})
 
 
-def test_p32_values_are_clipped_before_the_norm() -> None:
+@pytest.mark.promise(32)
+def test_values_are_clipped_before_the_norm() -> None:
     batch = joined(tagged(7))
     _, gradients = reference(batch)
     before, model = weights(tagger()), tagger()
@@ -198,7 +201,8 @@ def clipped_norms(parts: list[int], config: Any = None) -> list[float]:
     return log.values("l2_norm/grad/global")
 
 
-def test_p32_the_norm_that_is_clipped_is_the_whole_models(world2: World) -> None:
+@pytest.mark.promise(32)
+def test_the_norm_that_is_clipped_is_the_whole_models(world2: World) -> None:
     expected = clipped_norms([PER_BATCH])
     assert min(expected) > 0.01
     for found in world2(clipped_norms, [4, 2], "fsdp"):
@@ -220,7 +224,8 @@ def collectives(microbatch_size: int | None, how: str = "sharded") -> Counter[st
     return counted.counts
 
 
-def test_p99_gradients_are_reduced_once_per_microbatch_or_per_batch(world2: World) -> None:
+@pytest.mark.promise(99)
+def test_gradients_are_reduced_once_per_microbatch_or_per_batch(world2: World) -> None:
     whole, cut = world2(collectives, None)[0], world2(collectives, 1)[0]
     once = world2(collectives, 1, "unsharded")[0]
     assert once["_reduce_scatter_base_"] == whole["_reduce_scatter_base_"] > 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from composer_dist.trainer.clock import Timestamp
 from composer_dist.trainer.throughput import Rates, Throughput
-from composer_dist.trainer.time import Timestamp
 
 
 class Clock:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
 from composer_dist.trainer import Callback, InMemoryLogger, LossScaling, Time, Trainer
-from tests.trainer.models import (
+from tests.kit.trainer_models import (
     classifier,
     joined,
     loader,
@@ -40,7 +40,8 @@ def by_hand(epochs: int) -> dict[str, torch.Tensor]:
     return weights(model)
 
 
-def test_p98_fit_is_plain_training() -> None:
+@pytest.mark.promise(98)
+def test_fit_is_plain_training() -> None:
     model = classifier()
     trainer, _ = quiet(model, train_dataloader=loader(), max_duration="2ep", device="cpu")
     trainer.fit()
@@ -49,17 +50,19 @@ def test_p98_fit_is_plain_training() -> None:
     assert (at.epoch, at.batch, at.sample, at.batch_in_epoch) == (2, 6, 24, 0)
 
 
+@pytest.mark.promise(98)
 @pytest.mark.parametrize(
     ("duration", "batches"),
     [("1ep", 3), (2, 6), ("4ba", 4), ("9sp", 3), ("0.5dur", 5)],
 )
-def test_p98_durations(duration: str | int, batches: int) -> None:
+def test_durations(duration: str | int, batches: int) -> None:
     trainer, _ = quiet(classifier(), train_dataloader=loader(), max_duration="10ba")
     trainer.fit(duration=duration)
     assert trainer.state.timestamp.batch == batches
 
 
-def test_p98_durations_in_tokens_and_seconds() -> None:
+@pytest.mark.promise(98)
+def test_durations_in_tokens_and_seconds() -> None:
     trainer, _ = quiet(tagger(), train_dataloader=[joined(tagged(4)[1:])] * 5)
     trainer.fit(duration="2e1tok")
     assert (trainer.state.timestamp.batch, trainer.state.timestamp.token) == (2, 30)
@@ -67,7 +70,8 @@ def test_p98_durations_in_tokens_and_seconds() -> None:
     assert 3 <= trainer.state.timestamp.batch <= 4
 
 
-def test_p98_fit_goes_on_in_the_middle_of_an_epoch() -> None:
+@pytest.mark.promise(98)
+def test_fit_goes_on_in_the_middle_of_an_epoch() -> None:
     model = classifier()
     trainer, _ = quiet(model, train_dataloader=loader())
     seen = []
@@ -271,7 +275,8 @@ def test_stopping_ends_the_fit_and_the_next_one_goes_on() -> None:
     same(weights(model), by_hand(2))
 
 
-def test_p98_a_config_prepares_the_model_in_a_world_of_one() -> None:
+@pytest.mark.promise(98)
+def test_a_config_prepares_the_model_in_a_world_of_one() -> None:
     model = classifier()
     optimizer = sgd(model)
     log = InMemoryLogger()

@@ -24,7 +24,7 @@ _OPTIONAL = {
     "start_positions",
     "end_positions",
 }
-_LABELLED_BY_DICTS = ("Detection", "Segmentation", "Depth")
+_LABELED_BY_DICTS = ("Detection", "Segmentation", "Depth")
 _SPECIAL = {name: makers for names, makers in arguments.INPUTS.items() for name in names.split()}
 _IMAGES = {name: layout for names, layout in arguments.IMAGES.items() for name in names.split()}
 
@@ -37,7 +37,7 @@ def make_batch(name: str, cls: Any, config: Any) -> dict[str, Tensor]:
     wanted |= ({main} if isinstance(main, str) else set(main)) | (_OPTIONAL & set(accepted))
     if "return_loss" in wanted:  # a dual encoder needs both sides
         wanted |= {"pixel_values", "input_features"} & set(accepted)
-    if any(task in cls.__name__ for task in _LABELLED_BY_DICTS):
+    if any(task in cls.__name__ for task in _LABELED_BY_DICTS):
         wanted.discard("labels")
     if "labels" in wanted:
         wanted.discard("decoder_input_ids")

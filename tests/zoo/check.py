@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist import FSDP2Config, ParallelismConfig, Rule
 from composer_dist.distributed import parallelize_model
-from composer_dist.distributed.aliases import Structure, read_structure
+from composer_dist.structure.structure import Structure, read_structure
 from tests.zoo import toy
 
 

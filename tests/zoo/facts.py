@@ -26,7 +26,7 @@ _REMARKS = (
     "scalars",
     "plain_tensors",
     "direct_use",
-    "uninitialised",
+    "uninitialized",
     "not_meta",
 )
 _READS_DATA = (
@@ -49,7 +49,7 @@ def examine(name: str) -> dict[str, Any]:
         facts["seconds"] = round(time.perf_counter() - started, 3)
         facts["class"] = type(model).__name__
         facts |= structure(model) | construction(name, model)
-        facts |= behaviour(name, model)
+        facts |= behavior(name, model)
         facts["forward_seconds"] = round(time.perf_counter() - started - facts["seconds"], 3)
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1].name
@@ -102,18 +102,18 @@ def construction(name: str, model: nn.Module) -> dict[str, Any]:
         ties = [_shared(dict(m.named_parameters(remove_duplicate=False))) for m in (meta, model)]
         reals = [n for n, t in [*meta.named_parameters(), *meta.named_buffers()] if not t.is_meta]
         word = "ok" if ok and ties[0] == ties[1] else "other ties" if ok else "other shapes"
-        return {"same_weights": same, "uninitialised": unset, "meta": word, "not_meta": reals}
+        return {"same_weights": same, "uninitialized": unset, "meta": word, "not_meta": reals}
     except Exception as error:
         return {
             "same_weights": same,
-            "uninitialised": unset,
+            "uninitialized": unset,
             "meta": f"{type(error).__name__}: {error}",
         }
 
 
 @contextlib.contextmanager
 def _poisoned_memory() -> Iterator[None]:
-    """`torch.empty` gives nan inside, so that what no initialiser writes shows."""
+    """`torch.empty` gives nan inside, so that what no initializer writes shows."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -125,7 +125,7 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {k: t.shape for k, t in model.state_dict().items()}
 
 
-def behaviour(name: str, model: nn.Module) -> dict[str, Any]:
+def behavior(name: str, model: nn.Module) -> dict[str, Any]:
     """One forward and backward: finiteness, chance, parameters used past their module's forward."""
     batch = toy.inputs(name, model)
     called: set[nn.Module] = set()

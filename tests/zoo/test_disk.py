@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from composer_dist.distributed.aliases import read_structure
-from composer_dist.distributed.layout import Coordinate, Layout
-from composer_dist.distributed.read_plan import plan_reads
-from composer_dist.distributed.reading import Files, read_slabs
-from composer_dist.distributed.safetensors_index import read_index
-from composer_dist.distributed.weight_names import match_names
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.files.index import read_index
+from composer_dist.files.match import match_names
+from composer_dist.files.read import Files, read_slabs
+from composer_dist.files.slabs import plan_reads
+from composer_dist.structure.structure import read_structure
 from tests.zoo import toy
 
 RANKS = 3

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer_dist.distributed import process_group
+from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.every import Every
-from composer_dist.trainer.preemption import EXIT_STATUS, SigtermWatch
-from composer_dist.trainer.time import Time, Timestamp
+from composer_dist.trainer.signals import EXIT_STATUS, SigtermWatch
 
 if TYPE_CHECKING:
     from composer_dist.checkpoint import PendingSave

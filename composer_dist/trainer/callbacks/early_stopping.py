@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
-from composer_dist.trainer.time import Time, Timestamp
+from composer_dist.trainer.clock import Time, Timestamp
 
 if TYPE_CHECKING:
     from composer_dist.trainer.loggers.logger import Logger

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
-from composer_dist.distributed.names import named_parameters_canonical
-from composer_dist.distributed.summon import copy_into
+from composer_dist.distributed.moving.into import copy_into
+from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
-from composer_dist.trainer.time import Time, Timestamp, TimeUnit
+from composer_dist.trainer.clock import Time, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
     from composer_dist.trainer.loggers.logger import Logger

@@ -16,7 +16,7 @@ class FlopCount(TorchDispatchMode):
     """Counts matrix products, convolutions and attention while it is entered, by torch's formulas.
 
     torch's own FlopCounterMode would also count what activation checkpointing computes a second time, which
-    no measure of a model's utilisation does. That runs in backward with gradients enabled, as nothing else.
+    no measure of a model's utilization does. That runs in backward with gradients enabled, as nothing else.
     """
 
     def __init__(self) -> None:

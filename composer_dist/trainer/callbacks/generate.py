@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.trainer.autocast import autocast
 from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.clock import Time
 from composer_dist.trainer.every import Every
-from composer_dist.trainer.time import Time
+from composer_dist.trainer.step import autocast
 
 if TYPE_CHECKING:
     from composer_dist.trainer.loggers.logger import Logger

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from composer_dist.distributed.norms import global_norm, gradient_part, norms
+from composer_dist.distributed.training.norms import global_norm, gradient_part, norms
 from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.clock import Time
 from composer_dist.trainer.every import Every
 from composer_dist.trainer.step import optimized_parameters
-from composer_dist.trainer.time import Time
 
 if TYPE_CHECKING:
     from composer_dist.trainer.loggers.logger import Logger

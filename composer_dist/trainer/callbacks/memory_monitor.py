@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from composer_dist.distributed import process_group
+from composer_dist.distributed.ranks import process_group
 from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.clock import Time
 from composer_dist.trainer.every import Every
-from composer_dist.trainer.time import Time
 
 if TYPE_CHECKING:
     from composer_dist.trainer.loggers.logger import Logger

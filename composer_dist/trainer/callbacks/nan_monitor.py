@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed.agreement import Agreement
-from composer_dist.distributed.names import named_buffers_canonical, named_parameters_canonical
+from composer_dist.distributed.prepared import named_buffers_canonical, named_parameters_canonical
+from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.clock import Time
 from composer_dist.trainer.every import Every
-from composer_dist.trainer.time import Time
 
 if TYPE_CHECKING:
     from composer_dist.trainer.loggers.logger import Logger

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from composer_dist.distributed.names import named_parameters_canonical
-from composer_dist.distributed.norms import Part, global_norm, gradient_part, norms, part_of
+from composer_dist.distributed.prepared import named_parameters_canonical
+from composer_dist.distributed.training.norms import Part, global_norm, gradient_part, norms, part_of
 from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.clock import Time
 from composer_dist.trainer.every import Every
 from composer_dist.trainer.step import optimized_parameters
-from composer_dist.trainer.time import Time
 
 if TYPE_CHECKING:
     from composer_dist.trainer.loggers.logger import Logger

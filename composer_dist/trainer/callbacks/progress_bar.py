@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from composer_dist.trainer.callbacks.base import Callback
-from composer_dist.trainer.time import Timestamp, TimeUnit
+from composer_dist.trainer.clock import Timestamp, TimeUnit
 
 if TYPE_CHECKING:
     from composer_dist.trainer.loggers.logger import Logger

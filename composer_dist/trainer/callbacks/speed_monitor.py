@@ -6,15 +6,15 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from composer_dist.distributed import process_group
-from composer_dist.distributed.compiling import is_compiled
+from composer_dist.distributed.compiling.plan import is_compiled
+from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
-from composer_dist.trainer.batch import num_samples
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.callbacks.flops import FlopCount
 from composer_dist.trainer.callbacks.peak_flops import peak_flops as peak_of_device
+from composer_dist.trainer.clock import Timestamp
+from composer_dist.trainer.data.batch import num_samples
 from composer_dist.trainer.setup import data_part, mesh_of
-from composer_dist.trainer.time import Timestamp
 
 if TYPE_CHECKING:
     from composer_dist.trainer.loggers.logger import Logger
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SpeedMonitor(Callback):
-    """Logs batches, samples and tokens per second over the last batches, and the utilisation (MFU).
+    """Logs batches, samples and tokens per second over the last batches, and the utilization (MFU).
 
     `throughput/batches_per_sec`, `samples_per_sec`, `tokens_per_sec` and `flops_per_sec` are those of all
     ranks together, `throughput/device/...` those of one on average. `throughput/device/mfu` is the share of

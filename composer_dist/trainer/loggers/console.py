@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from torch import Tensor
 
+from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.loggers.logger import Logger, LoggerDestination, Metrics, Row
-from composer_dist.trainer.time import Time, Timestamp
 
 if TYPE_CHECKING:
     from composer_dist.trainer.state import State

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.loggers.logger import Row
 from composer_dist.trainer.loggers.writing import WritingLogger
-from composer_dist.trainer.time import Time, Timestamp
 
 _TIMES = ("epoch", "batch", "sample", "token", "seconds")
 

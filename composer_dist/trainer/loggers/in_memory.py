@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer_dist.errors import ParallelismKeyError
+from composer_dist.trainer.clock import Timestamp
 from composer_dist.trainer.loggers.logger import LoggerDestination, Metrics, Row
-from composer_dist.trainer.time import Timestamp
 
 if TYPE_CHECKING:
     from composer_dist.trainer.state import State

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.loggers.logger import Row
 from composer_dist.trainer.loggers.tensorboard import markdown
 from composer_dist.trainer.loggers.writing import WritingLogger, require
-from composer_dist.trainer.time import Time, Timestamp
 
 _MOST_METRICS, _MOST_PARAMS, _LONGEST = 1000, 100, 6000
 """What an MLflow server takes at once, and the longest value of a parameter."""

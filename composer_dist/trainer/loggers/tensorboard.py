@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.loggers.logger import Row
 from composer_dist.trainer.loggers.writing import WritingLogger, require
-from composer_dist.trainer.time import Time, Timestamp
 
 
 class TensorBoardLogger(WritingLogger):

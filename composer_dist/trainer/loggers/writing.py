@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from composer_dist.distributed.agreement import Agreement
+from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.every import Every
 from composer_dist.trainer.loggers.logger import Logger, LoggerDestination, Metrics, Row
-from composer_dist.trainer.time import Time, Timestamp
 
 if TYPE_CHECKING:
     from composer_dist.trainer.state import State

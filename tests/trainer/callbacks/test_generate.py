@@ -12,10 +12,10 @@ from torch import Tensor
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import HuggingFaceModel
 from composer_dist.trainer import Generate
-from tests.models.pretrained import gpt2, tokenizer
-from tests.models.pretrained import llama as plain_llama
+from tests.kit.pretrained import gpt2, tokenizer
+from tests.kit.pretrained import llama as plain_llama
+from tests.kit.trainer_models import World, classifier, quiet, same, weights
 from tests.trainer import test_parallel
-from tests.trainer.models import World, classifier, quiet, same, weights
 
 PROMPTS = ["a b c", "d", "e f g h i"]
 

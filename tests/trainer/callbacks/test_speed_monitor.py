@@ -1,4 +1,4 @@
-"""Speed and utilisation."""
+"""Speed and utilization."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composer_dist.distributed.config import ParallelismConfig
+from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import SpeedMonitor
 from composer_dist.trainer.callbacks.peak_flops import peak_flops, peak_of
-from tests.trainer.models import World, batches, classifier, loader, quiet, tagger
+from tests.kit.trainer_models import World, batches, classifier, loader, quiet, tagger
 from tests.trainer.test_parallel import llama, sentences
 
 TOKEN = 2 * (8 * 8 + 8 * 8 + 8 * 4)

@@ -9,8 +9,8 @@ import torch
 
 from composer_dist.errors import ParallelismKeyError
 from composer_dist.trainer import ConsoleLogger, InMemoryLogger, Logger, State
-from composer_dist.trainer.time import Time, Timestamp
-from tests.trainer.models import classifier, loader, quiet
+from composer_dist.trainer.clock import Time, Timestamp
+from tests.kit.trainer_models import classifier, loader, quiet
 
 
 def state(rank: int = 0) -> State:
@@ -70,7 +70,8 @@ def test_the_console_prints_once_per_epoch_and_on_rank_0_only() -> None:
         assert stream.getvalue().count("loss/train/total") == lines
 
 
-def test_p98_loss_rate_and_speed_are_logged() -> None:
+@pytest.mark.promise(98)
+def test_loss_rate_and_speed_are_logged() -> None:
     _, log = trained = quiet(classifier(), max_duration="1ep", train_dataloader=loader())
     trained[0].fit()
     assert log.values("lr-SGD/group0") == [0.1] * 3

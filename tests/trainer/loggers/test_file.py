@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.trainer import Callback, FileLogger, Logger, State, Trainer
-from composer_dist.trainer.time import Timestamp
-from tests.trainer.models import World, batches, classifier, loader, quiet, tagger
+from composer_dist.trainer.clock import Timestamp
+from tests.kit.trainer_models import World, batches, classifier, loader, quiet, tagger
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ import torch
 
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.trainer import MLflowLogger, TensorBoardLogger, WandBLogger
+from composer_dist.trainer.clock import Timestamp
 from composer_dist.trainer.loggers import writing
-from composer_dist.trainer.time import Timestamp
 
 
 @pytest.mark.parametrize(

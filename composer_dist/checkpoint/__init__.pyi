@@ -1,0 +1,11 @@
+from .background import PendingSave as PendingSave
+from .full_optimizer import full_optimizer_state as full_optimizer_state
+from .full_optimizer import load_full_optimizer_state as load_full_optimizer_state
+from .full_state import LoadResult as LoadResult
+from .full_state import full_model_state as full_model_state
+from .full_state import load_full_model_state as load_full_model_state
+from .latest import latest_checkpoint as latest_checkpoint
+from .load import load_checkpoint as load_checkpoint
+from .pretrained import export_pretrained as export_pretrained
+from .pretrained import load_pretrained as load_pretrained
+from .save import save_checkpoint as save_checkpoint

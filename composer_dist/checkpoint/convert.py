@@ -1,0 +1,310 @@
+"""Checkpoints from one form into another, in one process that never holds more than a tensor or two.
+
+Tensors are mapped from the files that they lie in; one that lies in pieces is put together in a file of its
+own first, a spool, which is mapped likewise and is gone when the process ends. Whoever writes such tensors
+reads them, page by page, and the system takes the pages back.
+"""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from composer_dist.checkpoint.export.directory import staged, write_settings
+from composer_dist.checkpoint.export.plan import plan_export
+from composer_dist.checkpoint.format.opened import Opened, open_checkpoint
+from composer_dist.checkpoint.format.sharded import Saving
+from composer_dist.checkpoint.format.single_file import write_single_file
+from composer_dist.checkpoint.storage.place import place_of
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.errors import CheckpointError, CheckpointKeyError, CheckpointValueError
+from composer_dist.files import manifest
+from composer_dist.files.index import Entry, Index, read_index
+from composer_dist.files.match import match_names
+from composer_dist.files.read import Files, read_slabs
+from composer_dist.files.slabs import plan_reads
+from composer_dist.files.transformers import revert, untied
+from composer_dist.files.write import Target, create, write_tensor
+from composer_dist.progress import Progress, Stage
+from composer_dist.structure.structure import Structure, read_structure
+from composer_dist.tensors.blueprint import Blueprint
+
+Form = Literal["sharded", "file", "huggingface"]
+
+
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".distcp"}
+
+
+def convert_checkpoint(
+    source: Path,
+    target: Path,
+    form: Form,
+    *,
+    like: Path | None = None,
+    key: str = "model",
+    prefix: str = "",
+    max_shard_size: int | str = "5GB",
+    progress: Progress | None = None,
+) -> None:
+    """Read a checkpoint and write it in another form; what was at the target is replaced at the end.
+
+    Args:
+        source: a directory or a file of `save_checkpoint`, another library's single file, or a directory
+            of a Hugging Face model.
+        target: what to write.
+        form: "sharded" and "file" are those of `save_checkpoint`.
+        like: a directory with the configuration, and tokenizer, of the Hugging Face model; by default the
+            source is one.
+        key: under which a checkpoint has the model, or gets it.
+        prefix: stands before the names in a checkpoint that is made of a Hugging Face model.
+        max_shard_size: of a Hugging Face directory: bytes, or as "5GB".
+        progress: shows how far it is.
+
+    Raises:
+        CheckpointError: the source is no checkpoint, or damaged, or does not fit the model.
+    """
+    progress = progress or Progress(shown=True)
+    with ExitStack() as stack:
+        mapped = Mapped(target.absolute().parent, stack)
+        with progress.stage("converting") as stage:
+            if form_of(source) == "huggingface":
+                model = model_like(like or source)
+                tensors = _from_huggingface(source, model, mapped, stage)
+                named = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+                contents: dict[str, tuple[manifest.Kind, Any]] = {key: ("model", named)}
+            else:
+                contents = _from_checkpoint(open_checkpoint(str(source)), mapped, stage)
+                tensors = {}
+            if form == "huggingface":
+                if like is None and not tensors:
+                    raise CheckpointValueError(
+                        "A Hugging Face directory needs the model's configuration: pass --like with a "
+                        "directory that has its config.json."
+                    )
+                model = model_like(like or source)
+                tensors = tensors or _of_model(contents, key, model, source)
+                _to_huggingface(tensors, model, like or source, target, max_shard_size, stage)
+            elif form == "sharded":
+                _to_sharded(contents, target)
+            else:
+                _to_file({name: value for name, (_, value) in contents.items()}, target)
+
+
+def form_of(path: Path) -> Form:
+    """What kind of checkpoint lies there, going by its files."""
+    if path.is_dir() and not (path / manifest.NAME).exists():
+        return "huggingface" if any(path.glob("*.safetensors")) else "sharded"
+    return "sharded" if path.is_dir() else "huggingface" if path.suffix == ".safetensors" else "file"
+
+
+@dataclass
+class Mapped:
+    """Files whose parts are tensors.
+
+    Args:
+        directory: where spools are made.
+        stack: closes what is opened here.
+    """
+
+    directory: Path
+    stack: ExitStack
+    _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
+
+    def tensor(self, blueprint: Blueprint, index: Index, root: Path, stage: Stage) -> Tensor:
+        """A tensor of a checkpoint."""
+        shape = tuple(blueprint.shape)
+        if not prod(shape):
+            return torch.empty(shape, dtype=blueprint.dtype)
+        if blueprint.source is not None:
+            entry = index.entries[blueprint.source]
+            return self._part(root / index.files[entry.file][0], entry.offset, shape, entry.dtype)
+        whole = self._spool(shape, blueprint.dtype)
+        part = Layout(shape).part(Coordinate())
+        with Files(root, index.files) as files:
+            read_slabs(list(plan_reads(blueprint, index.entries, part, whole.view(-1))), files, stage=stage)
+        return whole
+
+    def _part(self, path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if path not in self._maps:
+            with path.open("rb") as file:
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(self._maps[path], dtype=dtype, count=prod(shape), offset=offset).view(shape)
+
+    def _spool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        nbytes = prod(shape) * dtype.itemsize
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.directory) as file:
+            file.truncate(nbytes)
+            memory = mmap.mmap(file.fileno(), nbytes)
+        return torch.frombuffer(memory, dtype=dtype, count=prod(shape)).view(shape)
+
+
+def model_like(directory: Path) -> Any:
+    """The transformers model of a directory's configuration, on the meta device.
+
+    Raises:
+        CheckpointValueError: there is no configuration that says which model it is.
+    """
+    import transformers
+
+    from composer_dist.distributed import init_context
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory)
+        (name, *_) = config.architectures or [""]
+        cls = getattr(transformers, name)
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointValueError(
+            f"{directory} does not say which model it is: {error}. Pass --like with a directory whose "
+            "config.json names an architecture of transformers."
+        ) from error
+    with init_context(dtype=config.dtype or torch.float32):
+        return cls(config)
+
+
+def _from_huggingface(source: Path, model: Any, mapped: Mapped, stage: Stage) -> dict[str, Tensor]:
+    """The model's tensors under all names that its `state_dict()` has."""
+    index = read_index(source)
+    root = source if source.is_dir() else source.parent
+    structure = read_structure(model)
+    match = match_names(structure, index.tensors, root.name, index.adapter)
+    match.check(structure, index.entries, strict=True)
+    values = {
+        first: mapped.tensor(blueprint, index, root, stage) for first, blueprint in match.tensors.items()
+    }
+    return _named(structure, values, model)
+
+
+def _named(structure: Structure, values: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """Values by first name, under every name that is saved; tied ones are one object."""
+    firsts = {name: first for first, held in structure.tensors.items() for name in held.info.names}
+    return {name: values[firsts[name]] for name in model.state_dict() if firsts[name] in values}
+
+
+def _from_checkpoint(opened: Opened, mapped: Mapped, stage: Stage) -> dict[str, tuple[manifest.Kind, Any]]:
+    """Everything in a checkpoint, by key, with mapped tensors."""
+    opened.verify(0, 1)
+    known: dict[str, Tensor] = {}
+    contents: dict[str, tuple[manifest.Kind, Any]] = {}
+    for key, code in opened.structure.items():
+        paths: dict[int, str] = {}
+        described = opened.described(code, paths)
+
+        def fill(value: Any, paths: dict[int, str] = paths) -> Any:
+            if isinstance(value, Tensor) and id(value) in paths:
+                path = paths[id(value)]
+                if path not in known:
+                    known[path] = mapped.tensor(opened.tensors[path], opened.index, Path(opened.root), stage)
+                return known[path]
+            if isinstance(value, dict):
+                return type(value)((name, fill(one)) for name, one in value.items())
+            return [fill(one) for one in value] if isinstance(value, list) else value
+
+        contents[key] = opened.kinds[key], fill(described)
+    return contents
+
+
+def _of_model(
+    contents: Mapping[str, tuple[manifest.Kind, Any]], key: str, model: Any, source: Path
+) -> dict[str, Tensor]:
+    """What a checkpoint has of a transformers model, under that model's names.
+
+    Raises:
+        CheckpointKeyError: there is no such key.
+        CheckpointValueError: names or shapes do not fit.
+    """
+    from composer_dist.models import HuggingFaceModel
+
+    if key not in contents:
+        raise CheckpointKeyError(f"{source} has no {key!r}; pass --key with one of {', '.join(contents)}.")
+    state = {name: value for name, value in contents[key][1].items() if isinstance(value, Tensor)}
+    entries = {name: Entry(0, value.dtype, tuple(value.shape), 0) for name, value in state.items()}
+    given = {name: Blueprint.stored(name, one.shape, one.dtype) for name, one in entries.items()}
+    best: CheckpointError | None = None
+    for wrapped, inside in ((model, ""), (HuggingFaceModel(model), "model.")):
+        structure = read_structure(wrapped)
+        match = match_names(structure, given, source.name)
+        try:
+            match.check(structure, entries, strict=True)
+        except CheckpointError as error:
+            best = best or error
+            continue
+        values = {
+            first.removeprefix(inside): state[str(blueprint.source)]
+            for first, blueprint in match.tensors.items()
+        }
+        return _named(read_structure(model), values, model)
+    assert best is not None
+    raise best
+
+
+def _to_huggingface(
+    tensors: Mapping[str, Tensor],
+    model: Any,
+    like: Path,
+    target: Path,
+    max_shard_size: int | str,
+    stage: Stage,
+) -> None:
+    kept = untied(model, tensors, tensors)
+    plan = plan_export(
+        model,
+        {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in kept.items()},
+        {},
+        sum(parameter.numel() for parameter in model.parameters()),
+        max_shard_size,
+        everything=True,
+    )
+    stage.expect(sum(entry.nbytes for entry in plan.index.entries.values()))
+    with staged(target) as directory:
+        for file in _others(like):
+            shutil.copyfile(file, directory / file.name)
+        model.config.dtype = next(iter(kept.values())).dtype
+        write_settings(model, directory)
+        paths = [directory / name for name, _ in plan.index.files]
+        for path, (name, size) in zip(paths, plan.index.files, strict=True):
+            create(path, plan.headers[name], size)
+        if plan.listing is not None:
+            (directory / "model.safetensors.index.json").write_text(plan.listing)
+        with Target(paths) as files:
+            for group in plan.groups:
+                made = revert(model, {name: kept[name] for name in group.sources})
+                for name in group.results:
+                    entry = plan.index.entries[name]
+                    stage.advance(write_tensor(made[name], files, entry.file, entry.offset))
+            files.flush()
+
+
+def _others(directory: Path) -> Iterator[Path]:
+    """What lies beside the weights: configuration, tokenizer, code."""
+    for file in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
+            yield file
+
+
+def _to_sharded(contents: Mapping[str, tuple[manifest.Kind, Any]], target: Path) -> None:
+    place, agreement = place_of(target), Agreement()
+    token = place.reserve(True)
+    Saving.plan(place, token, None, contents, agreement).run(agreement)
+
+
+def _to_file(contents: Mapping[str, Any], target: Path) -> None:
+    place = place_of(target)
+    token = place.reserve(False)
+    try:
+        write_single_file(dict(contents), place.sink(token, None), str(target))
+        place.finish(token, {})
+    except BaseException:
+        place.discard(token)
+        raise

@@ -1,0 +1,1 @@
+"""Models exported for transformers and peft."""

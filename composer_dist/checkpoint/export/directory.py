@@ -1,0 +1,98 @@
+"""A model directory that appears all at once, and what lies in it beside the weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.ranks.process_group import world_and_rank
+from composer_dist.errors import CheckpointRuntimeError
+from composer_dist.structure.families import original_classes
+
+
+@contextmanager
+def staged(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A directory that rank 0 makes inside of `path`, its own; what is in it goes there at the end.
+
+    So a full disk, or an error on any rank, leaves no mixture. A collective.
+
+    Raises:
+        CheckpointRuntimeError: rank 0 cannot write there.
+    """
+    with ExitStack() as stack:
+        target = Path(path).absolute()
+        place = ""
+        with Agreement().together("the directory"):
+            if world_and_rank()[1] == 0:
+                with written(path):
+                    target.mkdir(parents=True, exist_ok=True)
+                    place = stack.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=target))
+        directory = Path(Agreement().reach("the directory", place, lambda found: found[0]))
+        yield directory
+        with Agreement().together("the end of the export"):
+            if world_and_rank()[1] == 0:
+                with written(path):
+                    _replace(directory, target)
+
+
+@contextmanager
+def written(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors of the file system inside name what is being written."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointRuntimeError(f"export_pretrained could not write {path}: {error}") from error
+
+
+def write_settings(model: Any, directory: Path, separated: bool = False) -> None:
+    """Write what transformers saves beside a model's weights: configurations, code of its own.
+
+    Args:
+        separated: ties are undone in what is stored.
+    """
+    with original_classes(model), _as_stored(model, separated), written(directory.parent):
+        model.save_pretrained(directory, state_dict={})
+
+
+@contextmanager
+def _as_stored(model: Any, separated: bool) -> Iterator[None]:
+    """Inside, a model's attributes and configuration are those of what is stored, and no bar is shown."""
+    from transformers.utils import logging as transformers_logging
+
+    logging: Any = transformers_logging  # it has no types
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    held = [(vars(model.config), dict(vars(model.config))), (vars(model), dict(vars(model)))]
+    try:
+        vars(model)["_hf_peft_config_loaded"] = False  # or transformers would write the adapter
+        if separated:
+            model.config.tie_word_embeddings = False
+        yield
+    finally:
+        for now, before in held:
+            now.clear()
+            now.update(before)
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _replace(staging: Path, path: Path) -> None:
+    """Move the new files over the old ones and remove weights of an earlier export.
+
+    transformers prefers a `model.safetensors` to an index, so a stale one would be read instead.
+    """
+    written = {file.relative_to(staging) for file in staging.rglob("*") if file.is_file()}
+    for file in written:
+        (path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(staging / file, path / file)
+    for stale in (*path.glob("model*.safetensors"), *path.glob("model.safetensors.index.json")):
+        if stale.relative_to(path) not in written:
+            stale.unlink()

@@ -1,0 +1,192 @@
+"""Adapters merged into the weights that they adapt, a layer at a time, by peft's own arithmetic.
+
+A layer with an adapter gets full copies of all its tensors for a moment, peft merges these in place, and
+then the layer has its own tensors, and whatever else peft has changed in it, back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composer_dist.distributed.moving.whole import gather
+from composer_dist.errors import CheckpointValueError
+from composer_dist.files.adapters import without_adapters
+from composer_dist.structure.families import original_classes
+from composer_dist.structure.names import canonical_name
+from composer_dist.structure.structure import read_structure
+from composer_dist.tensors.codec import dense
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module around which peft has put adapters."""
+
+    name: str
+    module: Any
+
+    def merged(self, wanted: bool = True) -> dict[str, Tensor]:
+        """The layer's tensors as they are without adapters, by plain name, whole; a collective.
+
+        Args:
+            wanted: False only takes part in the gathering, and gives nothing.
+
+        Raises:
+            CheckpointValueError: peft cannot merge this kind of adapter.
+        """
+        with _full_copies(self.module), warnings.catch_warnings(), torch.no_grad():
+            if not wanted:
+                return {}
+            warnings.simplefilter("ignore")  # peft's advice on how to load what it has merged
+            try:
+                result = _merge(self.module)
+            except NotImplementedError as error:
+                raise CheckpointValueError(
+                    f"peft cannot merge the adapter of {self.name}: {error}"
+                ) from error
+            state = result.state_dict().items()
+            return {f"{self.name}.{canonical_name(key)}": value.detach() for key, value in state}
+
+
+def merged_sources(base: nn.Module) -> tuple[dict[str, Tensor], dict[str, Layer]]:
+    """What a model would have in its `state_dict()` if its active adapters were merged, under plain names.
+
+    Args:
+        base: the model that peft has put its layers into.
+
+    Returns:
+        Name to the model's own tensor, of the right shape and dtype, and name to the layer that has to be
+        merged to get the value of it.
+    """
+    structure = read_structure(base)
+    plain = without_adapters(structure)
+    layers = {name: Layer(name, module) for name, module in _adapted(structure.modules)}
+    tensors: dict[str, Tensor] = {}
+    homes: dict[str, Layer] = {}
+    for key, tensor in base.state_dict(keep_vars=True).items():
+        key = canonical_name(key)
+        if key not in plain:
+            continue  # the adapter's own
+        name, copy = plain[key]
+        host = next((one for one in _ancestors(key) if one in layers), None)
+        if host is None:
+            tensors[name] = tensor
+        elif (chosen := _chosen_copy(layers[host].module)) is not None:
+            if key.startswith(f"{host}.{chosen}."):
+                tensors[name] = tensor
+        elif not copy:
+            tensors[name] = tensor
+            homes[name] = layers[host]
+    return tensors, homes
+
+
+def check_mergeable(hosts: Mapping[str, Any]) -> None:
+    """Refuse adapters that do not lie in layers.
+
+    Args:
+        hosts: modules with a `peft_config`, by name.
+
+    Raises:
+        CheckpointValueError: prompt learning; or peft itself refuses, over GPTQ weights for example.
+    """
+    for name, host in hosts.items():
+        prompts = [key for key, config in host.peft_config.items() if config.is_prompt_learning]
+        if prompts:
+            raise CheckpointValueError(
+                f"The adapters {', '.join(prompts)} of {name or 'the model'} learn prompts and not weights; "
+                "they cannot be merged. Export them as adapters, without merge_adapters."
+            )
+        check = getattr(getattr(host, "base_model", None), "_check_merge_allowed", None)
+        if check is not None:
+            try:
+                check()
+            except ValueError as error:
+                raise CheckpointValueError(str(error)) from error
+
+
+def _adapted(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of each layer of peft's that lies in no other one."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    found: set[str] = set()
+    for name, module in modules.items():
+        kinds = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        if kinds and found.isdisjoint(_ancestors(name)):
+            found.add(name)
+            yield name, module
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    """The name itself and those of all modules around it, the innermost first."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _chosen_copy(layer: Any) -> str | None:
+    """Where a layer under `modules_to_save` has the weights that count, if they are there as they are."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    if not isinstance(layer, ModulesToSaveWrapper):
+        return None
+    active = [name for name in layer.active_adapters if name in layer.modules_to_save]
+    if not active:
+        return "original_module"
+    adapted = isinstance(layer.modules_to_save[active[0]], BaseTunerLayer)
+    return None if adapted else f"modules_to_save.{active[0]}"
+
+
+def _merge(layer: Any) -> nn.Module:
+    """What peft's `merge_and_unload` puts in place of one layer."""
+    if hasattr(layer, "unload_and_optionally_merge_module"):
+        unloaded: nn.Module = layer.unload_and_optionally_merge_module(
+            merge=True, safe_merge=False, adapter_names=None
+        )
+        return unloaded
+    layer.merge()
+    base: nn.Module = layer.get_base_layer()
+    return base
+
+
+@contextmanager
+def _full_copies(layer: nn.Module) -> Iterator[None]:
+    """Inside, a layer has full copies of its tensors; after it everything in it is as it was."""
+    modules = list(layer.modules())
+    attributes = [(module, dict(vars(module))) for module in modules]
+    contents = [
+        (value, value.copy())
+        for _, held in attributes
+        for value in held.values()
+        if isinstance(value, dict | list | set)
+    ]
+    copies: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            full = dense(gather(tensor))
+            copies[id(tensor)] = nn.Parameter(full, False) if isinstance(tensor, nn.Parameter) else full
+        return copies[id(tensor)]
+
+    try:
+        with original_classes(layer):
+            for module in modules:
+                for registry in (module._parameters, module._buffers):
+                    for key, tensor in registry.items():
+                        if tensor is not None:
+                            registry[key] = copied(tensor)  # type: ignore[assignment]
+            yield
+    finally:
+        for value, before in contents:
+            value.clear()
+            value.extend(before) if isinstance(value, list) else value.update(before)
+        for module, held in attributes:
+            vars(module).clear()
+            vars(module).update(held)

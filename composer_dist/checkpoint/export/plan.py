@@ -1,0 +1,260 @@
+"""What goes where in the files of an exported model, before a byte is written.
+
+transformers says under which names a model's tensors are stored, and how they are fused, split or
+permuted for it; its conversions run on stand-ins. Where they only move elements, every rank knows the
+place of each element that it holds. What they compute, and what would be scattered over a file in tiny
+pieces, is gathered, a *group* at a time: tensors of the model and the stored ones made of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from composer_dist.distributed.mesh.layout import Part
+from composer_dist.errors import CheckpointValueError
+from composer_dist.files.index import DTYPES, Entry, Index
+from composer_dist.files.slabs import plan_reads
+from composer_dist.files.transformers import convert, revert
+from composer_dist.tensors.blueprint import Blueprint, Box, Dims, Trace, contiguous_strides
+
+_WEIGHTS = "model{suffix}.safetensors"
+
+
+_WORTH = 512
+"""Bytes from which a row is worth a write of its own."""
+
+
+_FEW = 1024
+"""Rows of a tensor that are written one by one, however short."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Stored tensors and the model's tensors that they are made of."""
+
+    sources: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """The files of an exported model, and where each tensor of the model goes."""
+
+    index: Index
+    headers: dict[str, bytes]
+    """File to what it begins with."""
+    listing: str | None
+    """The text of the index that goes with several files."""
+    direct: dict[str, Blueprint]
+    """Name in the model to the elements of stored tensors that are its own."""
+    groups: tuple[Group, ...]
+    """What is gathered."""
+
+    def digest(self) -> str:
+        """Equal for equal plans."""
+        facts: list[Any] = [self.index.pack(), self.listing, sorted(self.direct)]
+        facts += [[one.sources, one.results] for one in self.groups]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def plan_export(
+    model: Any,
+    sources: Mapping[str, tuple[Dims, torch.dtype]],
+    parts: Mapping[str, Part],
+    parameters: int,
+    max_shard_size: int | str,
+    together: Iterable[Sequence[str]] = (),
+    everything: bool = False,
+) -> ExportPlan:
+    """Plan the files of a model; every rank makes the same plan.
+
+    Args:
+        model: of transformers.
+        sources: shape and dtype of each tensor to be saved, by name, ties left out.
+        parts: what a rank holds of each tensor that may be written from the shards.
+        parameters: how many elements they have; it stands in the index.
+        max_shard_size: bytes, or as "5GB".
+        together: names that are gathered at one time.
+        everything: gather all.
+
+    Raises:
+        CheckpointValueError: safetensors has no such dtype, or there is nothing to save.
+    """
+    given = {name: Trace.stored(name, shape, dtype) for name, (shape, dtype) in sources.items()}
+    made: dict[str, Trace] = revert(model, dict(given))
+    index, headers, listing = _lay_out(made, max_shard_size, parameters)
+    groups = _groups(made, together)
+    candidates = [one for one in groups if not everything and all(name in parts for name in one.sources)]
+    places = _places(model, made, candidates, sources)
+    direct: dict[str, Blueprint] = {}
+    gathered = []
+    for one in groups:
+        found = {name: places[name] for name in one.sources if name in places}
+        if len(found) < len(one.sources) or any(
+            _is_scattered(place, index.entries, parts[name]) for name, place in found.items()
+        ):
+            gathered.append(one)
+        else:
+            direct |= found
+    return ExportPlan(index, headers, listing, direct, tuple(gathered))
+
+
+def _lay_out(
+    tensors: Mapping[str, torch.Tensor], max_shard_size: int | str, parameters: int
+) -> tuple[Index, dict[str, bytes], str | None]:
+    """Files as transformers splits them, their headers as safetensors writes them, and the index."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    if odd := [name for name, one in tensors.items() if one.dtype not in names]:
+        raise CheckpointValueError(
+            f"safetensors cannot hold the dtype of {', '.join(f'{n} ({tensors[n].dtype})' for n in odd)}."
+        )
+    if not tensors:
+        raise CheckpointValueError("The model has no tensors to export.")
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda one: one.numel() * one.dtype.itemsize,
+        filename_pattern=_WEIGHTS,
+        max_shard_size=max_shard_size,
+    )
+    files, headers, entries = [], {}, {}
+    for number, (file, held) in enumerate(split.filename_to_tensors.items()):
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        ordered = sorted(held, key=lambda name: (-tensors[name].dtype.itemsize, name))  # for alignment
+        for name in ordered:
+            one = tensors[name]
+            end = at + one.numel() * one.dtype.itemsize
+            header[name] = {"dtype": names[one.dtype], "shape": list(one.shape), "data_offsets": [at, end]}
+            at = end
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        headers[file] = len(text).to_bytes(8, "little") + text
+        start = len(headers[file])
+        for name in ordered:
+            offset = start + header[name]["data_offsets"][0]
+            entries[name] = Entry(number, tensors[name].dtype, tuple(tensors[name].shape), offset)
+        files.append((file, start + at))
+    listing = None
+    if split.is_sharded:
+        facts = {"total_parameters": parameters, **split.metadata}
+        listing = json.dumps(
+            {"metadata": facts, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True
+        )
+    return Index("", tuple(files), entries), headers, listing and listing + "\n"
+
+
+def _groups(made: Mapping[str, Trace], together: Iterable[Sequence[str]]) -> list[Group]:
+    """Which tensors cannot be told apart when they are stored: those with a stored tensor in common."""
+    parent: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        parent.setdefault(name, name)
+        while parent[name] != name:
+            parent[name] = name = parent[parent[name]]
+        return name
+
+    for names in [*(sorted(trace.sources) for trace in made.values()), *together]:
+        for name in names:
+            parent[root(name)] = root(names[0])
+    members: dict[str, tuple[dict[str, None], list[str]]] = {}
+    for result, trace in made.items():
+        if sources := sorted(trace.sources):  # none where there are no elements
+            held, results = members.setdefault(root(sources[0]), ({}, []))
+            held.update(dict.fromkeys(sources))
+            results.append(result)
+    return [Group(tuple(held), tuple(results)) for held, results in members.values()]
+
+
+def _places(
+    model: Any,
+    made: Mapping[str, Trace],
+    groups: Iterable[Group],
+    sources: Mapping[str, tuple[Dims, torch.dtype]],
+) -> dict[str, Blueprint]:
+    """Where the elements of the model's tensors are stored, for groups in which each has one place."""
+    found: dict[str, Blueprint] = {}
+    moved: list[Group] = []
+    for one in groups:
+        first = made[one.results[0]]
+        if len(one.results) == 1 and first.source is not None:
+            shape, dtype = sources[one.sources[0]]
+            found[one.sources[0]] = Blueprint.stored(one.results[0], shape, dtype)
+        elif not any(made[name].computed for name in one.results):
+            moved.append(one)
+    if not moved:
+        return found
+    stored = {
+        name: Blueprint.stored(name, tuple(made[name].shape), made[name].dtype)
+        for one in moved
+        for name in one.results
+    }
+    try:
+        loaded = convert(model, stored, {name: shape for name, (shape, _) in sources.items()}).tensors
+    except CheckpointValueError:  # what can be saved cannot be loaded by slices: then it is gathered
+        return found
+    for one in moved:
+        blueprints = {name: loaded[name][0] for name in one.sources if name in loaded}
+        if len(blueprints) == len(one.sources) and _inverse(blueprints, {n: made[n] for n in one.results}):
+            found |= blueprints
+    return found
+
+
+def _inverse(loaded: Mapping[str, Blueprint], saved: Mapping[str, Trace]) -> bool:
+    """Whether loading takes each stored element exactly to where saving took it from; ends are compared."""
+    count = dict.fromkeys(saved, 0)
+    for blueprint in loaded.values():
+        if sum(prod(box.sizes) for box in blueprint.boxes) != blueprint.numel():
+            return False
+        for box in blueprint.boxes:
+            if box.source not in count:
+                return False
+            count[box.source] += prod(box.sizes)
+    if any(count[name] != one.numel() for name, one in saved.items()):
+        return False
+    return all(
+        _find(loaded[source], place) == (name, at)
+        for name, one in saved.items()
+        for box in one.boxes
+        for at, source, place in _ends(one, box)
+        if source in loaded
+    )
+
+
+def _ends(tensor: torch.Tensor, box: Box) -> Iterator[tuple[int, str, int]]:
+    """The first and last element of a box: number in the tensor, source, number there."""
+    strides = contiguous_strides(tuple(tensor.shape))
+    for inside in ([0] * len(box.sizes), [size - 1 for size in box.sizes]):
+        at = sum((s + i) * stride for s, i, stride in zip(box.start, inside, strides, strict=True))
+        place = box.offset + sum(i * stride for i, stride in zip(inside, box.strides, strict=True))
+        yield at, box.source, place
+
+
+def _find(tensor: Blueprint, number: int) -> tuple[str, int] | None:
+    """Where an element of a tensor comes from: source, number there."""
+    place: list[int] = []
+    for size in reversed(tensor.shape):
+        number, index = divmod(number, size)
+        place.insert(0, index)
+    for box in tensor.boxes:
+        inside = [index - start for index, start in zip(place, box.start, strict=True)]
+        if all(0 <= i < size for i, size in zip(inside, box.sizes, strict=True)):
+            offset = sum(i * stride for i, stride in zip(inside, box.strides, strict=True))
+            return box.source, box.offset + offset
+    return None
+
+
+def _is_scattered(place: Blueprint, entries: Mapping[str, Entry], part: Part) -> bool:
+    """Whether a rank's part would be written in many short rows."""
+    target = torch.empty(part.numel, dtype=place.dtype, device="meta")
+    slabs = list(plan_reads(place, entries, part, target))
+    rows = sum(prod(one.sizes) // (one.sizes[-1] if one.strides[-1] == 1 else 1) for one in slabs)
+    return rows > _FEW and sum(one.nbytes for one in slabs) < rows * _WORTH

@@ -1,0 +1,240 @@
+"""A transformers model's files, written by all ranks at once, each from its own shards."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composer_dist.checkpoint.export.merged import Layer
+from composer_dist.checkpoint.export.plan import ExportPlan, Group, plan_export
+from composer_dist.distributed.mesh.layout import Coordinate, Layout, grid
+from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.errors import CheckpointValueError, ParallelismValueError
+from composer_dist.files.slabs import Slab, plan_reads
+from composer_dist.files.transformers import revert, untied
+from composer_dist.files.write import Target, create, write_slabs, write_tensor
+from composer_dist.progress import Progress, Stage
+from composer_dist.tensors.codec import codec_of, dense
+
+_SMALL = 1 << 20
+"""Bytes of a part below which one of the ranks that hold it writes all of it."""
+
+
+@dataclass
+class Export:
+    """A model that is being exported: what it consists of, and what goes where.
+
+    Args:
+        model: of transformers, with or without peft's layers in it.
+        tensors: what is stored, by name: the model's own tensors, sharded or not.
+        layers: names whose value comes from merging a layer.
+        mesh: what the model was prepared for, if it was.
+        max_shard_size: bytes, or as "5GB".
+    """
+
+    model: Any
+    tensors: Mapping[str, Tensor]
+    layers: Mapping[str, Layer]
+    mesh: DeviceMesh | None
+    max_shard_size: int | str
+    agreement: Agreement = field(default_factory=Agreement)
+
+    def __post_init__(self) -> None:
+        self.first = self.agreement.rank == self.agreement.ranks[0]
+        self.values: dict[str, object] = {}
+        known: dict[tuple[int, int], object] = {}
+        for name, tensor in self.tensors.items():
+            layer = self.layers.get(name)
+            self.values[name] = known.setdefault((id(tensor), id(layer and layer.module)), object())
+
+    @property
+    def separated(self) -> bool:
+        """Whether names that are tied in the model get values of their own."""
+        ties: dict[int, set[int]] = {}
+        for name, tensor in self.tensors.items():
+            ties.setdefault(id(tensor), set()).add(id(self.values[name]))
+        return any(len(values) > 1 for values in ties.values())
+
+    def write(self, directory: Path) -> None:
+        """Write the weights into a directory that the first rank has made; a collective.
+
+        Where other ranks do not see that directory, the first one gathers and writes everything.
+
+        Raises:
+            CheckpointValueError: something cannot be stored.
+            CheckpointRuntimeError: a rank cannot write; the same error on all of them.
+        """
+        shared = self._is_shared(directory)
+        with self.agreement.together("the plan of the files"):
+            plan = self._plan(gather_all=not shared)
+        self.agreement.reach("the plan of the files", plan.digest(), _same_plan)
+        paths = [directory / name for name, _ in plan.index.files]
+        with self.agreement.together("making the files"):
+            if self.first:
+                for path, (name, size) in zip(paths, plan.index.files, strict=True):
+                    create(path, plan.headers[name], size)
+                if plan.listing is not None:
+                    (directory / "model.safetensors.index.json").write_text(plan.listing)
+        with Progress(shown=self.first).stage("exporting") as stage, Target(paths) as target:
+            with self.agreement.together("writing the shards"):
+                write_slabs(list(self._slabs(plan)), target, stage)
+            failed = None
+            if plan.groups:
+                failed = self.agreement.collectively(
+                    "gathering what is exported", lambda: self._write_groups(plan, target, shared, stage)
+                )
+            with self.agreement.together("flushing the files"):
+                if failed is not None:
+                    raise failed
+                target.flush()
+
+    def _is_shared(self, directory: Path) -> bool:
+        """Whether every rank sees the first one's directory, told by a file of a name never used before."""
+        nonce = directory / f"nonce-{secrets.token_hex(8)}"
+        with self.agreement.together("making the directory"):
+            if self.first:
+                nonce.touch()
+        seen = Path(self.agreement.reach("the directory", str(nonce), lambda found: found[0])).exists()
+        blind = self.agreement.reach("who sees the directory", seen, _blind)
+        if self.first:
+            nonce.unlink()
+        if blind and self.first:
+            warnings.warn(
+                f"Ranks {', '.join(str(self.agreement.ranks[number]) for number in blind)} do not see "
+                f"{directory.parent}, where rank {self.agreement.ranks[0]} writes: it gathers and writes "
+                "everything by itself. Export to a directory that all ranks share to write in parallel.",
+                stacklevel=4,
+            )
+        return not blind
+
+    def _plan(self, gather_all: bool) -> ExportPlan:
+        odd = [name for name, value in self.tensors.items() if not isinstance(value, Tensor)]
+        meta = [name for name in self.tensors if name not in odd and self.tensors[name].is_meta]
+        for names, what in ((odd, "no tensors"), (meta, "on the meta device")):
+            if names:
+                raise CheckpointValueError(f"These of the model's state are {what}: {', '.join(names)}.")
+        kept = untied(self.model, self.tensors, self.values)
+        parts = {
+            name: Layout.of(tensor).part(_first_of(tensor))
+            for name, tensor in kept.items()
+            if name not in self.layers and codec_of(tensor) is None
+        }
+        merged: dict[int, list[str]] = {}
+        for name in kept.keys() & self.layers.keys():
+            merged.setdefault(id(self.layers[name].module), []).append(name)
+        return plan_export(
+            self.model,
+            {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in kept.items()},
+            parts,
+            sum(tensor.numel() for tensor in kept.values() if isinstance(tensor, nn.Parameter)),
+            self.max_shard_size,
+            [sorted(names) for names in merged.values()],
+            gather_all,
+        )
+
+    def _slabs(self, plan: ExportPlan) -> Iterator[Slab]:
+        """What this rank writes of its shards."""
+        for name, place in plan.direct.items():
+            tensor = self.tensors[name]
+            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            part = Layout.of(tensor).part(_here(tensor))
+            first, last = self._share(tensor, local)
+            yield from plan_reads(place, plan.index.entries, part, local.contiguous().view(-1), first, last)
+
+    def _share(self, tensor: Tensor, local: Tensor) -> tuple[int, int]:
+        """The elements [first, last) of its part that this rank writes, and not another that holds them."""
+        mesh = self.mesh or (tensor.device_mesh if isinstance(tensor, DTensor) else None)
+        numel, rank = local.numel(), self.agreement.rank
+        if mesh is None or not isinstance(tensor, DTensor | nn.Parameter):
+            return (0, numel) if self.first else (0, 0)  # buffers may differ: the first rank's count
+        table, layout = grid(mesh), Layout.of(tensor)
+        place = (table == rank).nonzero()[0].tolist()
+        cut = (False, layout.rows, layout.tp_dim is not None)
+        number, holders = 0, 1
+        for index, size, divided in zip(place, table.shape, cut, strict=True):
+            if not divided:
+                number, holders = number * size + index, holders * size
+        if local.nbytes < _SMALL:
+            return (0, numel) if number == 0 else (0, 0)
+        return numel * number // holders, numel * (number + 1) // holders
+
+    def _write_groups(self, plan: ExportPlan, target: Target, shared: bool, stage: Stage) -> Exception | None:
+        """Gather what cannot be written from the shards; ranks take turns in writing it.
+
+        Returns:
+            What has kept this rank from writing; it takes part in the gathering to the end, so that the
+            others are not left in a collective.
+        """
+        failed: Exception | None = None
+        ranks = self.agreement.ranks
+        stage.expect(sum(plan.index.entries[name].nbytes for one in plan.groups for name in one.results))
+        for number, group in enumerate(plan.groups):
+            alike = all(isinstance(self.tensors[name], DTensor | nn.Parameter) for name in group.sources)
+            turn = ranks[number % len(ranks) if shared and alike and self.mesh is not None else 0]
+            values = self._gathered(group, turn == self.agreement.rank)
+            if turn == self.agreement.rank and failed is None:
+                try:
+                    self._write_group(group, values, plan, target)
+                except Exception as error:
+                    failed = error
+            stage.advance(sum(plan.index.entries[name].nbytes for name in group.results))
+        return failed
+
+    def _gathered(self, group: Group, wanted: bool) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = {}
+        for name in group.sources:
+            if name in values:
+                continue
+            if (layer := self.layers.get(name)) is None:
+                full = gather(self.tensors[name])
+                values[name] = dense(full) if wanted else torch.empty(0)
+            else:
+                merged = layer.merged(wanted)
+                values |= {
+                    key: merged.get(key, torch.empty(0)) for key in group.sources if key in self.layers
+                }
+        return values
+
+    def _write_group(self, group: Group, values: dict[str, Tensor], plan: ExportPlan, target: Target) -> None:
+        made = revert(self.model, {name: value.cpu() for name, value in values.items()})
+        for name in group.results:
+            entry, value = plan.index.entries[name], made[name]
+            if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
+                raise CheckpointValueError(
+                    f"{name} became {tuple(value.shape)} of {value.dtype} when it was computed, where "
+                    f"{entry.shape} of {entry.dtype} was planned."
+                )
+            write_tensor(value, target, entry.file, entry.offset)
+
+
+def _here(tensor: Tensor) -> Coordinate:
+    """This rank's place among those that the tensor is cut for."""
+    return Coordinate.of(tensor.device_mesh) if isinstance(tensor, DTensor) else Coordinate()
+
+
+def _first_of(tensor: Tensor) -> Coordinate:
+    """The place of the rank with the first part, the same on all ranks."""
+    here = _here(tensor)
+    return replace(here, shard=0, tp=0)
+
+
+def _blind(seen: list[bool]) -> list[int]:
+    return [number for number, sees in enumerate(seen) if not sees]
+
+
+def _same_plan(digests: list[str]) -> None:
+    if len(set(digests)) > 1:
+        raise ParallelismValueError(
+            "The ranks would write different files: they hold models of different names, shapes, dtypes or "
+            "ties, or were given a different max_shard_size or merge_adapters."
+        )

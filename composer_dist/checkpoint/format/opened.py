@@ -1,0 +1,232 @@
+"""A checkpoint opened for reading: what is in it, where, and whether its bytes are those that were written.
+
+A directory of ours, a single file of ours, and the files of other libraries look alike from here on.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_dist.checkpoint.format import dcp as dcp_metadata
+from composer_dist.checkpoint.format.structure import Leaves, decode, encode, is_plain
+from composer_dist.checkpoint.storage.local import resolve
+from composer_dist.checkpoint.storage.place import beside, is_remote, local_path
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
+from composer_dist.files import manifest as manifests
+from composer_dist.files.checksums import verify
+from composer_dist.files.index import Index
+from composer_dist.files.manifest import Kind, Manifest, StoredFile, StoredObject
+from composer_dist.files.other_libraries import allowed, normalized
+from composer_dist.files.read import Files, file_system, open_files, read_slabs
+from composer_dist.files.slabs import plan_reads
+from composer_dist.files.torch_save import index_of, read_seal, read_torch_file
+from composer_dist.tensors.blueprint import Blueprint
+
+
+@dataclass
+class Opened:
+    """What is known of a checkpoint before any tensor is read."""
+
+    where: str
+    """A path or URL, as errors call it."""
+    root: Path | str
+    """The directory of the files, or its URL."""
+    sharded: bool
+    """Whether it is a directory, and not a file."""
+    index: Index
+    """Every tensor by its path, joined with dots."""
+    structure: dict[str, Any]
+    """Each key to what was there, encoded."""
+    kinds: dict[str, Kind]
+    stored: list[StoredFile] = field(default_factory=list)
+    """Files that have checksums; none in other libraries' files."""
+    objects: dict[str, Any] = field(default_factory=dict)
+    """By path: themselves, or where they are stored."""
+    allow_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        self.tensors: dict[str, Blueprint] = self.index.tensors
+
+    def files(self) -> Files:
+        """The files, opened."""
+        return open_files(self.root, self.index.files)
+
+    def digest(self) -> str:
+        """Equal on ranks that see the same checkpoint."""
+        facts = [[name, size] for name, size in self.index.files], [f.checksums for f in self.stored]
+        return sha256(repr((facts, self.structure)).encode()).hexdigest()
+
+    def verify(self, part: int, parts: int) -> None:
+        """Compare a part of all bytes with their checksums.
+
+        Raises:
+            CheckpointValueError: they differ; names the file.
+        """
+        if self.sharded and part == 0:
+            contents = _small_file(self.root, dcp_metadata.NAME)
+            if contents is None or not dcp_metadata.is_intact(contents):
+                raise CheckpointValueError(
+                    f"{self.where}/{dcp_metadata.NAME} is corrupt or cut short. Load an earlier checkpoint."
+                )
+        with self.files() as files:
+            verify(files, self.stored, part, parts)
+
+    def value(self, code: Any) -> Any:
+        """What a part of the structure stands for, read in full on this rank alone."""
+        with self.files() as files:
+            return decode(code, lambda tag, path: self._leaf(tag, path, files))
+
+    def described(self, code: Any, paths: dict[int, str]) -> Any:
+        """The same with tensors on the meta device; the path of each is noted in `paths`, by identity."""
+
+        def read(tag: str, path: str) -> Any:
+            if tag == "tensor":
+                stored = self.tensors[path]
+                tensor = torch.empty(tuple(stored.shape), dtype=stored.dtype, device="meta")
+                paths[id(tensor)] = path
+                return tensor
+            with self.files() as files:
+                return self._leaf(tag, path, files)
+
+        return decode(code, read)
+
+    def read(self, value: Any, paths: Mapping[int, str]) -> Any:
+        """A tensor that was described, with its values; anything else as it is."""
+        if isinstance(value, Tensor) and id(value) in paths:
+            with self.files() as files:
+                return self._tensor(paths[id(value)], files)
+        return value
+
+    def _leaf(self, tag: str, path: str, files: Files) -> Any:
+        if tag == "tensor":
+            return self._tensor(path, files)
+        place = self.objects[path]
+        return self._object(path, place, files) if isinstance(place, StoredObject) else deepcopy(place)
+
+    def _tensor(self, path: str, files: Files) -> Tensor:
+        blueprint = self.tensors[path]
+        whole = torch.empty(tuple(blueprint.shape), dtype=blueprint.dtype)
+        part = Layout(tuple(blueprint.shape)).part(Coordinate())
+        read_slabs(list(plan_reads(blueprint, self.index.entries, part, whole.view(-1))), files)
+        return whole
+
+    def _object(self, path: str, place: StoredObject, files: Files) -> Any:
+        buffer = torch.empty(place.nbytes, dtype=torch.uint8)
+        files.read(place.file, place.offset, [(buffer.data_ptr(), place.nbytes)])
+        data = io.BytesIO(buffer.numpy().tobytes())
+        try:
+            with torch.serialization.safe_globals(allowed()):
+                return torch.load(data, map_location="cpu", weights_only=not self.allow_pickle)
+        except pickle.UnpicklingError as error:
+            raise CheckpointValueError(
+                f"{path} is an object that could run code: {str(error).strip().partition(chr(10))[0]} If you "
+                "trust where the checkpoint comes from, pass allow_pickle=True."
+            ) from error
+
+
+def open_checkpoint(where: str, allow_pickle: bool = False) -> Opened:
+    """Read what a checkpoint says about itself.
+
+    Raises:
+        CheckpointValueError: it is none, is not complete, or is damaged.
+        CheckpointRuntimeError: it cannot be read.
+    """
+    if is_remote(where):
+        return _open_directory(where, where, allow_pickle)
+    path = resolve(local_path(where))
+    try:
+        if path.is_dir():
+            return _open_directory(str(path), path, allow_pickle)
+        if path.is_file():
+            return _open_file(path, allow_pickle)
+    except OSError as error:
+        raise CheckpointRuntimeError(f"Cannot read {error.filename or path}: {error.strerror}.") from error
+    raise CheckpointValueError(f"There is no checkpoint {path}.")
+
+
+def _open_directory(where: str, root: Path | str, allow_pickle: bool) -> Opened:
+    mark = _small_file(root, manifests.NAME)
+    if mark is None:
+        raise CheckpointValueError(
+            f"{where} is not a valid checkpoint: it has no {manifests.NAME}, which is written last."
+            + (
+                " It holds checkpoints; give one of them, or latest_checkpoint of it."
+                if beside(where)
+                else ""
+            )
+        )
+    manifest = Manifest.of_text(mark, f"{where}/{manifests.NAME}")
+    manifest.check_complete(where)
+    return Opened(
+        where,
+        root,
+        True,
+        manifest.index(where),
+        manifest.structure,
+        manifest.kinds,
+        manifest.files,
+        dict(manifest.objects),
+        allow_pickle,
+    )
+
+
+def _small_file(root: Path | str, name: str) -> bytes | None:
+    """All of a file, if it is there."""
+    try:
+        if isinstance(root, Path):
+            return (root / name).read_bytes()
+        system, path = file_system(root)
+        contents: bytes = system.cat_file(f"{path}/{name}")
+        return contents
+    except FileNotFoundError:
+        return None
+
+
+def _open_file(path: Path, allow_pickle: bool) -> Opened:
+    seal = read_seal(path)
+    contents = normalized(read_torch_file(path, allow_pickle))
+    if not isinstance(contents, Mapping):
+        raise CheckpointValueError(f"{path} holds a {type(contents).__name__}, and not a checkpoint's keys.")
+    leaves = Leaves()
+    structure = {str(key): encode((str(key),), value, leaves) for key, value in contents.items()}
+    if not all(is_plain(one) for one in leaves.objects.values()):  # a tuple may hold tensors
+        leaves.objects = _objects_of(path, allow_pickle)
+    return Opened(
+        str(path),
+        path.parent,
+        False,
+        index_of(path, leaves.tensors),
+        structure,
+        {str(key): guess_kind(value) for key, value in contents.items()},
+        [seal] if seal else [],
+        leaves.objects,
+        allow_pickle,
+    )
+
+
+def _objects_of(path: Path, allow_pickle: bool) -> dict[str, Any]:
+    """What a file holds beside tensors, by path, with the values of all tensors within."""
+    leaves = Leaves()
+    for key, value in normalized(read_torch_file(path, allow_pickle, values=True)).items():
+        encode((str(key),), value, leaves)
+    return leaves.objects
+
+
+def guess_kind(value: Any) -> Kind:
+    """What something in a file was saved from, going by what it looks like."""
+    if isinstance(value, Mapping) and {"state", "param_groups"} <= set(value):
+        return "optimizer"
+    if isinstance(value, Mapping) and value and all(isinstance(one, Tensor) for one in value.values()):
+        return "model"
+    return "value"

@@ -1,0 +1,122 @@
+"""A whole checkpoint in one file that `torch.load` reads, sealed with its checksums."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from composer_dist.checkpoint.background import Buffers
+from composer_dist.checkpoint.format.structure import Leaves, decode, encode
+from composer_dist.checkpoint.full_state import agree_on, gather_full
+from composer_dist.checkpoint.storage.place import Place, finish
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.files.checked import CheckedFile, Sink
+from composer_dist.files.torch_save import block_for, seal, seal_length
+
+_LENGTH = struct.Struct("<H")
+"""The last field of a zip archive: how long its comment is."""
+
+
+@dataclass
+class SavingFile:
+    """A checkpoint that the first rank writes to one file."""
+
+    place: Place
+    token: str
+    keep: int | None
+    whole: dict[str, Any]
+    """By key; empty on other ranks."""
+
+    @classmethod
+    def gather(
+        cls, place: Place, token: str, keep: int | None, contents: Mapping[str, Any], agreement: Agreement
+    ) -> SavingFile:
+        """Gather every sharded tensor on the first rank, one after the other."""
+        here = agreement.rank == agreement.ranks[0]
+        with agreement.together("the contents of the checkpoint"):
+            leaves = Leaves()
+            structure = {key: encode((key,), value, leaves) for key, value in contents.items()}
+            leaves.check()
+        agree_on("gathering the checkpoint", leaves.tensors.values(), list(leaves.tensors), None)
+        full = gather_full(leaves.tensors, everywhere=False)
+        full = {name: tensor.resolve_conj().resolve_neg() for name, tensor in full.items()}
+
+        def read(kind: str, name: str) -> Any:
+            return full[name] if kind == "tensor" else deepcopy(leaves.objects[name])
+
+        whole = {key: decode(deepcopy(code), read) for key, code in structure.items()} if here else {}
+        return cls(place, token, keep, whole)
+
+    def stage(self, buffers: Buffers) -> None:
+        """Everything was copied when it was gathered."""
+
+    def run(self, agreement: Agreement) -> None:
+        """Have the first rank write; all succeed, or all raise."""
+        here = agreement.rank == agreement.ranks[0]
+        try:
+            with agreement.together("the file of the checkpoint"):
+                if here:
+                    write_single_file(
+                        self.whole, self.place.sink(self.token, None), os.fspath(self.place.path)
+                    )
+                    finish(self.place, self.token, {}, self.keep)
+        except BaseException:
+            if here:
+                self.place.discard(self.token)
+            raise
+
+
+def write_single_file(contents: Any, sink: Sink, name: str) -> None:
+    """Write what `torch.load(weights_only=True)` gives back, if tensors and plain values are all there is.
+
+    Raises:
+        CheckpointValueError: something in it cannot be pickled.
+        CheckpointRuntimeError: it cannot be written.
+    """
+    file = CheckedFile(sink, name, block_for(2 * sum(tensor.nbytes for tensor in _tensors(contents))))
+    with file:
+        tail = _HeldBack(file, _LENGTH.size)
+        file.save_object(contents, through=tail)
+        length = seal_length(file.nbytes + _LENGTH.size, file.block)
+        file.write(_LENGTH.pack(length))
+        file.append(seal(file.stored()))
+
+
+class _HeldBack:
+    """Passes on all that is written, but for the last bytes."""
+
+    def __init__(self, file: CheckedFile, count: int) -> None:
+        self._file, self._count, self._rest = file, count, b""
+
+    def write(self, data: Any) -> int:
+        """Append bytes."""
+        view = memoryview(data).cast("B")
+        if len(view) < self._count:
+            whole = self._rest + bytes(view)
+            self._file.write(whole[: -self._count])
+            self._rest = whole[-self._count :]
+        else:
+            self._file.write(self._rest)
+            self._file.write(view[: -self._count])
+            self._rest = bytes(view[-self._count :])
+        return len(view)
+
+    def flush(self) -> None:
+        """The rest stays."""
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)

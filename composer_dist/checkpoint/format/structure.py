@@ -1,0 +1,129 @@
+"""What a user wants saved, taken apart: tensors, objects, and how they were put together.
+
+The paths of leaves are those of torch.distributed.checkpoint, so that its plain `load` finds them. The
+structure, in JSON, keeps what those paths lose: empty mappings, keys that are numbers, where a name has
+dots in it. Plain values stand in it as they are; whatever else there is goes by its path.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from composer_dist.errors import CheckpointValueError
+from composer_dist.files.manifest import Path
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+_DICTS = {"dict": dict, "ordered": OrderedDict}
+
+
+@dataclass
+class Leaves:
+    """What a structure was made of, by path."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+
+    def add(self, path: Path, value: Any) -> str:
+        """Note a leaf; returns its path joined with dots.
+
+        Raises:
+            CheckpointValueError: another leaf's path looks the same.
+        """
+        name = join(path)
+        if name in self.paths:
+            raise CheckpointValueError(
+                f"{list(self.paths[name])} and {list(path)} would both be saved as {name!r}; rename one."
+            )
+        self.paths[name] = path
+        (self.tensors if isinstance(value, Tensor) else self.objects)[name] = value
+        return name
+
+    def check(self) -> None:
+        """Refuse what cannot be stored.
+
+        Raises:
+            CheckpointValueError: names of tensors on the meta device, or not laid out as plain ones are; and
+                of objects that hold shards.
+        """
+        tensors = self.tensors.items()
+        odd = {
+            "on the meta device": [name for name, one in tensors if one.is_meta],
+            "sparse, nested or quantized in a way that cannot be stored": [
+                name
+                for name, one in tensors
+                if one.layout != torch.strided or one.is_nested or one.is_quantized
+            ],
+            "shards in a tuple or a set, which are kept as a whole; use a list or a dictionary": [
+                name for name, one in self.objects.items() if _holds_shards(one)
+            ],
+        }
+        if faults := [f"{', '.join(names)}: {what}" for what, names in odd.items() if names]:
+            raise CheckpointValueError(f"This cannot be saved. {'. '.join(faults)}.")
+
+
+def join(path: Path) -> str:
+    """A path as torch.distributed.checkpoint writes it."""
+    return ".".join(map(str, path))
+
+
+def encode(path: Path, value: Any, leaves: Leaves) -> Any:
+    """The structure of a value in JSON types; its leaves are added to `leaves`."""
+    for tag, kind in _DICTS.items():
+        if type(value) is kind and all(type(key) in _PLAIN for key in value):
+            pairs = [[key, encode((*path, str(key)), one, leaves)] for key, one in value.items()]
+            return {tag: pairs}
+    if type(value) is list and not _is_terminal(value):
+        return {"list": [encode((*path, number), one, leaves) for number, one in enumerate(value)]}
+    name = leaves.add(path, value)
+    if isinstance(value, Tensor):
+        return {"tensor": name}
+    return {"plain": value} if is_plain(value) else {"object": name}
+
+
+def decode(code: Any, read: Callable[[str, str], Any]) -> Any:
+    """The inverse of `encode`.
+
+    Args:
+        read: gives a leaf, of its kind ("tensor" or "object") and path.
+    """
+    ((tag, inner),) = code.items()
+    if tag == "plain":
+        return inner
+    if tag == "list":
+        return [decode(one, read) for one in inner]
+    if tag in _DICTS:
+        return _DICTS[tag]((key, decode(one, read)) for key, one in inner)
+    return read(tag, inner)
+
+
+def _is_terminal(value: list[Any]) -> bool:
+    """Whether torch.distributed.checkpoint takes a list for one leaf: no tensor or mapping is in it."""
+    return all(
+        _is_terminal(one) if isinstance(one, list) else not isinstance(one, (Mapping, Tensor))
+        for one in value
+    )
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value stands in the structure as it is."""
+    if type(value) is list:
+        return all(is_plain(one) for one in value)
+    return type(value) in _PLAIN
+
+
+def _holds_shards(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_shards(one) for one in value.values())
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return any(_holds_shards(one) for one in value)
+    return isinstance(value, DTensor)

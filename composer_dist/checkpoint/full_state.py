@@ -1,0 +1,303 @@
+"""A model's full state by name: out of its shards, and into them.
+
+Names are those of the plain model's `state_dict()`. Tensors move in buckets, so that no rank holds more
+than one of them beyond what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from hashlib import sha256
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer_dist.distributed.moving.into import fill
+from composer_dist.distributed.moving.whole import full_tensors
+from composer_dist.distributed.prepared import check_usable, mark_unusable, reshard
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.ranks.process_group import broadcast, device_of_group, world_and_rank
+from composer_dist.errors import (
+    CheckpointKeyError,
+    CheckpointValueError,
+    ParallelismError,
+    ParallelismValueError,
+)
+from composer_dist.models.adapters import adapter_keys, whole_state
+from composer_dist.structure.names import canonical_name
+from composer_dist.tensors.codec import codec_of, empty_like, own_attributes
+
+Select = Literal["trainable", "adapters"] | Callable[[str, Tensor], bool] | None
+
+
+def full_model_state(
+    model: nn.Module,
+    *,
+    select: Select = None,
+    ranks: Literal["zero", "all"] = "zero",
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """The keys and full values of the plain model's `state_dict()`, copied to the CPU.
+
+    A collective on a sharded model. What is not selected is not gathered.
+
+    Args:
+        model: sharded or not.
+        select: None for all; "trainable" parameters; "adapters", by peft's rules; or a function
+            `(name, tensor) -> bool`, which sees a shard with its full shape and must answer alike on
+            every rank.
+        ranks: which ranks get the state; the others get `{}`.
+        dtype: floating-point tensors are cast to it; None keeps their own.
+
+    Raises:
+        CheckpointValueError: "adapters" without any, or a selected tensor is on the meta device.
+        ParallelismValueError: an unknown option, or ranks select different names or pass different options.
+    """
+    if ranks not in ("zero", "all"):
+        raise ParallelismValueError(f'ranks must be "zero" or "all", not {ranks!r}.')
+    state = live_state(model)
+    chosen: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        chosen = _select(model, state, select)
+    except Exception as caught:  # the user's function, on this rank alone perhaps
+        error = caught
+    agree_on("full_model_state", state.values(), list(chosen), error, f"ranks={ranks!r}, dtype={dtype}")
+    full = gather_full(
+        {name: v for name, v in chosen.items() if isinstance(v, Tensor)}, ranks == "all", dtype
+    )
+    if ranks == "zero" and world_and_rank()[1] != 0:
+        return {}
+    return {name: full[name] if isinstance(v, Tensor) else v for name, v in chosen.items()}
+
+
+class LoadResult(NamedTuple):
+    """What did not match between a state and a model."""
+
+    missing: list[str]
+    """Names that the model saves and the state lacks; a tied tensor counts once any name is there."""
+    unexpected: list[str]
+    """Names in the state that the model has no place for."""
+
+
+def load_full_model_state(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    source: Literal["rank0", "all"] = "rank0",
+) -> LoadResult:
+    """Write a full state into `model`, sharded or not, on the meta device or not; a collective.
+
+    Tensors take the model's dtype. A parameter on the meta device becomes real on its mesh's device
+    and stays the same object; what the state lacks stays on meta. Nothing is written where anything
+    is refused.
+
+    Args:
+        model: as prepared, or plain.
+        state: full tensors by name, as from `full_model_state`; wrapper segments are understood.
+        strict: missing or unexpected names are an error.
+        source: "rank0" reads rank 0's `state` and ignores the others'; "all" lets every rank read
+            its own, equal one, without communication of tensors.
+
+    Raises:
+        CheckpointKeyError: `strict`, and names are missing or unexpected: all of them are listed.
+        CheckpointValueError: shapes differ: all of them are listed.
+        ParallelismError: something failed half way; the model is unusable from then on.
+    """
+    if source not in ("rank0", "all"):
+        raise ParallelismValueError(f'source must be "rank0" or "all", not {source!r}.')
+    with whole_state(model):
+        targets = live_state(model)
+    given: dict[str, Any] = {}
+    plan: dict[str, Any] = {}
+    error: Exception | None = foreign_tensors(model, targets)
+    if error is None and (source == "all" or world_and_rank()[1] == 0):
+        try:
+            given = {canonical_name(name): value for name, value in state.items()}
+            plan = _plan_load(list(live_state(model)), targets, given, strict)
+        except Exception as caught:
+            error = caught
+    plan = Agreement().reach("load_full_model_state", [source, plan], _first_plan, error)
+    try:
+        for name in plan["tensors"]:
+            _materialize(targets[name])
+        fill(model, {name: targets[name] for name in plan["tensors"]}, given, everywhere=source == "all")
+        for name in plan["objects"]:
+            value = given.get(name)
+            owner_of(model, name).set_extra_state(value if source == "all" else broadcast(value))
+    except BaseException as error:
+        mark_unusable(model, str(error) or type(error).__name__)
+        raise
+    return LoadResult(plan["missing"], plan["unexpected"])
+
+
+def agree_on(
+    step: str, tensors: Iterable[Any], names: list[str], error: Exception | None, options: str = ""
+) -> None:
+    """All ranks are about to gather the same tensors in the same order, or all raise.
+
+    Args:
+        tensors: without a shard among them ranks need not come together.
+        names: what this rank would gather.
+        error: what has gone wrong on this rank, if anything has.
+        options: how this rank was called.
+
+    Raises:
+        ParallelismError: `error`, of this rank or another.
+        ParallelismValueError: the ranks have chosen different names, or were called differently.
+    """
+    if not any(isinstance(tensor, DTensor) for tensor in tensors):
+        if error is not None:
+            raise error
+        return
+    agreement = Agreement()
+    digest = sha256("\n".join([options, *names]).encode()).hexdigest()
+    if not agreement.reach(step, digest, lambda found: len(set(found)) == 1, error):
+        agreement.reach(step, [options, names], _alike)
+
+
+def gather_full(
+    tensors: Mapping[str, Tensor], everywhere: bool, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Full values by name, a tensor under several names once; {} on ranks that get none."""
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    once = {name: tensors[name] for name in first.values()}
+
+    def body() -> dict[str, Tensor]:
+        return dict(full_tensors(once, everywhere=everywhere, dtype=dtype))
+
+    sharded = any(isinstance(tensor, DTensor) for tensor in once.values())
+    full = Agreement().collectively("gathering a state", body) if sharded else body()
+    return {name: full[first[id(tensor)]] for name, tensor in tensors.items()} if full else {}
+
+
+def live_state(model: nn.Module) -> dict[str, Any]:
+    """Clean names to the model's own tensors (the shards), and to extra state where there is any."""
+    check_usable(model)
+    reshard(model)
+    return {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+
+
+def foreign_tensors(model: nn.Module, targets: Mapping[str, Any]) -> CheckpointValueError | None:
+    """An error, if the model's `state_dict` hands out tensors that are not the ones it holds."""
+    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    foreign = [n for n, value in targets.items() if isinstance(value, Tensor) and id(value) not in held]
+    if not foreign:
+        return None
+    return CheckpointValueError(
+        f"A state-dict hook, or a state_dict of the model's own, gives {', '.join(foreign)} as other "
+        "tensors than the model holds; what is loaded into those is lost. Use model.load_state_dict."
+    )
+
+
+def _select(model: nn.Module, state: dict[str, Any], select: Select) -> dict[str, Any]:
+    if select is None:
+        chosen = state
+    elif select == "trainable":
+        chosen = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.requires_grad}
+    elif select == "adapters":
+        keys = adapter_keys(model)
+        chosen = {name: value for name, value in state.items() if name in keys}
+    elif callable(select):
+        chosen = {n: v for n, v in state.items() if isinstance(v, Tensor) and select(n, v)}
+    else:
+        raise ParallelismValueError(
+            f'select must be "trainable", "adapters", a function or None, not {select!r}.'
+        )
+    if meta := [name for name, value in chosen.items() if isinstance(value, Tensor) and value.is_meta]:
+        raise CheckpointValueError(f"These tensors are on the meta device: {', '.join(meta)}.")
+    return chosen
+
+
+def _first_plan(posts: list[list[Any]]) -> Any:
+    for rank, (source, _) in enumerate(posts):
+        if source != posts[0][0]:
+            raise ParallelismValueError(
+                f"Ranks 0 and {rank} have different sources, {posts[0][0]!r} and {source!r}; every rank must "
+                "make the same call."
+            )
+    return posts[0][1]
+
+
+def _alike(found: list[list[Any]]) -> None:
+    usual, first = found[0]
+    for rank, (options, names) in enumerate(found):
+        if options != usual:
+            raise ParallelismValueError(
+                f"Ranks 0 and {rank} pass different options: {usual} and {options}. Every rank must make the "
+                "same call."
+            )
+        if names != first:
+            odd = sorted(set(names) ^ set(first))
+            raise ParallelismValueError(
+                f"Ranks 0 and {rank} would gather different tensors: "
+                f"{', '.join(odd) or 'the same ones in another order'}. Let every rank select alike."
+            )
+
+
+def _plan_load(
+    expected: list[str], targets: Mapping[str, Any], given: Mapping[str, Any], strict: bool
+) -> dict[str, Any]:
+    """Which names are loaded (each tensor once), and what does not match; raises for all faults."""
+    present = {id(targets[name]) for name in given if name in targets}
+    missing = [name for name in expected if id(targets[name]) not in present]
+    unexpected = [name for name in given if name not in targets]
+    tensors: dict[int, str] = {}
+    objects, misfits = [], []
+    for name, value in given.items():
+        target = targets.get(name)
+        if isinstance(target, Tensor) and isinstance(value, Tensor):
+            if target.shape != value.shape:
+                misfits.append(f"{name}: {tuple(value.shape)} in the state, {tuple(target.shape)} here")
+            elif value.is_meta:
+                misfits.append(f"{name}: without values, on the meta device, in the state")
+            tensors[id(target)] = name  # of tied names the last one counts, as in load_state_dict()
+        elif isinstance(target, Tensor):
+            misfits.append(f"{name}: {type(value).__name__} in the state, a tensor here")
+        elif name in targets:
+            objects.append(name)
+    faults = [f"of another kind or shape: {'; '.join(misfits)}"] if misfits else []
+    if strict and missing:
+        faults.append(f"missing: {', '.join(missing)}")
+    if strict and unexpected:
+        faults.append(f"unexpected: {', '.join(unexpected)}")
+    if faults:
+        kind: type[ParallelismError] = CheckpointValueError if misfits else CheckpointKeyError
+        raise kind(f"The state does not fit the model: {'. '.join(faults)}.")
+    return {
+        "tensors": list(tensors.values()),
+        "objects": objects,
+        "missing": missing,
+        "unexpected": unexpected,
+    }
+
+
+@torch.no_grad()
+def _materialize(target: Tensor) -> None:
+    """Give a tensor on the meta device real, unset memory; the object, its ties and owners stay."""
+    if not target.is_meta:
+        return
+    mesh = target.device_mesh if isinstance(target, DTensor) else None
+    device = device_of_group() if mesh is None else torch.device(mesh.device_type)
+    real: Tensor
+    if codec_of(target) is None:
+        real = torch.empty_like(target, device=device)
+    elif isinstance(target, DTensor):
+        real = DTensor.from_local(empty_like(target.to_local(), device), mesh, target.placements)
+    else:
+        real = empty_like(target, device)
+    if isinstance(target, nn.Parameter):
+        real = nn.Parameter(real, requires_grad=target.requires_grad)
+    real.__dict__.update(own_attributes(target))
+    torch.utils.swap_tensors(target, real)
+
+
+def owner_of(model: nn.Module, name: str) -> Any:
+    """The module whose extra state is called `name`."""
+    owner = name.rpartition(".")[0]
+    return next(module for path, module in model.named_modules() if canonical_name(path) == owner)

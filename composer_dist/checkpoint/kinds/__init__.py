@@ -1,0 +1,1 @@
+"""What a checkpoint holds: models, optimizers and other values."""

@@ -1,0 +1,297 @@
+"""`composer-dist doctor`: what this machine offers to distributed training, and what stands in the way."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from composer_dist.cli.self_test import SelfTest
+
+
+EXAMPLES = """
+Examples:
+
+  composer-dist doctor                     this machine, with two processes
+  composer-dist doctor -n 8
+  torchrun --nnodes 2 ... -m composer_dist doctor      between machines
+
+Exit status: 0, nothing stands in the way (there may be warnings); 1, something does.
+"""
+
+
+Verdict = Literal["ok", "warning", "fault"]
+
+
+_COLORS = {"ok": "green", "warning": "yellow", "fault": "red"}
+
+
+_PACKAGES = ("torch", "transformers", "peft", "safetensors", "torchao")
+
+
+_SUPPORTED = ((2, 11), (2, 14))
+"""Versions of torch: from the first, below the second."""
+
+
+_FILES = 4096
+"""Open files that a large job may need: shards, sockets, loader workers."""
+
+
+_SHARED = 1 << 30
+"""Bytes of /dev/shm below which loader workers and NCCL run out."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    what: str
+    found: str
+    verdict: Verdict = "ok"
+    remedy: str = ""
+
+
+def doctor(
+    processes: Annotated[
+        int | None, typer.Option("-n", "--processes", min=1, help="Processes of the self-test; 2 by default.")
+    ] = None,
+) -> None:
+    """Look at versions, devices, limits and the network, and let processes talk to each other."""
+    from composer_dist.distributed.ranks import process_group
+
+    findings = list(survey())
+    findings += talk(processes or 2)
+    bad = any(finding.verdict == "fault" for finding in findings)
+    if process_group.is_distributed():
+        bad = process_group.any_rank(bad)
+    if process_group.world_and_rank()[1] == 0:
+        show(findings)
+    process_group.destroy()
+    if bad:
+        raise typer.Exit(1)
+
+
+def survey() -> Iterator[Finding]:
+    """What can be seen without starting anything."""
+    checks: tuple[Callable[[], Finding], ...] = (
+        _python,
+        _torch,
+        _packages,
+        _devices,
+        _backends,
+        _shared_memory,
+        _open_files,
+        _host_name,
+        _threads,
+    )
+    for check in checks:
+        yield check()
+    yield from _variables()
+
+
+def talk(processes: int) -> list[Finding]:
+    """The self-test, in the launcher's world if there is one, else in processes of its own."""
+    from composer_dist.distributed import launch
+    from composer_dist.distributed.ranks import process_group
+
+    try:
+        if process_group.is_distributed():
+            return described(_self_test())
+        return described(launch(_self_test, processes, "spawn"))
+    except Exception as error:  # whatever it is, it is what the user came for
+        return [Finding("self-test", f"{type(error).__name__}: {error}", "fault", "Mend this first.")]
+
+
+def described(result: SelfTest) -> list[Finding]:
+    """What the self-test says."""
+    world, hosts = len(result.hosts), len(set(result.hosts))
+    where = f"{world} rank{'s' * (world > 1)} on {hosts} host{'s' * (hosts > 1)}, {result.backend}"
+    sums = Finding("self-test", f"{where}: sums are right")
+    if not result.right:
+        remedy = "The backend computes wrongly: try another interface or version."
+        sums = Finding("self-test", f"{where}: a sum over all ranks is wrong", "fault", remedy)
+    findings = [sums]
+    if world > 1:
+        rates = {
+            (source, target): rate
+            for source, row in enumerate(result.pairs)
+            for target, rate in enumerate(row)
+            if source != target
+        }
+        (source, target), slowest = min(rates.items(), key=lambda item: item[1])
+        fastest, lags = max(rates.values()), slowest < max(rates.values()) / 4
+        text = f"{_speed(slowest)} to {_speed(fastest)} between pairs, all-reduce {_speed(result.all_reduce)}"
+        remedy = f"Rank {source} to rank {target} lags; look at its network interface."
+        findings.append(Finding("bandwidth", text, "warning" if lags else "ok", remedy if lags else ""))
+        near = [
+            able for able, host in zip(result.memory, result.hosts, strict=True) if host == result.hosts[0]
+        ]
+        text = "ranks of a host read each other's memory" if all(near) else "weights go through sockets"
+        findings.append(Finding("peer memory", text))
+    return findings
+
+
+def show(findings: list[Finding]) -> None:
+    """One screen, one verdict."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for finding in findings:
+        mark = f"[{_COLORS[finding.verdict]}]{finding.verdict}[/]"
+        table.add_row(mark, finding.what, finding.found + (f"\n{finding.remedy}" if finding.remedy else ""))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    console.print(table)
+    counts = {kind: sum(finding.verdict == kind for finding in findings) for kind in ("fault", "warning")}
+    if counts["fault"]:
+        console.print(f"[red]{_count(counts['fault'], 'fault')}: training will not work here as it is.[/]")
+    elif counts["warning"]:
+        console.print(f"[yellow]Training works here; {_count(counts['warning'], 'warning')}.[/]")
+    else:
+        console.print("[green]Training works here.[/]")
+
+
+def _self_test() -> SelfTest:
+    from composer_dist.cli.self_test import self_test
+    from composer_dist.distributed.ranks import process_group
+
+    process_group.init(reuse=True)
+    return self_test()
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()}, {platform.system()} {platform.release()}"
+    if sys.platform == "linux":
+        return Finding("python", found)
+    return Finding("python", found, "warning", "Only Linux is tested; weights go through sockets elsewhere.")
+
+
+def _torch() -> Finding:
+    import torch
+
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if _SUPPORTED[0] <= version < _SUPPORTED[1]:
+        return Finding("torch", torch.__version__)
+    low, high = (".".join(map(str, bound)) for bound in _SUPPORTED)
+    remedy = f"Install torch >= {low}, < {high}."
+    return Finding("torch", torch.__version__, "fault", remedy)
+
+
+def _packages() -> Finding:
+    found = []
+    for name in _PACKAGES[1:]:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return Finding("packages", ", ".join(found) or "none of those that are optional")
+
+
+def _devices() -> Finding:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpu = f"{cores} CPU core{'s' * (cores != 1)}"
+    if not torch.accelerator.is_available():
+        if torch.version.cuda is not None:
+            remedy = "torch is built for CUDA, but sees no device: look at nvidia-smi and the driver."
+            return Finding("devices", cpu, "warning", remedy)
+        return Finding("devices", cpu)
+    kind = torch.accelerator.current_accelerator()
+    return Finding("devices", f"{torch.accelerator.device_count()} x {kind}, {cpu}")
+
+
+def _backends() -> Finding:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return Finding("backends", "none", "fault", "This build of torch has no torch.distributed.")
+    asked = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    have = [name for name, there in asked.items() if there]
+    if torch.cuda.is_available() and "nccl" not in have:
+        return Finding("backends", ", ".join(have), "fault", "Without NCCL the GPUs cannot communicate.")
+    return Finding("backends", ", ".join(have))
+
+
+def _shared_memory() -> Finding:
+    if not os.path.isdir("/dev/shm"):
+        return Finding("/dev/shm", "not there")
+    size = shutil.disk_usage("/dev/shm").total
+    if size >= _SHARED:
+        return Finding("/dev/shm", f"{size / 2**30:.1f} GiB")
+    remedy = "Loader workers and NCCL need more: docker run --shm-size=8g, or an emptyDir of medium Memory."
+    return Finding("/dev/shm", f"{size / 2**20:.0f} MiB", "warning", remedy)
+
+
+def _open_files() -> Finding:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return Finding("open files", "no limit is known")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= _FILES:
+        return Finding("open files", f"up to {soft}")
+    remedy = f"Raise it: ulimit -n {min(hard, 65536) if hard > 0 else 65536}."
+    return Finding("open files", f"up to {soft}", "warning", remedy)
+
+
+def _host_name() -> Finding:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+        alone = ", for other hosts themselves: several need GLOO_SOCKET_IFNAME (composer-dist train sets it)"
+        return Finding("host name", f"{name} is {address}{alone if address.startswith('127.') else ''}")
+    except OSError:
+        remedy = "Gloo waits for it: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME."
+        return Finding("host name", f"{name} has no address", "warning", remedy)
+
+
+def _threads() -> Finding:
+    import torch
+
+    said = os.environ.get("OMP_NUM_THREADS")
+    return Finding(
+        "threads", f"OMP_NUM_THREADS={said}" if said else f"{torch.get_num_threads()} in one process"
+    )
+
+
+def _variables() -> Iterator[Finding]:
+    """Settings that are known to end badly."""
+    interfaces = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = os.environ.get(variable, "")
+        if (
+            value
+            and value[0] not in "^="
+            and not any(n.startswith(v) for v in value.split(",") for n in interfaces)
+        ):
+            found = f"{variable}={value}, which this host does not have"
+            yield Finding("interface", found, "fault", f"It has: {', '.join(sorted(interfaces))}.")
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        yield Finding(
+            "CUDA_LAUNCH_BLOCKING", "set", "warning", "Every kernel waits for the one before: unset it."
+        )
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not os.environ.get("MASTER_ADDR"):
+        yield Finding("launcher", "WORLD_SIZE is set, MASTER_ADDR is not", "fault", "Start with torchrun.")
+
+
+def _speed(rate: float) -> str:
+    return f"{rate / 1e9:.2f} GB/s"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number > 1)}"

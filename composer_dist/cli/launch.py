@@ -1,0 +1,143 @@
+"""Several processes on this machine, started and watched by torch's elastic agent."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from composer_dist.cli import interrupt
+
+_SAVING = 600
+"""Seconds that processes get after SIGTERM, to save what may be large: whoever sent it has a limit too."""
+
+
+_CLOSING = 30
+"""Seconds that they get after Ctrl-C."""
+
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def launch_local(processes: int, command: Sequence[str]) -> int:
+    """Runs `python command...` as `processes` ranks of one world; when one ends badly the others are ended.
+
+    Rank 0 has this terminal. What the others print goes to files, of which the first to fail is shown.
+    SIGTERM and Ctrl-C are passed on to all of them. A second Ctrl-C ends this process at once, and with it
+    those that have called `end_with`.
+
+    Returns:
+        The exit status: 0, that of the first process to fail, or 128 and the signal's number.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from composer_dist.distributed.ranks.launcher import share_cpus
+
+    share_cpus(processes)  # inherited
+    for part in ("", ".agent.server.api"):  # which sets a level of its own; what they log is told below
+        logging.getLogger(f"torch.distributed.elastic{part}").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="composer-dist-") as folder:
+        others = dict.fromkeys(range(1, processes), Std.ALL)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="spawn",
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C is ours
+            shutdown_timeout=_SAVING,
+            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=others or Std.NONE),
+        )
+        try:
+            with _interruptible(folder):
+                elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as error:
+            rank, failure = _first(error.failures)
+            print(_told(rank, failure, Path(folder)), file=sys.stderr, flush=True)
+            status: int = failure.exitcode
+            return status if status > 0 else 128 - status
+        except SignalException as error:
+            return 128 + error.sigval
+    return 0
+
+
+@contextmanager
+def _interruptible(folder: str) -> Iterator[None]:
+    """Inside, the first Ctrl-C is passed on by the agent; a second one, or a long wait, ends everything."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    def at_once(number: int, frame: Any) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(interrupt.EXIT_STATUS)
+
+    def first(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, at_once)
+        signal.signal(signal.SIGALRM, at_once)
+        signal.alarm(_CLOSING)
+        interrupt.tell()
+        raise SignalException("Ctrl-C", signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGINT, before)
+
+
+def end_with(launcher: int) -> None:
+    """Has this process end, from now on, when its launcher does, however that ends; on Linux.
+
+    Args:
+        launcher: the launcher's process id, for it may have ended already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:
+            raise SystemExit(128 + signal.SIGKILL)
+
+
+def report_failure(text: str) -> None:
+    """Tells the agent that started this process why it failed; without one, prints it."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        now = time.time()
+        Path(file).write_text(json.dumps({"message": text, "timestamp": str(int(now)), "at": now}))
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _first(failures: Mapping[int, Any]) -> tuple[int, Any]:
+    """The rank that failed first, and how: torch's agent counts whole seconds, and the others follow fast."""
+    ended = (-signal.SIGTERM, 128 + signal.SIGTERM)  # by the agent
+    own = {rank: failure for rank, failure in failures.items() if failure.exitcode not in ended}
+    return min((own or failures).items(), key=lambda one: one[1].error_file_data.get("at", one[1].timestamp))
+
+
+def _told(rank: int, failure: Any, folder: Path) -> str:
+    """What the first process to fail has to say."""
+    if "message" in failure.error_file_data and Path(failure.error_file).is_file():
+        return str(failure.message)
+    how = f"exit status {failure.exitcode}"
+    if failure.exitcode < 0:
+        how = f"killed by {signal.Signals(-failure.exitcode).name}"
+    printed = [file.read_text(errors="replace") for file in sorted(folder.rglob(f"{rank}/stderr.log"))]
+    return "".join(printed) + f"composer-dist: rank {rank} failed first ({how}); the others were ended."

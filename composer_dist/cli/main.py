@@ -1,0 +1,81 @@
+"""The command line, `composer-dist`: each command is a function in a file of its own in `commands/`.
+
+Exit statuses: 0, it is done; 1, it failed, for the reason on standard error; 2, it was called wrongly;
+130, Ctrl-C. What is heavy is imported by the command that needs it, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from composer_dist import __version__
+from composer_dist.cli import convert, doctor, init, train
+from composer_dist.errors import ParallelismError
+
+
+class Commands(TyperGroup):
+    """Commands whose errors are one clear statement instead of a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if ctx.params.get("debug") or _is_typers_own(error):
+                raise
+            typer.echo(f"composer-dist {ctx.invoked_subcommand}: {explain(error)}", err=True)
+            raise typer.Exit(1) from error
+
+
+def explain(error: Exception) -> str:
+    """What went wrong, in words; an error that is not ours says of what kind it is."""
+    if isinstance(error, ParallelismError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error} (composer-dist --debug ... shows where)"
+
+
+def _is_typers_own(error: Exception) -> bool:
+    """Exits and wrong usage, which typer itself shows."""
+    return isinstance(error, typer.Abort) or hasattr(error, "exit_code")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    """Train models on many devices, and bring their checkpoints from one form into another."""
+
+
+app.command(epilog=train.EXAMPLES)(train.train)
+app.command(epilog=init.EXAMPLES)(init.init)
+app.command(epilog=convert.EXAMPLES)(convert.convert)
+app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+
+
+def main() -> None:
+    """The entry point of `composer-dist` and of `python -m composer_dist`."""
+    app(prog_name="composer-dist")

@@ -1,0 +1,158 @@
+"""`composer-dist train`: a run from a configuration."""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLES = """
+Examples:
+
+  composer-dist init                          write pretrain.yaml
+  composer-dist train pretrain.yaml           train, in one process
+  composer-dist train pretrain.yaml -n 2      in two, on this machine
+  composer-dist train pretrain.yaml optimizer.lr=1e-3 seed=3
+  composer-dist train pretrain.yaml --dry-run -n 8
+  torchrun --nproc-per-node 8 -m composer_dist train pretrain.yaml
+  srun composer-dist train pretrain.yaml      each finds its rank
+
+Exit status:
+
+  0    trained
+  1    the run failed
+  2    the configuration or the call is wrong
+  130  Ctrl-C; a second one does not wait for anything
+  143  SIGTERM, as before a pre-emption; with checkpoints the run is saved first
+"""
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's.", show_default=False),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option("-n", "--processes", min=1, help="Start as many processes on this machine."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
+    launched: Annotated[int | None, typer.Option("--launched", hidden=True)] = None,
+) -> None:
+    """Train what a configuration describes."""
+    _hush()
+    if dry_run:
+        with _told():
+            typer.echo(_plan(config, overrides, processes))
+    elif processes is not None and processes > 1:
+        from composer_dist.cli.launch import launch_local
+
+        _refuse_a_launcher_inside_another()
+        command = ["-m", "composer_dist", "train", str(config), *(overrides or [])]
+        raise typer.Exit(launch_local(processes, [*command, "--launched", str(os.getpid())]))
+    else:
+        with _told(launched):
+            _run(config, overrides)
+
+
+def _run(config: Path, overrides: list[str] | None) -> None:
+    """One process of a run."""
+    from composer_dist.distributed.ranks.launcher import torchrun_variables
+    from composer_dist.recipe.read import read_configuration
+
+    os.environ.update(torchrun_variables(os.environ))
+    configuration = read_configuration(config, overrides or [])
+    from composer_dist.recipe.session import run
+
+    run(configuration)
+
+
+def _plan(config: Path, overrides: list[str] | None, processes: int | None) -> str:
+    from composer_dist.recipe.dry_run import describe
+    from composer_dist.recipe.read import read_configuration
+
+    world = processes or int(os.environ.get("WORLD_SIZE") or 1)
+    return describe(read_configuration(config, overrides or []), world)
+
+
+@contextmanager
+def _told(launcher: int | None = None) -> Iterator[None]:
+    """An error ends the command: with its text, and where in the user's code it comes from, if it does.
+
+    Args:
+        launcher: the process whose `launch_local` has started this one, and which tells it in its place.
+    """
+    from composer_dist.cli import interrupt
+    from composer_dist.cli.launch import end_with, report_failure
+
+    if launcher is not None:
+        end_with(launcher)
+    shown, warnings.formatwarning = warnings.formatwarning, _as_a_line
+    ctrl_c = interrupt.CtrlC(quiet=launcher is not None or os.environ.get("RANK", "0") != "0")
+    try:
+        with ctrl_c:
+            yield
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        raise typer.Exit(interrupt.EXIT_STATUS) from None
+    except Exception as error:
+        if ctrl_c.received:
+            raise typer.Exit(interrupt.EXIT_STATUS) from None
+        from composer_dist.recipe.read import ConfigurationError
+
+        wrong_input = isinstance(error, ConfigurationError)
+        text = str(error) if wrong_input else _failure(error)
+        if launcher is not None:
+            report_failure(text)
+        elif not wrong_input or os.environ.get("RANK", "0") == "0":  # all ranks find the same
+            typer.echo(text, err=True)
+        raise typer.Exit(2 if wrong_input else 1) from None
+    finally:
+        warnings.formatwarning = shown
+
+
+def _as_a_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning without the line of code from which it comes: here that is never the user's."""
+    return f"{category.__name__}: {message}\n"
+
+
+def _failure(error: BaseException) -> str:
+    """What failed, and on which rank; errors of our own say that themselves, where it is not all."""
+    from composer_dist.errors import ParallelismError
+
+    rank = None if isinstance(error, ParallelismError) else os.environ.get("RANK")
+    where = "" if rank is None else f", rank {rank}"
+    return f"{_origin(error)}composer-dist train{where}: {error}"
+
+
+def _origin(error: BaseException) -> str:
+    """The traceback of the error behind ours, or of one that is not ours, where there is one."""
+    from composer_dist.errors import ParallelismError
+
+    cause: BaseException | None = error
+    while isinstance(cause, ParallelismError):
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "" if cause is None else "".join(traceback.format_exception(cause, chain=False))
+
+
+def _refuse_a_launcher_inside_another() -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
+        raise typer.BadParameter("this process has been started by a launcher already; leave out -n.")
+
+
+def _hush() -> None:
+    """What libraries say of machines that are not there, and bars for reading files, help nobody here."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,1 +1,0 @@
-"""The commands of `composer-dist`, a file each."""

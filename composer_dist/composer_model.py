@@ -1,0 +1,136 @@
+"""What the Trainer asks of a model, by Composer's names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
+
+
+class ComposerModel(nn.Module, ABC):
+    """A model that takes a whole batch of the dataloader and knows its loss and its metrics.
+
+    `forward` and `loss` are enough to train. Keep metrics in a plain dictionary, as
+    `ComposerClassifier` does: a metric that is an attribute becomes a submodule, and its state part
+    of the model's buffers.
+    """
+
+    @abstractmethod
+    def forward(self, batch: Any) -> Any:
+        """The outputs for a batch as the dataloader gives it."""
+
+    @abstractmethod
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        """The mean loss of a batch: a scalar, or a sequence or mapping of scalars to be summed."""
+
+    def loss_weight(self, batch: Any) -> float | None:
+        """How many terms `loss` averages over in this batch; None stands for its samples.
+
+        The Trainer weights each microbatch of each rank by it, so that gradients equal those of
+        the whole batch at once. A model whose loss averages over tokens returns their number.
+        """
+        return None
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        """What `update_metric` and `Trainer.predict` get: `outputs` where they are known."""
+        return self(batch) if outputs is None else outputs
+
+    def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
+        """The metrics to follow while training or while evaluating, by name."""
+        return {}
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> None:
+        """Adds one batch to `metric`; `outputs` come from `eval_forward`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has metrics, so it needs update_metric(batch, outputs, metric)."
+        )
+
+
+class ComposerClassifier(ComposerModel):
+    """A `ComposerModel` of any classifier, for batches `(inputs, targets)`.
+
+    Args:
+        module: called with the inputs, returns logits `(samples, classes)`.
+        num_classes: for the default metric, the accuracy; else the module's own `num_classes`.
+        train_metrics: torchmetrics to follow while training.
+        val_metrics: torchmetrics to follow while evaluating.
+        loss_fn: `(logits, targets) -> scalar`, a mean over samples; targets may be class indices or
+            probabilities.
+
+    Raises:
+        ParallelismValueError: a default metric is needed, but the number of classes is unknown.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        num_classes: int | None = None,
+        train_metrics: Metric | MetricCollection | Mapping[str, Metric] | None = None,
+        val_metrics: Metric | MetricCollection | Mapping[str, Metric] | None = None,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.num_classes = num_classes or getattr(module, "num_classes", None)
+        self._loss_fn = loss_fn
+        # Dictionaries, so that nn.Module does not take the metrics for submodules.
+        self.train_metrics = self._named(train_metrics)
+        self.val_metrics = self._named(val_metrics)
+
+    def forward(self, batch: Any) -> Any:
+        """The logits `(samples, classes)` of the batch's inputs."""
+        inputs, _ = batch
+        return self.module(inputs)
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        """The mean over the samples."""
+        _, targets = batch
+        return self._loss_fn(outputs, targets)
+
+    def loss_weight(self, batch: Any) -> float | None:
+        """The targets that the default loss counts: it leaves out those that are -100."""
+        _, targets = batch
+        if self._loss_fn is functional.cross_entropy and not targets.is_floating_point():
+            return float((targets != -100).sum())
+        return None
+
+    def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
+        """The metrics given at construction, or the accuracy."""
+        return self.train_metrics if is_train else self.val_metrics
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> None:
+        """Adds the batch's logits and targets."""
+        _, targets = batch
+        metric.update(outputs, targets)
+
+    def _named(self, metrics: Any) -> dict[str, Metric]:
+        from torchmetrics import Metric
+
+        if metrics is None:
+            return {"MulticlassAccuracy": self._accuracy()}
+        if isinstance(metrics, Metric):
+            return {type(metrics).__name__: metrics}
+        named = dict(metrics.items())
+        if strangers := [name for name, metric in named.items() if not isinstance(metric, Metric)]:
+            raise ParallelismTypeError(f"These metrics are no torchmetrics.Metric: {', '.join(strangers)}.")
+        return named
+
+    def _accuracy(self) -> Metric:
+        from torchmetrics.classification import MulticlassAccuracy
+
+        if self.num_classes is None:
+            raise ParallelismValueError(
+                "ComposerClassifier needs num_classes for its accuracy; pass it, give the module a "
+                "num_classes attribute, or pass train_metrics and val_metrics."
+            )
+        with torch.device("cpu"):  # a model may be built on meta; its counts are not weights
+            return MulticlassAccuracy(num_classes=self.num_classes, average="micro")

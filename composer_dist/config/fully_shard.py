@@ -1,0 +1,81 @@
+"""What a user asks for: frozen dataclasses, never changed by the library.
+
+From Python they are built by name; from YAML or a dictionary by `from_dict`, which refuses unknown
+keys. `resolve_config` turns everything that `parallelize_model` accepts into one `ParallelismConfig`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_dist.config.base import FromDict, require
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.wording import near_miss
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2Config(FromDict):
+    """Fully sharded data parallelism, with Composer's field names."""
+
+    device_mesh: DeviceMesh | None = None
+    """Composer's name for a `ParallelismConfig.mesh` of your own; None builds it from `MeshConfig`."""
+    reshard_after_forward: bool | int = True
+    """Free the gathered parameters after forward (True), keep them (False), or keep a smaller shard
+    over this many ranks (an int that divides the shard dimension)."""
+    activation_checkpointing: bool = False
+    """Composer's name for `ParallelismConfig.activation_checkpointing="composable"`."""
+    activation_cpu_offload: bool = False
+    """Keep saved activations in host memory between forward and backward."""
+    cpu_offload: bool | Literal["pinned", "pageable"] = False
+    """Keep shards, gradients and optimizer state in host memory; True pins it where there is an
+    accelerator, "pinned" insists."""
+    state_dict_type: Literal["sharded", "full"] = "sharded"
+    """Which form the Trainer saves."""
+    load_monolith_rank0_only: bool = False
+    """A single-file checkpoint is read by rank 0 alone and delivered from there."""
+    mixed_precision: str | Mapping[str, Any] = "DEFAULT"
+    """"DEFAULT", "PURE", "FULL" or a mapping of dtypes: see `composer_dist.precision`."""
+    verbose: bool = False
+    """Print the plan and the preparation's report on rank 0."""
+
+    def __post_init__(self) -> None:
+        require("cpu_offload", self.cpu_offload, (False, True, "pinned", "pageable"))
+        require("state_dict_type", self.state_dict_type, ("sharded", "full"))
+        for name in (
+            "activation_checkpointing",
+            "activation_cpu_offload",
+            "load_monolith_rank0_only",
+            "verbose",
+        ):
+            require(name, getattr(self, name), (False, True))
+        if not isinstance(self.reshard_after_forward, int):
+            raise ParallelismTypeError(
+                "reshard_after_forward must be True, False or a number of ranks, not "
+                f"{self.reshard_after_forward!r}."
+            )
+        if self.load_monolith_rank0_only and self.state_dict_type != "full":
+            raise ParallelismValueError('load_monolith_rank0_only=True requires state_dict_type="full".')
+
+    @classmethod
+    def from_compatible_attrs(cls, attrs: Mapping[str, Any]) -> Self:
+        """Build the configuration from a dictionary of Composer's, for FSDP1 or FSDP2.
+
+        Keys that have no meaning here are dropped, each with one warning. FSDP1's
+        `sharding_strategy` becomes `reshard_after_forward`.
+        """
+        rest = dict(attrs)
+        strategy = str(rest.get("sharding_strategy", "")).upper()
+        if strategy in {"FULL_SHARD", "SHARD_GRAD_OP"} and "reshard_after_forward" not in rest:
+            del rest["sharding_strategy"]
+            rest["reshard_after_forward"] = strategy == "FULL_SHARD"
+        known = {field.name for field in dataclasses.fields(cls)}
+        for key in sorted(rest.keys() - known):
+            text = f"FSDP2Config has no {key!r}; '{key}: {rest.pop(key)}' is ignored.{near_miss(key, known)}"
+            warnings.warn(text, UserWarning, stacklevel=2)
+        return cls.from_dict(rest)

@@ -1,0 +1,135 @@
+"""The device mesh that a user asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from composer_dist.config.base import FromDict
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig(FromDict):
+    """The sizes of the device mesh's dimensions; their product is the world size.
+
+    At most one size may be -1: it takes what the others leave.
+    """
+
+    dp_replicate: int = 1
+    """Replicas of the sharded model (data parallel across groups; HSDP when dp_shard > 1)."""
+    dp_shard: int = -1
+    """Ranks over which every parameter is sharded (fully sharded data parallel)."""
+    cp: int = 1
+    """Context-parallel ranks, which split the sequence."""
+    tp: int = 1
+    """Tensor-parallel ranks, which split the matrices."""
+    device_type: str | None = None
+    """"cpu", "cuda", ...; None takes the process group's own."""
+
+    def __post_init__(self) -> None:
+        for name, size in self.sizes().items():
+            if not isinstance(size, int):
+                raise ParallelismTypeError(f"Mesh size {name} must be an integer, not {size!r}.")
+        bad = {k: v for k, v in self.sizes().items() if v < 1 and v != -1}
+        if bad:
+            raise ParallelismValueError(
+                f"Mesh sizes must be positive, or -1 for 'the rest', but got {_spell(bad)}."
+            )
+        rest = [k for k, v in self.sizes().items() if v == -1]
+        if len(rest) > 1:
+            raise ParallelismValueError(
+                f"Only one mesh size may be -1, but {' and '.join(rest)} are; give the others a number."
+            )
+        if self.device_type is not None:
+            _check_device_type(self.device_type)
+
+    @classmethod
+    def auto(cls, ranks_per_host: int | None = None) -> Self:
+        """Fabric's choice: tensor parallel within each host, sharded across hosts.
+
+        Args:
+            ranks_per_host: None takes the launcher's word.
+
+        Raises:
+            ParallelismValueError: the launcher does not say.
+        """
+        return cls(tp=ranks_per_host or launched_per_host())
+
+    def sizes(self) -> dict[str, int]:
+        """Dimension name to size, outermost first."""
+        return {
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "cp": self.cp,
+            "tp": self.tp,
+        }
+
+    def resolve(self, world_size: int) -> dict[str, int]:
+        """The sizes with -1 filled in.
+
+        Raises:
+            ParallelismTypeError: `world_size` is no number of ranks.
+            ParallelismValueError: the product is not, or cannot become, `world_size`.
+        """
+        if not isinstance(world_size, int) or world_size < 1:
+            raise ParallelismTypeError(f"world_size must be a positive integer, not {world_size!r}.")
+        sizes = self.sizes()
+        known = 1
+        for size in sizes.values():
+            known *= 1 if size == -1 else size
+        for name, size in sizes.items():
+            if size == -1 and world_size % known == 0 and world_size >= known:
+                sizes[name] = world_size // known
+                known = world_size
+        if known != world_size or -1 in sizes.values():
+            raise ParallelismValueError(
+                f"The mesh {_spell(self.sizes())} does not fit a world of {world_size} ranks: its sizes "
+                f"multiply to {known}. Change a size, set one to -1, or start {known} processes."
+            )
+        return sizes
+
+
+def _check_device_type(device_type: str) -> None:
+    """Refuse what torch knows no device by."""
+    try:
+        known = torch.device(device_type).type == device_type
+    except (RuntimeError, TypeError):
+        known = False
+    if not known:
+        raise ParallelismValueError(
+            f"device_type is the name of a kind of device, such as 'cpu' or 'cuda', not {device_type!r}."
+        )
+
+
+def _spell(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+_PER_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+"""Where torchrun, Open MPI and Slurm say how many ranks each machine has."""
+
+
+def launched_per_host() -> int:
+    """How many ranks the launcher has started on each machine; 1 without a launcher.
+
+    Raises:
+        ParallelismValueError: there are several ranks, and the launcher does not say, or another number
+            than fits.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+    if world == 1:
+        return 1
+    value = next(filter(None, map(os.environ.get, _PER_HOST)), "")
+    if not value.isdigit() or not int(value) or world % int(value):
+        raise ParallelismValueError(
+            f"How many of the {world} ranks are on each host is not known: {_PER_HOST[0]} is "
+            f"{value or 'not set'}. Start with torchrun, as many on every host, or give the mesh's sizes, as "
+            "in MeshConfig(dp_replicate=hosts, dp_shard=ranks_per_host)."
+        )
+    return int(value)

@@ -1,0 +1,93 @@
+"""What a preparation has done: the object that `parallelize_model` returns."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_dist.distributed.plan.plan import ParallelPlan
+from composer_dist.distributed.replication.reducer import replica_of
+
+_log = logging.getLogger("composer_dist")
+
+
+@dataclass
+class Preparation:
+    """The prepared model and the account of its preparation; prints as a table."""
+
+    model: nn.Module
+    plan: ParallelPlan
+    mesh: DeviceMesh
+    plain_parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Parameters that are no DTensors, by name; the gradients of trainable ones are averaged, but for
+    those that `DDPConfig.ignored` leaves to each rank."""
+    timings: dict[str, float] = field(default_factory=dict)
+    """Step to seconds, in the order of the steps."""
+    initialized: tuple[str, ...] = ()
+    """Tensors that were on the meta device on every rank, and have had their initializers run."""
+    bytes_moved: int = 0
+    """Bytes that this rank sent, received and read while weights were delivered."""
+    bytes_read: int = 0
+    """Bytes that this rank read from the files given as `weights`."""
+    transport: str = "messages"
+    """How they traveled: "memory" where ranks read the source's, "hosts" where one rank of each other
+    host received for it, "messages"."""
+    peak_memory: int = 0
+    """The most bytes this process held at one time during preparation: allocated on the accelerator,
+    or resident in host memory where the model lives there."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole preparation's wall time."""
+        return sum(self.timings.values())
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Time one step of the recipe."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - start
+
+    def close(self) -> None:
+        """Training is over: log, once and on rank 0, what it has shown that the configuration could use."""
+        replica = replica_of(self.model)
+        if replica is not None and (hint := replica.hint()) and self.mesh.get_rank() == 0:
+            _log.warning(hint)
+
+    def __str__(self) -> str:
+        from composer_dist.distributed.plan.text import render_preparation
+
+        return render_preparation(self)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start measuring the peak anew, where the system allows it."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):  # not Linux, or not permitted: the process's peak so far counts too
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: see man 5 proc
+
+
+def peak(device: torch.device) -> int:
+    """Bytes at the highest point since `reset_peak`."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024

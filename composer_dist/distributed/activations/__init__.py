@@ -1,0 +1,1 @@
+"""Activations recomputed or offloaded."""

@@ -1,0 +1,164 @@
+"""What a user writes about activations: a mode, its options, and what they mean in words."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
+
+from composer_dist.config.base import ActivationCheckpointing
+from composer_dist.distributed.activations import selective
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.wording import near_miss
+
+Mode = Literal["composable", "wrapped", "offload", "memory_budget"]
+
+
+_CHECKPOINT = ("context_fn", "debug", "determinism_check", "early_stop", "preserve_rng_state")
+
+
+_OURS = ("every", "save", "offload", "pin_memory")
+
+
+_OPTIONS: Mapping[Mode, tuple[str, ...]] = {
+    "composable": (*_CHECKPOINT, *_OURS),
+    "wrapped": (*_CHECKPOINT, *_OURS, "checkpoint_impl"),
+    "offload": ("every", "pin_memory"),
+    "memory_budget": ("every", "budget"),
+}
+
+
+_SELECTIVE = "selective"
+"""Short for "composable" with save="default"."""
+
+
+_KNOWN = (*_OPTIONS, _SELECTIVE)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+_FLAG: tuple[Callable[[Any], bool], str] = (lambda v: isinstance(v, bool), "True or False")
+
+
+_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "budget": (lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 (recompute all) to 1 (nothing)"),
+    "checkpoint_impl": (
+        lambda v: getattr(v, "name", v) in ("NO_REENTRANT", "REENTRANT"),
+        "'NO_REENTRANT' or 'REENTRANT'",
+    ),
+    "context_fn": (callable, "a function"),
+    "debug": _FLAG,
+    "determinism_check": (lambda v: v in ("default", "none"), "'default' or 'none'"),
+    "early_stop": _FLAG,
+    "every": (lambda v: _is_number(v) and isinstance(v, int) and v > 0, "a positive integer"),
+    "offload": _FLAG,
+    "pin_memory": (lambda v: v is None or isinstance(v, bool), "True, False or None"),
+    "preserve_rng_state": _FLAG,
+    "save": (
+        lambda v: (
+            v == selective.DEFAULT
+            or (isinstance(v, (list, tuple)) and bool(v) and all(isinstance(name, str) for name in v))
+        ),
+        "'default' or a list of operations such as ['aten.mm']",
+    ),
+}
+
+
+def ac_from_flags(checkpointing: bool, offload: bool) -> ActivationCheckpointing:
+    """Composer's two flags as one value of `ParallelismConfig.activation_checkpointing`."""
+    if checkpointing:
+        return ("composable", {"offload": True} if offload else {})
+    return "offload" if offload else None
+
+
+def ac_mode(value: ActivationCheckpointing, *, strict: bool = True) -> tuple[Mode, dict[str, Any]] | None:
+    """What a user wrote for activation checkpointing, as a mode and its options.
+
+    Args:
+        value: None or False for none, True for "composable", a mode, or a pair of a mode and
+            options (a mapping or None).
+        strict: False takes "composable" with a warning where there is no such mode.
+
+    Raises:
+        ParallelismValueError: there is no such mode, it has no such option, the option no such
+            value, or two of them exclude each other.
+        ParallelismTypeError: the value has none of these forms.
+    """
+    if value is None or value is False:
+        return None
+    if value is True:
+        return "composable", {}
+    name, given = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, None)
+    if not isinstance(name, str) or not (given is None or isinstance(given, Mapping)):
+        raise ParallelismTypeError(
+            "activation_checkpointing is None, a bool, a mode, or a pair of a mode and its "
+            f"options, not {value!r}."
+        )
+    if name not in _KNOWN:
+        message = (
+            f"There is no activation checkpointing mode {name!r}; the modes are "
+            f"{', '.join(map(repr, _KNOWN))}.{near_miss(name, _KNOWN)}"
+        )
+        if strict:
+            raise ParallelismValueError(message)
+        warnings.warn(f"{message} Taking 'composable'.", UserWarning, stacklevel=2)
+        return "composable", {}
+    options = dict(given or {})
+    if name == _SELECTIVE:
+        name, options = "composable", {"save": selective.DEFAULT, **options}
+    mode = cast(Mode, name)
+    _check_options(mode, options)
+    return mode, options
+
+
+def _check_options(mode: Mode, options: Mapping[str, Any]) -> None:
+    """Raise for every option that `mode` has not, or that has a wrong value; all of them at once."""
+    unknown = [str(key) for key in options if key not in _OPTIONS[mode]]
+    faults = []
+    if unknown:
+        faults.append(f"has no option {', '.join(map(repr, unknown))}; it has {', '.join(_OPTIONS[mode])}")
+    for key, value in options.items():
+        if key in _OPTIONS[mode] and not _VALUES[key][0](value):
+            faults.append(f"takes as {key} {_VALUES[key][1]}, not {value!r}")
+    if mode == "memory_budget" and "budget" not in options:
+        faults.append("needs a budget: ('memory_budget', {'budget': 0.5}) keeps half of the activations")
+    if mode != "offload" and "pin_memory" in options and not options.get("offload"):
+        faults.append("has no use for pin_memory without offload; set offload=True, or leave it out")
+    if "save" in options and "context_fn" in options:
+        faults.append("takes save or context_fn, not both; leave one out")
+    implementation = options.get("checkpoint_impl")
+    if getattr(implementation, "name", implementation) == "REENTRANT":
+        idle = [key for key in ("context_fn", "debug", "save") if key in options]
+        if idle:
+            faults.append(f"does not follow {', '.join(idle)} with REENTRANT; use NO_REENTRANT")
+    if faults:
+        raise ParallelismValueError(f"Activation checkpointing mode {mode!r} {'; '.join(faults)}.")
+    selective.operators(options.get("save", ()))
+
+
+def in_words(mode: Mode, options: Mapping[str, Any]) -> str:
+    """What happens to the activations of a module, for `explain`."""
+    if mode == "memory_budget":
+        return f"kept or recomputed by torch.compile within {options['budget']:.0%} of the memory"
+    if mode == "offload":
+        return "offloaded to the host"
+    text = f"recomputed ({mode})"
+    if "save" in options:
+        saved = options["save"]
+        what = (
+            "matrix products, attention and collectives" if saved == selective.DEFAULT else ", ".join(saved)
+        )
+        text += f" but for the results of {what}"
+    if options.get("offload"):
+        text += "; what is kept lies on the host"
+    return text
+
+
+def spell(options: Mapping[str, Any]) -> dict[str, str]:
+    """The options as text that is the same on every rank: functions go by their names."""
+    return {
+        key: getattr(value, "__qualname__", type(value).__name__) if callable(value) else str(value)
+        for key, value in options.items()
+    }

@@ -1,0 +1,157 @@
+"""Which modules' activations are recomputed or offloaded, and by whose word."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.distributed.activations.offload import pin_memory
+from composer_dist.distributed.activations.options import Mode, ac_from_flags, ac_mode, in_words, spell
+from composer_dist.distributed.activations.recompute import (
+    check_modules,
+    checkpoint_modules,
+    checkpointed_modules,
+)
+from composer_dist.errors import ParallelismValueError
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """One module whose activations are not all kept on the device."""
+
+    module: str
+    mode: Mode
+    reason: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether its forward runs a second time, under torch's checkpoint."""
+        return self.mode in ("composable", "wrapped")
+
+    def explain(self) -> str:
+        """What happens to its activations, in words."""
+        return f"Its activations are {in_words(self.mode, self.options)}, because {self.reason}."
+
+    def to_list(self) -> list[Any]:
+        """The same in plain types, equal on all ranks."""
+        return [self.module, self.mode, spell(self.options), self.reason]
+
+
+def plan_checkpointing(
+    modules: Mapping[str, nn.Module],
+    config: ParallelismConfig,
+    check_fn: Callable[[nn.Module], bool] | None,
+    rules: Mapping[str, Mapping[str, tuple[Any, str]]],
+    blocks: Sequence[str],
+) -> tuple[Checkpointed, ...]:
+    """Choose the modules: by rule, else by `check_fn` or attributes, else the model's blocks.
+
+    Args:
+        modules: the model's, by name.
+        config: which activations to keep.
+        check_fn: the caller's word on each module.
+        rules: their fields by module name.
+        blocks: the innermost units, taken where nobody has chosen.
+
+    Raises:
+        ParallelismValueError: `check_fn` where nothing is to be checkpointed, a mode or an option
+            that does not exist, modules that cannot be checkpointed, or none.
+    """
+    by_rule = {name: fields["act_ckpt"] for name, fields in rules.items() if "act_ckpt" in fields}
+    chosen = {one.module: one for one in _by_rule(by_rule, modules, config.strict)}
+    fsdp2 = config.fsdp2
+    wanted = config.activation_checkpointing
+    if wanted is None and fsdp2 is not None:
+        wanted = ac_from_flags(fsdp2.activation_checkpointing, fsdp2.activation_cpu_offload)
+    mode = ac_mode(wanted, strict=config.strict)
+    if mode is not None:
+        names, reason = _by_default(modules[""], check_fn, blocks, config.strict)
+        for one in _take(names, *mode, reason):
+            if one.module not in by_rule:
+                chosen[one.module] = one
+    elif check_fn is not None:
+        raise ParallelismValueError(
+            "activation_checkpointing_check_fn has no effect: activation checkpointing or offloading "
+            "must be enabled for it. Set activation_checkpointing, or leave the function out."
+        )
+    for kind in dict.fromkeys(one.mode for one in chosen.values()):
+        check_modules(modules, [name for name, one in chosen.items() if one.mode == kind], kind)
+    return tuple(chosen.values())
+
+
+def check_pinning(chosen: Sequence[Checkpointed]) -> None:
+    """Refuse pinned memory where no accelerator can pin it.
+
+    Raises:
+        ParallelismRuntimeError: a module insists on pinned memory and there is no accelerator.
+    """
+    for one in chosen:
+        pin_memory(one.options.get("pin_memory"))
+
+
+def apply_checkpointing(model: nn.Module, chosen: Sequence[Checkpointed]) -> None:
+    """Checkpoint the chosen modules, in place; before anything is compiled or sharded."""
+    ours = [one for one in chosen if one.mode != "memory_budget"]
+    kinds = {(one.mode, repr(one.options)): one for one in ours}
+    for kind, one in kinds.items():
+        names = [other.module for other in ours if (other.mode, repr(other.options)) == kind]
+        checkpoint_modules(model, names, one.mode, one.options)
+
+
+def _by_default(
+    model: nn.Module, check_fn: Callable[[nn.Module], bool] | None, blocks: Sequence[str], strict: bool
+) -> tuple[list[str], str]:
+    """The modules that no rule names, and why they."""
+    names = checkpointed_modules(model, check_fn)
+    reason = "activation_checkpointing_check_fn" if check_fn else "an attribute of the model asks for it"
+    if not names and check_fn is None:
+        names, reason = list(blocks), "it is a block"
+    if not names:
+        message = (
+            "activation_checkpointing is on, but "
+            + (
+                "activation_checkpointing_check_fn chooses"
+                if check_fn
+                else "the model has no repeated block: choose"
+            )
+            + " no module. Mark modules with _activation_checkpointing, or pass a check function."
+        )
+        if strict:
+            raise ParallelismValueError(message)
+        warnings.warn(message, UserWarning, stacklevel=2)
+    return names, reason
+
+
+def _by_rule(
+    rules: Mapping[str, tuple[Any, str]], modules: Mapping[str, nn.Module], strict: bool
+) -> Iterator[Checkpointed]:
+    together: dict[tuple[str, str], list[str]] = {}
+    for name in modules:
+        if name in rules:
+            value, source = rules[name]
+            together.setdefault((source, repr(value)), []).append(name)
+    for (source, _), names in together.items():
+        mode = ac_mode(rules[names[0]][0], strict=strict)
+        if mode is not None:
+            yield from _take(names, *mode, source)
+
+
+def _take(
+    names: Sequence[str], mode: Mode, options: Mapping[str, Any], reason: str
+) -> Iterator[Checkpointed]:
+    """Every one of the modules, or every n-th, beginning with the first.
+
+    So the last block is left out: its backward comes first, and would recompute it for nothing.
+    """
+    options = dict(options)
+    every = options.pop("every", 1)
+    if every > 1:
+        reason = f"{reason}, every {every} of which the first is taken"
+    for name in names[::every]:
+        yield Checkpointed(name, mode, reason, options)

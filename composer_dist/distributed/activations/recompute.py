@@ -1,0 +1,243 @@
+"""Activation checkpointing: save less in forward, recompute it in backward.
+
+Three modes. "composable" recomputes in place and renames nothing; "wrapped" puts a wrapper module
+around each block, as Composer and Lightning do; "offload" recomputes nothing but keeps what
+autograd saves in host memory. Among the options of the first two, `save` keeps the results of some
+operations (`selective`), and `offload=True` does both: of each block only the inputs are saved, and
+those on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from composer_dist import _torch
+from composer_dist.distributed.activations.offload import HostSaved, pin_memory, stay, to_host
+from composer_dist.distributed.activations.options import Mode, ac_from_flags, ac_mode
+from composer_dist.distributed.activations.selective import keeping
+from composer_dist.distributed.sharding.choose import inherited
+from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.blocks import has_forward
+
+CheckFn = Callable[[nn.Module], bool]
+
+
+def apply_ac(
+    model: nn.Module,
+    activation_checkpointing: bool,
+    activation_cpu_offload: bool,
+    check_fn: CheckFn | None = None,
+    *,
+    mode: Literal["composable", "wrapped"] = "composable",
+) -> None:
+    """Checkpoint or offload the activations of chosen modules, in place; Composer's signature.
+
+    Apply it before sharding. The modules are those of `checkpointed_modules`; where there are none
+    a warning says so. Composer always wraps, which is `mode="wrapped"` here.
+
+    Args:
+        model: any module; itself never checkpointed.
+        activation_checkpointing: recompute the modules' activations in backward.
+        activation_cpu_offload: keep what is saved in host memory.
+        check_fn: decides about each module, in place of the attributes.
+        mode: how to checkpoint.
+
+    Raises:
+        ParallelismValueError: `check_fn` is given, but neither of the two is asked for.
+    """
+    chosen = ac_mode(ac_from_flags(activation_checkpointing, activation_cpu_offload))
+    if chosen is None:
+        if check_fn is not None:
+            raise ParallelismValueError(
+                "activation_checkpointing_check_fn has no effect: neither activation_checkpointing "
+                "nor activation_cpu_offload is on. Switch one on, or leave the function out."
+            )
+        return
+    names = checkpointed_modules(model, check_fn)
+    if not names:
+        warnings.warn(
+            "No module is marked for activation checkpointing: give a check_fn, or set "
+            "_activation_checkpointing or activation_checkpointing_fn on the model.",
+            UserWarning,
+            stacklevel=2,
+        )
+    kind, options = chosen
+    checkpoint_modules(model, names, mode if kind == "composable" else kind, options)
+
+
+def checkpointed_modules(model: nn.Module, check_fn: CheckFn | None = None) -> list[str]:
+    """The names of the modules to checkpoint, in the order of the model, never the root.
+
+    `check_fn` decides where it is given. Otherwise a module's own `_activation_checkpointing` does,
+    and where it has none, the `activation_checkpointing_fn` of itself or its nearest ancestor. A
+    container without a forward of its own (a ModuleList) stands for its children.
+    """
+    modules = dict(model.named_modules())
+    chosen: list[str] = []
+    through: set[str] = set()
+    for name, module in modules.items():
+        asked = name in through or _wants_checkpoint(name, module, modules, check_fn)
+        if name and asked and has_forward(module):
+            chosen.append(name)
+        elif name and asked:
+            through.update(f"{name}.{key}" for key, _ in module.named_children())
+    return chosen
+
+
+def _wants_checkpoint(
+    name: str, module: nn.Module, modules: Mapping[str, nn.Module], check_fn: CheckFn | None
+) -> bool:
+    if check_fn is not None:
+        return bool(check_fn(module))
+    own = getattr(module, "_activation_checkpointing", None)
+    if own is not None:
+        return bool(own)
+    function = inherited(name, modules, "activation_checkpointing_fn")
+    return function is not None and bool(function(module))
+
+
+def checkpoint_modules(
+    model: nn.Module, names: Sequence[str], mode: Mode, options: Mapping[str, Any]
+) -> None:
+    """Checkpoint or offload the named modules, before anything is sharded.
+
+    Args:
+        model: the root; changed in place. Only "wrapped" replaces modules in it.
+        names: as `named_modules` has them.
+        mode: as from `ac_mode`, but "memory_budget", which is for the compiler.
+        options: as from `ac_mode`, without `every`.
+
+    Raises:
+        ParallelismValueError: see `check_modules`. The model is then untouched.
+        ParallelismRuntimeError: `pin_memory=True` without an accelerator.
+    """
+    modules = dict(model.named_modules())
+    check_modules(modules, names, mode)
+    options = dict(options)
+    offload = options.pop("offload", mode == "offload")
+    pinned = pin_memory(options.pop("pin_memory", None))
+    if "save" in options:
+        pack = functools.partial(to_host, kept=frozenset(), pin_memory=pinned) if offload else stay
+        options["save"] = keeping(options["save"], pack)
+    # Innermost first: wrapping a module changes the names of those inside it.
+    for name in sorted(set(names), key=lambda name: (name.count("."), name), reverse=True):
+        module = modules[name]
+        if mode == "composable":
+            _recompute_in_place(module, options)
+        elif mode == "wrapped":
+            wrapper = _torch.checkpoint_wrapper(module, checkpoint_fn=_Recompute(options))
+            _replace(model, module, wrapper)
+            module = wrapper
+        if offload:
+            HostSaved(module, pinned)
+
+
+def check_modules(modules: Mapping[str, nn.Module], names: Sequence[str], mode: Mode) -> None:
+    """Raise if the activations of some modules cannot be checkpointed, before any is.
+
+    Raises:
+        ParallelismValueError: a name does not exist, has no forward, is checkpointed already, or is the
+            root in mode "wrapped"; all of them at once.
+    """
+    faults = [f"there is no module {name!r}" for name in names if name not in modules]
+    if mode == "wrapped" and "" in names:
+        faults.append("the root cannot be wrapped, for nothing holds it (use 'composable')")
+    for name in names:
+        module = modules.get(name)
+        if module is not None and not has_forward(module):
+            faults.append(f"{name!r} has no forward of its own (choose the modules in it)")
+        elif mode != "offload" and module is not None and is_checkpointed(module):
+            faults.append(f"{name!r} is checkpointed already")
+    if faults:
+        raise ParallelismValueError(f"Cannot checkpoint activations: {'; '.join(faults)}.")
+
+
+def _replace(model: nn.Module, module: nn.Module, wrapper: nn.Module) -> None:
+    """Puts `wrapper` wherever `module` stands, so that a module under two names stays one."""
+    for parent in list(model.modules()):
+        for key, child in list(parent._modules.items()):
+            if child is module and parent is not wrapper:
+                setattr(parent, key, wrapper)
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether `module` recomputes its forward by our doing, or is a checkpoint wrapper."""
+    forward = vars(module).get("forward")
+    while forward is not None:
+        if isinstance(forward, functools.partial) and isinstance(forward.func, _Recompute):
+            return True
+        forward = getattr(forward, "__wrapped__", None)  # compiled, maybe
+    return isinstance(module, _torch.CheckpointWrapper)
+
+
+def _recompute_in_place(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Puts a recomputed forward on the module itself.
+
+    Not the module's call but its forward, so that hooks stay outside and run once: torch's
+    composable checkpoint repeats those that change the inputs, on inputs that they have changed
+    already, and cannot run two backwards over one forward (torch 2.13).
+    """
+    forward = module.forward
+    # A partial, not a closure: a deep copy of the module then runs its own forward. The signature
+    # is kept because Hugging Face code inspects it.
+    recomputed = functools.partial(_Recompute(options, forward), module)
+    module.forward = functools.update_wrapper(recomputed, forward)
+
+
+class _Recompute:
+    """Calls a block, or a function in its place, under torch's checkpoint."""
+
+    def __init__(self, options: Mapping[str, Any], function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+        self._options = dict(options)
+        self._contexts = self._options.pop("save", None)
+        implementation = self._options.pop("checkpoint_impl", None)
+        self._options["use_reentrant"] = getattr(implementation, "name", implementation) == "REENTRANT"
+
+    def __call__(self, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            args, kwargs = without_cache(block, args, kwargs)
+        function = functools.partial(self._function or block, **kwargs)
+        options = self._options
+        if self._contexts is not None:
+            run, traced = self._contexts
+            options = {**options, "context_fn": traced if torch.compiler.is_compiling() else run}
+        return checkpoint(function, *args, **options)
+
+
+def without_cache(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Takes Hugging Face's key-value cache out of a block's arguments.
+
+    The recomputation would write to the cache a second time and so compute something else.
+    transformers' `GradientCheckpointingLayer` takes it out likewise; `_can_checkpoint_with_cache`
+    is its mark for layers that only read.
+    """
+    caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+    if kwargs.get("use_cache") is True:
+        kwargs = {**kwargs, "use_cache": False}
+    if not caches or getattr(block, "_can_checkpoint_with_cache", False):
+        return args, kwargs
+    indices = (getattr(module, "layer_idx", None) for module in block.modules())
+    layer = next((index for index in indices if isinstance(index, int)), 0)
+    if any(cache.get_seq_length(layer) > 0 for cache in caches):
+        raise ParallelismValueError(
+            f"A checkpointed {type(block).__name__} got a key-value cache that holds earlier "
+            "tokens, which recomputation cannot repeat. Call the model without past_key_values, or "
+            "under no_grad, or leave the block out of activation checkpointing."
+        )
+    kwargs = {key: None if is_cache(value) else value for key, value in kwargs.items()}
+    return tuple(None if is_cache(value) else value for value in args), kwargs
+
+
+def is_cache(value: object) -> bool:
+    """Whether `value` is a key-value cache as Hugging Face's models pass it from block to block."""
+    return hasattr(value, "get_seq_length") and not isinstance(value, nn.Module)

@@ -1,0 +1,214 @@
+"""Selective checkpointing: the results of some operations are kept, all others are computed again.
+
+Operations go by torch's own names, as a profiler shows them: "aten.mm", or "aten.mm.out" for one
+overload. What counts is what reaches the dispatcher: a matrix product of a Linear is "aten.mm" or,
+with a bias, "aten.addmm".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from composer_dist import _torch
+from composer_dist.distributed.activations.offload import Packed, unpack
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from composer_dist.wording import near_miss
+
+DEFAULT = "default"
+"""In a list of operations: those below, dear to compute and cheap to keep."""
+
+
+_DEFAULT = (
+    # matrix products and convolutions
+    "aten.mm",
+    "aten.bmm",
+    "aten.addmm",
+    "aten.baddbmm",
+    "aten.convolution",
+    "aten._scaled_mm",
+    "aten._grouped_mm",
+    # attention
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_fused_attention_overrideable",
+    "aten._flash_attention_forward",
+    "aten._efficient_attention_forward",
+    "higher_order.flex_attention",
+    # collectives
+    "_c10d_functional.all_gather_into_tensor",
+    "_c10d_functional.all_gather_into_tensor_coalesced",
+    "_c10d_functional.all_reduce",
+    "_c10d_functional.all_reduce_coalesced",
+    "_c10d_functional.all_to_all_single",
+    "_c10d_functional.reduce_scatter_tensor",
+    "_c10d_functional.reduce_scatter_tensor_coalesced",
+)
+
+
+Pack = Callable[[torch.Tensor], Packed]
+
+
+def keeping(names: str | Sequence[str], pack: Pack) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Two `context_fn` of torch's checkpoint under which the results of the named operations are kept.
+
+    A call that draws random numbers (attention with dropout, say) is repeated all the same: the
+    operations after it would otherwise draw others than in forward.
+
+    Args:
+        names: of operations, see `operators`.
+        pack: what is done to a result that is kept; `unpack` undoes it.
+
+    Returns:
+        One to run, ours, and one for torch.compile, which only marks what is to be kept. Torch's own,
+        when run, demands that every operation comes again, those of FSDP2's hooks among them, allows
+        one backward only, and offloads nothing (torch 2.13).
+
+    Raises:
+        ParallelismValueError: see `operators`.
+    """
+    kept = operators(names)
+
+    def keeps(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        return operator in kept and not _draws(operator, args, kwargs)
+
+    def contexts() -> tuple[Any, Any]:
+        results: dict[Any, list[Any]] = {}
+        return _Keep(keeps, results, pack), _Replay(keeps, results)
+
+    def mark(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = keeps(operator, args, kwargs)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    # A partial, because that is what torch.compile can read.
+    return contexts, functools.partial(create_selective_checkpoint_contexts, mark)
+
+
+class _Keep(_torch.TorchDispatchMode):
+    """Keeps results, in the order in which each operation gives them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, keeps: Callable[..., bool], results: dict[Any, list[Any]], pack: Pack) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keeps, self._results, self._pack = keeps, results, pack
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = operator(*args, **kwargs)
+        if self._keeps(operator, args, kwargs):
+            packed = _torch.tree_map_only(torch.Tensor, lambda one: self._pack(_torch.detached(one)), result)
+            self._results.setdefault(operator, []).append(packed)
+        return result
+
+
+class _Replay(_torch.TorchDispatchMode):
+    """Gives the kept results in place of the operations; as often as backward needs them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, keeps: Callable[..., bool], results: Mapping[Any, list[Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keeps, self._results = keeps, results
+        self._next: dict[Any, Iterator[Any]] = {}
+
+    def __enter__(self) -> Self:
+        self._next = {operator: iter(each) for operator, each in self._results.items()}
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._keeps(operator, args, kwargs):
+            return operator(*args, **kwargs)
+        result = next(self._next.get(operator, iter(())), self)
+        if result is self:
+            raise ParallelismRuntimeError(
+                f"{operator} ran more often in the recomputation than in forward; a checkpointed module "
+                "must do the same both times."
+            )
+        # Detached anew: autograd makes the tensor that it gets its own.
+        return _torch.tree_map_only(Packed, lambda one: _torch.detached(unpack(one)), result)
+
+
+def operators(names: str | Sequence[str]) -> frozenset[Any]:
+    """The operations of the given names, all overloads of those that name none.
+
+    Raises:
+        ParallelismValueError: names of nothing; of operations that torch takes apart before they
+            run, that change a tensor in place, or that always draw random numbers. All of them at
+            once, each with its remedy.
+    """
+    names = [names] if isinstance(names, str) else names
+    known = _torch.operators()
+    found: set[Any] = set()
+    faults: list[str] = []
+    for name in names:
+        if name == DEFAULT:
+            found.update(one for each in _DEFAULT for one in _overloads(each, known))
+            continue
+        overloads = list(_overloads(name, known))
+        fault = _fault(name, overloads, known)
+        if fault:
+            faults.append(fault)
+        found.update(overloads)
+    if faults:
+        raise ParallelismValueError(f"Activation checkpointing cannot save {'; '.join(faults)}.")
+    return frozenset(found)
+
+
+def _overloads(name: str, known: Mapping[str, Sequence[str]]) -> Iterator[Any]:
+    """The operations of one name: several overloads, one, or none where there is no such name."""
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.partition(".")
+    found = getattr(getattr(torch.ops, namespace, None), packet, None) if packet else None
+    if not isinstance(found, torch._ops.OpOverloadPacket):
+        yield from [found] if isinstance(found, torch._ops.HigherOrderOperator) else []
+        return
+    every = {one: getattr(found, one) for one in known.get(f"{namespace}.{packet}", ())}
+    if overload:
+        yield from [every[overload]] if overload in every else []
+        return
+    # Overloads that write to a given tensor are not meant, unless there are no others ("aten.relu_").
+    yield from [one for one in every.values() if not one._schema.is_mutable] or every.values()
+
+
+def _fault(name: str, overloads: Sequence[Any], known: Mapping[str, Any]) -> str | None:
+    if not overloads:
+        return f"{name!r}, for there is no such operation.{near_miss(name, list(known))}"
+    plain = [one for one in overloads if isinstance(one, torch._ops.OpOverload)]
+    if any(one._schema.is_mutable for one in plain):
+        return f"{name!r}, which changes a tensor in place; leave it out"
+    if any(_torch.is_composite(one) for one in plain):
+        return (
+            f"{name!r}, which torch takes apart before it runs; name what it is made of ('aten.mm' and "
+            "'aten.addmm' for a linear layer), or 'default'"
+        )
+    if any(_is_random(one) and _dropout_position(one) is None for one in plain):
+        return f"{name!r}, which draws random numbers; leave it out, and it will draw the same again"
+    return None
+
+
+def _is_random(operator: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+
+
+def _dropout_position(operator: Any) -> int | None:
+    names = [argument.name for argument in operator._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else None
+
+
+def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if not _is_random(operator):
+        return False
+    position = _dropout_position(operator)
+    if position is None:
+        return True
+    default = operator._schema.arguments[position].default_value
+    return bool(kwargs.get("dropout_p", args[position] if position < len(args) else default))

@@ -1,0 +1,1 @@
+"""torch.compile by block, and float8."""

@@ -1,0 +1,275 @@
+"""torch.compile, block by block: which modules, with which options, and how in place.
+
+What is compiled is a module's forward, not its call: hooks, FSDP2's and ours among them, stay outside
+and run as they always do, so that they break no graph. Alike blocks share one compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_dist import _torch
+from composer_dist.config.base import Compile
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.distributed.activations.plan import Checkpointed
+from composer_dist.distributed.activations.recompute import is_cache, is_checkpointed, without_cache
+from composer_dist.distributed.activations.selective import DEFAULT
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.structure.blocks import has_forward
+from composer_dist.structure.names import ancestors
+from composer_dist.wording import listed, near_miss
+
+_KEYS = ("backend", "mode", "dynamic", "fullgraph", "options")
+
+
+_AS_TRACED = ("eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "ts")
+"""Backends that run what Dynamo has traced: a recomputation draws other random numbers (torch 2.13)."""
+
+
+_MIN_CUT = ("inductor", "aot_eager", "aot_eager_decomp_partition")
+"""Backends with the partitioner that reads a memory budget."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One module whose forward is compiled."""
+
+    module: str
+    reason: str
+    options: Mapping[str, Any]
+    """Of torch.compile; the backend always among them."""
+    budget: float | None = None
+    """Share of the activations that may be kept, by `act_ckpt="memory_budget"`."""
+
+    def explain(self) -> str:
+        """With what it is compiled, and why, in words."""
+        options = ", ".join(f"{key}={value}" for key, value in self.options.items())
+        return f"Its forward is compiled ({options}), because {self.reason}."
+
+    def to_list(self) -> list[Any]:
+        """The same in plain types."""
+        return [
+            self.module,
+            {key: str(value) for key, value in self.options.items()},
+            self.budget,
+            self.reason,
+        ]
+
+
+def compile_options(value: Compile) -> dict[str, Any] | None:
+    """What a user wrote for `compile`, as options of torch.compile; None where nothing is compiled.
+
+    Raises:
+        ParallelismValueError: an unknown option, backend, mode or inductor option, or a pair that
+            excludes each other; all of them at once.
+        ParallelismTypeError: neither a bool nor a mapping.
+    """
+    if value is None or value is False:
+        return None
+    if value is not True and not isinstance(value, Mapping):
+        raise ParallelismTypeError(f"compile is a bool or a mapping of options, not {value!r}.")
+    options = {"backend": "inductor", **({} if value is True else value)}
+    faults = list(_option_faults(options))
+    if faults:
+        raise ParallelismValueError(f"compile {'; '.join(faults)}.")
+    return {key: given for key, given in options.items() if given is not None}
+
+
+def _option_faults(options: Mapping[str, Any]) -> Iterator[str]:
+    for key in options:
+        if key not in _KEYS:
+            yield f"has no option {key!r}; it has {', '.join(_KEYS)}.{near_miss(str(key), _KEYS)}".rstrip(".")
+    for key in ("dynamic", "fullgraph"):
+        if options.get(key) not in (None, True, False):
+            yield f"takes as {key} True or False, not {options[key]!r}"
+    backend, mode, inner = options["backend"], options.get("mode"), options.get("options")
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if backend not in backends:
+        yield f"has no backend {backend!r} here; it has {', '.join(backends)}"
+    elif backend != "inductor" and not (mode is None and inner is None):
+        yield f"takes mode and options with backend 'inductor' only, not {backend!r}; leave them out"
+    elif mode is not None and inner is not None:
+        yield "takes mode or options, not both; leave one out"
+    elif mode is not None and mode not in _torch.inductor_modes():
+        yield f"has no mode {mode!r}; it has {', '.join(_torch.inductor_modes())}"
+    elif inner is not None and not isinstance(inner, Mapping):
+        yield f"takes as options a mapping of inductor's options, not {inner!r}"
+    elif inner is not None:
+        known = _torch.inductor_options()
+        for key in inner:
+            if str(key).replace("-", "_") not in known:
+                yield f"has no inductor option {key!r}.{near_miss(str(key), known)}".rstrip(".")
+
+
+def plan_compile(
+    modules: Mapping[str, nn.Module],
+    config: ParallelismConfig,
+    rules: Mapping[str, Mapping[str, tuple[Any, str]]],
+    blocks: Sequence[str],
+    units: Sequence[str],
+    checkpointing: Sequence[Checkpointed],
+    cut: Sequence[str],
+    cp: int,
+) -> tuple[Compiled, ...]:
+    """Choose the modules: by rule, else the model's blocks.
+
+    Args:
+        modules: the model's, by name.
+        config: whether, and with which options.
+        rules: their fields by module name.
+        blocks: what is compiled where no rule says otherwise.
+        units: modules that FSDP2 gathers.
+        checkpointing: what else happens to the modules' activations.
+        cut: modules with collectives of tensor parallelism.
+        cp: ranks among which context parallelism splits a sequence.
+
+    Raises:
+        ParallelismValueError: see `compile_options`; nothing to compile; a module that cannot be
+            compiled so, or whose checkpointing and compilation do not go together.
+    """
+    general = compile_options(config.compile)
+    by_rule = {name: fields["compile"] for name, fields in rules.items() if "compile" in fields}
+    budgets = {one.module: one.options["budget"] for one in checkpointing if one.mode == "memory_budget"}
+    chosen: dict[str, Compiled] = {}
+    for name in modules:
+        value, source = by_rule.get(name, (general is not None and name in blocks, "it is a block"))
+        options = general if value is True and general is not None else compile_options(value)
+        if options is not None:
+            chosen[name] = Compiled(name, source, options, budgets.get(name))
+    clashes: dict[str, list[str]] = {}
+    for name, one in chosen.items():
+        for text in _clashes(modules[name], one, units, checkpointing, cut, cp):
+            clashes.setdefault(text, []).append(name)
+    faults = list(_idle(general, by_rule, blocks, chosen, budgets))
+    faults += [f"Cannot compile {listed(names, 3)}: {text}" for text, names in clashes.items()]
+    if faults:
+        raise ParallelismValueError("\n".join(faults))
+    return tuple(chosen.values())
+
+
+def _idle(
+    general: Mapping[str, Any] | None,
+    by_rule: Mapping[str, tuple[Any, str]],
+    blocks: Sequence[str],
+    chosen: Mapping[str, Compiled],
+    budgets: Mapping[str, float],
+) -> Iterator[str]:
+    """What has been asked for and would have no effect."""
+    if general is not None and not blocks and not chosen:
+        yield (
+            "compile is on, but the model has no repeated block: choose what is compiled with "
+            "Rule(..., compile=True)."
+        )
+    excluded: dict[str, list[str]] = {}
+    for name, (value, source) in by_rule.items():
+        if value is False:
+            excluded.setdefault(source, []).append(name)
+    for source, names in excluded.items():
+        if general is None or not set(names) & set(blocks):
+            yield f"{source} sets compile=False, but nothing there would be compiled; leave it out."
+    uncompiled = [name for name in budgets if name not in chosen]
+    if uncompiled:
+        yield (
+            f"The memory budget of {listed(uncompiled, 3)} is for torch.compile, which is off there; set "
+            "compile=True, or choose another mode of activation checkpointing."
+        )
+
+
+def _clashes(
+    module: nn.Module,
+    one: Compiled,
+    units: Sequence[str],
+    checkpointing: Sequence[Checkpointed],
+    cut: Sequence[str],
+    cp: int,
+) -> Iterator[str]:
+    """Why a chosen module cannot be compiled."""
+    name, backend = one.module, one.options["backend"]
+    recomputed = [other for other in checkpointing if other.recomputes]
+    inside = [other for other in recomputed if name in ancestors(other.module)]
+    around = [other for other in recomputed if other.module != name and other.module in ancestors(name)]
+    if not has_forward(module):
+        yield "there is no forward; choose the modules inside."
+    if is_compiled(module):
+        yield "it is done already; leave it to preparation, or set Rule(..., compile=False)."
+    if any(unit != name and name in ancestors(unit) for unit in units):
+        asked = {"activation checkpointing": inside, "fullgraph=True": one.options.get("fullgraph")}
+        for other in (text for text, wanted in asked.items() if wanted):
+            yield (
+                f"units inside gather their parameters between two graphs, which {other} does not allow; "
+                f"compile those units instead (Rule(..., compile=True)), or leave {other} out."
+            )
+    if cp > 1:
+        asked = {"activation checkpointing": inside, "fullgraph=True": one.options.get("fullgraph")}
+        for other in (text for text, wanted in asked.items() if wanted):
+            yield (
+                f"context parallelism (cp={cp}) takes attention out of the graphs, which {other} does not "
+                f"allow; leave {other} out, or do not compile."
+            )
+    if inside and backend in _AS_TRACED:
+        yield (
+            f"backend {backend!r} recomputes activations with other random numbers (dropout); use "
+            "'aot_eager' or 'inductor', or no activation checkpointing."
+        )
+    if any({"save", "offload"} <= other.options.keys() for other in inside):
+        yield "what activation checkpointing saves stays on the device; leave out save, or offload."
+    if any("save" in other.options for other in around):
+        yield (
+            "activation checkpointing around it saves the results of single operations, and a compiled "
+            "module is one; compile and checkpoint the same module."
+        )
+    repeats = one.budget is not None or any(DEFAULT not in other.options.get("save", ()) for other in inside)
+    if repeats and any(name in ancestors(other) for other in cut):
+        yield (
+            "torch.compile cannot repeat the collectives of tensor parallelism (torch 2.13); keep their "
+            "results with activation_checkpointing='selective', or leave it out."
+        )
+    if one.budget is not None and backend not in _MIN_CUT:
+        yield f"backend {backend!r} knows no memory budget; {', '.join(_MIN_CUT)} do."
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of `module` run compiled code, by our doing or the user's."""
+    ours = isinstance(vars(module).get("forward"), _CompiledForward)
+    return ours or getattr(module, "_compiled_call_impl", None) is not None
+
+
+class _CompiledForward:
+    """A module's forward, compiled when first called.
+
+    Deep copies and pickles leave the compiled code behind, and compile their own.
+    """
+
+    def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        self._module, self._forward, self._options = module, module.forward, dict(options)
+        self._recomputed = is_checkpointed(module)
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        return torch.compile(self._forward, **self._options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_compiled"}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(is_cache(value) for value in (*args, *kwargs.values())):
+            if self._recomputed:  # here already: inside, every block would be compiled for its own index
+                args, kwargs = without_cache(self._module, args, kwargs)
+            else:
+                warnings.warn(_CACHE, UserWarning, stacklevel=2)
+        with _torch.one_side_effect() if self._recomputed else nullcontext():
+            return self._compiled(*args, **kwargs)
+
+
+_CACHE = (
+    "A compiled block was called for training with a key-value cache, so that every block is compiled "
+    "on its own, and after the eighth none. Call the model with use_cache=False."
+)

@@ -1,0 +1,285 @@
+"""A batch of which each rank gets its part of the sequence.
+
+Three things must be said before the sequence is cut, for no rank could tell from its part alone: where
+its tokens stand (`position_ids`), which token follows its last one (`shift_labels`), and over how many
+labels the loss averages (`num_items_in_batch`). They are added where the model's forward takes them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from composer_dist import _torch
+from composer_dist.distributed.context_parallelism.attention import Layout
+from composer_dist.distributed.prepared import named_buffers_canonical
+from composer_dist.errors import ParallelismKeyError, ParallelismValueError
+from composer_dist.structure.names import canonical_name
+from composer_dist.tensors.nested import _tensors, map_tensors
+from composer_dist.wording import near_miss
+
+IGNORED = -100
+"""The label that losses skip."""
+
+
+_LOSS_ARGUMENTS = {"shift_labels", "num_items_in_batch"}
+
+
+class Splitter:
+    """What is known about a model and how its batches are to be split.
+
+    Args:
+        model: whose batches these are.
+        sequence_dims: tensor name to the dimension of its sequence, None for a tensor that stays whole;
+            names are keys, or indices joined by dots. By default dimension 1 of all that have one.
+        buffers: name of a model's buffer that is a table of positions to the dimension of these.
+        balanced: see `Layout`; None says yes where every attention module says it is causal.
+        weighted: parts may have unequal numbers of labels, because the caller weighs their losses.
+
+    Raises:
+        ParallelismKeyError: the model has no buffer of a name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sequence_dims: Mapping[str, int | None] | None = None,
+        buffers: Mapping[str, int] | None = None,
+        balanced: bool | None = None,
+        weighted: bool = False,
+    ) -> None:
+        self.model = model
+        self._weighted = weighted
+        self._tables = [(self._place_of(name), dim) for name, dim in (buffers or {}).items()]
+        self._dims = dict(sequence_dims or {})
+        self._transformer = next(iter(transformers_models(model)), None)
+        flags = {flag for m in model.modules() if isinstance(flag := getattr(m, "is_causal", None), bool)}
+        config = getattr(self._transformer, "config", None)
+        self._causal = flags == {True} and getattr(config, "is_causal", True) is not False
+        self.balanced = self._causal if balanced is None else balanced
+
+    def layout(self, batch: Any, ranks: int, rank: int) -> Layout:
+        """The layout for the length of this batch.
+
+        Raises:
+            ParallelismValueError: the length cannot be divided by the ranks.
+        """
+        length = self._length(batch)
+        parts = ranks * (1 + self.balanced)
+        if length % parts or length < 2 * ranks:  # a single query is never causal in transformers
+            longer = max(-(-length // parts) * parts, 2 * ranks)
+            why = (
+                f"2 x cp = {parts}, for equal work under a causal mask" if self.balanced else f"cp = {ranks}"
+            )
+            even = self.balanced and not length % ranks and length >= 2 * ranks
+            raise ParallelismValueError(
+                f"A sequence of {length} positions cannot be divided by {why}; pad it on the right (a "
+                f"collator's pad_to_multiple_of={parts}) to "
+                f"{longer} (labels {IGNORED}){', or pass balanced=False' if even else ''}."
+            )
+        return Layout(length, ranks, rank, self.balanced)
+
+    def split(self, batch: Any, layout: Layout) -> Any:
+        """This rank's part of a batch, of the same type, with what the model needs to know beside it.
+
+        Raises:
+            ParallelismValueError: a tensor or mask that cannot be split.
+        """
+        if isinstance(batch, Mapping):
+            batch, items = self._complete(batch, layout)
+        else:
+            items = None
+
+        def cut(name: str, tensor: Tensor) -> Tensor:
+            dim = self._dim(name, tensor, layout.length)
+            return tensor if dim is None else tensor.index_select(dim, layout.positions(tensor.device))
+
+        part = map_tensors(cut, batch)
+        if items is not None:
+            part["num_items_in_batch"] = items
+        return part
+
+    def accepts(self, name: str) -> bool:
+        """Whether the model's forward, or the loss that a transformers model calls, takes this argument."""
+        forward = (self._transformer or self.model).forward
+        known = inspect.signature(forward).parameters
+        if name in known:
+            return True
+        variadic = any(one.kind is one.VAR_KEYWORD for one in known.values())
+        return self._transformer is not None and variadic and name in _LOSS_ARGUMENTS
+
+    def shorten(self, batch: Any, length: int, positions: int) -> Any:
+        """The first row, and the first `positions` of `length`, of every tensor."""
+        rows = next((t.shape[0] for t in _tensors(batch) if t.ndim > 1), None)
+
+        def cut(name: str, tensor: Tensor) -> Tensor:
+            dim = self._dim(name, tensor, length)
+            tensor = tensor if dim is None else tensor.narrow(dim, 0, positions)
+            return tensor[:1] if tensor.ndim and dim != 0 and tensor.shape[0] == rows else tensor
+
+        return map_tensors(cut, batch)
+
+    @contextmanager
+    def tables(self, layout: Layout | None) -> Iterator[None]:
+        """Inside, the model's tables of positions are those of this rank's part; whole without a layout."""
+        before = [(held, key, held[key]) for (held, key), _ in self._tables]
+        try:
+            if layout is not None:
+                for (held, key), dim in self._tables:
+                    held[key] = held[key].index_select(dim, layout.positions(held[key].device))
+            yield
+        finally:
+            for held, key, table in before:
+                held[key] = table
+
+    def _place_of(self, name: str) -> tuple[dict[str, Any], str]:
+        known = {canonical_name(owner): module for owner, module in self.model.named_modules()}
+        owner, _, key = name.rpartition(".")
+        if owner not in known or key not in known[owner]._buffers:
+            names = {found for found, _ in named_buffers_canonical(self.model)}
+            raise ParallelismKeyError(f"The model has no buffer {name!r}.{near_miss(name, names)}")
+        return known[owner]._buffers, key
+
+    def _complete(self, batch: Mapping[str, Any], layout: Layout) -> tuple[dict[str, Any], float | None]:
+        """The whole batch with what is missing, and the loss's denominator where the model takes it."""
+        whole: Any = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+        main = self._main(batch)
+        shape = (main.shape[0], layout.length)
+        self._check_mask(whole, layout)
+        if self.accepts("position_ids"):
+            if (given := whole.get("position_ids")) is not None:
+                self._check_positions(given)
+            else:
+                whole["position_ids"] = torch.arange(layout.length, device=main.device).expand(shape)
+        if self._transformer is not None and self.accepts("attention_mask"):
+            # Without one, transformers takes a jump in position_ids for the start of another sequence.
+            whole["attention_mask"] = torch.ones(shape, dtype=torch.long, device=main.device)
+        labels = whole.get("labels")
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
+            return whole, None
+        if self.shifts and whole.get("shift_labels") is None:
+            whole["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        counted = whole.get("shift_labels", labels) != IGNORED
+        if (given := whole.get("num_items_in_batch")) is not None:
+            return whole, float(given) / layout.ranks
+        if self.accepts("num_items_in_batch"):
+            return whole, max(int(counted.sum()), 1) / layout.ranks
+        if not self._weighted:
+            self._check_counts(counted, layout)
+        return whole, None
+
+    @property
+    def shifts(self) -> bool:
+        """Whether the model's own loss compares a position with the label after it."""
+        loss = getattr(self._transformer, "loss_function", None)
+        known = inspect.signature(loss).parameters if callable(loss) else ()
+        return "shift_labels" in known and self.accepts("shift_labels")
+
+    def _check_mask(self, batch: MutableMapping[str, Any], layout: Layout) -> None:
+        """Drop a padding mask that changes nothing, and refuse all others."""
+        mask = batch.get("attention_mask")
+        if not isinstance(mask, Tensor):
+            return
+        if mask.ndim != 2 or mask.shape[1] != layout.length:
+            raise ParallelismValueError(
+                f"attention_mask {tuple(mask.shape)} cannot be split over the sequence (cp={layout.ranks}); "
+                f"only (batch, {layout.length}) with padding on the right can."
+            )
+        kept = mask != 0
+        if bool(kept.all()):
+            return
+        if not self._causal:
+            raise ParallelismValueError(
+                f"attention_mask has padding, which attention in both directions would see "
+                f"(cp={layout.ranks}); give sequences of one length."
+            )
+        if bool((kept[:, 1:] & ~kept[:, :-1]).any()):
+            raise ParallelismValueError(
+                f"attention_mask has padding on the left or in between, which later positions would see "
+                f"(cp={layout.ranks}); pad on the right (tokenizer.padding_side='right')."
+            )
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and bool((~kept & (labels != IGNORED)).any()):
+            raise ParallelismValueError(
+                f"There are labels at padded positions; set them to {IGNORED}: with cp={layout.ranks} causal "
+                "attention replaces the padding mask, so that only what comes after the padding differs."
+            )
+
+    def _check_positions(self, positions: Tensor) -> None:
+        if positions.ndim < 2 or bool((positions.diff(dim=-1) != 1).any()):
+            raise ParallelismValueError(
+                "position_ids must count up by one, (batch, positions): several sequences packed in one row "
+                "need a mask, which context parallelism cannot split. Give each its own row, or use cp=1."
+            )
+
+    def _check_counts(self, counted: Tensor, layout: Layout) -> None:
+        ranks = range(layout.ranks)
+        counts = [int(counted[:, layout.positions(counted.device, r)].sum()) for r in ranks]
+        if len(set(counts)) > 1:
+            raise ParallelismValueError(
+                f"The ranks' parts have {', '.join(map(str, counts))} labels, so the mean of their losses is "
+                f"not the mean over all labels, and {class_name(self.model)}.forward takes no "
+                "num_items_in_batch. Let it take that, and divide the summed loss by it; or pass "
+                "weighted=True and multiply each part's mean loss by cp * its labels / the whole's labels."
+            )
+
+    def _main(self, batch: Any) -> Tensor:
+        """The tensor that says how long the sequence is."""
+        if isinstance(batch, Mapping):
+            for name in ("input_ids", "inputs_embeds"):
+                if isinstance(found := batch.get(name), Tensor):
+                    return found
+        for tensor in _tensors(batch):
+            if tensor.ndim > 1:
+                return tensor
+        raise ParallelismValueError(
+            f"A batch of type {type(batch).__name__} has no tensor (batch, sequence, ...) to split."
+        )
+
+    def _length(self, batch: Any) -> int:
+        main = self._main(batch)
+        lengths: list[int] = []
+
+        def measure(name: str, tensor: Tensor) -> Tensor:
+            if tensor is main:
+                dim = self._dims.get(name, 1)
+                lengths.append(tensor.shape[1 if dim is None else dim])
+            return tensor
+
+        map_tensors(measure, batch)
+        return lengths[0]
+
+    def _dim(self, name: str, tensor: Tensor, length: int) -> int | None:
+        default = 1 if tensor.ndim > 1 else None
+        dim = self._dims.get(name, default)
+        if dim is not None and (tensor.ndim <= dim or tensor.shape[dim] != length):
+            raise ParallelismValueError(
+                f"{name or 'The batch'} {tuple(tensor.shape)} has no {length} positions in dimension {dim}; "
+                f"pass sequence_dims={{{name!r}: dimension}}, or None in its place if it has no sequence."
+            )
+        return dim
+
+
+def transformers_models(model: nn.Module) -> list[Any]:
+    """The transformers models in `model`, itself perhaps: the outermost of each configuration."""
+    library = sys.modules.get("transformers.modeling_utils")
+    kind: Any = getattr(library, "PreTrainedModel", ())
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, kind):
+            found.setdefault(id(module.config), module)
+    return list(found.values())
+
+
+def class_name(model: nn.Module) -> str:
+    """The name of a model's class as the user wrote it."""
+    kind = type(model)
+    return (_torch.original_class(kind) if isinstance(model, FSDPModule) else kind).__name__

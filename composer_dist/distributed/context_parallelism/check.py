@@ -1,0 +1,112 @@
+"""Models that cannot be split over the sequence, as far as their structure tells.
+
+What it does not tell, `context_proof` finds at the first training step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from composer_dist.distributed.context_parallelism.batch import class_name, transformers_models
+from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.structure import Structure
+from composer_dist.wording import listed
+
+_ACROSS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
+    ((nn.RNNBase, nn.RNNCellBase), "is recurrent: each position needs the one before it"),
+    ((nn.modules.batchnorm._BatchNorm,), "normalizes over all positions"),
+    ((nn.ZeroPad1d, nn.ZeroPad2d), "shifts positions"),
+)
+
+
+_ROPE_BY_LENGTH = ("dynamic", "longrope")
+
+
+def check_context(structure: Structure, ranks: int) -> None:
+    """Refuse models of which no rank could compute its part of the sequence.
+
+    Args:
+        structure: the model's.
+        ranks: context-parallel ranks.
+
+    Raises:
+        ParallelismValueError: names every module that mixes positions other than by scaled-dot-product
+            attention, and what to do.
+    """
+    first = {name: module for name, module in structure.modules.items() if structure.first[name] == name}
+    faults = [*_configured(first[""]), *_built(first)]
+    if faults:
+        raise ParallelismValueError(
+            f"cp={ranks} splits the sequence, which needs a model whose positions meet in "
+            f"scaled-dot-product attention only: {'; '.join(faults)}. Or use cp=1."
+        )
+
+
+def _configured(model: nn.Module) -> Iterator[str]:
+    """What a transformers configuration says against it."""
+    for base in transformers_models(model):
+        if base.config.get_text_config() is not base.config:
+            yield f"{class_name(base)} has parts with sequences of their own; take its text model alone"
+            return
+        yield from _configured_one(base)
+    for module in model.modules():
+        adapters = vars(module).get("peft_config") or vars(module).get("_peft_config") or {}
+        for adapter, peft in adapters.items():
+            if peft.is_prompt_learning:
+                yield f"the adapter {adapter!r} ({type(peft).__name__}) puts virtual tokens in front"
+
+
+def _configured_one(base: Any) -> Iterator[str]:
+    config, name = base.config, class_name(base)
+    if getattr(config, "is_encoder_decoder", False):
+        yield f"{name} has an encoder and a decoder, with a sequence each"
+    attention = config._attn_implementation
+    if attention != "sdpa" and base._supports_sdpa:
+        yield f"{name} uses {attention!r} attention; call model.set_attn_implementation('sdpa') first"
+    elif attention != "sdpa":
+        yield f"{name} has no scaled-dot-product attention in transformers"
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if kinds:
+        yield f"{name} has layers of type {', '.join(sorted(kinds))}, which are not full attention"
+    elif getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        yield f"{name} has a sliding window ({config.sliding_window}); set config.sliding_window=None"
+    if getattr(config, "attention_chunk_size", None) and not kinds:
+        yield f"{name} attends in chunks (attention_chunk_size={config.attention_chunk_size})"
+    if getattr(config, "output_router_logits", False):
+        yield f"{name} adds its routers' loss, which is no mean over tokens; set output_router_logits=False"
+
+
+def _built(modules: dict[str, nn.Module]) -> Iterator[str]:
+    """What modules are built of, each kind with the names that it has in the model."""
+    found: dict[tuple[type[nn.Module], str], list[str]] = {}
+    for name, module in modules.items():
+        if why := _fault(module):
+            found.setdefault((type(module), why), []).append(name or "the root")
+    for (kind, why), names in found.items():
+        yield f"{listed(names, 3)}: {kind.__name__} {why}"
+
+
+def _fault(module: nn.Module) -> str:
+    """Why a module needs other positions, if its type says so."""
+    if isinstance(module, nn.modules.conv._ConvNd) and any(size > 1 for size in module.kernel_size):
+        return "convolves neighboring positions"
+    if _is_own_attention(type(module)):
+        return "computes a softmax of its own; let it call torch.nn.functional.scaled_dot_product_attention"
+    if (rope := vars(module).get("rope_type")) in _ROPE_BY_LENGTH:
+        return f"({rope!r} scaling) turns by the sequence's length, which no rank sees"
+    return next((why for kinds, why in _ACROSS if isinstance(module, kinds)), "")
+
+
+def _is_own_attention(kind: type[nn.Module]) -> bool:
+    """Whether a class called attention has a softmax in its code, and no call of torch's attention."""
+    if "attention" not in kind.__name__.lower() or kind.__module__.startswith(("torch.", "transformers.")):
+        return False
+    used: set[str] = set()
+    for member in vars(kind).values():
+        code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
+        used |= set(code.co_names) if code else set()
+    return any("softmax" in name for name in used) and "scaled_dot_product_attention" not in used

@@ -1,0 +1,1 @@
+"""The device mesh, and how a tensor is laid out over it."""

@@ -1,0 +1,253 @@
+"""Which elements of a tensor lie on which rank.
+
+A rank's *part* of a tensor is what its local tensor holds: first tensor parallelism opens a *window* on
+the tensor (a chunk of one dimension, or of each of several equal groups in it, as in a fused
+query-key-value matrix), then the window's rows are cut among the shards. In row-major order of the
+window a part is one range of elements, so it can be sent, read from memory or from a file piece by
+piece; in the full tensor it is one *run* of elements, or many of equal length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Self
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from composer_dist.distributed.mesh.mesh import roles
+from composer_dist.errors import ParallelismValueError
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """A rank's place in a mesh, as far as it says what the rank holds: replicas hold the same."""
+
+    shard: int = 0
+    shards: int = 1
+    """Ranks among which rows are cut; context-parallel ranks count."""
+    tp: int = 0
+    tps: int = 1
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Self:
+        """This rank's own."""
+        return cls.in_grid(grid(mesh), mesh.get_rank())
+
+    @classmethod
+    def in_grid(cls, table: torch.Tensor, rank: int) -> Self:
+        """That of a global rank in a `(replicas, shards, tp)` table."""
+        _, shard, tp = (table == rank).nonzero()[0].tolist()
+        return cls(shard, table.shape[1], tp, table.shape[2])
+
+
+def grid(mesh: DeviceMesh) -> torch.Tensor:
+    """The mesh as a table of global ranks: `(replicas, shards, tp)`, int."""
+    sizes = {name: mesh.size(index) for name, index in roles(mesh).items()}
+    return mesh.mesh.reshape(sizes.get("dp_replicate", 1), -1, sizes.get("tp", 1))
+
+
+def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
+    """The indices [first, last) of one part of a dimension, as `torch.chunk` cuts it."""
+    step = -(-size // parts)
+    return min(part * step, size), min((part + 1) * step, size)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor is cut; a tensor that is not cut is whole on every rank."""
+
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+    rows: bool = False
+    """Whether rows are cut among the shards."""
+    tp_dim: int | None = None
+    """The dimension that is cut among the tensor-parallel ranks, first."""
+    tp_groups: int = 1
+    """Equal groups in that dimension, each of which is cut."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """That of a tensor that is cut already, or whole."""
+        shape = tuple(tensor.shape)
+        if not isinstance(tensor, DTensor):
+            return cls(shape)
+        rows, tp_dim, tp_groups = False, None, 1
+        tp = roles(tensor.device_mesh).get("tp")
+        for index, placement in enumerate(tensor.placements):
+            dim = getattr(placement, "dim", None)
+            if dim is not None and index == tp:
+                tp_dim, tp_groups = dim, getattr(placement, "split_factor", 1)
+            elif dim is not None:
+                rows = True
+        return cls(shape, rows, tp_dim, tp_groups)
+
+    @classmethod
+    def known(cls, tensor: torch.Tensor) -> Self | None:
+        """As `of`; None for a DTensor that is cut in a way that this library never cuts, by its user."""
+        if not isinstance(tensor, DTensor):
+            return cls.of(tensor)
+        try:
+            tp = roles(tensor.device_mesh).get("tp")
+        except ParallelismValueError:
+            return None
+        layout = cls.of(tensor)
+        rows = [p for index, p in enumerate(tensor.placements) if index != tp and not p.is_replicate()]
+        strided = [not isinstance(placement, Shard) for placement in rows]
+        if len(rows) > 1 or any(getattr(placement, "dim", None) != 0 for placement in rows):
+            return None
+        if layout.tp_dim is None:
+            odd = any(strided) or (tp is not None and not tensor.placements[tp].is_replicate())
+        else:  # both cut rows: tensor parallelism first, which torch tells by the kind of placement
+            odd = strided == [layout.tp_dim != 0]
+        return None if odd else layout
+
+    def like(self, shape: tuple[int, ...]) -> Layout:
+        """The layout of a tensor that goes with this one, such as optimizer state: what it has, is cut.
+
+        A dimension that differs (of size 1, say) stays whole.
+        """
+        same = [a == b for a, b in zip(shape, self.shape, strict=True)]
+        keep = self.tp_dim is not None and same[self.tp_dim]
+        return replace(self, shape=shape, rows=self.rows and same[0], tp_dim=self.tp_dim if keep else None)
+
+    def local_shape(self, at: Coordinate) -> tuple[int, ...]:
+        """The shape of the local tensor at a coordinate."""
+        sizes = list(self.shape)
+        if self.tp_dim is not None:
+            first, last = chunk(sizes[self.tp_dim] // self.tp_groups, at.tps, at.tp)
+            sizes[self.tp_dim] = (last - first) * self.tp_groups
+        if self.rows:
+            first, last = chunk(sizes[0], at.shards, at.shard)
+            sizes[0] = last - first
+        return tuple(sizes)
+
+    def part(self, at: Coordinate) -> Part:
+        """What the rank at a coordinate holds."""
+        shape = self.shape
+        window = [(0, size) for size in shape]
+        if (dim := self.tp_dim) is not None:
+            size = shape[dim] // self.tp_groups
+            shape = (*shape[:dim], self.tp_groups, size, *shape[dim + 1 :])
+            window[dim : dim + 1] = [(0, self.tp_groups), chunk(size, at.tps, at.tp)]
+        sizes = [last - first for first, last in window]
+        numel = prod(sizes)
+        if not self.rows:
+            return Part(shape, tuple(window), 0, numel)
+        rows = sizes[0] * sizes[1] if dim == 0 else sizes[0]
+        first, last = chunk(rows, at.shards, at.shard)
+        row = numel // rows if rows else 0
+        return Part(shape, tuple(window), first * row, last * row)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements [first, last), in row-major order, of a window on a tensor."""
+
+    shape: tuple[int, ...]
+    """Of the full tensor, a dimension with groups counted as two."""
+    window: tuple[tuple[int, int], ...]
+    """[start, stop) in each dimension of `shape`."""
+    first: int
+    last: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return self.last - self.first
+
+    def of(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """The elements [start, stop) of the part, flat: a view where the tensor's layout allows, else a copy.
+
+        Args:
+            tensor: the full one; strides, device and dtype as they may be.
+        """
+        view = tensor.detach().view(self.shape) if tensor.is_contiguous() else _split(tensor, self.shape)
+        for dim, (low, high) in enumerate(self.window):
+            view = view.narrow(dim, low, high - low)
+        stop = self.numel if stop is None else min(stop, self.numel)
+        return elements(view, self.first + min(start, stop), self.first + stop)
+
+    def put(self, tensor: torch.Tensor, values: torch.Tensor, start: int = 0) -> None:
+        """Write the part's elements from `start` on, flat, into the full tensor.
+
+        Args:
+            tensor: contiguous; device and dtype as they may be.
+        """
+        view = tensor.view(self.shape)
+        for dim, (low, high) in enumerate(self.window):
+            view = view.narrow(dim, low, high - low)
+        put_elements(view, self.first + start, values)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The contiguous runs of the part in the full tensor, in order: (first element, length)."""
+        if not self.numel:
+            return
+        sizes = [high - low for low, high in self.window]
+        outer = len(sizes)
+        while outer and sizes[outer - 1] == self.shape[outer - 1]:
+            outer -= 1
+        outer = max(outer - 1, 0)  # dimensions before the one that is cut last, over which runs repeat
+        length = prod(sizes[outer:])
+        strides = [prod(self.shape[dim + 1 :]) for dim in range(len(sizes))]
+        base = sum(low * stride for (low, _), stride in zip(self.window, strides, strict=True))
+        for number in range(self.first // length, -(-self.last // length)):
+            offset, rest = base, number
+            for dim in reversed(range(outer)):
+                rest, index = divmod(rest, sizes[dim])
+                offset += index * strides[dim]
+            start = max(self.first - number * length, 0)
+            stop = min(self.last - number * length, length)
+            yield offset + start, stop - start
+
+
+def elements(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The elements [start, stop) in row-major order: a view where the layout allows, else a copy."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[start:stop]
+    if start >= stop:
+        return tensor.new_empty(0)
+    row = tensor.numel() // tensor.shape[0]
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        return elements(tensor[last], start - last * row, stop - last * row)
+    parts = [tensor[first:last].reshape(-1).contiguous()]
+    if start < first * row:
+        parts.insert(0, elements(tensor[first - 1], start - (first - 1) * row, row))
+    if stop > last * row:
+        parts.append(elements(tensor[last], 0, stop - last * row))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def put_elements(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    """Write elements in row-major order, from number `start` on, into a tensor of any layout."""
+    stop = start + values.numel()
+    if tensor.is_contiguous():
+        tensor.view(-1)[start:stop].copy_(values)
+        return
+    if start >= stop:
+        return
+    row = tensor.numel() // tensor.shape[0]
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        put_elements(tensor[last], start - last * row, values)
+        return
+    head, rows, tail = values.tensor_split((first * row - start, last * row - start))
+    if head.numel():
+        put_elements(tensor[first - 1], row - head.numel(), head)
+    tensor[first:last].copy_(rows.view(tensor[first:last].shape))
+    if tail.numel():
+        put_elements(tensor[last], 0, tail)
+
+
+def _split(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A view with one dimension unflattened, if `shape` has one more."""
+    tensor = tensor.detach()
+    if tensor.ndim == len(shape):
+        return tensor
+    dim = next((d for d, size in enumerate(tensor.shape) if size != shape[d]), tensor.ndim - 1)
+    split: torch.Tensor = tensor.unflatten(dim, shape[dim : dim + 2])
+    return split

@@ -1,0 +1,1 @@
+"""Tensors between ranks: from whole to parts, and back."""

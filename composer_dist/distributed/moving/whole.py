@@ -1,0 +1,281 @@
+"""Shards to full tensors: `sync` the other way round.
+
+Sharded tensors are cut into pieces, and pieces are packed into buckets, by the same schedule on every
+rank. A bucket costs one collective for each mesh dimension over which anything is cut, however many
+tensors are in it, and a rank holds one gathered bucket at a time beside the full tensors that it keeps.
+Replicas of a shard stay out of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composer_dist import _torch
+from composer_dist.distributed.mesh.layout import Coordinate, Layout, chunk, elements
+from composer_dist.distributed.mesh.mesh import roles, submesh
+from composer_dist.distributed.moving.transfer import Freight, Piece, Ranks, in_buckets, pieces_of
+from composer_dist.distributed.ranks.process_group import world_and_rank
+from composer_dist.tensors import arena
+from composer_dist.tensors.codec import dense, inner_tensors, local_part, rebuild
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The full value of `tensor` on every rank, in memory of its own; a collective for a DTensor.
+
+    An offloaded shard travels through its mesh's device, where the result stays.
+    """
+    tensor = tensor.detach()
+    if inner := inner_tensors(tensor):
+        return rebuild(tensor, {name: gather(part) for name, part in inner.items()}, tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    near: Any = tensor.to(tensor.device_mesh.device_type)
+    if (layout := Layout.of(tensor)).tp_dim is not None:
+        return _join(near.to_local(), layout, tensor.device_mesh)
+    full: Tensor = near.full_tensor()
+    exact = full.untyped_storage().nbytes() == full.numel() * full.element_size()
+    shared = full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
+    # On one rank, or replicated, the full tensor is the shard itself; uneven ones end in padding.
+    return full if exact and not shared else full.clone(memory_format=torch.contiguous_format)
+
+
+def _join(part: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
+    """The full tensor from what the ranks have: their rows first, then the tensor-parallel windows.
+
+    Uneven parts, and groups within a dimension, are beyond DTensor's `full_tensor`.
+    """
+    here = Coordinate.of(mesh)
+    if layout.rows:
+        whole = replace(layout, rows=False).local_shape(here)
+        part = _all_gather(part, whole, 0, 1, submesh(mesh, "dp_shard") or submesh(mesh, "cp"))
+    assert layout.tp_dim is not None
+    return _all_gather(part, layout.shape, layout.tp_dim, layout.tp_groups, submesh(mesh, "tp"))
+
+
+def _all_gather(
+    part: Tensor, shape: tuple[int, ...], dim: int, groups: int, mesh: DeviceMesh | None
+) -> Tensor:
+    """A tensor of `shape` from the parts that `chunk` cuts of each of its groups along `dim`."""
+    if mesh is None:
+        return part.clone()
+    step, _ = chunk(shape[dim] // groups, mesh.size(), 1)
+    grouped = (
+        part.unflatten(dim, (groups, -1))
+        if part.numel()
+        else part.new_empty(*shape[:dim], groups, 0, *shape[dim + 1 :])
+    )
+    missing = step - grouped.shape[dim + 1]
+    padding = grouped.new_empty(*grouped.shape[: dim + 1], missing, *grouped.shape[dim + 2 :])
+    mine = torch.cat([grouped, padding], dim + 1).contiguous()
+    parts = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(parts, mine, group=mesh.get_group())
+    whole = torch.cat(parts, dim + 1).narrow(dim + 1, 0, shape[dim] // groups)
+    return whole.reshape(shape).clone(memory_format=torch.contiguous_format)
+
+
+BUCKET_BYTES = 256 << 20
+"""Most bytes of gathered tensors that a rank holds beside those that it keeps."""
+
+
+_ALIGNED = 16
+"""Where a piece begins in a message, so that it can be read as any dtype: multiples of so many bytes."""
+
+
+_CPU = torch.device("cpu")
+
+
+@torch.no_grad()
+def full_tensors(
+    tensors: Mapping[str, Tensor], *, everywhere: bool = False, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The full values of tensors, dense, in host memory of their own, each as soon as it is there.
+
+    What this rank has all of comes first, then the rest, in order.
+
+    Collectives, where any is a DTensor: every rank goes through to the end, with the same names in the
+    same order, and under `Agreement.collectively`.
+
+    Args:
+        tensors: whole ones, shards, and those with a codec, by name.
+        everywhere: every rank gets them; otherwise rank 0 does, and the others get none.
+        dtype: floating-point tensors are cast to it, before they travel; None keeps their own.
+    """
+    keeps = everywhere or world_and_rank()[1] == 0
+    cut: dict[DeviceMesh, dict[str, Shards]] = {}
+    for name, tensor in tensors.items():
+        if (mesh := _mesh_to_cross(tensor)) is not None:
+            freight = Shards(name, Layout.of(tensor), _cast(tensor, dtype), local_part(tensor))
+            cut.setdefault(mesh, {})[name] = freight
+            continue
+        if Layout.known(tensor) is None:  # cut by the user, in a way of his own
+            tensor = gather(tensor)
+        if keeps:
+            yield name, _copy(dense(local_part(tensor)), dtype)
+    for mesh, freights in cut.items():
+        yield from zip(freights, collect(list(freights.values()), mesh, everywhere), strict=keeps)
+
+
+@dataclass
+class Shards(Freight):
+    """One tensor in parts, on its way to the ranks that want all of it."""
+
+    part: Tensor
+    """What this rank holds; it may have a codec."""
+    full: Tensor = field(init=False)
+    """Where all of it goes."""
+
+
+def collect(freights: Sequence[Shards], mesh: DeviceMesh, everywhere: bool) -> Iterator[Tensor]:
+    """Bring together tensors that are cut over a mesh; a collective.
+
+    Returns:
+        The full tensors in their order, each once it is complete: on every rank, or on rank 0 alone.
+    """
+    ranks = Ranks.of(mesh)
+    root = None if everywhere else 0
+    if root is not None and (root not in ranks.table or ranks.replica(root) != ranks.replica(ranks.me)):
+        return
+    keeps = root in (None, ranks.me)
+    pieces = list(pieces_of(freights, ranks, BUCKET_BYTES))
+    left = Counter(id(piece.cargo) for piece in pieces)
+    waiting, dispatch = deque(freights), _Dispatch(ranks, root)
+    for bucket in [[], *in_buckets(iter(pieces), ranks.parts, BUCKET_BYTES)]:
+        if bucket:
+            dispatch.carry(bucket)
+        left.subtract(id(piece.cargo) for piece in bucket)
+        while waiting and not left[id(waiting[0])]:
+            done = waiting.popleft()
+            if keeps:
+                yield done.full if prod(done.layout.shape) else _room(done)
+                vars(done).pop("full", None)  # it is the caller's, to keep or to let go
+
+
+class _Dispatch:
+    """Carries one bucket after the other, in the same memory."""
+
+    def __init__(self, ranks: Ranks, root: int | None) -> None:
+        self._ranks = ranks
+        self._root = root
+        self._here = Coordinate.of(ranks.mesh)
+        replica = ranks.table[ranks.replica(ranks.me)].flatten().tolist()
+        self._places = [Coordinate.in_grid(ranks.table, rank) for rank in replica]
+        self._memory: dict[int, Tensor] = {}
+        self._open: tuple[Shards, Tensor] | None = None
+
+    def carry(self, bucket: Sequence[Piece[Shards]]) -> None:
+        """Bring the pieces from all ranks of a replica to where they are kept."""
+        offsets, end = [], 0
+        for piece in bucket:
+            offsets.append(end)
+            nbytes = (piece.stop - piece.start) * piece.cargo.dtype.itemsize
+            end += -(-nbytes // _ALIGNED) * _ALIGNED
+        message = self._take(-1, end)
+        for piece, offset in zip(bucket, offsets, strict=True):
+            mine = elements(self._dense(piece.cargo), *self._range(piece, self._here))
+            _values(message, offset, mine.numel(), piece.cargo.dtype).copy_(mine)
+        arrived = self._join(message)
+        if arrived is None:
+            return
+        messages = arrived.to(_CPU).split(end)
+        for piece, offset in zip(bucket, offsets, strict=True):
+            if piece.start == 0:
+                piece.cargo.full = _room(piece.cargo)
+            for at, theirs in zip(self._places, messages, strict=True):
+                start, stop = self._range(piece, at)
+                values = _values(theirs, offset, stop - start, piece.cargo.dtype)
+                piece.cargo.layout.part(at).put(piece.cargo.full, values, start)
+
+    def _dense(self, freight: Shards) -> Tensor:
+        """This rank's part as a plain tensor; kept from one piece to the next."""
+        if self._open is None or self._open[0] is not freight:
+            self._open = freight, dense(freight.part)
+        return self._open[1]
+
+    def _range(self, piece: Piece[Shards], at: Coordinate) -> tuple[int, int]:
+        """The elements of the part at a coordinate that are in a piece."""
+        numel = piece.cargo.layout.part(at).numel
+        return min(piece.start, numel), min(piece.stop, numel)
+
+    def _join(self, message: Tensor) -> Tensor | None:
+        """The messages of all ranks of a replica, by rank; None on ranks that only send.
+
+        The innermost mesh dimension comes first; along the next ones travels what it has brought together.
+        """
+        mesh = self._ranks.mesh
+        here = list(mesh.get_coordinate() or ())
+        there = here if self._root is None else (mesh.mesh == self._root).nonzero()[0].tolist()
+        for dim in reversed(range(mesh.ndim)):
+            if mesh.size(dim) == 1 or dim == roles(mesh).get("dp_replicate"):
+                continue
+            if here[dim + 1 :] != there[dim + 1 :]:
+                return None
+            keeps = here[dim] == there[dim]
+            joined = self._take(dim, message.numel() * mesh.size(dim)) if keeps else None
+            if self._root is None:
+                assert joined is not None
+                _torch.all_gather_single(joined, message, group=mesh.get_group(dim))
+            else:
+                line = mesh.mesh.movedim(dim, -1)[tuple(here[:dim] + here[dim + 1 :])].tolist()
+                _send_to(line[there[dim]], line, message, joined)
+            if joined is None:
+                return None
+            message = joined
+        return message
+
+    def _take(self, key: int, nbytes: int) -> Tensor:
+        """Memory for a message; what was in it before is gone."""
+        if key not in self._memory or self._memory[key].numel() < nbytes:
+            self._memory[key] = torch.empty(nbytes, dtype=torch.uint8, device=self._ranks.device)
+        return self._memory[key][:nbytes]
+
+
+def _mesh_to_cross(tensor: Tensor) -> DeviceMesh | None:
+    """The mesh over which a tensor is cut; None if this rank has all of it, or the user has cut it."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
+        return None
+    layout = Layout.known(tensor)
+    if layout is None:
+        return None
+    return tensor.device_mesh if layout.rows or layout.tp_dim is not None else None
+
+
+def _copy(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A copy in host memory; of classes that only they themselves can copy, by themselves."""
+    if type(value) not in (Tensor, torch.nn.Parameter):
+        return value.detach().to(_CPU, _cast(value, dtype), copy=True)
+    return arena.empty(tuple(value.shape), _cast(value, dtype), _CPU).copy_(value)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _send_to(root: int, ranks: Sequence[int], message: Tensor, joined: Tensor | None) -> None:
+    """Gather without the second copy that gloo's own gather makes; `joined` is None but on the root."""
+    if joined is None:
+        transfers = [dist.P2POp(dist.isend, message, root)]
+    else:
+        places = dict(zip(ranks, joined.chunk(len(ranks)), strict=True))
+        places.pop(root).copy_(message)
+        transfers = [dist.P2POp(dist.irecv, place, rank) for rank, place in places.items()]
+    for work in dist.batch_isend_irecv(transfers):
+        work.wait()
+
+
+def _values(message: Tensor, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Elements in a message, as a view."""
+    return message[offset : offset + count * dtype.itemsize].view(dtype)
+
+
+def _room(freight: Shards) -> Tensor:
+    return arena.empty(freight.layout.shape, freight.dtype, _CPU)

@@ -1,0 +1,184 @@
+"""What keeps an optimizer from following its parameters, found before anything is touched."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composer_dist._torch import optimizers_were_made
+from composer_dist.distributed.optimizers.follow import is_made_at_construction, names_by_id
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.structure.structure import Structure
+from composer_dist.tensors.codec import codec_of
+
+_UNABLE: dict[str, tuple[int, str]] = {
+    "LBFGS": (1, "it steps along one flat vector of all parameters"),
+    "SparseAdam": (1, "sharded gradients are dense"),
+    "Rprop": (1, "DTensor (torch 2.13) has no masked assignment, which it uses"),
+    "Adafactor": (2, "DTensor (torch 2.13) cannot square its norms over sharded rows in place"),
+}
+"""torch.optim classes that cannot step on sharded parameters: from which number of dimensions, and why."""
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], structure: Structure, plain: Mapping[str, str]) -> None:
+    """Refuse optimizers that could not follow their parameters.
+
+    Raises:
+        ParallelismTypeError: not an optimizer.
+        ParallelismValueError: parameters of another model (with their number), state that cannot be
+            sharded, a `foreach` or `fused` group that mixes sharded and replicated parameters, only
+            frozen parameters where the model has trainable ones.
+    """
+    names = names_by_id(structure)
+    faults: list[str] = []
+    for index, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, Optimizer):
+            raise ParallelismTypeError(
+                f"optimizer {index} is a {type(optimizer).__name__}, not an Optimizer."
+            )
+        label = type(optimizer).__name__
+        label = f"optimizer {index} ({label})" if len(optimizers) > 1 else label
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        foreign = [parameter for parameter in [*held, *optimizer.state] if id(parameter) not in names]
+        if foreign:
+            shape = tuple(getattr(foreign[0], "shape", ()))
+            faults.append(
+                f"{label} holds {len(foreign)} parameters (of {len(held)}) that are not this model's, the "
+                f"first of shape {shape}; build it from the parameters of the model that is prepared, and "
+                "before it is prepared."
+            )
+            continue
+        frozen = held and not any(parameter.requires_grad for parameter in held)
+        if frozen and any(held.info.requires_grad for held in structure.parameters.values()):
+            faults.append(
+                f"{label} holds only frozen parameters ({len(held)}), while others of the model are "
+                "trainable: it would move nothing. Build it after freezing (an adapter freezes its base), "
+                "from the parameters with requires_grad."
+            )
+            continue
+        ndim, why = _unable(optimizer)
+        unable = [names[id(p)] for p in held if ndim and p.ndim >= ndim and names[id(p)] not in plain]
+        if unable:
+            faults.append(
+                f"{label} cannot step on sharded parameters ({_list(unable)}): {why}. Take another "
+                "optimizer, or leave their modules replicated with Rule(..., shard=False)."
+            )
+            continue
+        for number, group in enumerate(optimizer.param_groups):
+            mode = next((mode for mode in ("foreach", "fused") if group.get(mode)), None)
+            whole = [names[id(p)] for p in group["params"] if names[id(p)] in plain]
+            if mode and whole and len(whole) < len(group["params"]):
+                faults.append(
+                    f"{label} group {number} has {mode}=True but would mix sharded parameters with the "
+                    f"replicated {_list(whole)}; give those a group of their own, or leave {mode} out."
+                )
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if fault := _state_fault(value, parameter):
+                    faults.append(f"{label} state {key!r} of {names[id(parameter)]}: {fault}")
+    if faults:
+        raise ParallelismValueError("\n".join(faults))
+
+
+def check_refills(optimizers: Sequence[Optimizer], structure: Structure, init: frozenset[str]) -> None:
+    """Refuse state on the meta device that nobody can give values to.
+
+    Adagrad makes its state at construction, and says with which value.
+
+    Raises:
+        ParallelismValueError: names the state.
+    """
+    names = names_by_id(structure)
+    faults = [
+        f"{type(optimizer).__name__} state {key!r} of {names[id(parameter)]}"
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+        and names[id(parameter)] in init
+        and not is_made_at_construction(optimizer, key, value)
+    ]
+    if faults:
+        raise ParallelismValueError(
+            f"{'; '.join(faults)}: its parameter is on the meta device, without values. Prepare the model "
+            "before the first step."
+        )
+
+
+def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) -> list[str]:
+    """Optimizers of this process that hold the model's parameters but were not handed in.
+
+    They would go on stepping the parameters from before, which no module has any more. Found among the
+    objects that the garbage collector knows; one that the caller has dropped may be among them.
+    """
+    if not optimizers_were_made():
+        return []
+    names = names_by_id(structure)
+    known = {id(optimizer) for optimizer in optimizers}
+    things = gc.get_objects()
+    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, Optimizer)}  # a million objects
+    found = []
+    for thing in [thing for thing in things if type(thing) in kinds] if kinds else ():
+        held = [p for group in thing.param_groups for p in group["params"] if id(p) in names]
+        if held and id(thing) not in known:
+            found.append(
+                f"{type(thing).__name__} holds {len(held)} parameters of this model, but was not passed: "
+                "it will move nothing. Pass it as optimizer=, or build it after preparation."
+            )
+    return found
+
+
+def check_hooks(structure: Structure, plain: Mapping[str, str]) -> None:
+    """Refuse gradient hooks on parameters that will be sharded: FSDP2 would drop them.
+
+    Raises:
+        ParallelismValueError: names the parameters.
+    """
+    hooked = [
+        name
+        for name, held in structure.parameters.items()
+        if name not in plain and held.get()._backward_hooks
+    ]
+    if hooked:
+        raise ParallelismValueError(
+            f"Gradient hooks (Tensor.register_hook) on {', '.join(hooked)} cannot be kept: the gradient "
+            "they would see is reduced and sharded. Use register_post_accumulate_grad_hook, or register "
+            "after preparation."
+        )
+
+
+def _state_fault(value: Any, parameter: torch.Tensor) -> str | None:
+    if value is None or isinstance(value, (bool, int, float)):
+        return None
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} cannot be sharded; prepare the model before the first step."
+    if value.ndim == 0:
+        return None
+    if codec_of(value) is not None:
+        return f"a {type(value).__name__} is quantized as a whole; prepare the model before the first step."
+    fits = value.ndim == parameter.ndim and all(
+        have in (want, 1) for have, want in zip(value.shape, parameter.shape, strict=True)
+    )
+    if fits and not isinstance(value, DTensor):
+        return None
+    return (
+        f"shape {tuple(value.shape)} does not follow from the parameter's {tuple(parameter.shape)}, so it "
+        "cannot be sharded; prepare the model before the first step."
+    )
+
+
+def _unable(optimizer: Optimizer) -> tuple[int, str]:
+    """From how many dimensions a sharded parameter is too much for this optimizer (0: never), and why."""
+    for cls in type(optimizer).__mro__:
+        if cls.__module__.startswith("torch.optim") and cls.__name__ in _UNABLE:
+            return _UNABLE[cls.__name__]
+    return 0, ""
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")

@@ -1,0 +1,1 @@
+"""The plan: the features' plans put together."""

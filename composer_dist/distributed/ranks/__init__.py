@@ -1,0 +1,1 @@
+"""Processes that find each other, agree, and notice the dead."""

@@ -1,0 +1,130 @@
+"""A machine's CPUs, shared among the processes of a run. Launchers use this too, so it imports little.
+
+MERGED: Which rank this process is, by what Slurm, Open MPI or Kubernetes say: as torchrun would say it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+import torch
+
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+
+
+def threads_per_process(cpus: int, processes: int) -> int:
+    """How many threads each of `processes` on one machine should use: its share, at least one."""
+    if cpus < 1 or processes < 1:
+        raise ParallelismValueError(
+            f"CPUs and processes are counted from one; got {cpus} CPUs, {processes} processes."
+        )
+    return max(1, cpus // processes)
+
+
+def share_cpus(processes: int) -> int:
+    """Limits this process's torch threads to its share of the machine's CPUs.
+
+    Processes started from it inherit the limit. `OMP_NUM_THREADS`, where it is set, stays in force.
+
+    Returns:
+        The number of threads in force.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        threads = threads_per_process(here or 1, processes)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
+
+
+PORT = 29400
+"""Where ranks meet if nobody says; shifted by the job's number, so that two jobs may share a host."""
+
+
+def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """What is missing among torchrun's variables, from what the launcher has set instead.
+
+    torchrun's own, where they are there, stay. Slurm counts for processes that `srun` has started: in a
+    batch script's shell its variables are there too, but there is only one process. Kubernetes' indexed
+    jobs count with `WORLD_SIZE` and `MASTER_ADDR` set by the job.
+
+    Raises:
+        ParallelismRuntimeError: the launcher's variables do not suffice.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return {} if "LOCAL_RANK" in environ else {"LOCAL_RANK": "0"} if _is_kubernetes(environ) else {}
+    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
+        return _slurm(environ)
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return _open_mpi(environ)
+    if "JOB_COMPLETION_INDEX" in environ and int(environ.get("WORLD_SIZE") or 1) > 1:
+        return _indexed_job(environ)
+    return {}
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list in Slurm's notation: "gpu[003-006,9],login" is "gpu003"."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
+    if match is None:
+        raise ParallelismRuntimeError(f"SLURM_STEP_NODELIST is {nodes!r}, which names no host.")
+    prefix, number, suffix = match.groups(default="")
+    return prefix + number + suffix
+
+
+def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
+    size = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "localhost"
+    found = {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(nodes),
+        "MASTER_PORT": environ.get("MASTER_PORT") or _port(environ.get("SLURM_JOB_ID", "0")),
+    }
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    if (match := re.fullmatch(r"(\d+)(?:\(x\d+\))?", per_node)) is not None:  # as many on each host
+        found["LOCAL_WORLD_SIZE"] = match[1]
+    return found if int(size) > 1 else {}
+
+
+def _open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
+    size = environ["OMPI_COMM_WORLD_SIZE"]
+    local = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", size)
+    address = environ.get("MASTER_ADDR") or ("localhost" if local == size else "")
+    if not address:
+        raise ParallelismRuntimeError(
+            "mpirun has started processes on several hosts; tell them where rank 0 is: -x MASTER_ADDR=..."
+        )
+    found = {
+        "RANK": environ["OMPI_COMM_WORLD_RANK"],
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
+        "LOCAL_WORLD_SIZE": local,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": environ.get("MASTER_PORT", str(PORT)),
+    }
+    return found if int(size) > 1 else {}
+
+
+def _indexed_job(environ: Mapping[str, str]) -> dict[str, str]:
+    if not environ.get("MASTER_ADDR"):
+        raise ParallelismRuntimeError(
+            "This is one pod of an indexed Kubernetes job, but MASTER_ADDR is not set: its first pod's "
+            "name, such as train-0.train."
+        )
+    return {
+        "RANK": environ["JOB_COMPLETION_INDEX"],
+        "LOCAL_RANK": "0",
+        "MASTER_PORT": environ.get("MASTER_PORT", str(PORT)),
+    }
+
+
+def _is_kubernetes(environ: Mapping[str, str]) -> bool:
+    """A pod of the PyTorch operator, which sets all but the local rank; each pod is one process."""
+    return "KUBERNETES_SERVICE_HOST" in environ
+
+
+def _port(job: str) -> str:
+    return str(PORT + int(job) % 1000 if job.isdigit() else PORT)

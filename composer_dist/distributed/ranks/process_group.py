@@ -1,0 +1,316 @@
+"""torch.distributed behind one small door: the same calls for one process and for many.
+
+Without a process group every function does what it means in a world of one, and needs no
+environment variables, no port and no launcher there. Where a collective runs is read from the
+group, never from what the machine has: a gloo group on a machine with GPUs works on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in its __all__
+
+from composer_dist._torch import clear_dtensor_caches
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.ranks.rendezvous import gloo_variables, meeting_place
+from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError
+
+T = TypeVar("T")
+
+
+_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+
+
+_OPERATIONS = {
+    "mean": dist.ReduceOp.SUM,  # divided afterwards: only NCCL averages by itself
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def init(
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    timeout: timedelta | None = None,
+    reuse: bool = False,
+) -> None:
+    """Makes the default process group, and this process's accelerator the current device.
+
+    With a launcher's environment variables (torchrun's `MASTER_ADDR`, `MASTER_PORT`, `RANK`,
+    `WORLD_SIZE`) the group spans all its processes; gloo is told the interface between several hosts
+    where it would not find it. Without them it has one rank and a store in memory, so that a single
+    process needs no port.
+
+    Args:
+        backend: torch's name, such as `"gloo"` or `"cuda:nccl,cpu:gloo"`. By default the device's
+            own, with gloo beside it for CPU tensors.
+        device: where the model will live. By default the accelerator, if there is one.
+        timeout: for each collective. By default torch's: 10 minutes for NCCL, 30 for the others.
+        reuse: keep a default group that exists already, whatever its backend.
+
+    Raises:
+        ParallelismRuntimeError: a group exists and `reuse` is not set; part of the launcher's
+            variables is missing; `device` is an accelerator that this machine lacks; a rank did not come.
+    """
+    if _active():
+        if reuse:
+            return
+        raise ParallelismRuntimeError(
+            f"A process group exists already (backend {dist.get_backend()}, "
+            f"{dist.get_world_size()} ranks). Pass reuse=True to use it, or call destroy() first."
+        )
+    if not dist.is_available():
+        raise ParallelismRuntimeError("This build of torch has no torch.distributed.")
+    missing = [name for name in _VARIABLES if not os.environ.get(name)]
+    if missing and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ParallelismRuntimeError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set. Start with torchrun, or set "
+            f"{'it' if len(missing) == 1 else 'them'}, or unset WORLD_SIZE for a single process."
+        )
+    chosen = torch.device(device) if device is not None else _default_device()
+    if chosen.type != "cpu":
+        _make_current(chosen)
+    if backend is None:
+        backend = backend_for(chosen.type, cpu_ops=chosen.type != "cpu")
+    place: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
+    if is_distributed():
+        os.environ.update(gloo_variables(os.environ))
+        place = meeting_place(timeout)
+    dist.init_process_group(backend, timeout=timeout, **place)
+    Agreement().begin()  # from here on a rank of this host that ends is noticed
+
+
+def destroy() -> None:
+    """Ends the default process group and all that were made from it; does nothing without one."""
+    if _active():
+        dist.destroy_process_group()
+        clear_dtensor_caches()
+
+
+def is_distributed() -> bool:
+    """Whether a launcher's environment is there; true for torchrun with one process, too."""
+    return dist.is_available() and all(os.environ.get(name) for name in _VARIABLES)
+
+
+def world_and_rank() -> tuple[int, int]:
+    """How many ranks there are, and which one this is; `(1, 0)` without a process group."""
+    return (dist.get_world_size(), dist.get_rank()) if _active() else (1, 0)
+
+
+def local_rank() -> int:
+    """This process's number on its machine.
+
+    It is the launcher's `LOCAL_RANK`. Without one, the ranks are taken to be numbered machine by
+    machine, one for each accelerator; without accelerators, to be all on one machine.
+    """
+    if value := os.environ.get("LOCAL_RANK"):
+        return int(value)
+    _, rank = world_and_rank()
+    return rank % (torch.accelerator.device_count() or rank + 1)
+
+
+def backend_for(device_type: str, cpu_ops: bool = False) -> str:
+    """The backend that suits a device type: `"nccl"` for `"cuda"`, `"gloo"` for `"cpu"`.
+
+    Args:
+        device_type: such as `"cuda"`, `"cpu"` or `"xpu"`.
+        cpu_ops: serve CPU tensors too, for offloaded parameters and asynchronous checkpoints:
+            `"cuda:nccl,cpu:gloo"`.
+
+    Raises:
+        ParallelismValueError: torch knows no backend for the type.
+    """
+    backends = dist.Backend.default_device_backend_map
+    if device_type not in backends:
+        raise ParallelismValueError(
+            f"No communication backend is known for device type {device_type!r}; "
+            f"known: {', '.join(sorted(backends))}. Name the backend itself."
+        )
+    backend = backends[device_type]
+    if not cpu_ops:
+        return backend
+    if device_type == "cpu":
+        return f"cpu:{backend}"
+    return f"{device_type}:{backend},cpu:{backends['cpu']}"
+
+
+def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where tensors must be for this rank to communicate in `group`, by default the default group.
+
+    It follows from the backends of the group: `"cuda:nccl,cpu:gloo"` gives the CUDA device that
+    belongs to this process, `"gloo"` the CPU, although gloo takes some CUDA collectives. Without a
+    process group it is the device that `init()` would choose.
+    """
+    if not _active():
+        return _with_index(_default_device())
+    bound: torch.device | None = getattr(group or dist.group.WORLD, "bound_device_id", None)
+    if bound is not None:
+        return bound
+    backends = _backends(group)
+    accelerators = [kind for kind in backends if kind != "cpu" and backends[kind] != backends.get("cpu")]
+    return _with_index(torch.device(accelerators[0] if accelerators else "cpu"))
+
+
+def device_for_facts(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where a few numbers travel best in `group`: on the CPU if it can, so that no stream is awaited."""
+    return torch.device("cpu") if "cpu" in _backends(group) else device_of_group(group)
+
+
+def all_reduce(
+    value: T,
+    op: str = "mean",
+    group: dist.ProcessGroup | None = None,
+    inplace: bool = False,
+) -> T:
+    """Reduces tensors and numbers over the ranks of a group; every rank gets the result.
+
+    Args:
+        value: a tensor, a number, or dicts, lists and tuples of these, of the same structure and
+            shapes on every rank. Anything else in it is handed back as it is.
+        op: `"mean"`, `"sum"`, `"min"`, `"max"` or `"product"`. A tensor keeps its dtype: the mean
+            of integers is rounded toward zero. The mean of Python numbers is a float.
+        group: by default the default group.
+        inplace: write the result into the tensors themselves. Otherwise it is a new tensor.
+
+    Returns:
+        The reduced value, on the devices it came from, without autograd history; `value` itself
+        where there is no process group.
+
+    Raises:
+        ParallelismValueError: `op` is unknown.
+        ParallelismTypeError: a DTensor, which is one tensor over all ranks already.
+    """
+    if op not in _OPERATIONS:
+        raise ParallelismValueError(f"Unknown op {op!r}; known: {', '.join(_OPERATIONS)}.")
+    if not _active():
+        return value
+    result: T = _reduced(value, op, group, inplace)
+    return result
+
+
+def broadcast(obj: T, src: int = 0) -> T:
+    """Gives every rank the picklable object of rank `src`; without a process group, `obj`.
+
+    For settings and small objects: it travels as a pickle. What the other ranks pass is ignored.
+
+    Raises:
+        ParallelismValueError: there is no rank `src`.
+    """
+    if not _active():
+        return obj
+    world, _ = world_and_rank()
+    if not 0 <= src < world:
+        raise ParallelismValueError(f"There is no rank {src} in a world of {world}.")
+    box = [obj]
+    dist.broadcast_object_list(box, src=src, device=device_of_group())
+    return box[0]
+
+
+def gather_objects(obj: T) -> list[T]:
+    """The picklable objects of all ranks, in their order, on every rank; without a process group, `[obj]`."""
+    if not _active():
+        return [obj]
+    box: list[Any] = [None] * world_and_rank()[0]
+    dist.all_gather_object(box, obj)
+    return box
+
+
+def barrier() -> None:
+    """Returns when every rank has called it; at once without a process group."""
+    if not _active():
+        return
+    device = device_of_group()
+    dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
+
+
+def all_ranks(flag: bool) -> bool:
+    """Whether `flag` is true on every rank; the same answer on all of them."""
+    return bool(all_reduce(int(bool(flag)), "min"))
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is true on at least one rank; the same answer on all of them."""
+    return bool(all_reduce(int(bool(flag)), "max"))
+
+
+def _active() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _default_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator if accelerator is not None else torch.device("cpu")
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cpu" or device.index is not None:
+        return device
+    # Modulo: a launcher may show each process its own device only, as number 0.
+    return torch.device(device.type, local_rank() % max(torch.accelerator.device_count(), 1))
+
+
+def _make_current(device: torch.device) -> None:
+    if _default_device().type != device.type:
+        raise ParallelismRuntimeError(
+            f"Device {str(device)!r} was asked for, but this machine offers "
+            f"{_default_device().type!r} to torch {torch.__version__}."
+        )
+    torch.accelerator.set_device_index(_with_index(device).index)
+
+
+def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """The group's backend for each device type; torch writes it as `"cpu:gloo,cuda:nccl"`."""
+    pairs = (part.partition(":") for part in dist.get_backend_config(group).split(","))
+    return {kind: backend for kind, _, backend in pairs}
+
+
+def _reduced(value: Any, op: str, group: dist.ProcessGroup | None, inplace: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _reduced_tensor(value, op, group, inplace)
+    if isinstance(value, (int, float)):
+        wide = torch.float64 if isinstance(value, float) or op == "mean" else torch.int64
+        return _reduced_tensor(torch.tensor(value, dtype=wide), op, group, inplace=True).item()
+    if isinstance(value, Mapping):
+        return {key: _reduced(item, op, group, inplace) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_reduced(item, op, group, inplace) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _reduced_tensor(
+    tensor: torch.Tensor, op: str, group: dist.ProcessGroup | None, inplace: bool
+) -> torch.Tensor:
+    if hasattr(tensor, "device_mesh"):
+        raise ParallelismTypeError(
+            f"all_reduce takes plain tensors; this is a DTensor of shape {tuple(tensor.shape)}. "
+            "Pass its full_tensor() or to_local()."
+        )
+    dtype = tensor.dtype
+    if op == "mean":  # in a type that holds the sum
+        exact = not (dtype.is_floating_point or dtype.is_complex)
+        dtype = torch.int64 if exact else torch.promote_types(dtype, torch.float32)
+    served = tensor.device.type in _backends(group)
+    result = tensor.detach()
+    aliased = inplace and served and dtype == tensor.dtype and tensor.is_contiguous()
+    if not aliased:
+        device = tensor.device if served else device_of_group(group)
+        result = result.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+    dist.all_reduce(result, op=_OPERATIONS[op], group=group)
+    if op == "mean":
+        result.div_(dist.get_world_size(group), rounding_mode="trunc" if exact else None)
+    if not inplace:
+        return result.to(tensor.device, tensor.dtype)
+    if not aliased:
+        with torch.no_grad():
+            tensor.copy_(result)
+    return tensor

@@ -1,0 +1,86 @@
+"""Waiting that Ctrl-C ends."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+import torch
+
+from composer_dist.ending import Ending
+
+T = TypeVar("T")
+
+
+_log = logging.getLogger("composer_dist")
+
+
+PATIENCE = timedelta(seconds=20)
+"""How long a wait is silent before the log says what it is for."""
+
+
+def poll(limit: timedelta, what: Callable[[], str]) -> Iterator[None]:
+    """Yield, ever less often, until the time is over; unlike a store's own wait, Ctrl-C ends it.
+
+    Args:
+        what: says what is waited for, should it take long.
+    """
+    start, pause, silent = time.monotonic(), 0.001, True
+    yield
+    while (waited := time.monotonic() - start) < limit.total_seconds():
+        if silent and waited > PATIENCE.total_seconds():
+            silent = False
+            _log.warning("Waiting for %s, for %.0f s at most.", what(), limit.total_seconds())
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.1)
+        yield
+
+
+class Task(Generic[T]):
+    """A call in a thread of its own, with this thread's current device."""
+
+    def __init__(self, body: Callable[[], T]) -> None:
+        self.done = Ending()
+        self._body = body
+        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def result(self) -> T:
+        """What the call returned, or its exception."""
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def abandon(self, interrupted: bool) -> None:
+        """Let it run on, but not into the interpreter's end, which aborts under a thread inside of torch.
+
+        It ends as soon as the peer that it waits for does. After Ctrl-C everywhere peers may wait for
+        each other: then this process ends by the signal instead.
+        """
+        atexit.register(self._await_end, interrupted)
+
+    def _await_end(self, interrupted: bool) -> None:
+        if not self.done.wait(2.0 if interrupted else 5.0) and interrupted:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+
+    def _run(self) -> None:
+        try:
+            if self._device is not None:
+                torch.accelerator.set_device_index(self._device)
+            self._value = self._body()
+        except BaseException as error:
+            self._error = error
+        finally:
+            del self._body
+            self.done.set()

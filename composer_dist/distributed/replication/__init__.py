@@ -1,0 +1,1 @@
+"""Replicated data parallelism: DDP in place."""

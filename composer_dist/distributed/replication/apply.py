@@ -1,0 +1,94 @@
+"""Replicated data parallelism: DDP in place, and when it averages while microbatches accumulate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from composer_dist.distributed.replication.batch_norm import convert_sync_batch_norm
+from composer_dist.distributed.replication.plan import ReplicaPlan
+from composer_dist.distributed.replication.reducer import Replica, group_of
+from composer_dist.distributed.sharding.hooks import gather_in_methods
+from composer_dist.distributed.training.averaging import average_gradients
+from composer_dist.distributed.training.gradients import no_sync
+from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.structure import Structure
+
+
+def replicate(
+    structure: Structure,
+    plan: ReplicaPlan,
+    mesh: DeviceMesh,
+    optimizers: Sequence[Optimizer],
+    forward_methods: Sequence[str] = (),
+) -> None:
+    """Let DDP keep the copies of a model alike, from its weights on, which are the same on all ranks.
+
+    Post-local SGD makes process groups, which is collective; nothing else here communicates.
+
+    Args:
+        structure: the model's.
+        plan: made for it.
+        optimizers: bound to its parameters.
+        forward_methods: methods of the model around which DDP works as around its forward.
+    """
+    model = structure.modules[""]
+    if plan.ddp.sync_batch_norm:
+        convert_sync_batch_norm(model, group_of(mesh))
+    replica = Replica(
+        model,
+        plan,
+        parameters={name: structure.tensors[name].get() for name in plan.averaged},  # type: ignore[misc]
+        ignored=[structure.tensors[name].get() for name in plan.ignored],
+        mesh=mesh,
+    )
+    gather_in_methods(model, forward_methods)
+    if replica.local_sgd is not None:
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(replica.local_sgd.after_step)
+
+
+class DDPSyncStrategy(StrEnum):
+    """When the gradients of a replicated model are averaged; Composer's names."""
+
+    SINGLE_AUTO_SYNC = "single_auto_sync"
+    """In the last microbatch's backward, for what all microbatches have left. (Older versions of torch
+    left out parameters that only earlier microbatches used, which Composer's documentation warns of.)"""
+    MULTI_AUTO_SYNC = "multi_auto_sync"
+    """In every microbatch's backward."""
+    FORCED_SYNC = "forced_sync"
+    """Once, after the last microbatch's backward, whichever parameters it used."""
+
+
+@contextmanager
+def ddp_sync_context(
+    model: nn.Module, is_final_microbatch: bool, sync_strategy: DDPSyncStrategy | str
+) -> Iterator[None]:
+    """Run one microbatch's forward and backward of a replicated model.
+
+    Args:
+        model: wrapped in DistributedDataParallel, or prepared; its gradients accumulate.
+        is_final_microbatch: whether the optimizer steps after it.
+
+    Raises:
+        ParallelismValueError: there is no such strategy.
+    """
+    try:
+        strategy = DDPSyncStrategy(sync_strategy)
+    except ValueError:
+        known = ", ".join(DDPSyncStrategy)
+        raise ParallelismValueError(
+            f"There is no DDP sync strategy {sync_strategy!r}; there are {known}."
+        ) from None
+    automatic = strategy is DDPSyncStrategy.MULTI_AUTO_SYNC or (
+        strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC and is_final_microbatch
+    )
+    with no_sync(model, enabled=not automatic):
+        yield
+    if strategy is DDPSyncStrategy.FORCED_SYNC and is_final_microbatch:
+        average_gradients([parameter for parameter in model.parameters() if parameter.requires_grad])

@@ -1,0 +1,296 @@
+"""DDP at work on a model in place: composable replicate, with what it lacks made good.
+
+The reducer exists from the start and knows the model itself, so that it broadcasts buffers, knows
+sparse embeddings and names. It follows parameters that are frozen or thawed later. DDP makes ready for
+one backward in every forward; one that it was not made ready for (inside of a forward, or a second one
+after it) would leave each rank with its own gradients, and is averaged here at its end instead.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+
+from composer_dist import _torch
+from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, build_comm_hook
+from composer_dist.distributed.replication.plan import ReplicaPlan
+from composer_dist.distributed.training.averaging import average_gradients
+from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.tensors.nested import tensors_in
+
+_REPLICA = "_composer_dist_replica"
+
+
+class Replica:
+    """What keeps the ranks' copies of one model alike.
+
+    Args:
+        model: has its weights, the same on all ranks.
+        plan: what DDP does.
+        parameters: by first name, those whose gradients are averaged while they are trainable.
+        ignored: tensors that are left to each rank.
+        mesh: the ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ReplicaPlan,
+        parameters: Mapping[str, nn.Parameter],
+        ignored: list[torch.Tensor],
+        mesh: DeviceMesh,
+    ) -> None:
+        self.mesh = mesh
+        self.group = group_of(mesh)
+        self._model, self._plan, self._parameters, self._ignored = model, plan, parameters, ignored
+        self._ddp: _Averaging | None = None
+        self._hook: CommHook | None = None
+        self._hinted = False
+        self._depth = 0
+        if (former := replica_of(model)) is not None:  # for evaluation only: others are refused
+            former._remove()
+        dtype = plan.mp_policy.param_dtype
+        low = dtype if dtype in (torch.bfloat16, torch.float16) else None
+        self._handles: list[RemovableHandle] = []
+        if low or plan.mp_policy.output_dtype:
+            self._compute_in(low, plan.mp_policy.output_dtype)
+        self._handles.append(model.register_forward_pre_hook(self._before_forward))
+        if not plan.idle:
+            self._follow(self._trainable())
+        self._handles.append(model.register_forward_hook(self._after_forward, always_call=True))
+        vars(model)[_REPLICA] = self
+
+    @property
+    def local_sgd(self) -> LocalSGD | None:
+        """The state of post-local SGD, if that is the hook."""
+        state = self._hook.state if self._hook else None
+        return state if isinstance(state, LocalSGD) else None
+
+    @property
+    def could_be_static(self) -> bool:
+        """Whether every step so far (two or more) has used the same parameters, and nobody told DDP."""
+        ddp = self._ddp
+        return ddp is not None and not ddp.static_graph and ddp.steps > 1 and ddp.is_constant
+
+    def hint(self) -> str | None:
+        """Once: advice on the configuration, if training so far suggests any."""
+        if self._hinted or not self.could_be_static:
+            return None
+        self._hinted = True
+        return (
+            "Every step has used the same parameters of the model. DDPConfig(static_graph=True) lets DDP "
+            "rely on that, and saves it the search for unused ones."
+        )
+
+    def renew(self) -> None:
+        """A new reducer, after a forward or backward that raised; the same call on every rank."""
+        self._depth = 0
+        if self._ddp is not None and (trainable := self._trainable()):
+            self._follow(trainable)
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._parameters.items() if p.requires_grad}
+
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        """Follow what has been frozen or thawed, or refuse gradients that nobody would average."""
+        self._depth += 1
+        if self._ddp is not None:
+            self._ddp.is_nested = self._depth > 1
+        if not torch.is_grad_enabled() or self._depth > 1:
+            return
+        trainable = self._trainable()
+        if self._ddp is None:
+            if trainable:
+                raise ParallelismRuntimeError(
+                    f"{next(iter(trainable))} would get a gradient, but no gradients are averaged, because "
+                    f"{self._plan.idle}. Run forward under torch.no_grad(), or prepare for training."
+                )
+            return
+        if trainable and trainable.keys() != self._ddp.names.keys():
+            self._follow(trainable)
+        _torch.register_late_hooks(model)
+
+    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._depth = max(self._depth - 1, 0)  # an earlier hook may have raised before the forward began
+        if self._ddp is not None:
+            self._ddp.is_nested = self._depth > 1
+
+    def _follow(self, trainable: Mapping[str, nn.Parameter]) -> None:
+        """A new reducer for these parameters, without communication; the same on every rank."""
+        if self._ddp is not None:
+            self._ddp.release()
+        own = self.mesh.device_type != "cpu"
+        ignored = {id(tensor) for tensor in self._ignored}
+        named = [
+            *self._model.named_parameters(remove_duplicate=False),
+            *self._model.named_buffers(remove_duplicate=False),
+        ]
+        ddp = self._plan.ddp
+        with _torch.ddp_ignores(self._model, [name for name, tensor in named if id(tensor) in ignored]):
+            self._ddp = _Averaging(
+                self._model,
+                trainable,
+                process_group=self.group,
+                device_ids=[torch.accelerator.current_device_index()] if own else None,
+                find_unused_parameters=ddp.find_unused_parameters,
+                static_graph=ddp.static_graph,
+                bucket_cap_mb=ddp.bucket_cap_mb,
+                gradient_as_bucket_view=ddp.gradient_as_bucket_view,
+                skip_all_reduce_unused_params=ddp.skip_all_reduce_unused_params,
+                **(ddp.options or {}),
+            )
+        self._ddp.broadcast_buffers = ddp.broadcast_buffers
+        if self.local_sgd is None:  # other states belong to the reducer's buckets
+            self._hook = build_comm_hook(ddp, self._plan.reduce_dtype, self.group)
+        if self._hook is not None:
+            self._ddp.register_comm_hook(*self._hook)
+        self._ddp.hook = self._hook
+        _torch.serve_in_place(self._model, self._ddp)
+
+    def _compute_in(self, dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> None:
+        """From now on the forward runs under autocast to `dtype`, and its outputs are cast."""
+        contexts: list[AbstractContextManager[Any]] = []  # several where forward calls the model itself
+
+        def enter(model: nn.Module, args: Any) -> None:
+            context = torch.autocast(self.mesh.device_type, dtype=dtype) if dtype else nullcontext()
+            contexts.append(context)
+            context.__enter__()
+
+        def leave(model: nn.Module, args: Any, output: Any) -> Any:
+            if contexts:  # none if an earlier hook has raised
+                contexts.pop().__exit__(None, None, None)
+            if output_dtype is None:
+                return None
+            return _torch._apply_to_tensors(
+                lambda t: t.to(output_dtype) if t.is_floating_point() else t, output
+            )
+
+        self._handles.append(self._model.register_forward_pre_hook(enter))
+        self._handles.append(self._model.register_forward_hook(leave, always_call=True))
+
+
+class _Averaging(_torch.InPlaceDDP):
+    """The reducer, and what it needs to know of each backward.
+
+    Attributes:
+        names: the parameters it averages.
+        steps: backward passes that the reducer has averaged.
+        is_constant: whether all of them have used the same parameters.
+    """
+
+    def __init__(self, model: nn.Module, trainable: Mapping[str, nn.Parameter], **options: Any) -> None:
+        super().__init__(model, init_sync=False, **options)
+        self.names = dict(trainable)
+        self.hook: CommHook | None = None
+        self.steps, self.is_constant = 0, True
+        self._several = False
+        """Whether a step calls backward several times, or inside of a forward: DDP expects neither."""
+        self._expected: set[nn.Parameter] = set()
+        """What the reducer still waits for."""
+        self._seen: set[nn.Parameter] = set()
+        """What the present or last backward has used."""
+        self._used: frozenset[nn.Parameter] | None = None
+        self._backward, self._is_ready = -1, False
+        self._missed: frozenset[nn.Parameter] = frozenset()
+        """What the backwards before the present one have left over."""
+        self._handles: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(self._saw) for parameter in trainable.values()
+        ]
+
+    def release(self) -> None:
+        """Take all hooks off the parameters; this object is not used any more."""
+        for handle in self._handles:
+            handle.remove()
+        self.logger = None
+        del self.reducer  # its destructor removes its own
+
+    def before_forward(self) -> None:
+        self._backward = -1  # should the last one have ended by an error
+
+    def on_error(self, error: RuntimeError) -> None:
+        if self._expected and "finished reduction" in str(error):
+            raise ParallelismRuntimeError(
+                f"The last backward gave {self._explain(self._expected)}"
+            ) from error
+
+    def wants_backward(self, output: Any) -> bool:
+        tensors = list(tensors_in(output))  # none in an object of a kind unknown here
+        wanted = not self._several and (not tensors or any(tensor.requires_grad for tensor in tensors))
+        if wanted:
+            self._expected = set(self.names.values())
+        return wanted
+
+    def _saw(self, parameter: nn.Parameter) -> None:
+        """A parameter has its gradient of this backward, not averaged yet; the reducer hears of it next."""
+        if self._backward != _torch.current_backward():
+            self._backward = _torch.current_backward()
+            self._missed, self._is_ready = frozenset(self._expected), bool(self._expected)
+            self._seen.clear()
+            _torch.at_end_of_backward(lambda: _torch.at_end_of_backward(self._finish))  # after the reducer's
+        if self._is_ready and not self.static_graph and parameter not in self._expected:
+            raise ParallelismRuntimeError(
+                f"A second backward began, but the one before it gave {self._explain(self._missed)}"
+            )
+        self._expected.discard(parameter)
+        self._seen.add(parameter)
+
+    def _finish(self) -> None:
+        """The end of a backward: note what it used, or average what the reducer was not ready for."""
+        self._backward = -1
+        if self._is_ready:
+            if self.find_unused_parameters or self.static_graph:
+                self._expected.clear()
+            used = frozenset(self._seen)
+            self.is_constant &= self._used is None or self._used == used
+            self._used = used
+            self.steps += 1
+        elif all(getattr(o, key) == yes for o, key, yes in _torch.gradient_sync_flags(self.module)):
+            self._average()
+
+    def _average(self) -> None:
+        """What the reducer does not do, for a whole backward; this and all later ones."""
+        state = self.hook.state if self.hook else None
+        if isinstance(state, LocalSGD):
+            state.next_backward()
+        elif self.hook is not None and not self._several:
+            warnings.warn(
+                "A step that calls backward several times, or inside of forward, averages at the end of each "
+                "in the gradients' own dtype: the comm_hook or reduce_dtype that was asked for is not used.",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._several = True
+        group = state.group if isinstance(state, LocalSGD) else self.process_group
+        average_gradients(list(self.names.values()), group)
+
+    def _explain(self, missing: Collection[nn.Parameter]) -> str:
+        unused = [name for name, parameter in self.names.items() if parameter in missing]
+        return (
+            f"{', '.join(unused[:8])}{' and others' if len(unused) > 8 else ''} no gradient "
+            f"({len(unused)} of {len(self.names)} parameters), and DDP still waits for them. If a loss does "
+            "not use every parameter, set DDPConfig(find_unused_parameters=True), or freeze the unused."
+        )
+
+
+def replica_of(model: nn.Module) -> Replica | None:
+    """What keeps copies of `model` alike, if DDP has been prepared for it."""
+    found: Replica | None = vars(model).get(_REPLICA)
+    return found
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks that hold replicas: all of the mesh, whose other dimensions have size 1."""
+    names = mesh.mesh_dim_names or ()
+    return mesh.get_group("dp_replicate" if "dp_replicate" in names else 0)

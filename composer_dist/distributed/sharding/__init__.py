@@ -1,0 +1,1 @@
+"""FSDP2: which modules are units, and how they are sharded."""

@@ -1,0 +1,184 @@
+"""Tensor parallelism and FSDP2 from the plan.
+
+Sharding happens on the meta device, on every rank alike: each parameter is first replaced by a
+shadow without storage, matrices are cut among the tensor-parallel ranks, the units are sharded from the
+outermost inwards, and only then do the shards get their storage, to be filled by `sync`, `initialize` or
+a checkpoint. So no rank needs more than its shards, the full tensors stay where they were until they have
+been delivered, and the layout of a parameter in memory (a transposed view, say) does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from composer_dist import _torch
+from composer_dist.distributed.mesh.mesh import fsdp_mesh, submesh
+from composer_dist.distributed.plan.plan import ParallelPlan
+from composer_dist.distributed.sharding.hooks import gather_in_methods, own_outputs, reshard_after_evaluation
+from composer_dist.distributed.sharding.order import check_call_order
+from composer_dist.distributed.sharding.plan import Unit
+from composer_dist.distributed.sharding.skip import let_skip
+from composer_dist.distributed.tensor_parallel.apply import apply_tensor_parallel, materialize
+from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.structure.names import ancestors
+from composer_dist.structure.structure import Held, Structure
+from composer_dist.tensors.arena import Arena, padded_bytes
+from composer_dist.tensors.codec import empty_like
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What sharding has made of a model's parameters."""
+
+    originals: dict[str, torch.Tensor]
+    """The parameters as they were before, by first name: full, or on the meta device."""
+    sharded: dict[str, nn.Parameter]
+    """The new parameters, DTensors, with uninitialized storage."""
+    local: dict[str, torch.Tensor]
+    """Their local tensors, `(rows, ...)`: this rank's rows of dimension 0."""
+
+
+def check_offload(plan: ParallelPlan) -> None:
+    """Refuse pinned memory where no accelerator can pin it.
+
+    Raises:
+        ParallelismRuntimeError: a unit insists on pinned memory and there is no accelerator.
+    """
+    pinned = [unit.name or "the root" for unit in plan.units if unit.offload == "pinned"]
+    if pinned and not torch.accelerator.is_available():
+        raise ParallelismRuntimeError(
+            f"cpu_offload='pinned' (unit {pinned[0]}) needs an accelerator to pin memory for, and this "
+            "machine has none; use cpu_offload=True, which pins only where it can."
+        )
+
+
+def shard(
+    structure: Structure,
+    plan: ParallelPlan,
+    mesh: DeviceMesh,
+    device: torch.device,
+    only_real: bool = False,
+) -> Shards:
+    """Shard a model's parameters as planned; their values are yet to come.
+
+    Args:
+        structure: the model's.
+        plan: made for this structure.
+        mesh: the whole one.
+        device: where shards live; those of units with offload live in host memory instead.
+        only_real: parameters that are on the meta device stay there, as meta shards.
+    """
+    tensor_parallel = plan.tensor_parallel
+    alone = [] if tensor_parallel is None else list(tensor_parallel.parameters)
+    names = [*(name for unit in plan.units for name in unit.parameters), *alone]
+    managed = {name: structure.tensors[name] for name in names}
+    originals = {name: held.get() for name, held in managed.items()}
+    for held in managed.values():
+        held.put(_shadow(held))
+    if tensor_parallel is not None and (tp_mesh := submesh(mesh, "tp")) is not None:
+        apply_tensor_parallel(structure, tensor_parallel, tp_mesh)
+    for unit in plan.units:
+        _shard_unit(unit, structure, fsdp_mesh(mesh) or mesh)
+    sharded: dict[str, nn.Parameter] = {}
+    local: dict[str, torch.Tensor] = {}
+    for unit in plan.units:
+        home = torch.device("cpu") if unit.offload else device
+        known = fsdp_params_by_place(structure.modules[unit.name])
+        params = {
+            name: next(known[place.key_of] for place in managed[name].places if place.key_of in known)
+            for name in unit.parameters
+            if managed[name].info.inner or not (only_real and originals[name].is_meta)
+        }
+        for name in [name for name in params if managed[name].info.inner]:
+            rows = _torch.padded_shard(params[name])[0][0]
+            where = torch.device("meta") if only_real and originals[name].is_meta else home
+            made = empty_like(originals[name], where, originals[name].shape[0] // rows, pins_memory(unit))
+            parameter = _torch.adopt_shard(params.pop(name), made)
+            if not made.is_meta:
+                sharded[name], local[name] = parameter, made
+        for name, storage in zip(params, _storages(params.values(), home, pins_memory(unit)), strict=True):
+            sharded[name], local[name] = _torch.materialize_shard(params[name], storage)
+    for name in alone:
+        if name not in plan.parameter_units and not (only_real and originals[name].is_meta):
+            sharded[name], local[name] = materialize(managed[name], device)
+    return Shards(originals, sharded, local)
+
+
+def _storages(params: Iterable[Any], device: torch.device, pin: bool) -> Iterator[torch.Tensor]:
+    """Uninitialized memory for the shards of a unit's parameters, padded."""
+    needed = [_torch.padded_shard(param) for param in params]
+    if device.type != "cpu" or pin:
+        return (torch.empty(size, dtype=dtype, device=device, pin_memory=pin) for size, dtype in needed)
+    arena = Arena(sum(padded_bytes(size, dtype) for size, dtype in needed))
+    return (arena.empty(size, dtype) for size, dtype in needed)
+
+
+def fsdp_params_by_place(module: nn.Module) -> dict[tuple[int, str], Any]:
+    """FSDP2's own record of each parameter of the unit that `module` leads, by where it is held."""
+    found = {}
+    for param in _torch.fsdp_params(module) if isinstance(module, FSDPModule) else ():
+        owner, key = _torch.fsdp_param_place(param)
+        found[id(owner), key] = param
+    return found
+
+
+def pins_memory(unit: Unit) -> bool:
+    """Whether a unit's shards lie in pinned host memory."""
+    return unit.offload == "pinned" or (unit.offload == "auto" and torch.accelerator.is_available())
+
+
+def _shadow(held: Held) -> nn.Parameter:
+    """A parameter on the meta device, contiguous, like `held` in everything that FSDP2 looks at."""
+    empty = torch.empty(held.info.shape, dtype=held.info.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=held.info.requires_grad)
+
+
+def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
+    modules = [structure.modules[name] for name in unit.modules]
+    mine = {structure.tensors[name].get() for name in unit.parameters}
+    others = {p for module in modules for p in module.parameters() if p not in mine}
+    offload = CPUOffloadPolicy(pin_memory=pins_memory(unit)) if unit.offload else OffloadPolicy()
+    fully_shard(
+        modules if len(modules) > 1 else modules[0],
+        mesh=mesh,
+        reshard_after_forward=unit.reshard_after_forward,
+        mp_policy=unit.mp_policy,
+        offload_policy=offload,
+        ignored_params=others,
+    )
+
+
+def hook_units(structure: Structure, plan: ParallelPlan, mesh: DeviceMesh) -> None:
+    """What this library adds around the units' calls and collectives; see each function."""
+    units = [(unit, structure.modules[unit.name]) for unit in plan.units]
+    compiled = {one.module for one in plan.compiled}
+    for unit, module in units:
+        for name in unit.modules:
+            traced = any(above in compiled for above in ancestors(name) if above != name)
+            own_outputs(structure.modules[name], traced)
+            gather_in_methods(structure.modules[name], plan.config.forward_methods)
+        single = isinstance(module, FSDPModule) and len(unit.modules) == 1
+        if single and unit.reshard_after_forward is not True:
+            reshard_after_evaluation(module)  # type: ignore[arg-type]
+    data_parallel = fsdp_mesh(mesh)
+    if data_parallel is None:
+        return
+    let_skip(structure, plan.skippable, [n for u in plan.units for n in u.modules], data_parallel)
+    wanted = plan.config.check_order
+    if mesh.size() > 1 and (mesh.device_type == "cpu" if wanted == "auto" else wanted):
+        check_call_order({unit.name: module for unit, module in units})
+
+
+def finish(structure: Structure, plan: ParallelPlan) -> None:
+    """Let FSDP2 run its own final checks now, from the outermost units."""
+    for unit in plan.units:
+        module = structure.modules[unit.name]
+        if isinstance(module, FSDPModule) and len(unit.modules) == 1:
+            _torch.finish_lazily(module)

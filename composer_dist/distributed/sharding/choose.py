@@ -1,0 +1,254 @@
+"""How units are chosen: by rule, by the caller's policy, by attribute, or by the model's structure.
+
+`choose_units` asks the four in this order for every module; the first with an opinion decides. The
+structure speaks only where nobody else has chosen a unit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+
+from composer_dist._torch import CustomPolicy
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.distributed.wishes import merge_rules
+from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
+from composer_dist.structure.blocks import has_forward, holds_parameters, structural_units
+from composer_dist.structure.names import ancestors
+from composer_dist.structure.select import children_of, container_text
+from composer_dist.structure.structure import Structure
+
+WrapPolicy = CustomPolicy | Callable[[nn.Module], bool | dict[str, Any]]
+
+
+_OPTION_TYPES: dict[str, tuple[type, ...]] = {
+    "reshard_after_forward": (bool, int),
+    "mp_policy": (MixedPrecisionPolicy,),
+    "offload_policy": (OffloadPolicy,),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What somebody wants of a module."""
+
+    unit: bool
+    reason: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from the configuration: a policy's options and a rule's fields, by name."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The outcome for a whole model. Modules go by their first names."""
+
+    units: Mapping[str, Choice]
+    """The chosen units, in the order of the model; the root among them if it takes what is left."""
+    plain: Mapping[str, str]
+    """Modules whose parameters stay replicated, with the reason."""
+    rules: Mapping[str, Mapping[str, tuple[Any, str]]]
+    """Module name to the merged fields of the rules that match it, each with its rule's spelling."""
+    warnings: tuple[str, ...] = ()
+
+
+def choose_units(
+    structure: Structure,
+    config: ParallelismConfig,
+    policy: WrapPolicy | None = None,
+    children: Sequence[str] = (),
+) -> Choices:
+    """Decide for every module of a model whether it is a unit, and by whose word.
+
+    Args:
+        structure: the model's.
+        config: its rules and `containers` count here.
+        policy: the caller's `fsdp_wrap_policy`.
+        children: modules that are units unless somebody says no (the children of a ComposerModel).
+
+    Raises:
+        ParallelismValueError: a rule that matches nothing, a policy that chooses no unit.
+        ParallelismKeyError: a policy's dictionary with a key that is not an option of `fully_shard`.
+        ParallelismTypeError: a policy that returns neither a bool nor a dictionary.
+    """
+    modules = structure.modules
+    rules, warnings = merge_rules(config.rules, structure, config.containers)
+    chosen: dict[str, Choice] = {}
+    plain = dict(_metrics(structure))
+    skippable = {name: fields["skippable"] for name, fields in rules.items() if "skippable" in fields}
+    for name, module in modules.items():
+        if structure.first[name] != name:
+            continue
+        shard, source = rules.get(name, {}).get("shard", (None, ""))
+        if (above := _first_above(name, skippable)) is not None:
+            how, skips = skippable[above]
+            if not name or shard:
+                raise ParallelismValueError(
+                    f"The {source or skips} makes {name or 'the root'} a unit, but the {skips} lets ranks "
+                    f"skip {above or 'it'}, and a unit needs every rank. Leave one of them out."
+                )
+            if how == "replicate" and name == above:
+                plain[name] = f"the {skips} lets ranks skip it"
+            elif shard is False:
+                plain[name] = f"{source} leaves it replicated"
+            continue
+        if shard is False:
+            plain[name] = f"{source} leaves it replicated"
+        elif shard:
+            chosen[name] = Choice(True, source)
+        elif (choice := _ask(name, module, modules, policy)) is not None:
+            chosen[name] = choice
+        elif name in children:
+            chosen[name] = Choice(True, "it is a direct child of the ComposerModel")
+    chosen, expanded = _expand(chosen, structure, config.containers)
+    refused_root = any("shard" in fields and fields["shard"][0] for fields in rules.values())
+    refused_root |= "" in plain or ("" in chosen and not chosen[""].unit)
+    units = {n: choice for n, choice in chosen.items() if choice.unit and _first_above(n, skippable) is None}
+    if not units and (policy is not None or any(hasattr(m, "fsdp_wrap_fn") for m in modules.values())):
+        raise ParallelismValueError(
+            "Nothing would be sharded: the wrap policy (fsdp_wrap_policy or fsdp_wrap_fn) chooses no "
+            "module. Return True for at least one, or leave the policy out."
+        )
+    if units.keys() <= set(children):
+        for name, reason in structural_units(structure):
+            if name not in chosen and _first_above(name, {**plain, **skippable}) is None:
+                units[name] = Choice(True, reason)
+    if "" not in units and not refused_root:
+        units[""] = Choice(True, "the root takes what no other unit has")
+    units = {n: _with_rules(units[n], rules.get(n, {})) for n in modules if n in units}
+    return Choices(units, plain, rules, tuple(dict.fromkeys(warnings + expanded)))
+
+
+def _first_above(name: str, names: Mapping[str, Any]) -> str | None:
+    """`name` or the nearest module above it that is in `names`."""
+    return next((above for above in ancestors(name) if above in names), None)
+
+
+UNIT_FIELDS = ("reshard_after_forward", "mixed_precision", "offload")
+"""The fields of a rule that only a unit can follow."""
+
+
+def _with_rules(choice: Choice, rules: Mapping[str, tuple[Any, str]]) -> Choice:
+    """The choice with its rules' fields, which come before the policy's options."""
+    options = dict(choice.options)
+    for key, other in (("mixed_precision", "mp_policy"), ("offload", "offload_policy")):
+        if key in rules:
+            options.pop(other, None)
+    options.update({key: rules[key][0] for key in UNIT_FIELDS if key in rules})
+    return replace(choice, options=options)
+
+
+def inherited(name: str, modules: Mapping[str, nn.Module], attribute: str) -> Any:
+    """`attribute` of the module called `name` or of its nearest ancestor that has it, else None."""
+    path = name.split(".") if name else []
+    for end in range(len(path), -1, -1):
+        value = getattr(modules.get(".".join(path[:end])), attribute, None)
+        if value is not None:
+            return value
+    return None
+
+
+def _ask(
+    name: str, module: nn.Module, modules: Mapping[str, nn.Module], policy: WrapPolicy | None
+) -> Choice | None:
+    """The opinion of the caller's policy, else of the attributes, about one module.
+
+    That a function says no to a module means that it does not choose it, not that nobody may.
+    """
+    if policy is not None:
+        function = policy._lambda_fn if isinstance(policy, CustomPolicy) else policy
+        return _read_answer(function(module), name, "fsdp_wrap_policy")
+    own = getattr(module, "_fsdp_wrap", None)
+    if own is not None:
+        return Choice(bool(own), f"_fsdp_wrap={bool(own)}")
+    function = inherited(name, modules, "fsdp_wrap_fn")
+    return None if function is None else _read_answer(function(module), name, "fsdp_wrap_fn")
+
+
+def _read_answer(answer: Any, name: str, source: str) -> Choice | None:
+    if not isinstance(answer, (bool, dict)):
+        raise ParallelismTypeError(
+            f"{source} must return True, False or a dictionary of options, but returned "
+            f"{type(answer).__name__} for module {name!r}."
+        )
+    options = dict(answer) if isinstance(answer, dict) else {}
+    unknown = sorted(set(options) - set(_OPTION_TYPES))
+    if unknown:
+        raise ParallelismKeyError(
+            f"{source} returned the unknown option{'s' * (len(unknown) > 1)} {', '.join(map(repr, unknown))} "
+            f"for module {name!r}. Valid keys are: {', '.join(_OPTION_TYPES)}."
+        )
+    for key, value in options.items():
+        if value is not None and not isinstance(value, _OPTION_TYPES[key]):
+            raise ParallelismTypeError(
+                f"{source}: option {key!r} for module {name!r} must be "
+                f"{' or '.join(kind.__name__ for kind in _OPTION_TYPES[key])}, not {type(value).__name__}."
+            )
+    given = {key: value for key, value in options.items() if value is not None}
+    return Choice(True, source, given) if answer else None
+
+
+def _expand(
+    chosen: Mapping[str, Choice], structure: Structure, containers: str
+) -> tuple[dict[str, Choice], list[str]]:
+    """The choices with every unit that has no forward replaced by its children, or dropped; warnings."""
+    expanded: dict[str, Choice] = {}
+    warnings: list[str] = []
+    for name, choice in chosen.items():
+        module = structure.modules[name]
+        if has_forward(module) or not choice.unit:
+            expanded.setdefault(name, choice)
+            continue
+        missing = [inner for inner in children_of(name, structure) if inner not in chosen]
+        if missing or not module._modules:
+            warnings.append(container_text(name, module, containers))
+        if containers == "expand":
+            for inner in missing:
+                expanded[inner] = Choice(True, f"{choice.reason}, through {name}", choice.options)
+    return expanded, warnings
+
+
+def _metrics(structure: Structure) -> Iterator[tuple[str, str]]:
+    """Metrics that hold parameters, a network to compare with, say."""
+    for name, module in structure.modules.items():
+        if _is_metric(module) and holds_parameters(module):
+            yield structure.first[name], "a metric runs outside of the model's forward"
+
+
+def _is_metric(module: nn.Module) -> bool:
+    torchmetrics: Any = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(
+        module, (torchmetrics.Metric, torchmetrics.MetricCollection)
+    )
+
+
+def composer_children(model: nn.Module) -> tuple[str, ...]:
+    """The names of a ComposerModel's direct children that are units: all but its metrics.
+
+    A child that is a bare ModuleList or ModuleDict is none, since it is never called; its blocks are
+    found by structure.
+
+    Raises:
+        ParallelismTypeError: not a ComposerModel.
+    """
+    from composer_dist.composer_model import ComposerModel
+
+    if not isinstance(model, ComposerModel):
+        raise ParallelismTypeError(
+            f"parallelize_composer_model prepares a ComposerModel, not a {type(model).__name__}; "
+            "parallelize_model prepares any module."
+        )
+    return tuple(
+        name
+        for name, child in model.named_children()
+        if holds_parameters(child) and has_forward(child) and not _is_metric(child)
+    )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 manages `module` as a unit already."""
+    return isinstance(module, FSDPModule)

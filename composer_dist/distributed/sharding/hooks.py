@@ -1,0 +1,153 @@
+"""A unit's outputs are tensors of their own, not views.
+
+FSDP2 hooks the outputs of a unit to gather its parameters again before backward. On a view (a Linear
+with a bias returns one for sequences on CPU) an in-place operation of the caller would lose the hook,
+so torch 2.13 warns at every forward. An output that is no view in autograd's eyes, over the same
+memory, keeps it.
+
+
+MERGED: Methods other than `forward` that gather a unit's parameters as `forward` does.
+
+A unit gathers in hooks around its call. A method that is called by itself would find shards, so it is
+sent through the call: all hooks run around it, FSDP2's and this library's, and `forward` means itself
+again as soon as they have run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from composer_dist import _torch
+from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.structure import Structure
+from composer_dist.tensors.nested import tensors_in
+from composer_dist.wording import near_miss
+
+
+def own_outputs(unit: nn.Module, traced: bool = False) -> None:
+    """From now on `unit` returns no views; call it after `fully_shard`.
+
+    Args:
+        unit: a unit of FSDP2's.
+        traced: whether torch.compile compiles a module around it; it leaves the hook alone then.
+    """
+    hook = torch.compiler.disable(_replace_views) if traced else _replace_views
+    unit.register_forward_hook(hook, prepend=True)  # before FSDP2 hooks the outputs
+
+
+def _replace_views(module: nn.Module, args: Any, output: Any) -> Any:
+    if torch.is_grad_enabled() and any(_is_view(tensor) for tensor in tensors_in(output)):
+        return _torch._apply_to_tensors(_owned, output)
+    return output
+
+
+def _is_view(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor._base is not None
+
+
+def _owned(tensor: torch.Tensor) -> torch.Tensor:
+    own: torch.Tensor = _Own.apply(tensor) if _is_view(tensor) else tensor  # type: ignore[no-untyped-call]
+    return own
+
+
+class _Own(torch.autograd.Function):
+    """The identity, whose result shares memory with its input but is no view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+_gathered: ContextVar[bool] = ContextVar("gathered", default=False)
+
+
+@contextmanager
+def stay_gathered() -> Iterator[None]:
+    """Inside, units that stay gathered after forward do so after a forward without gradients too."""
+    token = _gathered.set(True)
+    try:
+        yield
+    finally:
+        _gathered.reset(token)
+
+
+def reshard_after_evaluation(unit: FSDPModule) -> None:
+    """From now on a forward of `unit` without gradients leaves its shards registered.
+
+    FSDP2 lets the root, and every unit that does not reshard after forward, stay gathered until the
+    backward. After an evaluation none comes: an optimizer step would then change the shards while the
+    next forward still used the gathered weights from before it.
+    """
+
+    def reshard_unit(module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() and not _gathered.get():
+            unit.reshard()
+
+    cast(nn.Module, unit).register_forward_hook(reshard_unit)
+
+
+def check_forward_methods(names: Sequence[str], structure: Structure, units: Iterable[str]) -> None:
+    """Refuse names that are a method of no unit.
+
+    Raises:
+        ParallelismValueError: there are some; says which other modules have such a method.
+    """
+    modules = [structure.modules[unit] for unit in units]
+    faults = []
+    for name in names:
+        if not any(_has(module, name) for module in modules):
+            known = {key for module in modules for key in dir(type(module)) if key not in dir(nn.Module)}
+            others = [other for other, module in structure.modules.items() if _has(module, name)]
+            remedy = near_miss(name, known)
+            if others:
+                home = others[0] or "The root"
+                remedy = f" {home} has it; make it a unit with Rule({others[0]!r}, shard=True)."
+            faults.append(f"forward_methods: no unit has a method {name!r}.{remedy}")
+    if faults:
+        raise ParallelismValueError("\n".join(faults))
+
+
+def gather_in_methods(module: nn.Module, names: Sequence[str]) -> None:
+    """From now on those of the methods `names` that `module` has run as its forward does."""
+    for name in names:
+        if name != "forward" and _has(module, name):
+            setattr(module, name, _as_forward(module, getattr(module, name)))
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return callable(getattr(type(module), name, None))
+
+
+def _as_forward(module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        own = vars(module).get("forward")  # somebody else may have put one in front of the class's
+
+        def restore() -> None:
+            vars(module).pop("forward", None)
+            if own is not None:
+                vars(module)["forward"] = own
+
+        def redirected(*args: Any, **kwargs: Any) -> Any:
+            restore()
+            return method(*args, **kwargs)
+
+        vars(module)["forward"] = redirected
+        try:
+            return module(*args, **kwargs)
+        finally:
+            restore()
+
+    return call

@@ -1,0 +1,185 @@
+"""Modules that some ranks skip in a step, such as an image tower for a batch without images.
+
+Nothing in such a module may be a unit, whose collectives need every rank. Either its parameters stay
+whole on each rank ("replicate"), and their gradients are averaged with those of other plain parameters,
+or they belong to the unit around it ("root"), which gathers and reduces them whatever is called.
+
+Backward needs all ranks as well, in one order. FSDP2 reduces only what has a gradient, and a rank that
+skipped the module has none: there the unit's outputs are tied to the skipped parameters with gradients
+of zero, if any other rank has used them. And it reduces a unit when the gradients of its inputs are
+there, or else at the very end: whether inputs have gradients must not depend on what was skipped before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_dist import _torch
+from composer_dist.distributed.sharding.choose import Choices
+from composer_dist.distributed.sharding.order import exchange
+from composer_dist.distributed.sharding.units import Assignment, Group
+from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.names import ancestors
+from composer_dist.structure.structure import Held, Structure
+from composer_dist.tensors.nested import tensors_in
+
+
+@dataclass(frozen=True)
+class Skippable:
+    """A module that ranks may skip."""
+
+    module: str
+    parameters: tuple[str, ...]
+    """First names of its trainable parameters, or of those that one unit holds."""
+    unit: str | None
+    """The module that leads, or belongs to, the unit around it that holds them; None with "replicate"."""
+
+
+def plan_skippable(structure: Structure, choices: Choices, assignment: Assignment) -> Iterator[Skippable]:
+    """What the rules with `skippable` come to.
+
+    Raises:
+        ParallelismValueError: "root" for a module without a unit around it, or with one within it.
+    """
+    homes = {name: group for group in assignment.groups for name in group.parameters}
+    for module, fields in choices.rules.items():
+        how, source = fields.get("skippable", (None, ""))
+        inside = [n for n, held in structure.parameters.items() if how and _holds(module, held)]
+        units: dict[str | None, list[str]] = {}
+        for name in inside:
+            unit = None if how == "replicate" else _unit_around(name, module, homes, assignment, source)
+            if structure.tensors[name].info.requires_grad:
+                units.setdefault(unit, []).append(name)
+        yield from (Skippable(module, tuple(names), unit) for unit, names in units.items())
+
+
+def _unit_around(
+    name: str, module: str, homes: Mapping[str, Group], assignment: Assignment, source: str
+) -> str | None:
+    """The module of the unit that holds a parameter of a module with "root"; None for a scalar."""
+    home = homes.get(name)
+    if home is None:
+        if not assignment.plain[name].startswith("no unit"):
+            return None
+        raise ParallelismValueError(
+            f"The {source} puts the parameters of {module} in the unit around it, but there is none. Add "
+            "Rule('', shard=True), or use skippable='replicate'."
+        )
+    unit = next((above for above in ancestors(module) if above in home.modules), module)
+    if unit == module:
+        raise ParallelismValueError(
+            f"The {source} lets ranks skip {module}, but {home.name} in it is a unit of its own, because "
+            f"{home.choice.reason}. Use skippable='replicate'."
+        )
+    return unit
+
+
+def _holds(module: str, held: Held) -> bool:
+    return any(module in ancestors(owner) for owner in held.info.owners)
+
+
+def let_skip(
+    structure: Structure, skippable: Sequence[Skippable], units: Iterable[str], mesh: DeviceMesh
+) -> None:
+    """From now on ranks may skip these modules.
+
+    Args:
+        structure: the model's, sharded.
+        skippable: what the plan says.
+        units: the modules of all units.
+        mesh: the ranks that share the work.
+    """
+    if skippable:
+        for name in filter(None, units):
+            structure.modules[name].register_forward_pre_hook(
+                _require_gradient, with_kwargs=True, prepend=True
+            )
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    for unit in dict.fromkeys(one.unit for one in skippable if one.unit is not None):
+        towers = [
+            _Tower(structure.modules[one.module], [structure.tensors[name] for name in one.parameters])
+            for one in skippable
+            if one.unit == unit
+        ]
+        _Unit(structure.modules[unit], towers, groups)
+
+
+def _require_gradient(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Have the inputs require a gradient, as they would if all modules before had been called."""
+    floating = [t for t in tensors_in([args, kwargs]) if t.is_floating_point()]
+    if not torch.is_grad_enabled() or not floating or any(t.requires_grad for t in floating):
+        return None
+    return _torch._apply_to_tensors(
+        lambda t: t.detach().requires_grad_() if t is floating[0] else t, (args, kwargs)
+    )
+
+
+@dataclass(eq=False)
+class _Tower:
+    module: nn.Module
+    parameters: list[Held]
+    ran: bool = False
+    """Whether this rank has called it in the present forward of the unit."""
+
+    def __post_init__(self) -> None:
+        self.module.register_forward_pre_hook(self._note)
+
+    def _note(self, module: nn.Module, args: Any) -> None:
+        self.ran = True
+
+
+@dataclass(eq=False)
+class _Unit:
+    module: nn.Module
+    towers: list[_Tower]
+    groups: list[dist.ProcessGroup] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        self.module.register_forward_pre_hook(self._begin)
+        self.module.register_forward_hook(self._end, prepend=True)
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        for tower in self.towers:
+            tower.ran = False
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        ran = exchange(torch.tensor([[int(tower.ran) for tower in self.towers]]), self.groups).amax(0)
+        missed = [t for t, some in zip(self.towers, ran.tolist(), strict=True) if some and not t.ran]
+        parameters = [held.get() for tower in missed for held in tower.parameters]
+        if not parameters:
+            return output
+        tied = [t for t in tensors_in(output) if t.is_floating_point()]
+        tied = [t for t in tied if t.requires_grad] or tied
+        chosen, passes = set(map(id, tied)), set[int]()
+        return _torch._apply_to_tensors(
+            lambda t: _Tied.apply(t, passes, *parameters) if id(t) in chosen else t,  # type: ignore[no-untyped-call]
+            output,
+        )
+
+
+class _Tied(torch.autograd.Function):
+    """The identity, whose backward gives each of some parameters a gradient of zero, once a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, passes: set[int], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.passes = passes
+        ctx.parameters = [(p.shape, p.dtype, p.device) for p in parameters]
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        number = _torch.current_backward()
+        if number in ctx.passes:
+            return gradients[0], None, *([None] * len(ctx.parameters))
+        ctx.passes.add(number)
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.parameters]
+        return gradients[0], None, *zeros

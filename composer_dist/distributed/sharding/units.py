@@ -1,0 +1,243 @@
+"""Which unit manages which parameter.
+
+A *unit* is a module (or several, where a tie forces them together) whose parameters are gathered and
+reduced in one collective. A parameter belongs to the unit of its nearest ancestor; a tie to the
+nearest unit that contains all of its owners, which is gathered whenever any of them runs. Because
+every unit's exact parameters are known, sharding goes top down: an outer unit may hold a parameter
+that lies, by name, inside an inner one. No tie has to be cut, and no blocks to be merged, for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from composer_dist.distributed.mesh.mesh import mesh_of, submesh
+from composer_dist.distributed.sharding.choose import Choice, Choices, is_sharded
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.structure.blocks import has_forward
+from composer_dist.structure.names import ancestors
+from composer_dist.structure.structure import Structure, TensorInfo
+
+
+@dataclass(eq=False)
+class Group:
+    """A unit in the making; modules and parameters by their first names."""
+
+    modules: list[str]
+    choice: Choice
+    parameters: list[str] = field(default_factory=list)
+    split: bool = False
+    """Whether it exists only to keep dtypes apart."""
+
+    @property
+    def name(self) -> str:
+        """The first module's name, for people."""
+        return self.modules[0] or "the root"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Every parameter's home."""
+
+    groups: tuple[Group, ...]
+    """In the order of the model, outer before inner."""
+    plain: Mapping[str, str]
+    """Parameters kept whole on every rank, each with the reason."""
+    skipped: Mapping[str, str]
+    """Modules that were chosen but are no units, each with the reason."""
+    warnings: tuple[str, ...]
+
+
+def assign(structure: Structure, choices: Choices, shards: int | None = None) -> Assignment:
+    """Give every parameter of the model to one unit, or leave it plain.
+
+    Args:
+        shards: ranks that share each parameter, where it is known.
+
+    Raises:
+        ParallelismValueError: ties or dtypes that no arrangement of units can hold (all of them
+            named at once); a model that is sharded already, or in which nothing is left to shard.
+    """
+    skipped, warnings = _already_sharded(structure, choices)
+    groups = {name: Group([name], one) for name, one in choices.units.items() if name not in skipped}
+    plain: dict[str, str] = {}
+    faults: list[str] = []
+    for name, held in structure.parameters.items():
+        if isinstance(held.get(), DTensor):
+            continue  # sharded by the user's own code, and left as it is
+        reason = _why_plain(held.info, structure, choices, groups)
+        if (
+            held.info.inner and shards == 1
+        ):  # there FSDP2 passes on the first inner tensor alone (2.11 to 2.13)
+            reason = reason or "it is made of several tensors, which FSDP2 gathers from two ranks or more"
+        home = None if reason else _home(held.info, structure, groups, faults)
+        if home is None:
+            plain[name] = reason or "no unit contains it (Rule('', shard=True) makes the root one)"
+        else:
+            home.parameters.append(name)
+    for group in dict.fromkeys(groups.values()):
+        groups.update(_split_by_dtype(group, structure, faults))
+    if faults:
+        raise ParallelismValueError("\n".join(faults))
+    for name in [name for name, group in groups.items() if name and not group.parameters]:
+        skipped[name] = _why_empty(name, structure)
+        del groups[name]
+    if not any(group.parameters for group in groups.values()):
+        why = "no unit gets a parameter" if structure.parameters else "the model has no parameters"
+        raise ParallelismValueError(f"Nothing would be sharded: {why}.")
+    if "" not in groups and any(len(group.modules) > 1 for group in groups.values()):
+        groups[""] = Group([""], Choice(True, "it coordinates units of several modules"))
+    ordered = dict.fromkeys(groups[name] for name in structure.modules if name in groups)
+    return Assignment(tuple(ordered), plain, skipped, tuple(warnings))
+
+
+def _already_sharded(structure: Structure, choices: Choices) -> tuple[dict[str, str], list[str]]:
+    """Chosen modules that the user's own code has sharded, or that lie inside one that is."""
+    old = FullyShardedDataParallel
+    if wrapped := [name or "the root" for name, m in structure.modules.items() if isinstance(m, old)]:
+        raise ParallelismTypeError(
+            f"{', '.join(wrapped)} {'is' if len(wrapped) == 1 else 'are'} wrapped in "
+            "FullyShardedDataParallel, FSDP1, which FSDP2 replaces; prepare the plain module."
+        )
+    sharded = {name for name, module in structure.modules.items() if is_sharded(module)}
+    mesh = mesh_of(structure.modules[""])
+    if "" in sharded or (mesh is not None and submesh(mesh, "tp") is not None):
+        raise ParallelismValueError("The model is sharded already; prepare a model once, unsharded.")
+    skipped = {
+        name: "it is sharded already, or lies inside a module that is"
+        for name in choices.units
+        if any(above in sharded for above in ancestors(name))
+    }
+    listed = ", ".join(name for name in structure.modules if name in sharded or name in skipped)
+    return skipped, [f"Sharded already, left as it is: {listed}."] if sharded else []
+
+
+def _why_plain(
+    info: TensorInfo, structure: Structure, choices: Choices, groups: Mapping[str, Group]
+) -> str | None:
+    if not info.shape:
+        return "a scalar has no dimension to shard"
+    if 0 in info.shape:
+        return "it is empty"
+    for owner in info.owners:
+        above = (structure.first[name] for name in ancestors(owner))
+        nearest = next((name for name in above if name in choices.plain or name in groups), None)
+        if nearest is not None and nearest in choices.plain:
+            return choices.plain[nearest]
+    return None
+
+
+def _why_empty(name: str, structure: Structure) -> str:
+    if any(True for _ in structure.modules[name].parameters()):
+        return "outer units hold all of its parameters, or they stay plain"
+    return "it has no parameters"
+
+
+def _home(
+    info: TensorInfo, structure: Structure, groups: dict[str, Group], faults: list[str]
+) -> Group | None:
+    """The nearest unit that contains every owner; without one, the owners' own units become one."""
+    firsts = [[structure.first[above] for above in ancestors(owner)] for owner in info.owners]
+    chains = [[groups[name] for name in names if name in groups] for names in firsts]
+    for group in chains[0]:
+        if all(group in chain for chain in chains):
+            return group
+    if not all(chains):
+        return None
+    one, *others = dict.fromkeys(chain[0] for chain in chains)
+    for other in others:
+        if other.choice.options != one.choice.options:
+            faults.append(
+                f"{' and '.join(info.names)} are one parameter, but their units {one.name} and "
+                f"{other.name} have different options; give both the same, or make a common ancestor a unit."
+            )
+            continue
+        _join(one, other, structure)
+        groups.update({name: one for name, group in groups.items() if group is other})
+    return one
+
+
+def _join(one: Group, other: Group, structure: Structure) -> None:
+    """Take over another group; of modules that lie in one another the outer one stands for both."""
+    one.parameters += other.parameters
+    names = {*one.modules, *other.modules}
+    one.modules = [
+        name
+        for name in structure.modules
+        if name in names and not any(above in names for above in ancestors(name) if above != name)
+    ]
+
+
+def _split_by_dtype(group: Group, structure: Structure, faults: list[str]) -> dict[str, Group]:
+    """Units cut out of one that trains several dtypes, for FSDP2 reduces one dtype per unit.
+
+    The dtype with most bytes stays, if all the others have submodules to themselves; else the next.
+    """
+    infos = {name: structure.tensors[name].info for name in group.parameters}
+    inside = {name: list(_modules_around(info, group, structure)) for name, info in infos.items()}
+    sizes: dict[torch.dtype, int] = {}
+    dtypes: dict[str, set[torch.dtype]] = {}  # module to the dtypes that are trained entirely inside it
+    for name, info in infos.items():
+        if info.requires_grad:
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+            for module in inside[name]:
+                dtypes.setdefault(module, set()).add(info.dtype)
+    if len(sizes) < 2:
+        return {}
+    stuck: dict[torch.dtype, list[str]] = {}
+    for main in sorted(sizes, key=lambda dtype: -sizes[dtype]):
+        parts: dict[str, torch.dtype] = {}
+        for name, info in infos.items():
+            if info.requires_grad and info.dtype != main:
+                fit = [m for m in inside[name] if len(dtypes[m]) == 1 and has_forward(structure.modules[m])]
+                if fit:
+                    parts[fit[-1]] = info.dtype
+                else:
+                    stuck.setdefault(main, []).append(f"{name} ({_short(info.dtype)})")
+        if main not in stuck:
+            return _cut(group, inside, parts, main)
+    main = next(iter(stuck))
+    faults.append(
+        f"{group.name} trains {_short(main)} parameters, and also {', '.join(stuck[main])}, which no "
+        "submodule holds apart. Convert them, freeze them, or leave their module replicated with "
+        "Rule(..., shard=False)."
+    )
+    return {}
+
+
+def _cut(
+    group: Group, inside: Mapping[str, list[str]], parts: Mapping[str, torch.dtype], main: torch.dtype
+) -> dict[str, Group]:
+    """Make each part a group of its own, with everything that lies entirely inside it."""
+    cut: dict[str, Group] = {}
+    kept: list[str] = []
+    for name in group.parameters:
+        part = next((module for module in inside[name] if module in parts), None)
+        if part is None:
+            kept.append(name)
+            continue
+        if part not in cut:
+            reason = f"it trains {_short(parts[part])} where {group.name} trains {_short(main)}"
+            cut[part] = Group([part], Choice(True, reason, group.choice.options), split=True)
+        cut[part].parameters.append(name)
+    group.parameters = kept
+    return cut
+
+
+def _modules_around(info: TensorInfo, group: Group, structure: Structure) -> Iterator[str]:
+    """The modules below a group's own that contain all owners of a tensor, innermost first."""
+    others = [set(ancestors(owner)) for owner in info.owners[1:]]
+    for above in ancestors(info.owners[0]):
+        if structure.first[above] in group.modules:
+            return
+        if all(above in other for other in others):
+            yield structure.first[above]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,90 @@
+"""LoRA adapters beside a matrix that is cut.
+
+An adapter adds `B(A(x))` to the matrix's output. Where the output features are cut, those of B are cut
+alike and A stays whole; where the input features are cut, those of A are, and B stays whole. What is
+whole sees the whole work, or a part of it (positions of the sequence, or the rows of its own features)
+whose gradients are then summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from composer_dist.distributed.tensor_parallel.matrices import base_of
+from composer_dist.distributed.tensor_parallel.styles import STYLES, Style, Styled
+from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.structure import Structure
+
+_PARTS = {"base_layer", "lora_A", "lora_B", "lora_dropout"}
+
+
+def with_adapters(structure: Structure, styled: Mapping[str, Styled]) -> dict[str, Styled]:
+    """The styles, where those of a layer with adapters are handed to its parts.
+
+    Raises:
+        ParallelismValueError: adapters of another kind than LoRA beside a matrix that is cut; all of them.
+    """
+    found: dict[str, Styled] = {}
+    faults: list[str] = []
+    for name, one in styled.items():
+        layer = structure.modules[name]
+        if (
+            "original_module" in layer._modules
+        ):  # peft's modules_to_save: copies that are trained in its place
+            copies = layer._modules.get("modules_to_save") or nn.ModuleDict()
+            found[f"{name}.original_module"] = one
+            found.update({f"{name}.modules_to_save.{key}": one for key in copies._modules})
+            continue
+        if base_of(layer) is layer:
+            found.setdefault(name, one)
+            continue
+        if not isinstance(one.style, Style):
+            found[f"{name}.base_layer"] = one
+            faults.append(f"{name} has adapters: a style of torch's own does not tell what becomes of them.")
+            continue
+        odd = list(_others(layer, one.style))
+        if odd:
+            faults.append(
+                f"{name} has adapters whose {', '.join(odd)} cannot be cut with it; tensor parallelism knows "
+                "LoRA on matrices. Leave the layer whole with Rule(..., tp='replicate')."
+            )
+        found[f"{name}.base_layer"] = one
+        found.update(dict(_lora(name, layer, one)))
+    if faults:
+        raise ParallelismValueError("\n".join(faults))
+    return found
+
+
+def _others(layer: nn.Module, style: Style) -> Iterator[str]:
+    """What a layer with adapters holds beside LoRA's two matrices."""
+    if style.cut is None:
+        return
+    for key, child in layer._modules.items():
+        if child is not None and key not in _PARTS and any(True for _ in child.parameters()):
+            yield key
+    if style.cut == "rows" or isinstance(base_of(layer), nn.Embedding):
+        yield "embedding"
+    for key in ("lora_A", "lora_B"):
+        for inner in (layer._modules.get(key) or nn.ModuleDict()).children():
+            if not isinstance(inner, nn.Linear):
+                yield f"{key} ({type(inner).__name__})"
+
+
+def _lora(name: str, layer: nn.Module, one: Styled) -> Iterator[tuple[str, Styled]]:
+    style = one.style
+    assert isinstance(style, Style)
+    summed, whole = STYLES["sum_gradients"], STYLES["replicate"]
+    if style.cut == "out":
+        # A's output has a whole gradient only if B's input sums it.
+        first = whole if style.before == "copy" else summed
+        second = style
+    elif style.cut == "in":
+        first = style
+        second = summed if style.after == "scatter_sequence" else whole
+    else:
+        first = second = style
+    for key, part in (("lora_A", first), ("lora_B", second)):
+        for adapter in layer._modules.get(key) or ():  # type: ignore[union-attr]
+            yield f"{name}.{key}.{adapter}", Styled(part, f"it is beside {name}, which is {one.label}")

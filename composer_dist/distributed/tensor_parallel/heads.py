@@ -1,0 +1,157 @@
+"""The sizes that modules keep of their own: heads and features, of which each rank has its part.
+
+A module whose projections are cut reshapes their outputs by numbers that it keeps as attributes. They
+are found by name (as in torchtune's `prepare_mha_for_tp`), checked all together, and divided only when
+everything else is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from composer_dist.distributed.tensor_parallel.matrices import base_of, features, is_conv1d
+from composer_dist.distributed.tensor_parallel.styles import Style, Styled
+from composer_dist.structure.names import ancestors
+from composer_dist.structure.structure import Structure
+
+_KV_HEADS = ("num_kv_heads", "num_key_value_heads", "n_kv_heads", "n_kv_head", "num_kv_head")
+
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "num_head", "heads", *_KV_HEADS)
+
+
+_WIDTHS = ("embed_dim", "split_size", "all_head_size", "inner_dim", "hidden_size", "d_model", "n_embd")
+
+
+_HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
+
+
+PROTOCOL = "tensor_parallel_attributes"
+"""A module's own list of the attributes to divide, in place of the known names."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """An attribute of a module that each rank has its part of."""
+
+    module: str
+    attribute: str
+    before: int
+    after: int
+
+
+def plan_divisions(
+    structure: Structure,
+    styled: Mapping[str, Styled],
+    size: int,
+    extra: Sequence[str],
+    faults: list[str],
+) -> tuple[Division, ...]:
+    """Which attributes are divided by `size`.
+
+    Args:
+        extra: names of attributes to divide beside the known ones.
+        faults: what does not divide is added here, named.
+    """
+    found: list[Division] = []
+    idle = set(extra)
+    for name in _reshaping(structure, styled):
+        module = structure.modules[name]
+        idle.difference_update(_present(module, extra))
+        own = getattr(module, PROTOCOL, None)
+        heads = _present(module, _HEADS if own is None else own)
+        names = [*heads, *_present(module, extra)]
+        if own is None and heads:
+            names += _present(module, _WIDTHS)
+        for attribute in dict.fromkeys(names):
+            value = getattr(module, attribute)
+            if value % size:
+                faults.append(_text(name, module, attribute, value, size))
+            found.append(Division(name, attribute, value, value // size))
+        if own is None:
+            faults += _head_faults(structure, styled, name, size)
+        if heads or _head_size(module) is not None:
+            faults += _partial_faults(structure, styled, name)
+    for name, one in styled.items():
+        module = structure.modules[name]
+        base = base_of(module)
+        if isinstance(one.style, Style) and one.style.cut == "out" and is_conv1d(base):
+            out, _ = features(base)
+            if out % (size * one.style.groups):
+                faults.append(_text(name, base, "nf", out, size))
+            path = name if base is module else f"{name}.base_layer"
+            found.append(Division(path, "nf", out, out // size))
+    if idle:
+        faults.append(
+            "No module whose projections are cut has the head_attributes "
+            f"{', '.join(sorted(idle))}, as integers."
+        )
+    return tuple(found)
+
+
+def _reshaping(structure: Structure, styled: Mapping[str, Styled]) -> Iterator[str]:
+    """Modules that receive outputs whose features are cut: the parents of such projections."""
+    seen: dict[str, None] = {}
+    for name, one in styled.items():
+        style = one.style
+        if isinstance(style, Style):
+            cut = style.cut == "out" and style.after is None
+        else:
+            cut = type(style).__name__ == "ColwiseParallel"
+        if cut:
+            seen[structure.first[name.rpartition(".")[0]]] = None
+    return iter(seen)
+
+
+def _present(module: nn.Module, names: Sequence[str]) -> list[str]:
+    return [name for name in names if type(vars(module).get(name)) is int]
+
+
+def _head_faults(structure: Structure, styled: Mapping[str, Styled], name: str, size: int) -> Iterator[str]:
+    """Projections whose parts would not be whole heads, and head counts that only a configuration knows."""
+    module = structure.modules[name]
+    head = _head_size(module)
+    if head is None:
+        return
+    prefix = f"{name}." if name else ""
+    for child, inner in module._modules.items():
+        one = styled.get(f"{prefix}{child}")
+        if inner is None or one is None or not isinstance(one.style, Style):
+            continue
+        if one.style.cut == "out" and one.style.after is None and not _present(module, _HEADS):
+            heads, rest = divmod(features(base_of(inner))[0] // one.style.groups, head)
+            if not rest and heads % size:
+                yield (
+                    f"{prefix}{child} has {heads} heads of {head} features, which tp={size} does not divide; "
+                    "take a tp that does, or leave the attention whole with Rule(..., tp='replicate')."
+                )
+
+
+def _head_size(module: nn.Module) -> int | None:
+    return next((value for key in _HEAD_SIZES if type(value := getattr(module, key, None)) is int), None)
+
+
+def _partial_faults(structure: Structure, styled: Mapping[str, Styled], name: str) -> Iterator[str]:
+    """Whole parameters of an attention that nobody gave a style: of some heads only, each rank's gradient."""
+    own = styled.get(name)
+    summed = own is not None and isinstance(own.style, Style) and own.style.sum_gradients
+    for parameter, held in structure.parameters.items():
+        for owner in held.info.owners:
+            above = list(ancestors(owner))
+            below = above[: above.index(name)] if name in above else []
+            if name in above and not any(one in styled for one in below) and not (owner == name and summed):
+                yield (
+                    f"{parameter} stays whole inside {name or 'the root'}, which works on this rank's heads; "
+                    f"give {owner or 'the root'} the style 'sum_gradients' if it works head by head, or "
+                    "'replicate' if it works on whole activations."
+                )
+
+
+def _text(name: str, module: nn.Module, attribute: str, value: int, size: int) -> str:
+    return (
+        f"{name or 'The root'} ({type(module).__name__}) has {attribute}={value}, which tp={size} does not "
+        "divide; take a tp that does, or leave the module whole with Rule(..., tp='replicate')."
+    )

@@ -1,0 +1,124 @@
+"""Cross-entropy of logits that are cut over the vocabulary.
+
+The logits of a language model are its largest activation. Cut, they need not be gathered: each rank takes
+the maximum and the sum of exponentials over its part, and two all-reduces of a number per position make
+the loss (Megatron's vocab-parallel cross-entropy; Shoeybi et al., 2019, arXiv:1909.08053).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composer_dist.distributed.mesh.layout import chunk
+from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.names import ancestors
+from composer_dist.structure.structure import Structure
+
+
+def parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` for class indices, of logits that may be cut over the classes.
+
+    Args:
+        logits: `(..., classes)`: a DTensor cut along its last dimension over the tensor-parallel ranks, as
+            a model gives with `TPConfig(loss_parallel=True)`, or a plain tensor.
+        labels: `(...)`, equal on those ranks.
+        ignore_index: label of positions that do not count.
+        reduction: "mean" over the positions that count, "sum", or "none" `(...)`.
+
+    Returns:
+        A plain tensor, equal on all tensor-parallel ranks; float32 for logits of lower precision.
+
+    Raises:
+        ParallelismValueError: an unknown reduction.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ParallelismValueError(f'reduction is "mean", "sum" or "none", not {reduction!r}.')
+    flat = labels.reshape(-1)
+    if not isinstance(logits, DTensor):
+        rows = logits.reshape(-1, logits.shape[-1])
+        losses = nn.functional.cross_entropy(rows, flat, ignore_index=ignore_index, reduction="none")
+    else:
+        classes, mesh = logits.shape[-1], logits.device_mesh
+        part = logits.to_local()
+        part = part.reshape(-1, part.shape[-1])
+        if part.dtype in (torch.float16, torch.bfloat16):
+            part = part.float()
+        losses = _CrossEntropy.apply(part, flat, classes, ignore_index, mesh)  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return losses.view(labels.shape)
+    total = losses.sum()
+    return total / (flat != ignore_index).sum() if reduction == "mean" else total
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of each row of logits `(rows, part of the classes)`, 0 where it is ignored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, classes: int, ignore_index: int, mesh: DeviceMesh
+    ) -> Tensor:
+        group = mesh.get_group()
+        first, last = chunk(classes, mesh.size(), mesh.get_local_rank())
+        largest = logits.amax(-1)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        exponentials = (logits - largest.unsqueeze(-1)).exp()
+        mine = (labels >= first) & (labels < last)
+        places = (labels - first).masked_fill(~mine, 0).unsqueeze(-1)
+        chosen = logits.gather(-1, places).squeeze(-1) - largest
+        sums = torch.stack([exponentials.sum(-1), chosen.masked_fill(~mine, 0)])
+        dist.all_reduce(sums, group=group)
+        counts = labels != ignore_index
+        ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), places, mine, counts)
+        return (sums[0].log() - sums[1]).masked_fill(~counts, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        softmax, places, mine, counts = ctx.saved_tensors
+        result = softmax.scatter_add(-1, places, -mine.to(softmax.dtype).unsqueeze(-1))
+        scale = gradients[0].masked_fill(~counts, 0)
+        return result * scale.unsqueeze(-1), None, None, None, None
+
+
+def give_loss(structure: Structure, head: str) -> None:
+    """Let the Hugging Face causal language model around `head`, if it is one, take cut logits in its loss."""
+    losses = sys.modules.get("transformers.loss.loss_utils")
+    for name in ancestors(head):
+        model: Any = structure.modules[name]
+        if losses is not None and getattr(model, "loss_function", None) is losses.ForCausalLMLoss:
+            model.loss_function = causal_lm_loss
+            return
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Transformers' `ForCausalLMLoss`, of logits `(batch, positions, vocabulary)` that may be cut.
+
+    Each position's label is the next token, unless `shift_labels` gives it.
+    """
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    shift_labels = shift_labels.to(logits.device)
+    if num_items_in_batch is None:
+        return parallel_cross_entropy(logits, shift_labels, ignore_index=ignore_index)
+    total = parallel_cross_entropy(logits, shift_labels, ignore_index=ignore_index, reduction="sum")
+    return total / num_items_in_batch

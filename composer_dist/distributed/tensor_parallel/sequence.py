@@ -1,0 +1,104 @@
+"""Sequence parallelism: between attention and feed-forward, each rank has its part of the positions.
+
+In the repeated blocks of a model everything outside of the cut matrices (norms, dropout, residual sums)
+is done by all tensor-parallel ranks alike. Here each does it for its positions: the first block cuts the
+sequence, attention and feed-forward gather it, add up and scatter it again (an all-gather and a
+reduce-scatter in place of an all-reduce, the same bytes), and the last block gathers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from composer_dist.distributed.tensor_parallel.styles import STYLES, Style, Styled
+from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.names import ancestors
+from composer_dist.structure.structure import Structure
+
+_REGION = Style("gather_sequence", before="gather_sequence")
+
+
+def with_sequence_parallel(structure: Structure, styled: Mapping[str, Styled]) -> dict[str, Styled]:
+    """The styles, with the repeated blocks that hold cut matrices made sequence parallel.
+
+    Raises:
+        ParallelismValueError: there are no such blocks, or parts of them that it does not know how to
+            make sequence parallel; all of them.
+    """
+    found = dict(styled)
+    lists = [
+        name
+        for name, module in structure.modules.items()
+        if isinstance(module, nn.ModuleList)
+        and any(_below(one, name) and _cut(styled[one]) for one in styled)
+    ]
+    lists = [name for name in lists if not any(above in lists for above in ancestors(name) if above != name)]
+    faults: list[str] = []
+    for name in lists:
+        blocks = [f"{name}.{key}" for key in structure.modules[name]._modules]
+        for block in blocks:
+            _block(structure, block, styled, found, faults)
+        whole = Style("sequence_block", before="split_sequence", after="gather_sequence")
+        first, last = replace(whole, after=None), replace(whole, before=None)
+        ends = {blocks[0]: whole} if len(blocks) == 1 else {blocks[0]: first, blocks[-1]: last}
+        found.update({block: Styled(style, f"an end of {name}") for block, style in ends.items()})
+    if not lists:
+        faults.append(
+            "sequence_parallel cuts the sequence in repeated blocks, and no ModuleList holds cut matrices; "
+            f"give styles by name ({', '.join(key for key in STYLES if 'sequence' in key)}) instead."
+        )
+    if faults:
+        raise ParallelismValueError("\n".join(faults))
+    return found
+
+
+def _block(
+    structure: Structure,
+    block: str,
+    styled: Mapping[str, Styled],
+    found: dict[str, Styled],
+    faults: list[str],
+) -> None:
+    """Sequence parallelism within one block: its regions gather and scatter, its norms take their part."""
+    regions: dict[str, set[str]] = {}
+    for name, one in styled.items():
+        if _below(name, block) and _cut(one):
+            assert isinstance(one.style, Style)
+            regions.setdefault(name.rpartition(".")[0], set()).add(str(one.style.cut))
+            inward = one.style.cut == "out"
+            style = replace(one.style, before=None) if inward else one.style
+            found[name] = Styled(style if inward else replace(style, after="scatter_sequence"), one.reason)
+    for name, cuts in regions.items():
+        if cuts != {"out", "in"} or name == block:
+            faults.append(
+                f"sequence_parallel needs projections into and out of {name} to be its children, and {name} "
+                "to be a module of its own; leave sequence_parallel out."
+            )
+        found[name] = Styled(_REGION, "its projections need all positions")
+    for name, module in structure.modules.items():
+        holds = any(parameter is not None for parameter in module._parameters.values())
+        placed = any(name == one or _below(name, one) for one in styled if not _idle(styled[one]))
+        if (not _below(name, block) and name != block) or not holds or placed:
+            continue
+        if any(_below(name, region) for region in regions) or "Norm" not in type(module).__name__:
+            faults.append(
+                f"sequence_parallel does not know what {name} ({type(module).__name__}) does along the "
+                "sequence; give it the style 'sequence' if it treats every position alike, or leave "
+                "sequence_parallel out."
+            )
+        found[name] = Styled(STYLES["sequence"], "it treats every position alike")
+
+
+def _cut(one: Styled) -> bool:
+    return isinstance(one.style, Style) and one.style.cut in {"out", "in"}
+
+
+def _idle(one: Styled) -> bool:
+    return isinstance(one.style, Style) and one.style.idle
+
+
+def _below(name: str, above: str) -> bool:
+    return name.startswith(f"{above}.") if above else bool(name)

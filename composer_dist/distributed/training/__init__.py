@@ -1,0 +1,1 @@
+"""Between forward and step: gradients, averaging, norms, full parameters for a while."""

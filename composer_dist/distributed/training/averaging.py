@@ -1,0 +1,225 @@
+"""Tensors replaced by their means over ranks, in few collectives."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from composer_dist import _torch
+from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
+from composer_dist.tensors.nested import tensors_in
+
+
+def average_plain_gradients(
+    root: nn.Module, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh | None
+) -> PlainGradientAveraging:
+    """Average the gradients of parameters that nothing shards, over all ranks of `mesh`.
+
+    Once per backward through an output of `root`, when all local gradients are there, in one
+    all-reduce per dtype and mesh dimension. Every rank that runs such a backward takes part. A
+    parameter that this rank did not use counts as zero; one that no rank used keeps no gradient.
+    `no_sync` postpones it to the next synchronized backward.
+
+    Args:
+        root: the module whose outputs the loss is computed from.
+        parameters: plain parameters by name, the same on every rank, none of them a DTensor.
+        mesh: the data-parallel mesh, of any number of dimensions; None is the whole world.
+
+    Returns:
+        A handle; its `remove()` ends the averaging.
+
+    Raises:
+        ParallelismTypeError: a parameter is sharded.
+        ParallelismRuntimeError: from backward, if it reached a parameter but no output of `root`.
+    """
+    if sharded := [name for name, p in parameters.items() if isinstance(p, DTensor)]:
+        raise ParallelismTypeError(
+            f"Only plain parameters can be averaged here, but {', '.join(sharded)} are DTensors, "
+            "whose gradients FSDP2 reduces."
+        )
+    return PlainGradientAveraging(root, parameters, mesh)
+
+
+class PlainGradientAveraging:
+    """The handle of `average_plain_gradients`.
+
+    A callback per backward, not hooks per parameter: ranks may produce their gradients in another
+    order, or not at all, but the callback runs once on each. It is queued when the gradient arrives
+    at an output of the root, where FSDP2 queues its own; hooks of one tensor fire in the order of
+    registration, so the order of all collectives is one everywhere.
+    """
+
+    sync: bool = True
+    """Whether backward averages; `no_sync` sets it."""
+
+    def __init__(
+        self, root: nn.Module, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh | None
+    ) -> None:
+        self._names: dict[torch.Tensor, str] = {p: name for name, p in parameters.items()}
+        self._mesh = mesh
+        self._backward = -1
+        self._pending = False
+        self._handles: list[RemovableHandle] = [root.register_forward_hook(self._watch)]
+        for parameter in self._names:
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(self._expect_average)
+                self._handles.append(hook)
+        _averagings.setdefault(root, []).append(self)
+
+    def remove(self) -> None:
+        """Ends the averaging and takes all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        for averagings in _averagings.values():
+            if self in averagings:
+                averagings.remove(self)
+
+    def _watch(self, root: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._queue)
+
+    def _queue(self, gradient: torch.Tensor) -> None:
+        # By the number of the pass: a flag would stay set after a backward that raised.
+        if self._backward != _torch.current_backward():
+            self._backward = _torch.current_backward()
+            self._pending = True
+            _torch.at_end_of_backward(self._average)
+
+    def _expect_average(self, parameter: torch.Tensor) -> None:
+        if self.sync and not self._pending and _groups(self._mesh):
+            backward = _torch.current_backward()
+            # At the end: an output may get its gradient after this parameter got its own.
+            _torch.at_end_of_backward(lambda: self._refuse(parameter, backward))
+
+    def _refuse(self, parameter: torch.Tensor, backward: int) -> None:
+        if self._backward != backward and not self._pending:
+            raise ParallelismRuntimeError(
+                f"Backward reached the parameter {self._names[parameter]!r} but no output of the "
+                "prepared model, so it would not be averaged over the ranks. Call the prepared "
+                "model itself; let it return what the loss needs (in tuples, lists, mappings or "
+                "dataclasses)."
+            )
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Replaces each gradient by its mean over the ranks.
+
+        Gradients are sums over micro-batches, and the mean is linear: what `no_sync` left behind
+        is averaged here together with the new part. What was averaged before is equal on all
+        ranks, hence its own mean, and stays what it is.
+        """
+        self._pending = False
+        groups = _groups(self._mesh)
+        if not self.sync or not groups:
+            return
+        world_size = math.prod(dist.get_world_size(group) for group in groups)
+        by_dtype: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        for parameter in self._names:
+            if parameter.requires_grad:
+                # Half precision is summed in float32: there are few of these, and many ranks.
+                by_dtype[torch.promote_types(parameter.dtype, torch.float32)].append(parameter)
+        for dtype, parameters in by_dtype.items():
+            device = torch.device(self._mesh.device_type) if self._mesh else parameters[0].device
+            parts = [_dense_gradient(p).to(device, dtype).flatten() for p in parameters]
+            parts.append(torch.tensor([p.grad is not None for p in parameters]).to(device, dtype))
+            flat = torch.cat(parts)
+            for group in groups:
+                dist.all_reduce(flat, group=group)
+            *means, used = torch.split(flat.div_(world_size), [*map(len, parts)])
+            for index, (parameter, mean) in enumerate(zip(parameters, means, strict=True)):
+                _store_gradient(parameter, mean, used[index])
+
+
+_averagings: WeakKeyDictionary[nn.Module, list[PlainGradientAveraging]] = WeakKeyDictionary()
+
+
+def _groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """The groups whose all-reduces, one after the other, span all ranks of `mesh`."""
+    if mesh is not None:
+        return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    world = dist.group.WORLD if dist.is_available() else None
+    return [world] if world is not None and dist.get_world_size(world) > 1 else []
+
+
+def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _store_gradient(parameter: torch.Tensor, mean: torch.Tensor, used: torch.Tensor) -> None:
+    """Keeps the gradient tensor where there is one; only else reads `used`, a wait on a GPU."""
+    mean = mean.view(parameter.shape)
+    if parameter.grad is not None and not parameter.grad.is_sparse:
+        parameter.grad.copy_(mean)
+    elif parameter.grad is not None or used:
+        parameter.grad = mean.to(parameter.device, parameter.dtype, copy=True)
+
+
+_BUCKET = 25 << 20
+"""Bytes that travel in one collective, unless one tensor is larger: DDP's own size."""
+
+
+@torch.no_grad()
+def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Replace each tensor by its mean over the ranks of `group`, in its own dtype; a collective.
+
+    Args:
+        tensors: dense, and alike in number, shape, dtype and order on all ranks.
+        group: None is the whole world.
+    """
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.detach().flatten() for tensor in bucket])
+        dist.all_reduce(flat, group=group)
+        means = flat.div_(dist.get_world_size(group)).split([tensor.numel() for tensor in bucket])
+        for tensor, mean in zip(bucket, means, strict=True):
+            tensor.copy_(mean.view_as(tensor))
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Replace every gradient by its mean over the ranks of `group`, unused parameters' counting as zero.
+
+    A parameter that no rank has used keeps no gradient. A collective; sparse gradients become dense.
+
+    Args:
+        parameters: the same, in the same order, on all ranks.
+        group: None is the whole world.
+    """
+    if not parameters or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    used = used.to(parameters[0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    somewhere = [parameter for parameter, one in zip(parameters, used.tolist(), strict=True) if one]
+    for parameter in somewhere:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+    average((parameter.grad for parameter in somewhere if parameter.grad is not None), group)
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbors of one dtype and device, together no larger than a bucket."""
+    for _, alike in groupby(tensors, key=lambda tensor: (tensor.dtype, tensor.device)):
+        bucket: list[torch.Tensor] = []
+        size = 0
+        for tensor in alike:
+            if bucket and size + tensor.nbytes > _BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        yield bucket

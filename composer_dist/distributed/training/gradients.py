@@ -1,0 +1,88 @@
+"""Gradients that add up over the microbatches of a batch.
+
+MERGED: Gradients after backward: when they are synchronized, and who averages the rest.
+
+FSDP2 and DDP reduce the gradients that they manage. What stays a plain parameter on purpose (a
+scalar, `Rule(shard=False)`) is averaged here, by `average_plain_gradients`. `no_sync` governs all
+of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from composer_dist import _torch
+from composer_dist.distributed.training.averaging import _averagings
+from composer_dist.errors import ParallelismValueError
+
+Accumulate = Literal["sharded", "unsharded"]
+
+
+@contextmanager
+def accumulate(model: nn.Module, last: bool, how: Accumulate = "sharded") -> Iterator[None]:
+    """Forward and backward of one of several microbatches, whose gradients add up until the last.
+
+    "sharded" reduces each microbatch's gradients to shards at once, so that no rank ever holds more of
+    them; across HSDP's replicas, and of replicated parameters, only the sum is reduced, on the last.
+    "unsharded" reduces everything once, on the last, and holds the gradients of whole parameters until
+    then: `accumulated_bytes` says how many.
+
+    Args:
+        model: prepared; `zero_grad` belongs before the first microbatch.
+        last: whether this is the last microbatch.
+        how: the same for all microbatches of a batch.
+
+    Raises:
+        ParallelismValueError: another word.
+    """
+    if how not in ("sharded", "unsharded"):
+        raise ParallelismValueError(f"accumulate is 'sharded' or 'unsharded', not {how!r}.")
+    with synchronizing(model, lambda what: last or (how == "sharded" and what == "reduce_grads")):
+        yield
+
+
+def accumulated_bytes(model: nn.Module, how: Accumulate = "sharded") -> int:
+    """What a rank holds, beside its shards, of gradients that accumulate from one microbatch to the next."""
+    if how == "sharded":
+        return 0
+    return sum(_torch.accumulated_nbytes(m) for m in model.modules() if isinstance(m, FSDPModule))
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
+    """Accumulate gradients locally: backward inside this context communicates none.
+
+    Forward belongs inside too (DDP decides there). The next backward outside synchronizes the sum.
+    Every module's own state from before is restored on the way out, also after an exception, so
+    that contexts nest. FSDP2, HSDP, DDP, composable replicate and `average_plain_gradients` obey.
+
+    Args:
+        model: the module under which gradients stay local.
+        enabled: False does the opposite: backward inside synchronizes, whatever an outer context
+            says.
+    """
+    with synchronizing(model, lambda what: not enabled):
+        yield
+
+
+@contextlib.contextmanager
+def synchronizing(model: nn.Module, decide: Callable[[str], bool]) -> Iterator[None]:
+    """Inside, what is reduced in backward is what `decide` says of its flag's name."""
+    flags: list[tuple[object, str, bool]] = []
+    for module in model.modules():
+        flags += _torch.gradient_sync_flags(module)
+        flags += [(averaging, "sync", True) for averaging in _averagings.get(module, ())]
+    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in flags]
+    try:
+        for owner, attribute, synchronizes in flags:
+            setattr(owner, attribute, synchronizes == decide(attribute))
+        yield
+    finally:
+        for owner, attribute, value in before:
+            setattr(owner, attribute, value)

@@ -1,0 +1,170 @@
+"""Full parameters in place of shards, for a while.
+
+`gather` and `scatter_into` move one tensor between its shards and its full value; everything that
+needs full values (`summon_full_params` here, the states in `checkpoint/`) is built on these two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from composer_dist.distributed.moving.into import broadcast_full, scatter_into
+from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.prepared import check_usable, reshard
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.ranks.process_group import world_and_rank
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from composer_dist.structure.names import canonical_name
+from composer_dist.tensors.codec import encoded, parts
+
+
+@dataclass
+class _Summoned:
+    """One sharded parameter, wherever it is registered, and the full one that stands in."""
+
+    shard: nn.Parameter
+    places: list[tuple[nn.Module, str]]
+    name: str
+    full: nn.Parameter | None = None
+
+
+@contextmanager
+def summon_full_params(
+    model: nn.Module,
+    writeback: bool = True,
+    recurse: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Inside, the modules below `model` hold full, plain parameters; after it, their shards again.
+
+    The shards are the same objects before and after, so optimizers stay bound; ties are kept. Read
+    or change the parameters inside, or call modules that are no unit; a forward of a unit would
+    gather anew, past the changes, and is refused. `model` may be any part of a prepared model.
+
+    Args:
+        writeback: what each rank changed in the part that it owns is in its shards afterwards.
+        recurse: False leaves out the units below `model`, not the plain modules.
+        rank0_only: only rank 0 gets full parameters, the others keep their shards; with
+            `writeback`, rank 0's changes reach all.
+        offload_to_cpu: the full parameters lie in host memory.
+        with_grads: full gradients too, written back like the parameters.
+
+    Raises:
+        ParallelismValueError: a parameter has another shape afterwards.
+        ParallelismRuntimeError: a unit's forward inside, or a parameter removed.
+    """
+    check_usable(model)
+    reshard(model)
+    summoned = list(_sharded_parameters(model, recurse))
+    present = not rank0_only or world_and_rank()[1] == 0
+    for one in summoned:
+        one.full = _summon(one.shard, present, offload_to_cpu, with_grads)
+    units = [module for _, module in _modules(model, "", recurse) if isinstance(module, FSDPModule)]
+    hooks = [unit.register_forward_pre_hook(_refuse_forward, prepend=True) for unit in units]
+    try:
+        for one in summoned:
+            if one.full is not None:
+                _register(one.places, one.full)
+        yield
+        if writeback and summoned:
+            _write_back(summoned, rank0_only, with_grads)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        reshard(model)
+        for one in summoned:
+            _register(one.places, one.shard)
+
+
+def _refuse_forward(module: nn.Module, arguments: object) -> None:
+    raise ParallelismRuntimeError(
+        f"The forward of {type(module).__name__}, which is sharded, was called inside "
+        "summon_full_params; call it outside."
+    )
+
+
+def _sharded_parameters(model: nn.Module, recurse: bool) -> Iterator[_Summoned]:
+    """Each sharded parameter once, with all its places."""
+    found: dict[int, _Summoned] = {}
+    for prefix, module in _modules(model, "", recurse):
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                one = _Summoned(parameter, [], canonical_name(f"{prefix}{name}"))
+                found.setdefault(id(parameter), one).places.append((module, name))
+    yield from found.values()
+
+
+def _modules(module: nn.Module, prefix: str, recurse: bool) -> Iterator[tuple[str, nn.Module]]:
+    yield prefix, module
+    for name, child in module.named_children():
+        if recurse or not isinstance(child, FSDPModule):
+            yield from _modules(child, f"{prefix}{name}.", recurse)
+
+
+def _summon(
+    shard: nn.Parameter, present: bool, offload_to_cpu: bool, with_grads: bool
+) -> nn.Parameter | None:
+    """The full parameter that stands in for `shard`; None where this rank gets none."""
+
+    def full(tensor: Tensor) -> Tensor | None:
+        value = gather(tensor)  # a collective: on every rank, whether or not it keeps the value
+        return (value.cpu() if offload_to_cpu else value) if present else None
+
+    value = full(shard)
+    gradient = full(shard.grad) if with_grads and shard.grad is not None else None
+    if value is None:
+        return None
+    parameter = nn.Parameter(value, requires_grad=shard.requires_grad)
+    parameter.grad = gradient
+    return parameter
+
+
+def _register(places: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
+    for module, name in places:
+        module._parameters[name] = parameter
+
+
+def _write_back(summoned: list[_Summoned], rank0_only: bool, with_grads: bool) -> None:
+    """What the modules hold now goes into the shards; checked for all before the first is written."""
+    with Agreement().together("summon_full_params"):
+        held = [None if one.full is None else _held(one, with_grads) for one in summoned]
+    for one, full in zip(summoned, held, strict=True):
+        _deliver(one.shard, full, rank0_only)
+        if with_grads and one.shard.grad is not None:
+            _deliver(one.shard.grad, None if full is None else full.grad, rank0_only)
+
+
+def _held(one: _Summoned, with_grads: bool) -> Tensor:
+    """The full parameter that is registered now, which the user may have replaced."""
+    module, name = one.places[0]
+    now = module._parameters[name]
+    if now is None or isinstance(now, DTensor):
+        raise ParallelismRuntimeError(
+            f"{one.name} is no full parameter any more at the end of summon_full_params: it was "
+            "removed, or a forward of a module around it replaced it; call that outside."
+        )
+    wanted: list[tuple[str, Tensor | None]] = [("", now)]
+    if with_grads and one.shard.grad is not None:
+        wanted.append(("The gradient of ", now.grad))
+    for what, tensor in wanted:
+        if tensor is None or tensor.shape != one.shard.shape:
+            raise ParallelismValueError(
+                f"{what}{one.name} has shape {None if tensor is None else tuple(tensor.shape)} at the "
+                f"end of summon_full_params, {tuple(one.shard.shape)} before; change values only."
+            )
+    return encoded(now, one.shard)
+
+
+def _deliver(shard: Tensor, full: Tensor | None, rank0_only: bool) -> None:
+    for _, target, value in parts("", shard, full):
+        if rank0_only:
+            value = broadcast_full(value, target.shape, target.dtype)
+        scatter_into(target, value)

@@ -1,0 +1,345 @@
+"""Weights from files into the shards: every rank reads what it holds, and nothing else.
+
+One rank reads the headers and hands what they say to the others through the store; all find out by
+themselves which bytes of which files they need, check everything that can be checked, and only then
+read, straight into their shards. Ranks that hold the same part of a tensor read a share of it each and
+gather the rest from one another, unless it is small.
+
+
+MERGED: Quantized weights from files that hold them dense.
+
+What a shard holds may depend on the whole tensor (NF4 has a mean of all scales), so each tensor is read
+and encoded by one rank, every rank its share of the tensors, and delivered from there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.distributed.mesh.layout import Coordinate, Layout, Part
+from composer_dist.distributed.mesh.mesh import roles
+from composer_dist.distributed.moving.transfer import Cargo, inner_cargoes
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
+from composer_dist.files import checksums
+from composer_dist.files.find import index_weights
+from composer_dist.files.index import Index
+from composer_dist.files.manifest import StoredFile
+from composer_dist.files.match import Match, match_names
+from composer_dist.files.read import MIB, Files, open_files, read_slabs
+from composer_dist.files.slabs import Slab, plan_reads
+from composer_dist.progress import Progress
+from composer_dist.structure.structure import Structure
+from composer_dist.tensors.blueprint import Blueprint
+from composer_dist.tensors.codec import encoded
+
+_SMALL = MIB
+"""Bytes of a part below which every rank that holds it reads all of it."""
+
+
+_WINDOW = 4 * MIB
+"""Most bytes that are gathered at one time; more is no faster, and gloo buffers it twice."""
+
+
+_SAMPLE = MIB // 4
+
+
+@dataclass
+class Target:
+    """This rank's part of a tensor, to be filled."""
+
+    name: str
+    layout: Layout
+    local: torch.Tensor
+    """Contiguous, of the part's elements in row-major order."""
+    mesh: DeviceMesh | None
+    """None where this rank reads for itself alone."""
+
+    @cached_property
+    def sharing(self) -> tuple[int, ...]:
+        """Dimensions of the mesh along which ranks hold the same part, and read a share of it each."""
+        local, mesh = self.local, self.mesh
+        if mesh is None or local.nbytes < _SMALL or local.device.type != mesh.device_type:
+            return ()
+        cut = {"dp_replicate": False, "tp": self.layout.tp_dim is not None}
+        return tuple(
+            dim
+            for name, dim in roles(mesh).items()
+            if mesh.size(dim) > 1 and not cut.get(name, self.layout.rows)
+        )
+
+
+def check_weights(path: object, config: ParallelismConfig) -> None:
+    """Refuse a `weights=` that is no path, or that contradicts the configuration.
+
+    Raises:
+        ParallelismTypeError: no path.
+        ParallelismValueError: the configuration says that others' weights count.
+    """
+    if not isinstance(path, (str, os.PathLike, type(None))):
+        raise ParallelismTypeError(f"weights is the path of a file or directory, not {path!r}.")
+    if path is not None and config.sync != "auto":
+        raise ParallelismValueError(
+            f"weights= says that the files' weights count, and sync={config.sync!r} that the ranks' do; "
+            "give one of them."
+        )
+
+
+@dataclass
+class Pretrained:
+    """A checkpoint in files, matched with a model."""
+
+    index: Index
+    root: Path | str
+    """The directory of the files as this rank knows it, or a URL."""
+    match: Match
+    agreement: Agreement
+    bytes_read: int = 0
+    """By this rank so far, headers included."""
+    bytes_moved: int = 0
+    """Sent and received by this rank to share what ranks hold alike."""
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        structure: Structure,
+        agreement: Agreement,
+        strict: bool,
+        verify: bool = True,
+    ) -> Pretrained | None:
+        """Read the headers on the first rank and match them with the model on all; all or none succeed.
+
+        Args:
+            verify: compare what will be read with its checksums, where it has any; every rank does a share.
+
+        Returns:
+            None where the ranks' models differ, which somebody else explains.
+
+        Raises:
+            CheckpointError: the files are not there, or corrupt, or do not fit the model.
+        """
+        here = Path(path)
+        read = 0
+
+        def decide(digests: list[str]) -> list[Any] | None:
+            nonlocal read
+            if len(set(digests)) > 1:
+                return None
+            index, stored = index_weights(here)
+            read = index.header_bytes
+            return [index.pack(), [astuple(file) for file in stored]]
+
+        found = agreement.reach("the checkpoint's headers", structure.digest(), decide)
+        if found is None:
+            return None
+        index, stored = Index.unpack(found[0]), [StoredFile(*facts) for facts in found[1]]
+        root = here if here.is_dir() else here.parent
+        with agreement.together("the checkpoint's names"):
+            _check_dense(structure, index, here)
+            match = match_names(structure, index.tensors, root.name, index.adapter)
+            match.check(structure, index.entries, strict)
+            with Files(root, index.files) as files:
+                for name, twin in match.twins:
+                    _check_twin(name, match.tensors[name], twin, index, files)
+                if verify and stored:
+                    parts = agreement.ranks.index(agreement.rank), len(agreement.ranks)
+                    # A file's pickle says where its tensors lie, so all of it counts.
+                    checksums.verify(files, stored, *parts, index.entries.values() if here.is_dir() else None)
+        return cls(index, root, match, agreement, read)
+
+    def warnings(self) -> list[str]:
+        """What did not match, for those who were lenient."""
+        return [
+            f"{what}: {', '.join(names[:10])}{' and others' if len(names) > 10 else ''}."
+            for what, names in (
+                (f"{self.root} lacks these, which keep their values or are initialized", self.match.missing),
+                (f"The model has no place for these of {self.root}", self.match.unexpected),
+            )
+            if names
+        ]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """First names of the tensors that the checkpoint has values for."""
+        return frozenset(self.match.tensors)
+
+    def fill(self, targets: Sequence[Target], bucket_bytes: int, progress: Progress | None = None) -> None:
+        """Read the targets' values; every rank calls it with the same tensors.
+
+        Args:
+            bucket_bytes: most bytes that ranks gather from one another at one time.
+            progress: shows how far it is; None makes one for the first rank.
+
+        Raises:
+            CheckpointRuntimeError: a file cannot be read, on whichever rank.
+        """
+        with self.agreement.together("reading the weights"), open_files(self.root, self.index.files) as files:
+            slabs = [
+                slab for target, part in _parts(targets) for slab in self._slabs(target, part, bucket_bytes)
+            ]
+            progress = progress or Progress(shown=self.agreement.rank == self.agreement.ranks[0])
+            with progress.stage("reading weights") as stage:
+                self.bytes_read += read_slabs(slabs, files, stage=stage)
+        shared = [target for target in targets if target.sharing]
+        if shared:
+            self.bytes_moved += self.agreement.collectively(
+                "gathering the weights", lambda: sum(_gather(target, bucket_bytes) for target in shared)
+            )
+
+    def read(self, name: str, whole: torch.Tensor) -> None:
+        """Read all of one tensor, on this rank alone."""
+        target = Target(name, Layout(tuple(whole.shape)), whole, None)
+        with open_files(self.root, self.index.files) as files:
+            self.bytes_read += read_slabs(
+                list(self._slabs(target, target.layout.part(Coordinate()), 0)), files
+            )
+
+    def _slabs(self, target: Target, part: Part, bucket_bytes: int) -> Iterator[Slab]:
+        """What this rank reads of a target: its share of each window, or everything."""
+        blueprint, flat = self.match.tensors[target.name], target.local.view(-1)
+        for first, last in _shares(target, bucket_bytes):
+            yield from plan_reads(blueprint, self.index.entries, part, flat, first, last)
+
+
+def _parts(targets: Sequence[Target]) -> Iterator[tuple[Target, Part]]:
+    """Targets and what this rank holds of each tensor."""
+    places: dict[int, Coordinate] = {id(None): Coordinate()}
+    for target in targets:
+        if id(target.mesh) not in places:  # finding out takes longer than all the rest
+            assert target.mesh is not None
+            places[id(target.mesh)] = Coordinate.of(target.mesh)
+        yield target, target.layout.part(places[id(target.mesh)])
+
+
+def _windows(target: Target, bucket_bytes: int) -> Iterator[tuple[int, int]]:
+    """A shared target in windows that all its holders have an equal share of: (first element, length).
+
+    What is left at the end, less than one element per holder, is not in any.
+    """
+    assert target.mesh is not None
+    holders = prod(target.mesh.size(dim) for dim in target.sharing)
+    step = max(1, min(bucket_bytes, _WINDOW) // (target.local.itemsize * holders)) * holders
+    whole = target.local.numel() // holders * holders
+    for first in range(0, whole, step):
+        yield first, min(step, whole - first)
+
+
+def _shares(target: Target, bucket_bytes: int) -> Iterator[tuple[int, int]]:
+    """The elements [first, last) of a target that this rank reads."""
+    dims, numel = target.sharing, target.local.numel()
+    if not dims:
+        yield 0, numel
+        return
+    assert target.mesh is not None
+    here, number, holders = target.mesh.get_coordinate(), 0, 1
+    assert here is not None
+    for dim in dims:
+        number, holders = number * target.mesh.size(dim) + here[dim], holders * target.mesh.size(dim)
+    for first, length in _windows(target, bucket_bytes):
+        share = length // holders
+        yield first + number * share, first + (number + 1) * share
+    yield numel // holders * holders, numel
+
+
+@torch.no_grad()
+def _gather(target: Target, bucket_bytes: int) -> int:
+    """Complete a target from the shares that its holders have read; returns bytes sent and received."""
+    flat, mesh, moved = target.local.view(-1), target.mesh, 0
+    assert mesh is not None
+    here = mesh.get_coordinate()
+    assert here is not None
+    for first, length in _windows(target, bucket_bytes):
+        window, dims = flat[first : first + length], list(target.sharing)
+        while dims:  # along the innermost dimension first: there, shares lie side by side
+            dim = dims.pop()
+            block = window
+            for outer in dims:
+                block = block.chunk(mesh.size(outer))[here[outer]]
+            parts = list(block.chunk(mesh.size(dim)))
+            mine = parts[here[dim]]
+            dist.all_gather(parts, mine, group=mesh.get_group(dim))
+            moved += 2 * (block.nbytes - mine.nbytes)
+    return moved
+
+
+def _check_dense(structure: Structure, index: Index, path: Path) -> None:
+    """Refuse a checkpoint that holds what the model's quantized tensors are made of.
+
+    Raises:
+        CheckpointValueError: names the tensors.
+    """
+    stored = index.entries if index.pieces is None else index.pieces
+    quantized = [
+        name
+        for name, held in structure.tensors.items()
+        if any(f"{name}.{inner.name}" in stored for inner in held.info.inner)
+    ]
+    if quantized:
+        raise CheckpointValueError(
+            f"{path} holds the quantized parts of {', '.join(quantized)}, which load_checkpoint reads; here "
+            "their dense values are wanted, as export_pretrained writes them."
+        )
+
+
+def _check_twin(name: str, one: Blueprint, other: Blueprint, index: Index, files: Files) -> None:
+    """Two stored tensors for one tied tensor must be equal; samples of them are compared.
+
+    Raises:
+        CheckpointValueError: they are not.
+    """
+    found = [index.entries[blueprint.source] for blueprint in (one, other) if blueprint.source]
+    if len(found) < 2:
+        return
+    size, samples = found[0].nbytes, []
+    for entry in found:
+        buffer = torch.zeros(3, min(size, _SAMPLE), dtype=torch.uint8)
+        for row, at in zip(buffer, (0, (size - len(buffer[0])) // 2, size - len(buffer[0])), strict=True):
+            if size and entry.nbytes == size:
+                files.read(entry.file, entry.offset + at, [(row.data_ptr(), row.numel())])
+        samples.append(buffer)
+    if found[0].dtype != found[1].dtype or found[0].nbytes != size or not torch.equal(*samples):
+        raise CheckpointValueError(
+            f"{one.source} and {other.source} differ in the checkpoint, but are one tensor, {name}, in the "
+            "model. Untie them (tie_word_embeddings=False) or remove the one that does not count."
+        )
+
+
+def fill_encoded(
+    pretrained: Pretrained,
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+    agreement: Agreement,
+    send: Callable[[Mapping[int, Sequence[Cargo]]], None],
+) -> None:
+    """Fill tensors that have codecs; every rank calls it with the same ones.
+
+    Args:
+        tensors: of the model, by first name: full or sharded, and real.
+        device: where values are encoded, one tensor at a time.
+        send: brings cargoes from the ranks that have them to all.
+
+    Raises:
+        CheckpointRuntimeError: a file cannot be read, on whichever rank.
+    """
+    names, ranks = list(tensors), agreement.ranks
+    for start in range(0, len(names), len(ranks)):
+        turn = dict(zip(ranks, names[start : start + len(ranks)], strict=False))
+        made: dict[str, torch.Tensor] = {}
+        with agreement.together("reading the weights"):
+            if (name := turn.get(agreement.rank)) is not None:
+                whole = torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device=device)
+                pretrained.read(name, whole)
+                made[name] = encoded(whole, tensors[name])
+        send({rank: inner_cargoes(name, tensors[name], made.get(name)) for rank, name in turn.items()})

@@ -1,0 +1,203 @@
+"""Every tensor of a sharded model gets its value, on every rank: delivered, sliced or initialized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composer_dist.distributed.mesh.layout import Layout
+from composer_dist.distributed.mesh.mesh import device_of
+from composer_dist.distributed.moving.transfer import Cargo, inner_cargoes, take_slice
+from composer_dist.distributed.moving.way import Transport
+from composer_dist.distributed.optimizers.follow import Follower
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.sharding.apply import Shards
+from composer_dist.distributed.weights.disk import Pretrained, Target, fill_encoded
+from composer_dist.distributed.weights.initialize import Component, peak_bytes, replace, run_component
+from composer_dist.distributed.weights.sources import Sources
+from composer_dist.structure.structure import Held, Structure
+from composer_dist.tensors.arena import Arena, empty
+from composer_dist.tensors.codec import empty_like
+
+
+@dataclass
+class Filling:
+    """A sharded model whose tensors are being filled."""
+
+    structure: Structure
+    shards: Shards
+    sources: Sources
+    mesh: DeviceMesh
+    agreement: Agreement
+    transport: Transport
+    bucket_bytes: int
+    disk: Pretrained | None = None
+    """Where the tensors in `sources.disk` are read from."""
+
+    def __post_init__(self) -> None:
+        self.device = device_of(self.mesh)
+        self.first = self.agreement.ranks[0]
+        self.values = {
+            name: self.shards.originals.get(name, held.get()) for name, held in self.structure.tensors.items()
+        }
+
+    def deliver_weights(self) -> None:
+        """Read what files have, bring over what rank 0 has, and slice what every rank has."""
+        if self.disk is not None:
+            made_of = {name: self.structure.tensors[name].info.inner for name in sorted(self.sources.disk)}
+            plain = [self._target(name) for name, inner in made_of.items() if not inner]
+            self.disk.fill(plain, self.bucket_bytes, self.transport.progress)
+            others = {name: self._destination(name) for name, inner in made_of.items() if inner}
+            fill_encoded(self.disk, others, self.device, self.agreement, self.transport.send)
+        here = self.agreement.rank == self.first
+        delivered = [
+            cargo
+            for name in sorted(self.sources.rank0)
+            for cargo in self._cargoes(name, self.values[name] if here else None)
+        ]
+        self.transport.send({self.first: delivered})
+        for name in sorted(self.sources.local):
+            if name in self.shards.local:
+                for cargo in self._cargoes(name, self.values[name]):
+                    take_slice(cargo, self.mesh)
+            elif self.values[name].device.type != self.device.type:
+                replace(self.structure.tensors[name], self.values[name].detach().to(self.device))
+
+    def initialize(self, components: Sequence[Component]) -> None:
+        """Run the initializers, each component on one rank, and deliver what they write.
+
+        Components are dealt out by size. In each round every rank runs a few components, or a single large
+        one, and then all of them are delivered.
+        """
+        real = {name: value for name, value in self.values.items() if name not in self.sources.init}
+        owners = deal_out(components, self.agreement.ranks, real)
+        limit = peak_bytes(components, self.bucket_bytes)
+        rounds = {rank: list(_rounds(mine, limit)) for rank, mine in owners.items()}
+        scratch = Arena(limit + sum(len(component.tensors) for component in components) * 64, self.device)
+        with self.transport.progress.stage("initializing") as stage:
+            stage.expect(sum(component.nbytes for component in components))
+            for number in range(max(map(len, rounds.values()), default=0)):
+                turn = {rank: mine[number] for rank, mine in rounds.items() if number < len(mine)}
+                self._initialize(turn, real, scratch)
+                stage.advance(sum(component.nbytes for mine in turn.values() for component in mine))
+
+    def _initialize(
+        self, turn: Mapping[int, Sequence[Component]], real: Mapping[str, torch.Tensor], scratch: Arena
+    ) -> None:
+        """One round: each rank runs its components, and all of them are delivered."""
+        made: dict[str, torch.Tensor] = {}
+        scratch.reuse()
+        with self.agreement.together("initialization"):
+            for component in turn.get(self.agreement.rank, ()):
+                seen = {**real, **self._read(component)}
+                made |= run_component(
+                    component, self.structure, self.sources.seed, self.device, seen, scratch
+                )
+        self.transport.send(
+            {
+                rank: [
+                    self._cargo(name, made.get(name))
+                    for component in mine
+                    for name in component.tensors
+                    if name in self.sources.init
+                ]
+                for rank, mine in turn.items()
+            }
+        )
+
+    def deliver_states(self, follower: Follower, new: Mapping[str, nn.Parameter]) -> None:
+        """Bring over, or slice, the optimizer's state and pending gradients."""
+        cargoes = follower.cargoes(new)
+        if self.sources.rank0 and self.sources.states:
+            self.transport.send({self.first: cargoes})
+        else:
+            for cargo in cargoes:
+                take_slice(cargo, self.mesh)
+
+    def _target(self, name: str) -> Target:
+        """A tensor that is read from files, and where its part goes."""
+        now = self.shards.sharded.get(name, self.structure.tensors[name].get())
+        if isinstance(now, DTensor):
+            local = self.shards.local.get(name, now.to_local().detach())
+            return Target(name, Layout.of(now), local, now.device_mesh)
+        cargo = self._cargo(name, None)
+        return Target(name, cargo.layout, cargo.target, self.mesh)
+
+    def _read(self, component: Component) -> dict[str, torch.Tensor]:
+        """What files have of a component's tensors, whole, for initializers that look at them."""
+        found = {}
+        for name in self.sources.disk.intersection(component.tensors):
+            assert self.disk is not None
+            info = self.structure.tensors[name].info
+            found[name] = torch.empty(info.shape, dtype=info.dtype, device=self.device)
+            self.disk.read(name, found[name])
+        return found
+
+    def _cargoes(self, name: str, source: torch.Tensor | None) -> list[Cargo]:
+        """A tensor, or what it is made of, and where it goes."""
+        if not self.structure.tensors[name].info.inner:
+            return [self._cargo(name, source)]
+        return inner_cargoes(name, self._destination(name), source)
+
+    def _destination(self, name: str) -> torch.Tensor:
+        """The tensor of the model that is filled: sharded, or whole."""
+        sharded = self.shards.sharded.get(name)
+        return self._whole(self.structure.tensors[name]) if sharded is None else sharded
+
+    def _cargo(self, name: str, source: torch.Tensor | None) -> Cargo:
+        """A tensor and where it goes: its shard, or a whole tensor that the model holds from now on."""
+        held = self.structure.tensors[name]
+        target = self.shards.local.get(name)
+        if target is None:
+            target = self._whole(held)
+        layout = (
+            Layout.of(self.shards.sharded[name]) if name in self.shards.local else Layout(held.info.shape)
+        )
+        return Cargo(name, layout, held.info.dtype, target, source)
+
+    def _whole(self, held: Held) -> torch.Tensor:
+        now = held.get()
+        if now.device.type == self.device.type and now.is_contiguous():
+            return now.detach()  # filled in place; on the source rank it is the source as well
+        if held.info.inner:
+            whole = empty_like(now, self.device)
+        else:
+            whole = empty(held.info.shape, held.info.dtype, self.device)
+        replace(held, whole)
+        return whole
+
+
+def deal_out(
+    components: Sequence[Component], ranks: Sequence[int], real: Mapping[str, torch.Tensor]
+) -> dict[int, list[Component]]:
+    """Give each component to a rank, the largest first to the rank with the least so far.
+
+    Those that look at tensors which have values already run on the first rank, which has them.
+    """
+    load = dict.fromkeys(ranks, 0)
+    dealt: dict[int, list[Component]] = {rank: [] for rank in ranks}
+    for component in sorted(components, key=lambda component: -component.nbytes):
+        rank = (
+            ranks[0] if any(name in real for name in component.tensors) else min(load, key=lambda r: load[r])
+        )
+        dealt[rank].append(component)
+        load[rank] += component.nbytes
+    return dealt
+
+
+def _rounds(components: Iterable[Component], limit: int) -> Iterable[list[Component]]:
+    batch: list[Component] = []
+    size = 0
+    for component in components:
+        if batch and size + component.nbytes > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(component)
+        size += component.nbytes
+    if batch:
+        yield batch

@@ -1,0 +1,276 @@
+"""Meta initialization: the same bits on any number of ranks.
+
+Every module is initialized by one *initializer*: the `param_init_fn` that the caller gave, or that the
+module or its nearest ancestor carries; else Hugging Face's `_init_weights` of the model it belongs to;
+else its own `reset_parameters`. Initializers are first *traced* on the meta device, which shows what
+each one writes and reads, for some reach into other modules (T5's root rewrites embeddings). Those
+that touch a common tensor form a *component*, which some rank runs in full and delivers; components
+are independent of one another, and each initializer draws from a generator seeded by the name of its
+module, so that neither the world size, nor the mesh, nor the order of components shows in the values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_dist.distributed.optimizers.follow import carry_attributes
+from composer_dist.distributed.sharding.choose import inherited
+from composer_dist.distributed.weights.trace import Initializer, random_state_kept, seed_all, trace
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from composer_dist.structure.families import as_constructed
+from composer_dist.structure.names import ancestors
+from composer_dist.structure.structure import Held, Structure, read_structure
+from composer_dist.tensors.arena import Arena
+from composer_dist.tensors.codec import dense
+
+_TOGETHER = 64 << 20
+"""Bytes of components that are initialized before they are delivered: few deliveries, little memory."""
+
+
+InitFn = Callable[[nn.Module], Any]
+
+
+@dataclass(frozen=True)
+class Component:
+    """Initializers that must run together, in this order, with their tensors whole."""
+
+    initializers: tuple[Initializer, ...]
+    tensors: tuple[str, ...]
+    nbytes: int
+    """Size of its tensors: what the rank that runs it needs on top of its shards."""
+
+
+def replace(held: Held, value: torch.Tensor) -> None:
+    """Hold `value` wherever a tensor is held; a parameter keeps its attributes and hooks."""
+    if held.info.kind == "parameter":
+        parameter = nn.Parameter(value, requires_grad=held.info.requires_grad)
+        carry_attributes(held.get(), parameter)
+        value = parameter
+    held.put(value)
+    for place in held.places:
+        if isinstance(place.module, nn.RNNBase):  # keeps its weights in a list as well
+            setattr(place.module, place.key, value)
+
+
+def assert_no_meta(model: nn.Module) -> None:
+    """Raise if anything of `model` is still on the meta device.
+
+    Raises:
+        ParallelismRuntimeError: names the parameters and buffers.
+    """
+    left = [
+        f"{held.info.kind} {name}"
+        for name, held in read_structure(model).tensors.items()
+        if held.get().is_meta and held.info.kind != "attribute"
+    ]
+    if left:
+        raise ParallelismRuntimeError(
+            f"Still on the meta device, without values: {', '.join(left[:20])}"
+            f"{' and others' if len(left) > 20 else ''}. Initialize or load them first."
+        )
+
+
+def find_components(
+    structure: Structure, needed: set[str], param_init_fn: InitFn | None = None
+) -> list[Component]:
+    """Trace the initializers of a model and group them; the model is left as it was.
+
+    Args:
+        needed: names of the tensors that must get a value.
+
+    Raises:
+        ParallelismValueError: tensors in `needed` that no initializer writes.
+    """
+    initializers = list(_find_initializers(structure, needed, param_init_fn))
+    trace(structure, initializers)
+    written = {name for initializer in initializers for name in initializer.writes}
+    written -= {name for name in needed if structure.tensors[name].info.inner}  # they write dense values
+    missing: dict[str, list[str]] = {}
+    for name in sorted(needed - written):
+        owner = structure.modules[structure.tensors[name].info.owners[0]]
+        missing.setdefault(type(owner).__name__, []).append(name)
+    if missing:
+        listed = "; ".join(f"{kind}: {', '.join(names[:4])}" for kind, names in missing.items())
+        raise ParallelismValueError(
+            f"On the meta device, and nothing initializes them: {listed}. Give these classes a "
+            "reset_parameters method or a param_init_fn that writes them, pass param_init_fn, or hold "
+            "real weights on rank 0."
+        )
+    return list(_group(structure, initializers, needed))
+
+
+def describe_components(components: Sequence[Component]) -> list[list[str]]:
+    """What is initialized, by what, in plain types: equal on ranks that will deliver alike."""
+    return [
+        [
+            *(f"{one.label} of {one.module or 'the root'}" for one in component.initializers),
+            *component.tensors,
+        ]
+        for component in components
+    ]
+
+
+def check_alike(findings: Sequence[list[list[str]]]) -> None:
+    """Refuse initializers that do not do the same on all ranks, given `describe_components` of each.
+
+    Raises:
+        ParallelismValueError: names the first one that differs.
+    """
+    for rank, finding in enumerate(findings):
+        for mine, first in zip_longest(finding, findings[0]):
+            if mine != first:
+                raise ParallelismValueError(
+                    f"The initializers differ between ranks: {', '.join((first or mine)[:2])}, and what goes "
+                    f"with it, is not the same on rank 0 and rank {rank}. Pass the same param_init_fn on "
+                    "every rank."
+                )
+
+
+def peak_bytes(components: Sequence[Component], bucket_bytes: int) -> int:
+    """What a rank needs beside its shards: components of up to this size together, or a single larger one.
+
+    Not much more than the largest at a time, so that memory is touched once and used again.
+    """
+    largest = max((component.nbytes for component in components), default=0)
+    several = min(bucket_bytes, sum(component.nbytes for component in components), _TOGETHER)
+    return max(largest, several)
+
+
+def run_component(
+    component: Component,
+    structure: Structure,
+    seed: int,
+    device: torch.device,
+    real: Mapping[str, torch.Tensor],
+    scratch: Arena,
+) -> dict[str, torch.Tensor]:
+    """Run a component's initializers on full tensors; the model holds the same tensors after as before.
+
+    Args:
+        seed: the model's; each initializer's own is made of it and its module's name.
+        real: tensors that have values already. Initializers see copies, and what they write is lost.
+        scratch: gives the tensors their memory, on `device`.
+
+    Returns:
+        The component's tensors, full, on `device`.
+    """
+    held = {name: structure.tensors[name] for name in component.tensors}
+    before = {name: [place.get() for place in one.places] for name, one in held.items()}
+    try:
+        for name, one in held.items():
+            value = scratch.empty(one.info.shape, one.info.dtype)
+            if name in real:
+                value.copy_(dense(real[name]))
+            one.put(nn.Parameter(value, one.info.requires_grad) if one.info.kind == "parameter" else value)
+        with random_state_kept(device), torch.no_grad(), as_constructed(structure):
+            for initializer in component.initializers:
+                seed_all(f"{seed}/{initializer.module}")
+                with torch.device(device):
+                    initializer.run()
+        return {name: one.get().detach() for name, one in held.items()}
+    finally:
+        for name, one in held.items():
+            for place, old in zip(one.places, before[name], strict=True):
+                place.put(old)
+
+
+def _find_initializers(
+    structure: Structure, needed: set[str], param_init_fn: InitFn | None
+) -> Iterator[Initializer]:
+    """The initializers of all modules, children before parents, as `nn.Module.apply` goes."""
+    modules = structure.modules
+    bare = {owner for name in needed for owner in structure.tensors[name].info.owners}
+    concerned = {above for owner in bare for above in ancestors(owner)}
+    seen: set[int] = set()
+    for name in _post_order(modules):
+        module = modules[name]
+        if id(module) in seen or name not in concerned:
+            continue
+        seen.add(id(module))
+        own = param_init_fn or inherited(name, modules, "param_init_fn")
+        hugging_face = None if own else _hugging_face_owner(name, modules)
+        if own is not None:
+            if name in bare:
+                yield Initializer(name, "param_init_fn", partial(own, module))
+        elif _in_adapter(name, modules):
+            continue  # its tuner layer, which comes later, initializes it
+        elif hasattr(module, "adapter_layer_names") and hasattr(module, "reset_lora_parameters"):
+            yield Initializer(name, "reset_lora_parameters", partial(_reset_lora, module))
+        elif hugging_face is not None:
+            yield Initializer(name, "_init_weights", partial(hugging_face._init_weights, module))
+        elif name in bare:
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if callable(reset):
+                yield Initializer(name, "reset_parameters", reset)
+
+
+def _group(structure: Structure, initializers: list[Initializer], needed: set[str]) -> Iterator[Component]:
+    """Initializers that touch a common tensor, together; those that make nothing needed are left out."""
+    leader: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while leader.setdefault(name, name) != name:
+            leader[name] = leader[leader[name]]
+            name = leader[name]
+        return name
+
+    for initializer in initializers:
+        first, *others = sorted(initializer.touches) or [""]
+        for other in others:
+            leader[find(other)] = find(first)
+    members: dict[str, list[Initializer]] = {}
+    for initializer in initializers:
+        if initializer.touches:
+            members.setdefault(find(min(initializer.touches)), []).append(initializer)
+    for group in members.values():
+        tensors = tuple(dict.fromkeys(name for one in group for name in sorted(one.touches)))
+        if needed.intersection(tensors):
+            nbytes = sum(structure.tensors[name].info.nbytes for name in tensors)
+            yield Component(tuple(group), tensors, nbytes)
+
+
+def _post_order(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Names with children before their parents, siblings in order."""
+    stack: list[str] = []
+    for name in modules:  # parents come first in here
+        while stack and not _is_below(name, stack[-1]):
+            yield stack.pop()
+        stack.append(name)
+    yield from reversed(stack)
+
+
+def _is_below(name: str, ancestor: str) -> bool:
+    return ancestor == "" or name.startswith(f"{ancestor}.")
+
+
+def _hugging_face_owner(name: str, modules: Mapping[str, nn.Module]) -> Any:
+    """The innermost transformers model that the module is, or lies in."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is not None:
+        for above in ancestors(name):
+            if isinstance(modules.get(above), modeling.PreTrainedModel):
+                return modules[above]
+    return None
+
+
+def _in_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether the module is one of those that a peft tuner layer adds beside its base layer."""
+    for above in ancestors(name):
+        parent, _, _ = above.rpartition(".")
+        names = getattr(modules.get(parent), "adapter_layer_names", ()) if above else ()
+        if above[len(parent) :].lstrip(".") in names:
+            return True
+    return False
+
+
+def _reset_lora(layer: Any) -> None:
+    for adapter in layer.r:
+        layer.reset_lora_parameters(adapter, init_lora_weights=True)

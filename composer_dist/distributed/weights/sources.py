@@ -1,0 +1,242 @@
+"""Whose values count: where each tensor of a model gets its value from.
+
+Ranks may hold a model differently: rank 0 real and the others on the meta device, all real, all on
+meta, or a mixture tensor by tensor. They exchange what they have, are told by name what differs, and
+come to one decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composer_dist.distributed.optimizers.follow import (
+    Description,
+    describe_groups,
+    describe_states,
+    state_tensors,
+)
+from composer_dist.distributed.plan.plan import ParallelPlan
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.structure import Structure, describe
+from composer_dist.tensors.codec import parts
+from composer_dist.tensors.fingerprint import fingerprint
+
+_SHOWN = 5
+"""How many differences an error lists."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The decision, equal on all ranks. Tensors that are not listed keep each rank's own value."""
+
+    rank0: frozenset[str] = frozenset()
+    """Delivered from the first rank."""
+    init: frozenset[str] = frozenset()
+    """On meta everywhere: initialized."""
+    local: frozenset[str] = frozenset()
+    """Real and equal everywhere: every rank takes its part of its own."""
+    disk: frozenset[str] = frozenset()
+    """Read from files, whatever was there."""
+    seed: int = 0
+    """The first rank's, for initialization."""
+    states: Description = field(default_factory=dict)
+    """The optimizer state to build."""
+    states_here: bool = True
+    """Whether this rank has that state's tensors."""
+
+
+def decide_sources(
+    agreement: Agreement,
+    structure: Structure,
+    plan: ParallelPlan,
+    optimizers: Sequence[Optimizer],
+    disk: frozenset[str] = frozenset(),
+) -> Sources:
+    """Exchange what every rank has, and decide; nothing has been changed when this raises.
+
+    Args:
+        disk: names of the tensors that files have values for, the same on every rank.
+
+    Raises:
+        ParallelismValueError: ranks differ in structure, dtype, `requires_grad`, plan or values, the
+            first rank lacks what others have, or `sync` asks for what cannot be; the same everywhere.
+    """
+    on_meta = [name for name, held in structure.tensors.items() if held.get().is_meta]
+    mine: dict[str, Any] = {
+        "structure": structure.digest(),
+        "plan": plan.digest(),
+        "meta": "all" if len(on_meta) == len(structure.tensors) else on_meta,
+        "seed": torch.initial_seed(),
+        "optimizers": describe_groups(optimizers, structure),
+        "states": describe_states(optimizers, structure),
+    }
+
+    def judge(findings: list[dict[str, Any]]) -> dict[str, Any]:
+        for what in ("structure", "plan", "optimizers"):
+            if any(finding[what] != findings[0][what] for finding in findings):
+                return {"differs": what}
+        ignored = frozenset(plan.replica.ignored if plan.replica else ())
+        metas = [finding["meta"] for finding in findings]
+        found = _sort(structure, plan.config.sync, metas, disk, ignored)
+        found["seed"] = findings[0]["seed"]
+        found["states"] = findings[0]["states"]
+        found["same_states"] = all(f["states"] == findings[0]["states"] for f in findings)
+        if not found["same_states"] and not found["rank0"]:
+            raise ParallelismValueError(
+                "The ranks' optimizers hold different state, or their parameters different pending "
+                "gradients; bring all ranks to the same step, or let rank 0's count with sync='rank0'."
+            )
+        return found
+
+    verdict = agreement.reach("the plan", mine, judge)
+    if differs := verdict.get("differs"):
+        facts = mine["optimizers"]
+        if differs == "structure":
+            facts = [describe(held.info) for held in structure.tensors.values()]
+        elif differs == "plan":
+            described = plan.to_dict()
+            facts = [[unit["modules"], unit] for unit in described["units"]] + [["config", described]]
+        agreement.reach(f"what differs in the {differs}", facts, _explain(differs, agreement.ranks))
+    rank0, init, kept = (frozenset(verdict[key]) for key in ("rank0", "init", "kept"))
+    local = frozenset(structure.tensors) - rank0 - init - kept - disk
+    tensors = ((name, structure.tensors[name].get()) for name in sorted(local))
+    compared = {part: tensor for name, held in tensors for part, tensor, _ in parts(name, held, None)}
+    if not rank0:
+        compared |= state_tensors(optimizers, structure)
+    _verify(agreement, compared)
+    return Sources(
+        rank0=rank0,
+        init=init,
+        local=local,
+        disk=disk,
+        seed=verdict["seed"],
+        states=verdict["states"],
+        states_here=verdict["same_states"] or agreement.rank == agreement.ranks[0],
+    )
+
+
+def _sort(
+    structure: Structure,
+    sync: str,
+    metas: Sequence[Any],
+    disk: frozenset[str],
+    ignored: frozenset[str],
+) -> dict[str, Any]:
+    """From who has what on meta to where the value of each tensor that files lack comes from."""
+    everything = set(structure.tensors) - disk
+    per_rank = [everything if meta == "all" else set(meta) - disk for meta in metas]
+    nowhere = set.intersection(*per_rank)
+    somewhere = set.union(*per_rank)
+    lacking = sorted(per_rank[0] - nowhere)
+    if lacking:
+        raise ParallelismValueError(
+            f"Rank 0 holds {_list(lacking)} on the meta device while other ranks hold real values. Weights "
+            "are delivered from rank 0: build them there, or put them on meta everywhere."
+        )
+    mixed = somewhere - nowhere
+    if sync == "verify" and mixed:
+        raise ParallelismValueError(
+            f"sync='verify' compares values, but some ranks hold {_list(sorted(mixed))} on the meta device; "
+            "use sync='auto', which delivers rank 0's."
+        )
+    real = everything - somewhere
+    kept = ignored & real
+    kept |= {  # a plain attribute is the rank's own affair, unless rank 0's values are asked for
+        name
+        for name, held in structure.tensors.items()
+        if name in real
+        and ((held.info.kind == "attribute" and sync != "rank0") or isinstance(held.get(), DTensor))
+    }
+    # Where some are on meta, rank 0 is the source for all: a constructor may make a few real regardless.
+    rank0 = mixed | (real - kept if mixed or sync == "rank0" else set())
+    return {"rank0": sorted(rank0), "init": sorted(nowhere), "kept": sorted(kept)}
+
+
+def _verify(agreement: Agreement, tensors: Mapping[str, torch.Tensor]) -> None:
+    """All ranks hold the same values of these tensors, by hash, or all raise."""
+    if len(agreement.ranks) == 1:
+        return
+    hashes = [fingerprint(tensor) for tensor in tensors.values()]
+    total = str(hash(tuple(hashes)))
+    if agreement.reach("the values", total, lambda totals: len(set(totals)) == 1):
+        return
+
+    def name_them(findings: list[list[int]]) -> None:
+        rows = zip(tensors, zip(*findings, strict=True), strict=True)
+        different = [name for name, row in rows if len(set(row)) > 1]
+        raise ParallelismValueError(
+            f"The ranks hold different values of {_list(different)}. Seed all ranks alike before building "
+            "the model (and clear gradients), or let rank 0's values count with sync='rank0'."
+        )
+
+    agreement.reach("which values differ", hashes, name_them)
+
+
+def _explain(what: str, ranks: Sequence[int]) -> Callable[[list[list[Any]]], None]:
+    def explain(findings: list[list[Any]]) -> None:
+        lines: list[str] = []
+        first = {_key(fact): fact for fact in findings[0]}
+        for rank, facts in zip(ranks[1:], findings[1:], strict=True):
+            theirs = {_key(fact): fact for fact in facts}
+            for key in [*first, *(key for key in theirs if key not in first)]:
+                if first.get(key) != theirs.get(key):
+                    lines += _difference(what, rank, first.get(key), theirs.get(key))
+        given = {"structure": "model", "plan": "configuration", "optimizers": "optimizer"}[what]
+        raise ParallelismValueError(
+            f"The ranks were given a different {given}:\n"
+            + "\n".join(lines[:_SHOWN] or ["  the plans differ in the reasons they give for modules"])
+            + (f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
+            + "\nBuild the model, its frozen parameters, optimizers and configuration alike on every rank."
+        )
+
+    return explain
+
+
+def _difference(what: str, rank: int, first: Any, theirs: Any) -> list[str]:
+    """One line: what rank 0 has here, and what this rank has; none where other facts tell."""
+    if what == "plan":
+        return [f"  {text}" for text in _plan_difference(rank, first, theirs)]
+    if first is None or theirs is None:
+        name = _key(first or theirs)
+        has, lacks = (0, rank) if theirs is None else (rank, 0)
+        return [f"  {name}: rank {has} has it, rank {lacks} has not"]
+    if what == "optimizers":
+        return [f"  {first[0]}: {first[1]} on rank 0, {theirs[1]} on rank {rank}"]
+    labels = ("names", "kind", "shape", "dtype", "requires_grad", "made of")
+    for label, mine, other in zip(labels, first, theirs, strict=True):
+        if mine != other:
+            return [f"  {first[0][0]}: {label} is {mine} on rank 0, {other} on rank {rank}"]
+    return [f"  {first[0][0]}"]
+
+
+def _key(fact: Any) -> str:
+    """What a fact is about: a label, or the first of a list of names."""
+    return str(fact[0] if isinstance(fact[0], str) else fact[0][0])
+
+
+def _plan_difference(rank: int, first: Any, theirs: Any) -> list[str]:
+    """What differs in a unit or in the configuration; what is said of modules only repeats it."""
+    if first is None or theirs is None:
+        has, lacks = (0, rank) if theirs is None else (rank, 0)
+        return [f"unit {_unit(first or theirs)}: rank {has} has it, rank {lacks} has not"]
+    whose = "" if first[0] == "config" else f"unit {_unit(first)}: "
+    mine, other = first[1], theirs[1]
+    keys = [key for key in mine if mine[key] != other.get(key) and key not in {"units", "modules"}]
+    shown = "; ".join(f"{key} is {mine[key]} on rank 0, {other[key]} on rank {rank}" for key in keys)
+    return [whose + shown] if shown else []
+
+
+def _unit(fact: Any) -> str:
+    return _key(fact) or "(root)"
+
+
+def _list(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown + (f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else "")

@@ -1,0 +1,147 @@
+"""What initializers touch, found by running them on the meta device; and the random state around them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_dist import _torch
+from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.names import ancestors
+from composer_dist.structure.structure import Structure
+
+
+@dataclass
+class Initializer:
+    """One call that gives values to tensors."""
+
+    module: str
+    """The name of the module it is for, which seeds it."""
+    label: str
+    run: Callable[[], Any]
+    touches: frozenset[str] = frozenset()
+    """Names of the tensors that it writes or reads, once traced."""
+    writes: frozenset[str] = frozenset()
+
+
+def trace(structure: Structure, initializers: list[Initializer]) -> None:
+    """Run the initializers on meta shadows and note what they touch; then put everything back."""
+    before = {name: [p.get() for p in held.places] for name, held in structure.tensors.items()}
+    below: dict[str, list[str]] = {}
+    for name, held in structure.tensors.items():
+        for owner in held.info.owners:
+            for above in ancestors(owner):
+                below.setdefault(above, []).append(name)
+    kept: list[torch.Tensor] = []  # alive to the end, so that no other storage takes their address
+    try:
+        for held in structure.tensors.values():
+            shadow = torch.empty(held.info.shape, dtype=held.info.dtype, device="meta")
+            kept.append(shadow)
+            is_parameter = held.info.kind == "parameter"
+            held.put(nn.Parameter(shadow, held.info.requires_grad) if is_parameter else shadow)
+        recorder = _Recorder({_storage(held.get()): name for name, held in structure.tensors.items()})
+        with random_state_kept(torch.device("cpu")), torch.no_grad(), _torch.all_initializers_write():
+            for initializer in initializers:
+                mine = below.get(initializer.module, [])
+                recorder.start()
+                try:
+                    with recorder, torch.device("meta"):
+                        initializer.run()
+                except Exception as error:
+                    if not _is_about_meta(error):
+                        raise
+                    recorder.writes.update(mine)  # it looks at values, so it may do anything to its own
+                for name in mine:
+                    now = structure.tensors[name].get()
+                    if recorder.names.get(_storage(now)) != name:  # rebound to another tensor or storage
+                        recorder.writes.add(name)
+                        recorder.names[_storage(now)] = name
+                        kept.append(now)
+                _check_ties(structure, mine, initializer)
+                initializer.writes = frozenset(recorder.writes)
+                initializer.touches = frozenset(recorder.writes | recorder.reads)
+    finally:
+        for name, held in structure.tensors.items():
+            for place, old in zip(held.places, before[name], strict=True):
+                place.put(old)
+
+
+def _check_ties(structure: Structure, names: list[str], initializer: Initializer) -> None:
+    """An initializer that puts another tensor in one place of a tie would lose it or break the tie."""
+    for name in names:
+        held = structure.tensors[name]
+        if len({id(place.get()) for place in held.places}) > 1:
+            raise ParallelismValueError(
+                f"The {initializer.label} of {initializer.module or 'the root'} puts a new tensor in one "
+                f"place of {' = '.join(held.info.names)}, which are tied. Let it write into the one there."
+            )
+
+
+def _is_about_meta(error: Exception) -> bool:
+    """Whether an initializer failed only because it was traced, for want of values."""
+    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
+
+
+class _Recorder(_torch.TorchDispatchMode):
+    """Notes which tensors of a model the operations under it write and read, by their storage."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = names
+        self.start()
+
+    def start(self) -> None:
+        """Forget what has been noted."""
+        self.writes: set[str] = set()
+        self.reads: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema.arguments
+        values = [*args, *(kwargs[a.name] for a in schema[len(args) :] if a.name in kwargs)]
+        declared = [*schema[: len(args)], *(a for a in schema[len(args) :] if a.name in kwargs)]
+        view = any(a.alias_info is not None and not a.alias_info.is_write for a in declared)
+        for argument, value in zip(declared, values, strict=True):
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, torch.Tensor) and (writes or not view):
+                    name = self.names.get(_storage(tensor))
+                    if name is not None:
+                        (self.writes if writes else self.reads).add(name)
+        return func(*args, **kwargs)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def seed_all(text: str) -> None:
+    """Seed every generator that an initializer may draw from, by a hash of `text`."""
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    torch.manual_seed(number)
+    random.seed(number)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(number & 0xFFFFFFFF)
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn inside, the random states afterwards are as they were before."""
+    numpy = sys.modules.get("numpy")
+    python, arrays = random.getstate(), numpy.random.get_state() if numpy else None
+    devices = [] if device.type in {"cpu", "meta"} else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(arrays)

@@ -1,0 +1,167 @@
+"""How peft names things: tensors of the model below it, and of the adapters themselves.
+
+peft puts layers of its own around the model's (`q_proj` becomes `q_proj.base_layer` beside
+`q_proj.lora_A.default`), and the whole into `base_model.model`. In a file the base model's tensors have
+the names from before, and an adapter's lack the adapter's name.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from composer_dist.errors import CheckpointValueError
+from composer_dist.structure.names import canonical_name
+from composer_dist.structure.structure import Structure
+from composer_dist.tensors.blueprint import Blueprint
+
+
+def without_adapters(structure: Structure) -> dict[str, tuple[str, bool]]:
+    """Every name of a tensor as it would be without peft's layers, but for a prefix of the whole model.
+
+    Names of what belongs to adapters are left out.
+
+    Returns:
+        Name to (plain name, whether this tensor is a copy that peft made to train it).
+    """
+    found: dict[str, tuple[str, bool]] = {}
+    known: dict[str, tuple[str, bool] | None] = {"": ("", False)}
+    for held in structure.tensors.values():
+        for name, owner in zip(held.info.names, held.info.owners, strict=True):
+            place = _plain(owner, structure.modules, known)
+            step = place and _step(structure.modules[owner], name.rpartition(".")[2])
+            if place is not None and step is not None:
+                found[name] = (_join(place[0], step), place[1])
+    return found
+
+
+def base_models(structure: Structure) -> Iterator[tuple[str, nn.Module]]:
+    """Prefix and module of each outermost transformers model, or model inside of a peft model.
+
+    The prefix is that of plain names: "" or ending in a dot.
+    """
+    transformers, peft = sys.modules.get("transformers.modeling_utils"), sys.modules.get("peft")
+    kinds = [getattr(peft, "PeftModel", None), getattr(transformers, "PreTrainedModel", None)]
+    wanted = tuple(kind for kind in kinds if kind)
+    for name, module in _outermost(structure, lambda module: isinstance(module, wanted)):
+        if _is("PeftModel", module):
+            base = module.get_base_model()
+            name = next(path for path, one in structure.modules.items() if one is base)
+            yield f"{name}.", base
+        else:
+            yield f"{name}." if name else "", module
+
+
+def adapter_entries(structure: Structure, directory: str) -> dict[str, str]:
+    """What an adapter's file calls the tensors of the adapter it is for, by peft's own rules.
+
+    Args:
+        directory: where the file lies; peft keeps an adapter that is not "default" in one of its name.
+
+    Returns:
+        Name in the file to name in the model, which may be any of a tensor's names; empty where there is
+        no adapter.
+
+    Raises:
+        CheckpointValueError: it is not clear which adapter is meant, or peft computes what it saves.
+    """
+    hosts = list(
+        _outermost(structure, lambda module: isinstance(getattr(module, "peft_config", None), Mapping))
+    )
+    if len(hosts) > 1:
+        raise CheckpointValueError(
+            f"Several modules carry adapters: {', '.join(name or 'the model' for name, _ in hosts)}. Load "
+            "each of them by itself."
+        )
+    return {} if not hosts else _entries(*hosts[0], directory)
+
+
+def _entries(name: str, host: Any, directory: str) -> dict[str, str]:
+    from peft import get_peft_model_state_dict
+
+    adapters = list(host.peft_config)
+    adapter = directory if directory in adapters else "default" if "default" in adapters else adapters[0]
+    if len(adapters) > 1 and adapter not in (directory, "default"):
+        raise CheckpointValueError(
+            f"The model has the adapters {', '.join(adapters)}, and {directory} is none of them; peft keeps "
+            "each in a directory of its name."
+        )
+    prefix = f"{name}." if name else ""
+    if host.peft_config[adapter].is_prompt_learning:  # peft computes these from the prompt encoder
+        return {"prompt_embeddings": f"{prefix}prompt_encoder.{adapter}.embedding.weight"}
+    asked = {
+        path: Blueprint.stored(canonical_name(path), tuple(tensor.shape), tensor.dtype)
+        for path, tensor in _tensors(host)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        taken = get_peft_model_state_dict(host, asked, adapter, save_embedding_layers=False)
+    found = {}
+    for key, value in taken.items():
+        source = value.source if isinstance(value, Blueprint) else None
+        if source is None:
+            raise CheckpointValueError(f"peft computes {key} when it saves; load it with peft.")
+        found[canonical_name(key)] = f"{prefix}{source}"
+    return found
+
+
+def _outermost(structure: Structure, wanted: Callable[[nn.Module], bool]) -> Iterator[tuple[str, Any]]:
+    """Modules of a kind that lie in no other of that kind."""
+    inside: list[str] = []
+    for name, module in structure.modules.items():
+        below = any(not one or name == one or name.startswith(f"{one}.") for one in inside)
+        if not below and wanted(module):
+            inside.append(name)
+            yield name, module
+
+
+def _tensors(host: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield from host.named_parameters(remove_duplicate=False)
+    yield from host.named_buffers(remove_duplicate=False)
+
+
+def _plain(
+    name: str, modules: Mapping[str, nn.Module], known: dict[str, tuple[str, bool] | None]
+) -> tuple[str, bool] | None:
+    """The plain name of a module and whether it is a copy; None within an adapter."""
+    if name not in known:
+        parent, _, key = name.rpartition(".")
+        above = _plain(parent, modules, known)
+        grand, _, middle = parent.rpartition(".")
+        if above is None:
+            known[name] = None
+        elif middle == "modules_to_save" and _is("AuxiliaryTrainingWrapper", modules.get(grand)):
+            known[name] = (above[0], True)
+        else:
+            step = _step(modules[parent], key)
+            known[name] = None if step is None else (_join(above[0], step), above[1])
+    return known[name]
+
+
+def _step(module: nn.Module, key: str) -> str | None:
+    """What a child adds to the plain name: its key, nothing below peft's layers, None for an adapter."""
+    if _is("BaseTunerLayer", module) and "base_layer" in module._modules:
+        return "" if key == "base_layer" else None
+    if _is("AuxiliaryTrainingWrapper", module):
+        return "" if key in ("original_module", "modules_to_save", "token_adapter") else None
+    if _is("PeftModel", module) and key != "base_model":
+        return None
+    if _is("BaseTuner", module) and key != "model":
+        return None
+    return key
+
+
+def _is(kind: str, module: nn.Module | None) -> bool:
+    """Whether a module is of one of peft's classes, which nobody has where peft is not imported."""
+    peft, tuners = sys.modules.get("peft"), sys.modules.get("peft.tuners.tuners_utils")
+    home = sys.modules.get("peft.utils.other") if kind == "AuxiliaryTrainingWrapper" else tuners
+    home = peft if kind == "PeftModel" else home
+    return home is not None and isinstance(module, getattr(home, kind))
+
+
+def _join(prefix: str, key: str) -> str:
+    return ".".join(part for part in (prefix, key) if part)

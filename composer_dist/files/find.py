@@ -1,0 +1,61 @@
+"""The model's tensors in whatever files hold them: safetensors, our checkpoints, files of `torch.save`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
+from composer_dist.files import manifest as manifests
+from composer_dist.files.index import Index, read_index
+from composer_dist.files.manifest import Manifest, StoredFile
+from composer_dist.files.other_libraries import model_in, normalized
+from composer_dist.files.torch_save import index_of, read_seal, read_torch_file
+
+Weights = tuple[Index, list[StoredFile]]
+"""Where tensors lie, and the files' checksums, as far as they have any."""
+
+
+def index_weights(path: Path) -> Weights:
+    """Where every tensor of a model lies, and the checksums of our own files.
+
+    Args:
+        path: a directory or file as transformers, peft or `save_checkpoint` writes it; or a file of
+            `torch.save` with a model's state, also as Composer, Fabric and Lightning write it.
+
+    Raises:
+        CheckpointValueError: there is no such file, it is damaged, or has no model, or several.
+        CheckpointRuntimeError: a file cannot be read.
+    """
+    try:
+        if (path / manifests.NAME).is_file():
+            return _of_checkpoint(path)
+        if path.is_file() and path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
+            return _of_file(path)
+    except OSError as error:
+        raise CheckpointRuntimeError(f"Cannot read {error.filename or path}: {error.strerror}.") from error
+    return read_index(path), []
+
+
+def _of_checkpoint(path: Path) -> Weights:
+    mark = path / manifests.NAME
+    manifest = Manifest.of_text(mark.read_bytes(), str(mark))
+    manifest.check_complete(str(path))
+    models = [key for key, kind in manifest.kinds.items() if kind == "model"]
+    if len(models) != 1:
+        raise CheckpointValueError(
+            f"{path} has {len(models)} models ({', '.join(models) or 'none'}), so it is not clear which one "
+            "is meant; load_checkpoint takes them by key."
+        )
+    return manifest.index(str(path), models[0]), manifest.files
+
+
+def _of_file(path: Path) -> Weights:
+    seal = read_seal(path)
+    model = model_in(normalized(read_torch_file(path)))
+    if model is None:
+        raise CheckpointValueError(
+            f"{path} has no model, or several, so it is not clear which one is meant; load_checkpoint takes "
+            "them by key."
+        )
+    tensors = {name: value for name, value in model.items() if hasattr(value, "untyped_storage")}
+    return index_of(path, tensors), [seal] if seal else []

@@ -1,0 +1,260 @@
+"""Whose names are they: the tensors of a checkpoint, matched with those of a model.
+
+A checkpoint may come from the model itself, from a part of it, or from before it was wrapped: by peft,
+DDP, a compiler, a checkpoint wrapper, a `ComposerModel`. A tied tensor may have any of its names, and
+transformers models have tables of older names. What is left over on either side is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from composer_dist.errors import CheckpointError, CheckpointKeyError, CheckpointValueError
+from composer_dist.files.adapters import adapter_entries, base_models, without_adapters
+from composer_dist.files.index import Entry
+from composer_dist.files.transformers import convert, is_ignored
+from composer_dist.structure.names import canonical_name
+from composer_dist.structure.structure import Held, Structure
+from composer_dist.tensors.blueprint import Blueprint
+
+_PREFIXES = ("", "module.", "base_model.model.")
+"""What wrappers put before all names of a checkpoint: nothing, DDP, peft."""
+
+
+@dataclass
+class Match:
+    """What a checkpoint says about a model."""
+
+    tensors: dict[str, Blueprint] = field(default_factory=dict)
+    """First name of a tensor to what it consists of."""
+    missing: list[str] = field(default_factory=list)
+    """First names of what the model saves and the checkpoint lacks."""
+    unexpected: list[str] = field(default_factory=list)
+    """The checkpoint's names of what the model has no place for."""
+    keys: dict[str, list[str]] = field(default_factory=dict)
+    """First name of a tensor to the checkpoint's names of it."""
+    twins: list[tuple[str, Blueprint]] = field(default_factory=list)
+    """First name of a tied tensor, and what else the checkpoint has for it under another of its names."""
+
+    def check(self, structure: Structure, entries: Mapping[str, Entry], strict: bool) -> None:
+        """Refuse what does not fit.
+
+        Raises:
+            CheckpointValueError: shapes or dtypes that do not fit.
+            CheckpointKeyError: `strict`, and something is missing or unexpected.
+        """
+        misfits = [
+            fault
+            for name, blueprint in self.tensors.items()
+            for fault in _misfits(structure.tensors[name], blueprint, entries, self.keys[name])
+        ]
+        faults = [f"of other shape or dtype: {'; '.join(misfits)}"] if misfits else []
+        if strict and self.missing:
+            faults.append(f"missing: {', '.join(self.missing)}")
+        if strict and self.unexpected:
+            faults.append(f"unexpected: {', '.join(self.unexpected)}")
+        if faults:
+            kind: type[CheckpointError] = CheckpointValueError if misfits else CheckpointKeyError
+            hint = "" if misfits else " strict=False takes what fits."
+            raise kind(f"The checkpoint does not fit the model. {'. '.join(faults)}.{hint}")
+
+
+def match_names(
+    structure: Structure, given: Mapping[str, Blueprint], directory: str, adapter: bool = False
+) -> Match:
+    """Find the tensor of the model that each tensor of a checkpoint is meant for.
+
+    Args:
+        given: the tensors of the checkpoint.
+        directory: the name of where the checkpoint lies, which may be an adapter's.
+        adapter: it is known to be an adapter's.
+
+    Raises:
+        CheckpointValueError: it is an adapter's and the model has none, or it is not clear which;
+            transformers would have to compute; two tensors of the checkpoint are for one of the model.
+    """
+    names = _Names.of(structure)
+    own = adapter_entries(structure, directory)
+    clean = [canonical_name(name) for name in given]
+    if adapter or 2 * sum(name in own for name in clean) > len(clean):
+        if not own:
+            raise CheckpointValueError(
+                "The checkpoint is an adapter's, but the model has none; give it one with peft first."
+            )
+        return _match_adapter(names, given, own)
+    best: Match | None = None
+    for prefix in _PREFIXES:
+        if not all(name.startswith(prefix) for name in clean):
+            continue
+        cut = {canonical_name(name)[len(prefix) :]: (name, value) for name, value in given.items()}
+        for base in ["", *(one for one, _ in names.models if one)]:
+            found = _match_base(names, cut, base)
+            if best is None or len(found.unexpected) < len(best.unexpected):
+                best = found
+            if not best.unexpected:
+                return best
+    assert best is not None
+    return best
+
+
+@dataclass
+class _Names:
+    """The names of a model's tensors."""
+
+    structure: Structure
+    exact: dict[str, str]
+    """Every name of what the model saves, to the tensor's first name."""
+    plain: dict[str, list[str]]
+    """Every name without peft's layers, to first names: of the tensor, and of copies to be trained."""
+    passing: set[str]
+    """Names of what the model has and does not save: non-persistent buffers."""
+    expected: list[str]
+    """First names of what the model saves, adapters aside."""
+    models: list[tuple[str, Any]]
+    """Prefix and module of each transformers model, or model inside of a peft model."""
+
+    @classmethod
+    def of(cls, structure: Structure) -> _Names:
+        exact: dict[str, str] = {}
+        plain: dict[str, list[str]] = {}
+        passing: set[str] = set()
+        expected: dict[str, None] = {}
+        without = without_adapters(structure)
+        for first, held in structure.tensors.items():
+            if held.info.kind == "attribute":
+                continue
+            for name in held.info.names:
+                if not _is_saved(held):
+                    passing.add(without.get(name, (name,))[0])
+                    continue
+                exact[name] = first
+                if name in without:
+                    other, copy = without[name]
+                    plain.setdefault(other, []).append(first)
+                    if not copy:
+                        expected[first] = None
+        return cls(structure, exact, plain, passing, list(expected), list(base_models(structure)))
+
+
+def _match_adapter(names: _Names, given: Mapping[str, Blueprint], own: Mapping[str, str]) -> Match:
+    match = Match()
+    for key, value in given.items():
+        name = own.get(canonical_name(key))
+        firsts = [names.exact[name]] if name in names.exact else names.plain.get(canonical_name(key), [])
+        if not firsts:
+            match.unexpected.append(key)
+        for first in firsts:
+            _put(match, first, value, (key,))
+    firsts = [names.exact[name] for name in own.values()]
+    match.missing = [first for first in dict.fromkeys(firsts) if first not in match.tensors]
+    return match
+
+
+def _match_base(names: _Names, given: Mapping[str, tuple[str, Blueprint]], base: str) -> Match:
+    """Take a checkpoint's names for those of the whole model, or of the part with the prefix `base`.
+
+    Args:
+        given: name, without wrappers, to the checkpoint's own name and tensor.
+    """
+    match = Match()
+    rest = {f"{base}{name}": pair for name, pair in given.items()}
+    for prefix, model in [*names.models, ("", None)]:
+        shapes = {
+            name.removeprefix(prefix): names.structure.tensors[firsts[0]].info.shape
+            for name, firsts in names.plain.items()
+            if name.startswith(prefix)
+        }
+        mine: dict[str, tuple[str, Blueprint]] = {}
+        exact: set[str] = set()
+        for name in [name for name in rest if name.startswith(prefix)]:
+            key, pair = name.removeprefix(prefix), rest.pop(name)
+            bare = key.replace(".base_layer.", ".")
+            if key not in shapes and name in names.exact:
+                exact.add(names.exact[name])
+                _put(match, names.exact[name], pair[1], (pair[0],))
+            else:
+                mine[bare if key not in shapes and bare in shapes else key] = pair
+        tensors, left = _converted(model, {key: value for key, (_, value) in mine.items()}, shapes)
+        for name, (value, keys) in tensors.items():
+            for first in names.plain[f"{prefix}{name}"]:
+                if first not in exact:
+                    _put(match, first, value, tuple(mine[key][0] for key in keys))
+        for key, name in left.items():
+            passing = any(f"{prefix}{one}" in names.passing for one in (key, name))
+            if not passing and not is_ignored(model, (key, name), "unexpected"):
+                match.unexpected.append(mine[key][0])
+    match.missing = [
+        first for first in names.expected if first not in match.tensors and not _may_miss(names, first)
+    ]
+    return match
+
+
+def _converted(
+    model: Any, given: Mapping[str, Blueprint], shapes: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, tuple[Blueprint, tuple[str, ...]]], dict[str, str]]:
+    """By transformers' tables for its models, by their own names for others."""
+    if hasattr(model, "base_model_prefix") and given:
+        return convert(model, given, shapes)
+    return (
+        {key: (value, (key,)) for key, value in given.items() if key in shapes},
+        {key: key for key in given if key not in shapes},
+    )
+
+
+def _put(match: Match, first: str, value: Blueprint, keys: tuple[str, ...]) -> None:
+    """A tied tensor may be there under several names: they should be equal."""
+    if match.tensors.setdefault(first, value) is not value:
+        match.twins.append((first, value))
+    match.keys.setdefault(first, []).extend(keys)
+
+
+def _may_miss(names: _Names, first: str) -> bool:
+    every = names.structure.tensors[first].info.names
+    return any(
+        is_ignored(model, tuple(name[len(prefix) :] for name in every if name.startswith(prefix)), "missing")
+        for prefix, model in names.models
+    )
+
+
+def _is_saved(held: Held) -> bool:
+    """Whether a tensor is part of `state_dict`: parameters and persistent buffers are."""
+    return held.info.kind == "parameter" or any(
+        place.key not in place.module._non_persistent_buffers_set for place in held.places
+    )
+
+
+def _misfits(
+    held: Held, blueprint: Blueprint, entries: Mapping[str, Entry], keys: list[str]
+) -> Iterator[str]:
+    """What keeps the stored tensors from becoming this one."""
+    info, shape = held.info, tuple(blueprint.shape)
+    name = info.name if keys[0] == info.name else f"{info.name} (from {', '.join(keys[:2])})"
+    if shape != info.shape:
+        yield f"{name} is {shape} in the checkpoint, {info.shape} in the model"
+    for dtype in sorted({entries[box.source].dtype for box in blueprint.boxes}, key=str):
+        if not castable(dtype, info.dtype):
+            yield f"{name} is {_spell(dtype)} in the checkpoint, {_spell(info.dtype)} in the model"
+
+
+def castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether values keep their meaning: among floating-point numbers, or integers that have room.
+
+    Numbers of eight bits go with scales of their own, so they are taken for nothing else.
+    """
+    if stored == wanted:
+        return True
+    if stored.is_floating_point and wanted.is_floating_point:
+        return min(stored.itemsize, wanted.itemsize) > 1
+    kinds = [dtype.is_floating_point or dtype.is_complex or dtype == torch.bool for dtype in (stored, wanted)]
+    if any(kinds):
+        return False
+    narrow, wide = torch.iinfo(stored), torch.iinfo(wanted)
+    return wide.min <= narrow.min and narrow.max <= wide.max
+
+
+def _spell(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

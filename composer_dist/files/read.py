@@ -1,0 +1,313 @@
+"""Bytes from files into tensors: only what is wanted, in the order of the files, by several threads.
+
+What is stored as the target holds it is read straight into the target's memory (`os.preadv`, which lets
+other threads run meanwhile). Whatever has to be cast, rearranged or sent to an accelerator goes through
+a staging buffer of fixed size, one per thread. Files are neither mapped nor opened for direct access,
+so that the page cache serves the ranks of a host together and network file systems work as well.
+
+
+MERGED: Files on a remote file system, read as local ones are: any that fsspec knows, by its URL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
+from composer_dist.files.slabs import Slab
+from composer_dist.progress import Stage
+
+MIB = 1 << 20
+
+
+THREADS = 4
+"""More than there are cores, perhaps: over a network a thread mostly waits."""
+
+
+_STAGE = 3 * MIB
+"""Bytes of a staging buffer."""
+
+
+_BATCH = 16 * MIB
+"""Bytes of one piece of work."""
+
+
+_WORTH = 512
+"""Bytes from which a row is worth a read of its own; below, the gaps between rows are read as well."""
+
+
+_VECTORS = 1024
+"""Most pieces of memory in one read: the kernel's IOV_MAX."""
+
+
+class Files:
+    """Open files of known sizes; a context manager."""
+
+    def __init__(self, root: Path, sizes: Sequence[tuple[str, int]]) -> None:
+        """Open all, and check that they are what the index was made of.
+
+        Raises:
+            CheckpointRuntimeError: one is not there, or cannot be opened.
+            CheckpointValueError: one has another size than the rank that read its header saw.
+        """
+        self.paths = [root / name for name, _ in sizes]
+        self.descriptors: list[int] = []
+        self._stack = ExitStack()
+        with self._stack:
+            for path, (_, size) in zip(self.paths, sizes, strict=True):
+                try:
+                    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                except OSError as error:
+                    raise CheckpointRuntimeError(f"Cannot read {path}: {error.strerror}.") from error
+                self._stack.callback(os.close, descriptor)
+                self.descriptors.append(descriptor)
+                if (here := os.fstat(descriptor).st_size) != size:
+                    raise CheckpointValueError(
+                        f"{path} has {here} bytes here, but {size} where its header was read; the ranks "
+                        "must see the same files."
+                    )
+            self._stack = self._stack.pop_all()
+
+    def __enter__(self) -> Self:
+        """The files are open already."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close them."""
+        self._stack.close()
+
+    def read(self, number: int, offset: int, memory: Sequence[tuple[int, int]]) -> None:
+        """Fill pieces of memory, (address, bytes) each, one after the other from one place in a file.
+
+        Raises:
+            CheckpointRuntimeError: the system reports an error, or the file ends too early.
+        """
+        path = self.paths[number]
+        views = [memoryview((ctypes.c_char * size).from_address(address)) for address, size in memory]
+        while views:
+            try:
+                got = os.preadv(self.descriptors[number], views, offset)
+            except OSError as error:
+                raise CheckpointRuntimeError(f"Cannot read {path}: {error.strerror}.") from error
+            if not got:
+                raise CheckpointRuntimeError(f"{path} has become shorter; it ended at {offset}.")
+            offset += got
+            while views and got >= len(views[0]):
+                got -= len(views.pop(0))
+            if got:
+                views[0] = views[0][got:]
+
+
+@dataclass
+class _Batch:
+    """One read: a range of a file into one or several pieces of memory."""
+
+    file: int
+    offset: int
+    nbytes: int = 0
+    memory: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, file: int, offset: int, address: int, nbytes: int) -> bool:
+        """Take another range, if it follows in the file and there is room."""
+        if (file, offset) != (self.file, self.offset + self.nbytes) or self.nbytes + nbytes > _BATCH:
+            return False
+        if self.memory and sum(self.memory[-1]) == address:
+            self.memory[-1] = (self.memory[-1][0], self.memory[-1][1] + nbytes)
+        elif len(self.memory) == _VECTORS:
+            return False
+        else:
+            self.memory.append((address, nbytes))
+        self.nbytes += nbytes
+        return True
+
+
+def read_slabs(
+    slabs: Sequence[Slab], files: Files, threads: int = THREADS, stage: Stage | None = None
+) -> int:
+    """Fill the slabs' targets; returns the bytes that were read.
+
+    Args:
+        threads: how many read at the same time.
+        stage: is told how far the reading is.
+
+    Raises:
+        CheckpointRuntimeError: a read fails.
+    """
+    slabs = sorted(slabs, key=lambda slab: (slab.file, slab.offset))
+    staged = [slab for slab in slabs if not _is_direct(slab)]
+    pin = any(slab.target.device.type != "cpu" for slab in staged)
+    buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
+    for _ in range(threads if staged else 0):
+        buffers.put(torch.empty(_STAGE, dtype=torch.uint8, device="cpu", pin_memory=pin))
+
+    def work(pieces: list[_Batch | Slab]) -> int:
+        total = 0
+        for piece in pieces:
+            if isinstance(piece, _Batch):
+                files.read(piece.file, piece.offset, piece.memory)
+                total += piece.nbytes
+            else:
+                buffer = buffers.get()
+                total += _read_staged(piece, files, buffer)
+                buffers.put(buffer)
+            if stage is not None:
+                stage.advance(piece.nbytes)
+        return total
+
+    if stage is not None:
+        stage.expect(sum(slab.nbytes for slab in slabs))
+    with ThreadPoolExecutor(threads, thread_name_prefix="composer_dist-read") as pool:
+        tasks = [pool.submit(work, pieces) for pieces in _tasks(slabs)]
+        try:
+            wait(tasks, return_when=FIRST_EXCEPTION)
+        finally:
+            pool.shutdown(cancel_futures=True)  # whoever fails, or is interrupted, does not wait for all
+        failed = [task for task in tasks if not task.cancelled() and task.exception()]
+        return sum(task.result() for task in failed or tasks)
+
+
+def _tasks(slabs: Sequence[Slab]) -> Iterator[list[_Batch | Slab]]:
+    """The work in pieces of about a batch's size, in the order of the files."""
+    pieces: list[_Batch | Slab] = []
+    size = 0
+    for slab in slabs:
+        for piece in _direct(slab) if _is_direct(slab) else _bands(slab, _STAGE):
+            if not (pieces and _joined(pieces[-1], piece)):
+                pieces.append(piece)
+            size += piece.nbytes
+            if size >= _BATCH:
+                yield pieces
+                pieces, size = [], 0
+    if pieces:
+        yield pieces
+
+
+def _is_direct(slab: Slab) -> bool:
+    return slab.dtype == slab.target.dtype and slab.target.device.type == "cpu" and _in_rows(slab)
+
+
+def _in_rows(slab: Slab) -> bool:
+    """Whether the slab is read row by row, and not with the gaps between its elements."""
+    return slab.contiguous and (len(slab.sizes) == 1 or slab.run >= _WORTH)
+
+
+def _direct(slab: Slab) -> Iterator[_Batch]:
+    base, item = slab.target.data_ptr(), slab.dtype.itemsize
+    for offset, start in slab.rows():
+        for at in range(0, slab.run, _BATCH):
+            size = min(_BATCH, slab.run - at)
+            yield _Batch(slab.file, offset + at, size, [(base + start * item + at, size)])
+
+
+def _joined(last: _Batch | Slab, piece: _Batch | Slab) -> bool:
+    """Whether a piece could be added to the one before."""
+    if isinstance(last, Slab) or isinstance(piece, Slab):
+        return False
+    return last.add(piece.file, piece.offset, *piece.memory[0])
+
+
+def _bands(slab: Slab, limit: int) -> Iterator[Slab]:
+    """The slab in pieces that fit into a staging buffer."""
+    size = slab.nbytes if _in_rows(slab) else slab.span
+    if size <= limit:
+        yield slab
+        return
+    dim = max(
+        (dim for dim, count in enumerate(slab.sizes) if count > 1),
+        key=lambda dim: slab.strides[dim] * slab.sizes[dim],
+    )
+    for piece in slab.cut(dim, max(1, slab.sizes[dim] * limit // (size + limit))):
+        yield from _bands(piece, limit)
+
+
+@torch.no_grad()
+def _read_staged(slab: Slab, files: Files, buffer: torch.Tensor) -> int:
+    """Read a band into a staging buffer and copy it to its place, cast and rearranged."""
+    base = buffer.data_ptr()
+    if _in_rows(slab):
+        total, strides = slab.nbytes, [prod(slab.sizes[dim + 1 :]) for dim in range(len(slab.sizes))]
+        for number, (offset, _) in enumerate(slab.rows()):
+            files.read(slab.file, offset, [(base + number * slab.run, slab.run)])
+    else:
+        total, strides = slab.span, list(slab.strides)
+        files.read(slab.file, slab.offset, [(base, total)])
+    source = buffer[:total].view(slab.dtype).as_strided(slab.sizes, strides)
+    target = slab.target.as_strided(slab.sizes, slab.steps, slab.target.storage_offset() + slab.start)
+    target.copy_(source)
+    return total
+
+
+def open_files(root: Path | str, sizes: Sequence[tuple[str, int]]) -> Files:
+    """The files below a directory, or a URL.
+
+    Raises:
+        CheckpointRuntimeError: one is not there, or cannot be opened.
+        CheckpointValueError: one has another size than it should.
+    """
+    return Files(root, sizes) if isinstance(root, Path) else RemoteFiles(root, sizes)
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path there.
+
+    Raises:
+        CheckpointValueError: fsspec is not installed, or knows no such file system.
+    """
+    try:
+        import fsspec  # type: ignore[import-untyped]
+
+        system, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise CheckpointValueError(
+            f"{url} cannot be reached: {error}. Install fsspec and its file system's package (s3fs, gcsfs)."
+        ) from error
+    system.invalidate_cache()
+    return system, str(path).rstrip("/")
+
+
+class RemoteFiles(Files):
+    """Files of known sizes; every read is a request of its own."""
+
+    def __init__(self, url: str, sizes: Sequence[tuple[str, int]]) -> None:
+        """See `Files`."""
+        self._system, root = file_system(url)
+        self._stack = ExitStack()
+        self.paths = [Path(root, name) for name, _ in sizes]
+        self._names = [f"{root}/{name}" for name, _ in sizes]
+        for name, (_, size) in zip(self._names, sizes, strict=True):
+            try:
+                here = self._system.size(name)
+            except OSError as error:
+                raise CheckpointRuntimeError(f"Cannot read {name}: {error}.") from error
+            if here != size:
+                raise CheckpointValueError(f"{name} has {here} bytes, but was written with {size}.")
+
+    def read(self, number: int, offset: int, memory: Sequence[tuple[int, int]]) -> None:
+        """See `Files.read`."""
+        name, total = self._names[number], sum(size for _, size in memory)
+        try:
+            data = self._system.cat_file(name, start=offset, end=offset + total)
+        except Exception as error:  # every file system has its own
+            raise CheckpointRuntimeError(f"Cannot read {name}: {error}.") from error
+        if len(data) < total:
+            raise CheckpointRuntimeError(f"{name} has become shorter; it ended at {offset + len(data)}.")
+        for address, size in memory:
+            ctypes.memmove(address, data[:size], size)
+            data = data[size:]

@@ -1,0 +1,158 @@
+"""Which bytes of which file go where in a rank's part of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from composer_dist.distributed.mesh.layout import Part
+from composer_dist.files.index import Entry
+from composer_dist.tensors.blueprint import Blueprint, Box, Dims, contiguous_strides, reshape
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A rectangle of stored elements and the elements of a target that take their values."""
+
+    file: int
+    offset: int
+    """Of the first element in the file, in bytes."""
+    dtype: torch.dtype
+    """As stored."""
+    sizes: Dims
+    strides: Dims
+    """Between elements in the file, in elements."""
+    target: torch.Tensor
+    """Contiguous; of any dtype, on any device."""
+    start: int
+    """Number of the first element in the target, in row-major order."""
+    steps: Dims
+    """Between elements in the target."""
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether elements of the last dimension follow each other, in the file and in the target."""
+        return self.strides[-1] == self.steps[-1] == 1 or self.sizes[-1] == 1
+
+    @property
+    def run(self) -> int:
+        """Bytes of one row of the last dimension."""
+        return self.sizes[-1] * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements, as stored."""
+        return prod(self.sizes) * self.dtype.itemsize
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first element in the file to the end of the last."""
+        last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    def rows(self) -> Iterator[tuple[int, int]]:
+        """Where each row of the last dimension begins: bytes in the file, elements in the target."""
+        yield from _rows(self.sizes[:-1], self.strides, self.steps, self.offset, self.start, self.dtype)
+
+    def cut(self, dim: int, length: int) -> Iterator[Slab]:
+        """The slab in pieces of at most `length` indices in a dimension."""
+        for at in range(0, self.sizes[dim], length):
+            size = min(length, self.sizes[dim] - at)
+            yield replace(
+                self,
+                offset=self.offset + at * self.strides[dim] * self.dtype.itemsize,
+                start=self.start + at * self.steps[dim],
+                sizes=(*self.sizes[:dim], size, *self.sizes[dim + 1 :]),
+            )
+
+
+def plan_reads(
+    blueprint: Blueprint,
+    entries: Mapping[str, Entry],
+    part: Part,
+    target: torch.Tensor,
+    first: int = 0,
+    last: int | None = None,
+) -> Iterator[Slab]:
+    """What to read for a part of the tensor that `blueprint` describes.
+
+    Args:
+        entries: the stored tensors.
+        part: what the target holds of the tensor.
+        target: contiguous, of the part's elements.
+        first: the first element of the part to read.
+        last: the one after the last; None means the part's end.
+    """
+    boxes = reshape(blueprint.boxes, tuple(blueprint.shape), part.shape)
+    lows = tuple(low for low, _ in part.window)
+    sizes = tuple(high - low for low, high in part.window)
+    steps = contiguous_strides(sizes)
+    stop = part.first + (part.numel if last is None else last)
+    for corner, extent in rectangles(sizes, part.first + first, stop):
+        for box in boxes:
+            piece: Box | None = box
+            for dim, (low, at, size) in enumerate(zip(lows, corner, extent, strict=True)):
+                piece = piece and piece.narrow(dim, low + at, low + at + size)
+            if piece is None:
+                continue
+            entry = entries[piece.source]
+            places = zip(piece.start, lows, steps, strict=True)
+            yield Slab(
+                entry.file,
+                entry.offset + piece.offset * entry.dtype.itemsize,
+                entry.dtype,
+                *_simplified(piece.sizes, piece.strides, steps)[:2],
+                target,
+                sum((at - low) * step for at, low, step in places) - part.first,
+                _simplified(piece.sizes, piece.strides, steps)[2],
+            )
+
+
+def rectangles(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[Dims, Dims]]:
+    """The elements [first, last) of a tensor in row-major order, as rectangles: (corner, extent)."""
+    if first >= last:
+        return
+    if not sizes:
+        yield (), ()
+        return
+    inner = prod(sizes[1:])
+    low, high = -(-first // inner), last // inner
+    if low > high:  # within one row
+        for corner, extent in rectangles(sizes[1:], first - high * inner, last - high * inner):
+            yield (high, *corner), (1, *extent)
+        return
+    for corner, extent in rectangles(sizes[1:], first - (low - 1) * inner, inner) if first % inner else ():
+        yield (low - 1, *corner), (1, *extent)
+    if low < high:
+        yield (low, *(0,) * (len(sizes) - 1)), (high - low, *sizes[1:])
+    for corner, extent in rectangles(sizes[1:], 0, last - high * inner):
+        yield (high, *corner), (1, *extent)
+
+
+def _simplified(sizes: Dims, strides: Dims, steps: Dims) -> tuple[Dims, Dims, Dims]:
+    """The same elements in the same order with as few dimensions as will do, at least one."""
+    found: list[tuple[int, int, int]] = []
+    for size, stride, step in zip(sizes, strides, steps, strict=True):
+        if size == 1:
+            continue
+        if found and found[-1][1] == size * stride and found[-1][2] == size * step:
+            found[-1] = (found[-1][0] * size, stride, step)
+        else:
+            found.append((size, stride, step))
+    found = found or [(1, 1, 1)]
+    return tuple(one[0] for one in found), tuple(one[1] for one in found), tuple(one[2] for one in found)
+
+
+def _rows(
+    sizes: Dims, strides: Dims, steps: Dims, offset: int, start: int, dtype: torch.dtype
+) -> Iterator[tuple[int, int]]:
+    if not sizes:
+        yield offset, start
+        return
+    for _ in range(sizes[0]):
+        yield from _rows(sizes[1:], strides[1:], steps[1:], offset, start, dtype)
+        offset += strides[0] * dtype.itemsize
+        start += steps[0]

@@ -1,0 +1,142 @@
+"""transformers' own ways from the names, and fused tensors, of a checkpoint to those of its models.
+
+transformers renames and rearranges what it loads by tables of its own (`conversion_mapping.py`; kept
+per architecture, and open to users). They are applied here as `from_pretrained` applies them
+(`core_model_loading.convert_and_load_state_dict_in_model`), but to blueprints instead of tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+
+from composer_dist.errors import CheckpointValueError
+from composer_dist.structure.families import original_classes
+from composer_dist.tensors.blueprint import Blueprint
+
+_MOVED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Buffers that were saved once and lay elsewhere (`PreTrainedModel._adjust_missing_and_unexpected_keys`)."""
+
+
+class Converted(NamedTuple):
+    """What a checkpoint's tensors make."""
+
+    tensors: dict[str, tuple[Blueprint, tuple[str, ...]]]
+    """Name in the model to what it consists of, and the checkpoint's names of that."""
+    left: dict[str, str]
+    """Checkpoint's names that the model has no place for, with what they were renamed to."""
+
+
+def convert(model: Any, given: Mapping[str, Blueprint], shapes: dict[str, tuple[int, ...]]) -> Converted:
+    """Apply the tables for a transformers model.
+
+    Args:
+        given: the checkpoint's tensors by name.
+        shapes: what the model has in its `state_dict`, peft's layers aside.
+
+    Raises:
+        CheckpointValueError: a conversion computes, or does not fit what it is given; all are listed.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    with original_classes(model):
+        table = get_model_conversion_mapping(model)
+    renamings = [one for one in table if isinstance(one, WeightRenaming)]
+    converters = [one for one in table if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    prefix = model.base_model_prefix
+    tensors: dict[str, tuple[Blueprint, tuple[str, ...]]] = {}
+    pending: dict[str, tuple[Any, list[str]]] = {}
+    left: dict[str, str] = {}
+    for key in sorted(given, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
+        if name not in shapes and key in shapes:
+            name, pattern = rename_source_key(key, [], [], prefix, shapes)
+        if name not in shapes:
+            left[key] = name
+        elif pattern is None:
+            tensors.setdefault(name, (given[key], (key,)))
+        else:
+            converter, keys = pending.setdefault(name, (deepcopy(by_pattern[pattern]), []))
+            converter.add_tensor(name, key, pattern, given[key])
+            keys.append(key)
+    faults = []
+    for name, (converter, keys) in pending.items():
+        try:
+            made = converter.convert(name, model=_Shapes(model, shapes), config=model.config)
+            for target, value in made.items():
+                tensors[target] = (value[0] if isinstance(value, list) else value), tuple(keys)
+        except Exception as error:  # whatever an operation of transformers makes of what it is given
+            steps = ", ".join(type(operation).__name__ for operation in converter.operations)
+            faults.append(f"{name} from {keys[0]}{' and others' if len(keys) > 1 else ''} ({steps}): {error}")
+    if faults:
+        raise CheckpointValueError(
+            f"transformers converts these, but not by slices that fit: {'; '.join(faults)}. Check that the "
+            "checkpoint is complete, or convert it once with from_pretrained and save_pretrained."
+        )
+    return Converted(tensors, left)
+
+
+def is_ignored(model: Any, names: tuple[str, ...], what: str) -> bool:
+    """Whether the model says that it does not matter when one of these is "missing" or "unexpected"."""
+    patterns = set(getattr(model, f"_keys_to_ignore_on_load_{what}", None) or ())
+    if what == "unexpected" and hasattr(model, "base_model_prefix"):
+        buffers = [name for name, _ in model.named_buffers()]
+        patterns.update(one for one in _MOVED if any(re.search(one, name) for name in buffers))
+    return any(re.search(pattern, name) for pattern in patterns for name in names)
+
+
+class _Shapes:
+    """A model as conversions look at it: for the shapes of its parameters."""
+
+    def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._model, self._shapes = model, shapes
+
+    def get_parameter(self, name: str) -> Blueprint:
+        """Something of the parameter's shape."""
+        return Blueprint.stored(name, self._shapes[name], torch.float32)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def revert(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' `save_pretrained` makes of a model's tensors: those of the original checkpoint.
+
+    Args:
+        state: by name, ties left out; tensors or stand-ins for them, all that one conversion needs.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with original_classes(model):
+        made: dict[str, Any] = revert_weight_conversion(model, state)
+    return made
+
+
+def untied(model: Any, state: Mapping[str, Any], same: Mapping[str, object]) -> dict[str, Any]:
+    """`state` without what transformers leaves out of a file: of tied tensors all names but one.
+
+    Args:
+        same: name to the object that the model holds under it; tied names have one.
+    """
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    cells: dict[int, torch.Tensor] = {}
+    standing: dict[str, torch.Tensor] = {}
+    for name in state:
+        if name not in ignored:
+            cell = cells.setdefault(id(same[name]), torch.zeros(1))
+            standing[name] = cell.expand(tuple(state[name].shape))
+    kept = remove_tied_weights_from_state_dict(standing, model)
+    return {name: state[name] for name in state if name in kept}

@@ -1,0 +1,109 @@
+"""What a run would do, without a process group and without the model's memory."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from composer_dist.distributed import plan_parallelism
+from composer_dist.distributed.mesh.mesh import mesh_sizes
+from composer_dist.distributed.prepared import named_parameters_canonical
+from composer_dist.distributed.sharding.choose import composer_children
+from composer_dist.errors import ParallelismError
+from composer_dist.recipe.build import batches, optimizer_of, scheduler_of, tokenizer_of
+from composer_dist.recipe.data import datasets, loader
+from composer_dist.recipe.models import build_model
+from composer_dist.recipe.read import Configuration
+from composer_dist.trainer.data.randomness import seed_all
+from composer_dist.trainer.finetuning.schedule import NoImprovement, Phase
+
+
+def describe(configuration: Configuration, world: int) -> str:
+    """The plan for `world` ranks, and the run in numbers, as tables.
+
+    Raises:
+        ParallelismError: the run would fail; mostly for the reason for which it would.
+    """
+    run = configuration.run
+    seed_all(run.seed)
+    tokenizer = tokenizer_of(run)
+    train, held_out = datasets(run, tokenizer, configuration.folder)
+    train_loader = loader(train, run, training=True)
+    model = build_model(run, tokenizer, configuration.folder, empty=True)
+    phases = configuration.phases(model)
+    optimizer = optimizer_of(run, model, configuration)
+    scheduler_of(run, optimizer, configuration, len(train_loader))
+    parameters = list(model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    rows = {
+        "ranks": world,
+        "model": type(getattr(model, "model", None) or getattr(model, "module", model)).__name__,
+        "parameters": f"{sum(p.numel() for p in parameters):,}, of which {trained:,} train",
+        "samples to train on": f"{len(train):,}",  # type: ignore[arg-type]
+        "samples to evaluate on": f"{len(held_out):,}" if held_out is not None else "none",  # type: ignore[arg-type]
+        "samples in a step": _shares(configuration, world),
+        "steps in an epoch": f"{len(train_loader):,}",
+        "steps": _steps(run.trainer.get("max_duration"), len(train_loader)),
+        **_phases(phases, dict(named_parameters_canonical(model))),
+        "writes to": run.out,
+    }
+    parts = [_table(rows)]
+    if configuration.parallelism is not None:
+        plan = plan_parallelism(
+            model,
+            configuration.parallelism,
+            world_size=world,
+            optimizer=optimizer,
+            precision=run.trainer.get("precision"),
+            children=composer_children(model),
+        )
+        parts.append(str(plan))
+    return "\n".join(parts)
+
+
+def _phases(phases: list[tuple[Phase, list[str]]], parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """What each phase adds, and how long it lasts."""
+    rows = {}
+    for number, (phase, names) in enumerate(phases):
+        match phase.until:
+            case None:
+                length = "to the end"
+            case NoImprovement(metric=metric):
+                length = f"while {metric} improves"
+            case time:
+                length = f"for {time}"
+        rows[f"phase {number} adds"] = f"{sum(parameters[name].numel() for name in names):,}, {length}"
+    return rows
+
+
+def _shares(configuration: Configuration, world: int) -> str:
+    """The batch, and what each rank has of it."""
+    size, replicas = configuration.run.data.batch_size, 1
+    if configuration.parallelism is not None:
+        sizes = mesh_sizes(configuration.parallelism, world)
+        replicas = sizes["dp_replicate"] * sizes["dp_shard"]
+    return f"{size}, {size / replicas:g} on each rank" if world > 1 else str(size)
+
+
+def _steps(duration: Any, epoch: int) -> str:
+    try:
+        return f"{batches(duration, epoch):,}"
+    except ParallelismError:
+        return f"until {duration}"
+
+
+def _table(rows: dict[str, Any]) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Run", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    file = io.StringIO()
+    Console(file=file, width=110, color_system=None).print(table)
+    return file.getvalue().rstrip()

@@ -1,0 +1,166 @@
+"""Peft's methods by name.
+
+MERGED: The model of a run, as preparation wants it: on the meta device, or real on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_dist.distributed import init_context, meta_init
+from composer_dist.distributed.ranks.process_group import world_and_rank
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.models import ComposerClassifier, ComposerModel, HuggingFaceModel
+from composer_dist.recipe.named import resolve
+from composer_dist.recipe.nf4 import quantize
+from composer_dist.recipe.schema import HubModel, ModuleModel, Run
+from composer_dist.wording import near_miss
+
+
+def peft_class(method: str) -> Any:
+    """The configuration class of a method such as "lora".
+
+    Raises:
+        ParallelismValueError: peft has no such method.
+    """
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    known = {kind.value.lower(): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    if method not in known:
+        text = f"peft has no method {method!r}.{near_miss(method, known)}"
+        raise ParallelismValueError(f"{text} It has {', '.join(sorted(known))}.")
+    return known[method]
+
+
+_AUTO = {
+    "causal_lm": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+}
+
+
+def build_model(run: Run, tokenizer: Any, folder: Path, *, empty: bool = False) -> ComposerModel:
+    """The model of the configuration.
+
+    A new model is on the meta device on every rank: preparation initializes it, the same on any number of
+    ranks. One that is read, or that gets an adapter, is real on rank 0 and on meta elsewhere.
+
+    Args:
+        run: the configuration.
+        tokenizer: travels with a Hugging Face model, and sizes a new one's vocabulary.
+        folder: the configuration's, for files that it names.
+        empty: on meta here too: enough for a plan.
+
+    Raises:
+        ParallelismError: it cannot be built so.
+    """
+    if isinstance(run.model, ModuleModel):
+        return _module(run.model, folder)
+    model = run.model
+    real = not empty and world_and_rank()[1] == 0 and _needs_values(model)
+    with _quiet():
+        built = _hub_model(run, model, tokenizer, real)
+        if model.adapter is None:
+            return HuggingFaceModel(built, tokenizer)
+        if real and model.config is not None:
+            _write_base(built, tokenizer, run.out / "base")
+        if model.quantize is not None:
+            quantize(built)
+        return HuggingFaceModel(built, tokenizer, peft_config=_peft_config(model))
+
+
+def hub_config(model: HubModel, tokenizer: Any) -> Any:
+    """The transformers configuration, new ones completed by what the tokenizer says.
+
+    Raises:
+        ParallelismValueError: transformers refuses it.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if model.pretrained is not None:
+        return AutoConfig.from_pretrained(model.pretrained)
+    given = dict(model.config or {})
+    kind = CONFIG_MAPPING[given.pop("model_type")]
+    names = ("pad_token_id", "bos_token_id", "eos_token_id")
+    defaults = {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in names}
+    try:
+        return kind(**{**defaults, **given})
+    except Exception as error:  # each configuration has checks and errors of its own
+        text = " ".join(str(error).split())
+        raise ParallelismValueError(f"{kind.__name__} refuses it: {text}") from error
+
+
+def _needs_values(model: HubModel) -> bool:
+    """Whether rank 0 must hold the weights: adapters start from them (DoRA, NF4)."""
+    return model.pretrained is not None or model.adapter is not None
+
+
+def _hub_model(run: Run, model: HubModel, tokenizer: Any, real: bool) -> Any:
+    import transformers
+
+    auto = getattr(transformers, _AUTO[model.kind])
+    config = hub_config(model, tokenizer)
+    if model.kind == "sequence_classification" and hasattr(run.data, "classes"):
+        labels = list(run.data.classes)
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: number for number, label in enumerate(labels)}
+    dtype = getattr(torch, model.dtype) if model.dtype else None
+    if real and model.pretrained is not None:
+        return auto.from_pretrained(model.pretrained, config=config, dtype=dtype or "auto")
+    if model.pretrained is not None and dtype is None:
+        dtype = config.dtype  # of the files
+    with init_context(dtype=dtype):
+        built = auto.from_config(config, dtype=dtype or torch.float32)
+    if real:
+        meta_init(built)
+    return built
+
+
+def _peft_config(model: HubModel) -> Any:
+    from peft import TaskType
+
+    assert model.adapter is not None
+    tasks = {"causal_lm": TaskType.CAUSAL_LM, "sequence_classification": TaskType.SEQ_CLS}
+    arguments = {"task_type": tasks.get(model.kind)} | (model.adapter.model_extra or {})
+    return peft_class(model.adapter.method)(**arguments)
+
+
+def _write_base(model: Any, tokenizer: Any, folder: Path) -> None:
+    """A new model below an adapter is written once: the adapter is worth nothing without it."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    model.config._name_or_path = str(folder)  # what the adapter's configuration will name
+    model.name_or_path = str(folder)
+
+
+def _module(model: ModuleModel, folder: Path) -> ComposerModel:
+    kind = resolve(model.name, folder)
+    with init_context():
+        built = kind(**model.arguments)
+    if isinstance(built, ComposerModel):
+        return built
+    if not isinstance(built, nn.Module):
+        raise ParallelismTypeError(
+            f"{model.name} must give a torch.nn.Module or a ComposerModel, not a {type(built).__name__}."
+        )
+    return ComposerClassifier(built, num_classes=model.num_classes)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars that transformers draws for reading files: progress is shown by preparation."""
+    from transformers.utils import logging as hub_logging
+
+    shown = hub_logging.is_progress_bar_enabled()
+    hub_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            hub_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

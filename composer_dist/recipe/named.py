@@ -1,0 +1,140 @@
+"""Things that a configuration names: `package.module.Name`, or `file.py:Name` beside the configuration.
+
+MERGED: The short names that a configuration may use, and what they stand for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.wording import near_miss
+
+
+def resolve(reference: str, folder: Path) -> Any:
+    """The object that `reference` names.
+
+    Args:
+        reference: `package.module.Name`, `package.module:Name` or `file.py:Name`.
+        folder: where files are looked for: the configuration's.
+
+    Raises:
+        ParallelismValueError: there is no such thing, or importing it failed.
+    """
+    where, colon, name = reference.rpartition(":")
+    if not colon:
+        where, _, name = reference.rpartition(".")
+    if not where or not name:
+        raise ParallelismValueError(
+            f"{reference!r} names nothing; write package.module.Name, or file.py:Name for a file beside "
+            "the configuration."
+        )
+    module = _load(folder / where) if where.endswith(".py") else _import(where)
+    if not hasattr(module, name):
+        raise ParallelismValueError(f"{where} has no {name!r}.{near_miss(name, vars(module))}")
+    return getattr(module, name)
+
+
+def _load(file: Path) -> ModuleType:
+    file = file.resolve()
+    if not file.is_file():
+        raise ParallelismValueError(f"There is no file {file}.")
+    name = f"composer_dist_run_{file.stem}"
+    if (known := sys.modules.get(name)) is not None and known.__file__ == str(file):
+        return known  # one module object, so that classes stay the same and pickle
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, Exception):
+            raise
+        raise ParallelismValueError(f"{file} cannot be imported: {type(error).__name__}: {error}.") from error
+    return module
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ParallelismValueError(f"{name} cannot be imported: {error}.") from error
+
+
+OPTIMIZERS = {
+    "adamw": "torch.optim.AdamW",
+    "adam": "torch.optim.Adam",
+    "sgd": "torch.optim.SGD",
+    "adagrad": "torch.optim.Adagrad",
+    "rmsprop": "torch.optim.RMSprop",
+}
+
+
+SCHEDULERS = {
+    "constant": "composer_dist.trainer.schedulers.ConstantWithWarmupScheduler",
+    "linear": "composer_dist.trainer.schedulers.LinearWithWarmupScheduler",
+    "cosine": "composer_dist.trainer.schedulers.CosineAnnealingWithWarmupScheduler",
+    "one_cycle": "torch.optim.lr_scheduler.OneCycleLR",
+}
+
+
+WHOLE_RUN = frozenset({"total_steps", "T_max"})
+"""Arguments of torch's schedulers that are the run's number of batches, unless somebody says otherwise."""
+
+
+CALLBACKS = {
+    "early_stopping": "composer_dist.trainer.callbacks.EarlyStopping",
+    "ema": "composer_dist.trainer.callbacks.EMA",
+    "generate": "composer_dist.trainer.callbacks.Generate",
+    "gradient_norm": "composer_dist.trainer.callbacks.GradientNorm",
+    "lr_monitor": "composer_dist.trainer.callbacks.LRMonitor",
+    "memory_monitor": "composer_dist.trainer.callbacks.MemoryMonitor",
+    "nan_monitor": "composer_dist.trainer.callbacks.NaNMonitor",
+    "optimizer_monitor": "composer_dist.trainer.callbacks.OptimizerMonitor",
+    "progress_bar": "composer_dist.trainer.callbacks.ProgressBar",
+    "runtime_estimator": "composer_dist.trainer.callbacks.RuntimeEstimator",
+    "speed_monitor": "composer_dist.trainer.callbacks.SpeedMonitor",
+}
+
+
+LOGGERS = {
+    "console": "composer_dist.trainer.loggers.ConsoleLogger",
+    "file": "composer_dist.trainer.loggers.FileLogger",
+    "in_memory": "composer_dist.trainer.loggers.InMemoryLogger",
+    "mlflow": "composer_dist.trainer.loggers.MLflowLogger",
+    "tensorboard": "composer_dist.trainer.loggers.TensorBoardLogger",
+    "wandb": "composer_dist.trainer.loggers.WandBLogger",
+}
+
+
+PLACES = {"file": {"path": "metrics.jsonl"}, "tensorboard": {"log_dir": "tensorboard"}}
+"""Where loggers write below the run's folder, unless the configuration says otherwise."""
+
+
+def placed(name: str, arguments: Mapping[str, Any] | None, out: Path) -> dict[str, Any]:
+    """A logger's arguments, completed by its place in the run's folder."""
+    return {key: str(out / place) for key, place in PLACES.get(name, {}).items()} | dict(arguments or {})
+
+
+def find(kind: str, known: Mapping[str, str], name: str, folder: Path) -> Any:
+    """The class of a short name, or of a `package.module.Name` or `file.py:Name`.
+
+    Raises:
+        ParallelismValueError: there is none; names those that there are.
+    """
+    if name in known:
+        return resolve(known[name], folder)
+    if "." in name:
+        return resolve(name, folder)
+    raise ParallelismValueError(
+        f"There is no {kind} {name!r}.{near_miss(name, known)} There are {', '.join(known)}, and any class "
+        "as package.module.Name or file.py:Name."
+    )

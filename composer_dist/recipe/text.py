@@ -1,0 +1,180 @@
+"""Text to train on, and its pieces as samples.
+
+Everything is decided by the text and the seed alone: the same samples, and the same masks, on any number
+of ranks and after any resume.
+"""
+
+from __future__ import annotations
+
+import glob
+import sysconfig
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from composer_dist.errors import ParallelismValueError
+
+IGNORED = -100
+"""The label that losses skip, as everywhere in transformers."""
+
+
+Sample = dict[str, Tensor]
+
+
+def read(source: str | Sequence[str] | Mapping[str, Any]) -> str:
+    """The text that a configuration names.
+
+    Args:
+        source: "english" (the manual of the Python language) or "python" (the standard library's top-level
+            modules); a glob of files, or several; or the arguments of `datasets.load_dataset`, with
+            `dataset` for its path and `column` for the text.
+
+    Raises:
+        ParallelismValueError: there is no such text.
+    """
+    if isinstance(source, Mapping):
+        return _of_dataset(**source)
+    if source == "english":
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[name] for name in sorted(topics))
+    if source == "python":
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    else:
+        files = _files([source] if isinstance(source, str) else source)
+    return "\n\n".join(file.read_text("utf-8", "replace") for file in files)
+
+
+def _files(patterns: Sequence[str]) -> list[Path]:
+    found = {pattern: sorted(glob.glob(pattern, recursive=True)) for pattern in patterns}
+    if empty := [pattern for pattern, files in found.items() if not files]:
+        raise ParallelismValueError(
+            f"No file matches {', '.join(map(repr, empty))} (in {Path.cwd()}). A text is 'english' or "
+            "'python', which come with Python, or files by name or glob."
+        )
+    return [Path(file) for file in dict.fromkeys(chain(*found.values())) if Path(file).is_file()]
+
+
+def _of_dataset(dataset: str = "", column: str = "text", split: str = "train", **arguments: Any) -> str:
+    if not dataset:
+        raise ParallelismValueError("A text as a mapping needs 'dataset', for datasets.load_dataset.")
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ParallelismValueError(
+            "Reading a data set of the hub needs datasets: pip install 'composer_dist[data]'."
+        ) from None
+    loaded: Any = load_dataset(dataset, split=split, **arguments)
+    if column not in loaded.column_names:
+        raise ParallelismValueError(
+            f"{dataset} has no column {column!r}; it has {', '.join(loaded.column_names)}."
+        )
+    return "\n\n".join(loaded[column])
+
+
+def pieces(text: str, tokenizer: Any, length: int) -> Tensor:
+    """The text's tokens, `(samples, length)`; what is left at its end is dropped.
+
+    Raises:
+        ParallelismValueError: it is too short for one.
+    """
+    tokens = _encode(text, tokenizer)
+    count = len(tokens) // length
+    if not count:
+        raise ParallelismValueError(f"The text has {len(tokens)} tokens, fewer than one sample of {length}.")
+    return tokens[: count * length].view(count, length)
+
+
+def _encode(text: str, tokenizer: Any) -> Tensor:
+    if tokenizer.init_kwargs.get("is_bytes"):  # the tokens are the bytes themselves
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+    paragraphs = [paragraph for paragraph in text.split("\n\n") if paragraph]
+    encoded = tokenizer([f"{paragraph}\n\n" for paragraph in paragraphs], add_special_tokens=False)
+    return torch.tensor([token for tokens in encoded["input_ids"] for token in tokens])
+
+
+def hold_out(samples: Sequence[Any], count: int) -> tuple[list[int], list[int]]:
+    """The indices to train on, and `count` to evaluate on, spread evenly.
+
+    Raises:
+        ParallelismValueError: nothing would be left to train on.
+    """
+    if count >= len(samples):
+        raise ParallelismValueError(f"There are {len(samples)} samples; {count} cannot be held out.")
+    every = len(samples) // count if count else len(samples) + 1
+    held = list(range(0, len(samples), every))[:count]
+    taken = set(held)
+    return [index for index in range(len(samples)) if index not in taken], held
+
+
+class TokenSamples(Dataset[Sample]):
+    """Pieces of text to continue: the labels are the tokens."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> Sample:
+        return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
+
+
+class MaskedSamples(Dataset[Sample]):
+    """Pieces of text with gaps to fill: other ones in each epoch, as in RoBERTa (arXiv:1907.11692).
+
+    Of the chosen tokens 80% become the mask, 10% another token, 10% stay (BERT, arXiv:1810.04805).
+
+    Args:
+        tokens: `(samples, length)`.
+        mask: the mask's token.
+        vocabulary: how many tokens there are.
+        share: how many tokens are chosen.
+        seed: of the choice, with the epoch and the sample's number.
+    """
+
+    def __init__(self, tokens: Tensor, mask: int, vocabulary: int, share: float, seed: int) -> None:
+        self._tokens = tokens
+        self._mask = mask
+        self._vocabulary = vocabulary
+        self._share = share
+        self._seed = seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses anew."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> Sample:
+        tokens = self._tokens[index]
+        # One generator a sample: nothing depends on which rank reads it, or on what was read before.
+        generator = torch.Generator().manual_seed(hash((self._seed, self._epoch, index)) % 2**63)
+        chosen = torch.rand(len(tokens), generator=generator) < self._share
+        chosen[int(torch.randint(len(tokens), (), generator=generator))] = True  # at least one
+        fate = torch.rand(len(tokens), generator=generator)
+        others = torch.randint(self._vocabulary, (len(tokens),), generator=generator)
+        masked = torch.where(chosen & (fate < 0.8), self._mask, tokens)
+        masked = torch.where(chosen & (fate >= 0.9), others, masked)
+        return {"input_ids": masked, "labels": torch.where(chosen, tokens, IGNORED)}
+
+
+class LabeledSamples(Dataset[Sample]):
+    """Pieces of text, each of a class."""
+
+    def __init__(self, tokens: Tensor, labels: Tensor) -> None:
+        self._tokens = tokens
+        self._labels = labels
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> Sample:
+        return {"input_ids": self._tokens[index], "labels": self._labels[index]}

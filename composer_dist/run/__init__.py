@@ -1,1 +1,0 @@
-"""Runs from configurations: what `composer-dist train` does, step by step."""

@@ -1,0 +1,1 @@
+"""A model as it is: its modules, tensors, names, ties and blocks."""

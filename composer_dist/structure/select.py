@@ -1,0 +1,84 @@
+"""Rules: which modules each one selects, and what they say together.
+
+Selecting needs nothing but the names and the modules; what becomes of the selected is for others
+(`policies`, `checkpoint_plan`, `tensor_parallel`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from torch import nn
+
+from composer_dist.config.rule import Match
+from composer_dist.structure.blocks import has_forward
+from composer_dist.structure.structure import Structure
+from composer_dist.wording import near_miss
+
+
+def select(match: Match, modules: Mapping[str, nn.Module]) -> list[str]:
+    """The names in `modules` that `match` selects, in the order of the model (see `Rule.match`)."""
+    match match:
+        case list() | tuple():
+            chosen = {name for part in match for name in select(part, modules)}
+            return [name for name in modules if name in chosen]
+        case str() if match.startswith("re:"):
+            return select(re.compile(match[3:]), modules)
+        case str() if match.startswith("type:"):
+            return [name for name, module in modules.items() if match[5:] in _type_names(module)]
+        case str():
+            return [match] if match in modules else []
+        case re.Pattern():
+            return [name for name in modules if match.fullmatch(name)]
+        case type():
+            return [name for name, module in modules.items() if isinstance(module, match)]
+        case _:
+            return [name for name, module in modules.items() if match(name, module)]
+
+
+def spell(match: Match) -> str:
+    """A rule's `match` as its author would write it; the same on every rank."""
+    if isinstance(match, (list, tuple)):
+        return "[" + ", ".join(spell(part) for part in match) + "]"
+    if isinstance(match, re.Pattern):
+        return repr(f"re:{match.pattern}")
+    return repr(match) if isinstance(match, str) else getattr(match, "__qualname__", type(match).__name__)
+
+
+def parts_of(match: Match) -> list[Match]:
+    """`match`, or what a list of several holds."""
+    if isinstance(match, (list, tuple)):
+        return [inner for part in match for inner in parts_of(part)]
+    return [match]
+
+
+def _type_names(module: nn.Module) -> set[str]:
+    """A module's class and base classes, by name and by full name."""
+    kinds = type(module).__mro__
+    return {name for k in kinds for name in (k.__qualname__, f"{k.__module__}.{k.__qualname__}")}
+
+
+def neighbor(match: Match, modules: Mapping[str, nn.Module]) -> str:
+    """A suggestion for a `match` that selects nothing, or an empty string."""
+    if not isinstance(match, str):
+        return ""
+    if match.startswith("type:"):
+        return near_miss(match, {f"type:{type(module).__qualname__}" for module in modules.values()})
+    return near_miss(match.removeprefix("re:"), list(modules))
+
+
+def children_of(name: str, structure: Structure) -> list[str]:
+    """The first names of what a bare container holds; of what those hold which are containers too."""
+    found: list[str] = []
+    for key, child in structure.modules[name]._modules.items():
+        path = f"{name}.{key}" if name else key
+        if child is not None and path in structure.modules:
+            found += [structure.first[path]] if has_forward(child) else children_of(path, structure)
+    return found
+
+
+def container_text(name: str, module: nn.Module, containers: str) -> str:
+    """The warning that a container is none of the units."""
+    skipped = "it is skipped" if containers == "skip" or not module._modules else "its children stand for it"
+    return f"{name or 'The root'} is a {type(module).__name__}, which has no forward of its own; {skipped}."

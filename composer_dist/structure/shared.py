@@ -1,0 +1,112 @@
+"""What would part ways when parameters become shards: memory that is shared behind the parameters' backs.
+
+A tie is one parameter under several names, and stays one. But a parameter may also share its memory
+with another tensor that is not the same object (a view kept as an attribute, a second Parameter over
+the same storage), or be more than a Parameter (a subclass with behavior of its own). After sharding
+the one would follow the optimizer and the other would not, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.families import architecture_of
+from composer_dist.structure.structure import Held, Structure
+
+
+def check_aliasing(structure: Structure, plain: Mapping[str, str]) -> None:
+    """Refuse parameters to be sharded that something else is bound to.
+
+    Raises:
+        ParallelismValueError: parameters that are also plain attributes, that overlap other tensors in
+            memory, or that are of a tensor subclass without a codec; all of them at once.
+    """
+    faults = [*_subclasses(structure, plain), *_attributes(structure, plain), *_overlaps(structure, plain)]
+    if faults:
+        raise ParallelismValueError("\n".join(faults))
+
+
+def _subclasses(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:
+    for name, held in _sharded(structure, plain):
+        cls = type(held.get())
+        if cls.__module__.partition(".")[0] == "bitsandbytes":
+            yield (
+                f"{name} is a {cls.__name__} of bitsandbytes, whose scales lie outside of the tensor and "
+                "would be lost. Quantize with torchao's NF4Tensor, or leave its module replicated with "
+                "Rule(..., shard=False)."
+            )
+        elif cls not in (nn.Parameter, torch.Tensor) and not held.info.inner:
+            yield (
+                f"{name} is a {cls.__name__}; sharding would make it a plain Parameter. Say how it is "
+                "taken apart with register_tensor_codec, or leave its module replicated with "
+                "Rule(..., shard=False)."
+            )
+
+
+def _attributes(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:
+    for name, held in _sharded(structure, plain):
+        if any(place.kind != "parameter" for place in held.places):
+            yield (
+                f"{name} is also held as a plain attribute or buffer ({', '.join(held.info.names[1:])}), "
+                "which FSDP2 would not follow. Register it as a parameter there, or look it up when used."
+            )
+
+
+def _overlaps(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:
+    """Pairs of tensors, one of them to be sharded, that overlap in one storage."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, held in structure.tensors.items():
+        tensor = held.get()
+        if tensor.layout is torch.strided and type(tensor) in (nn.Parameter, torch.Tensor) and tensor.numel():
+            start = tensor.storage_offset() * tensor.itemsize
+            reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            span = (int(start), int(start + reach * tensor.itemsize), name)
+            spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
+    sharded = {name for name, _ in _sharded(structure, plain)}
+    for found in spans.values():
+        found.sort()
+        for (_, end, first), (start, _, second) in pairwise(found):
+            if start < end and (first in sharded or second in sharded):
+                yield (
+                    f"{first} and {second} share memory without being one parameter; sharded, they would "
+                    "part ways. Make them one (b.weight = a.weight), or give one a copy."
+                )
+
+
+def _sharded(structure: Structure, plain: Mapping[str, str]) -> Iterator[tuple[str, Held]]:
+    for name, held in structure.parameters.items():
+        if name not in plain and not hasattr(held.get(), "device_mesh"):
+            yield name, held
+
+
+def check_duplicates(structure: Structure) -> None:
+    """Refuse one module under several names, unless the architecture itself is built that way.
+
+    Inside a transformers model it is: `resize_token_embeddings` leaves T5 and Bart with one embedding
+    module in three places. There, sharing is handled as a tie is. Anywhere else it is most often a slip
+    (a layer appended twice), and what a rule for one of the names means is anybody's guess. A mere
+    store of tensors, never called (a ParameterDict, as peft's VeRA shares between layers), is a tie too.
+
+    Raises:
+        ParallelismValueError: duplicate module references, with all names of each.
+    """
+    refused = [
+        " = ".join(names)
+        for names in structure.duplicates
+        if not _is_store(structure.modules[names[0]]) and architecture_of(structure, names[0]) is None
+    ]
+    if refused:
+        raise ParallelismValueError(
+            f"The model has duplicate module references, one module with parameters or buffers under "
+            f"several names: {'; '.join(refused)}. Give each place a module of its own, with tied "
+            "parameters if they are to be the same, or call one module several times."
+        )
+
+
+def _is_store(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward and not module._modules

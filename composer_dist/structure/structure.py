@@ -1,0 +1,229 @@
+"""Who holds which tensor: ties, duplicate modules, and every place a tensor is registered.
+
+Vocabulary: a *place* is a module and the key under which it holds a tensor. A *tensor* of the model
+is one object with all of its places: a parameter with several places is a *tie*, a module with several
+names a *duplicate*. Besides parameters and buffers a module may keep a tensor as a plain attribute
+(rotary tables often do); it moves with the model all the same, so it is listed too.
+
+Nothing here needs a process group, and a model on the meta device is as good as a real one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from composer_dist.errors import ParallelismTypeError
+from composer_dist.structure.names import canonical_name
+from composer_dist.tensors.codec import Inner, describe_inner
+
+Kind = Literal["parameter", "buffer", "attribute"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One registration of a tensor: `module` holds it under `key`."""
+
+    module: nn.Module
+    kind: Kind
+    key: str
+
+    def get(self) -> torch.Tensor:
+        """The tensor held at this moment."""
+        return self._home()[self.key]  # type: ignore[no-any-return]
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Hold `tensor` instead, through the module's own `__setattr__` where it has one.
+
+        `nn.LSTM` has: it keeps a list of its weights besides.
+        """
+        if self.kind == "parameter" and type(self.module).__setattr__ is not nn.Module.__setattr__:
+            setattr(self.module, self.key, tensor)
+            if self.get() is not tensor:
+                raise ParallelismTypeError(
+                    f"{type(self.module).__name__}.__setattr__ does not keep the parameter {self.key!r} that "
+                    "it is given, so it cannot be sharded. Let it keep it, or leave the module out with "
+                    "Rule(..., shard=False)."
+                )
+        else:
+            self._home()[self.key] = tensor
+
+    @property
+    def key_of(self) -> tuple[int, str]:
+        """The place by identity, to look it up by."""
+        return id(self.module), self.key
+
+    def _home(self) -> dict:  # type: ignore[type-arg]
+        if self.kind == "parameter":
+            return self.module._parameters
+        return self.module._buffers if self.kind == "buffer" else vars(self.module)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of the model as pure data: what the plan, and the other ranks, know of it."""
+
+    name: str
+    """Its first name."""
+    names: tuple[str, ...]
+    """All of its names, in the order of the module tree."""
+    owners: tuple[str, ...]
+    """The names of the modules that hold it directly, one per name."""
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    inner: tuple[Inner, ...] = ()
+    """What it is made of, if its class has a codec."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole tensor in bytes."""
+        if self.inner:
+            return sum(inner.nbytes for inner in self.inner)
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of the model together with the places that hold it."""
+
+    info: TensorInfo
+    places: tuple[Place, ...]
+
+    def get(self) -> torch.Tensor:
+        """The tensor as the first place holds it."""
+        return self.places[0].get()
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Hold `tensor` in every place, so that ties stay ties."""
+        for place in self.places:
+            place.put(tensor)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A model's modules and tensors by name."""
+
+    modules: dict[str, nn.Module]
+    """Every name of every module, "" being the root, parents before children."""
+    tensors: dict[str, Held]
+    """First name to tensor."""
+    first: dict[str, str]
+    """Every name of a module to its first one."""
+    duplicates: tuple[tuple[str, ...], ...]
+    """Names of each module that has several and holds parameters or buffers, the topmost only."""
+
+    @property
+    def parameters(self) -> dict[str, Held]:
+        """First name to parameter."""
+        return {name: held for name, held in self.tensors.items() if held.info.kind == "parameter"}
+
+    def digest(self) -> str:
+        """A hash of all names, shapes, dtypes, `requires_grad` flags, ties and inner tensors."""
+        facts = [describe(held.info) for held in self.tensors.values()]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def describe(info: TensorInfo) -> list[object]:
+    """`info` in the plain types that a digest, or another rank, can compare."""
+    inner = [[one.name, list(one.shape), str(one.dtype)] for one in info.inner]
+    return [list(info.names), info.kind, list(info.shape), str(info.dtype), info.requires_grad, inner]
+
+
+def read_structure(model: nn.Module) -> Structure:
+    """List the modules and tensors of `model`, names without wrapper segments."""
+    modules: dict[str, nn.Module] = {}
+    for name, module in _walk(model):
+        # A wrapper comes first, and stands for what it wraps.
+        modules.setdefault(canonical_name(name), module)
+    first_of: dict[int, str] = {}
+    first = {name: first_of.setdefault(id(module), name) for name, module in modules.items()}
+    names: dict[int, list[str]] = {}
+    places: dict[int, list[Place]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    owners: dict[int, list[str]] = {}
+    for module_name, module in _walk(model):
+        owner = canonical_name(module_name)
+        for place in _places(module):
+            tensor = place.get()
+            key = id(tensor)
+            tensors[key] = tensor
+            names.setdefault(key, []).append(f"{owner}.{place.key}" if owner else place.key)
+            owners.setdefault(key, []).append(owner)
+            if place not in places.setdefault(key, []):  # a duplicate module has one set of places
+                places[key].append(place)
+    return Structure(
+        modules=modules,
+        tensors={
+            names[key][0]: Held(
+                TensorInfo(
+                    name=names[key][0],
+                    names=tuple(names[key]),
+                    owners=tuple(owners[key]),
+                    kind=_kind(places[key]),
+                    shape=tuple(tensor.shape),
+                    dtype=tensor.dtype,
+                    requires_grad=tensor.requires_grad,
+                    inner=describe_inner(tensor),
+                ),
+                tuple(places[key]),
+            )
+            for key, tensor in tensors.items()
+        },
+        first=first,
+        duplicates=tuple(_duplicates(modules, first)),
+    )
+
+
+def _walk(
+    module: nn.Module, prefix: str = "", path: frozenset[int] = frozenset()
+) -> Iterator[tuple[str, nn.Module]]:
+    """`named_modules(remove_duplicate=False)` that survives a module below itself."""
+    if id(module) in path:
+        return
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, f"{prefix}.{name}" if prefix else name, path | {id(module)})
+
+
+def _places(module: nn.Module) -> Iterator[Place]:
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            yield Place(module, "parameter", key)
+    for key, buffer in module._buffers.items():
+        if buffer is not None:
+            yield Place(module, "buffer", key)
+    for key, value in vars(module).items():
+        if isinstance(value, torch.Tensor):
+            yield Place(module, "attribute", key)
+
+
+def _kind(places: list[Place]) -> Kind:
+    kinds = {place.kind for place in places}
+    return next(kind for kind in ("parameter", "buffer", "attribute") if kind in kinds)
+
+
+def _duplicates(modules: dict[str, nn.Module], first: dict[str, str]) -> Iterator[tuple[str, ...]]:
+    names: dict[str, list[str]] = {}
+    for name, one in first.items():
+        names.setdefault(one, []).append(name)
+    several = {name for group in names.values() if len(group) > 1 for name in group}
+    for one, group in names.items():
+        if len(group) > 1 and any(True for _ in _tensors(modules[one])):
+            # What lies below a duplicate is one by itself, in all of its places.
+            parents = {first[name.rpartition(".")[0]] for name in group}
+            if len(parents) > 1 or parents.isdisjoint(several):
+                yield tuple(group)
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()

@@ -1,0 +1,60 @@
+"""Gradients after backward: when they are synchronized, and who averages the rest.
+
+FSDP2 and DDP reduce the gradients that they manage. What stays a plain parameter on purpose (a
+scalar, `Rule(shard=False)`) is averaged here, by `average_plain_gradients`. `no_sync` governs all
+of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a module's output, also in subclasses of dict and in any dataclass."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from tensors_in(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from tensors_in(getattr(output, field.name))
+
+
+def map_tensors(fn: Callable[[str, Tensor], Tensor], batch: Any, name: str = "") -> Any:
+    """A batch of the same structure with `fn(name, tensor)` for its tensors; the batch stays as it is."""
+    if isinstance(batch, Tensor):
+        return fn(name, batch)
+    if isinstance(batch, Mapping):
+        mapped: Any = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+        for key, value in batch.items():
+            mapped[key] = map_tensors(fn, value, f"{name}.{key}" if name else str(key))
+        return mapped
+    if isinstance(batch, (tuple, list)):
+        items = [
+            map_tensors(fn, item, f"{name}.{index}" if name else str(index))
+            for index, item in enumerate(batch)
+        ]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return batch
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def collect(name: str, tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(collect, batch)
+    return found

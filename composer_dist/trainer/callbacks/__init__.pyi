@@ -1,0 +1,13 @@
+from .base import Callback as Callback
+from .checkpoint_saver import CheckpointSaver as CheckpointSaver
+from .early_stopping import EarlyStopping as EarlyStopping
+from .ema import EMA as EMA
+from .generate import Generate as Generate
+from .gradient_norm import GradientNorm as GradientNorm
+from .lr_monitor import LRMonitor as LRMonitor
+from .memory_monitor import MemoryMonitor as MemoryMonitor
+from .nan_monitor import NaNMonitor as NaNMonitor
+from .optimizer_monitor import OptimizerMonitor as OptimizerMonitor
+from .progress_bar import ProgressBar as ProgressBar
+from .runtime_estimator import RuntimeEstimator as RuntimeEstimator
+from .speed_monitor import SpeedMonitor as SpeedMonitor

@@ -1,0 +1,1 @@
+"""Batches: loaded, ordered, packed, cut, and resumed."""

@@ -1,0 +1,221 @@
+"""The batches of a dataloader, agreed upon by all ranks.
+
+Before each batch every rank tells all others, in one small all-reduce, whether it has one and how
+large it is. So all ranks take the same number of steps and microbatches, whatever their dataloaders
+hold: a rank that has run out takes part with its last batch at weight 0 until all have run out, and
+no sample is lost or counted twice. The same message carries what else must be equal everywhere:
+rank 0's clock, a wish to stop, and the failure of a dataloader.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from composer_dist.distributed.ranks import process_group
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.data.position import Reading
+from composer_dist.wording import ranks_named
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a rank's batch contributes."""
+
+    samples: int = 0
+    tokens: int = 0
+    weight: float = 0.0
+    """Terms that the loss averages over."""
+
+
+@dataclass(frozen=True)
+class Fed:
+    """One batch of this rank, and what all ranks know about theirs."""
+
+    batch: Any
+    filler: bool
+    """This rank has run out: the batch is an old one and counts for nothing."""
+    weight: float
+    """This rank's terms in the loss, 0 for a filler."""
+    mean_weight: float
+    """Terms in the loss per rank."""
+    most: int
+    """The samples of the largest batch of any rank."""
+    samples: int
+    """Of all ranks together, ranks with the same data counted once."""
+    tokens: int
+    seconds: float
+    """Rank 0's clock when it had its batch."""
+    alarmed: bool = False
+    """Whether any rank raised the alarm, before it fetched its batch."""
+
+
+class _Status(IntEnum):
+    """Whether a rank has a batch."""
+
+    HAS = 0
+    OUT = 1
+    NEVER = 2
+    FAILED = 3
+
+
+class Feed:
+    """One pass over a dataloader, in step with the other ranks.
+
+    Args:
+        dataloader: this rank's own.
+        label: what to call it in messages.
+        measure: the size of a batch.
+        clock: this rank's seconds.
+        replicas: how many ranks have different data; None means all.
+        place: where the pass begins, as `place` gave it, perhaps in another process; None is the start.
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable[Any],
+        label: str,
+        measure: Callable[[Any], Size],
+        clock: Callable[[], float] = lambda: 0.0,
+        replicas: int | None = None,
+        place: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._label = label
+        self._measure = measure
+        self._clock = clock
+        self._world, self._rank = process_group.world_and_rank()
+        self._share = (replicas or self._world) / self._world
+        self.dataloader = dataloader
+        with Agreement().together(f"opening the {label} dataloader") if place else nullcontext():
+            self._reading = Reading(dataloader, place)
+        self._last: Any = None
+        self._held: Fed | None = None
+        self._count = self._reading.batches
+        self._behind = 0
+        """Batches since the first rank ran out."""
+        self.ended = False
+        """Whether all ranks have run out."""
+        self.stopped = False
+        """Whether a rank wished to stop, at the last `next`; a batch is kept for the next call."""
+        self.length: int | None = None
+        """The most batches that any rank has, where all know it; from the first `next` on."""
+
+    def next(self, stop: bool = False, alarm: bool = False) -> Fed | None:
+        """The next batch; None when all ranks have run out (`ended`), or any wishes to `stop`.
+
+        Raises:
+            ParallelismError: on every rank: a dataloader failed, or a rank has no batch at all.
+        """
+        if self._held is None:
+            self._held, self.stopped = self._agree(stop, alarm)
+            self.ended = self._held is None
+        else:
+            self.stopped = process_group.any_rank(stop)
+            alarmed = self._held.alarmed or process_group.any_rank(alarm)
+            self._held = replace(self._held, alarmed=alarmed)
+        if self.stopped:
+            return None
+        fed, self._held = self._held, None
+        return fed
+
+    def place(self) -> dict[str, Any]:
+        """Where the next batch is, for another process to begin there; every rank asks."""
+        return self._reading.place_of_all(self._holds)
+
+    def generators(self) -> dict[str, Any]:
+        """The host's generators before a batch that was read, but not given out; {} where there is none."""
+        return self._reading.generators(self._holds)
+
+    @property
+    def _holds(self) -> bool:
+        return self._held is not None and not self._held.filler
+
+    def _agree(self, stop: bool, alarm: bool) -> tuple[Fed | None, bool]:
+        status, batch, size, error = self._fetch()
+        length = length_of(self.dataloader)
+        row = [status, -1 if length is None else length, stop, alarm, self._clock()]
+        row += [size.samples, size.tokens, size.weight]
+        table = self._exchange(row)
+        statuses, lengths, stops, alarms, clocks, samples, tokens, weights = zip(*table, strict=True)
+        if _Status.FAILED in statuses:
+            if self._world == 1 and error is not None:
+                raise error
+            Agreement().reach(f"fetching a batch of {self._label}", None, error=error)
+        if _Status.HAS not in statuses and self._count:
+            return None, any(stops)  # the end
+        self._check_all_have_some(statuses)
+        self._count += 1
+        self.length = None if -1 in lengths else int(max(lengths))
+        fed = Fed(
+            batch=batch,
+            filler=status is not _Status.HAS,
+            weight=size.weight,
+            mean_weight=sum(weights) / self._world,
+            most=int(max(samples)),
+            samples=round(sum(samples) * self._share),
+            tokens=round(sum(tokens) * self._share),
+            seconds=clocks[0],
+            alarmed=any(alarms),
+        )
+        return fed, any(stops)
+
+    def _fetch(self) -> tuple[_Status, Any, Size, Exception | None]:
+        try:
+            batch = next(self._reading)
+            size = self._measure(batch)
+        except StopIteration:
+            status = _Status.OUT if self._count else _Status.NEVER
+            return status, self._last, Size(), None
+        except Exception as error:  # the other ranks must hear of it, whatever it is
+            return _Status.FAILED, None, Size(), error
+        if self._world > 1:
+            self._last = batch
+        return _Status.HAS, batch, size, None
+
+    def _exchange(self, row: list[Any]) -> list[list[float]]:
+        """Every rank's row."""
+        if self._world == 1:
+            return [[float(value) for value in row]]
+        # Sums, not a gather, so that each backend and device that can reduce will do.
+        table = torch.zeros(self._world, len(row), dtype=torch.float64)
+        table[self._rank] = torch.tensor([float(value) for value in row], dtype=torch.float64)
+        summed: list[list[float]] = process_group.all_reduce(table, "sum").tolist()
+        return summed
+
+    def _check_all_have_some(self, statuses: tuple[float, ...]) -> None:
+        without = [rank for rank, status in enumerate(statuses) if status != _Status.HAS]
+        if _Status.NEVER in statuses:
+            raise ParallelismValueError(
+                f"The {self._label} dataloader is empty on {_spell(without, self._world)}; every "
+                "rank needs at least one batch. (A generator can be read only once.)"
+            )
+        self._behind += bool(without)
+        if self._behind == 2:  # one batch less is how samples fall that no number divides
+            warnings.warn(
+                f"The {self._label} dataloader of {_spell(without, self._world)} ended after "
+                f"{self._count - 1} batches, before the others. Until all have ended, it takes part "
+                "with its last batch at weight 0: results are exact, but its time is wasted.",
+                UserWarning,
+                stacklevel=4,
+            )
+
+
+def length_of(dataloader: Iterable[Any]) -> int | None:
+    """The number of batches of a dataloader, where it knows it."""
+    try:
+        return len(dataloader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # DataLoader over an IterableDataset without a length
+        return None
+
+
+def _spell(ranks: list[int], world: int) -> str:
+    if len(ranks) == world:
+        return "every rank" if world > 1 else "the only rank"
+    return ranks_named(ranks)

@@ -1,0 +1,276 @@
+"""A dataloader whose order depends on the seed and the epoch alone, and that resumes anywhere.
+
+It is a plain torch DataLoader inside: what is its own is the order (order.py), the place in it, which
+is one number for all ranks, and the randomness of a batch, which is a function of its place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
+
+from composer_dist.distributed.mesh.mesh import sampler_kwargs
+from composer_dist.distributed.ranks import process_group
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.trainer.data.fetching import FetchBatch, Request, StreamBatches
+from composer_dist.trainer.data.order import batches_left, epoch_order, global_batches, share
+from composer_dist.trainer.data.randomness import derived_seed
+
+
+class DistributedDataLoader:
+    """This rank's batches of a dataset that all ranks read together.
+
+    No sample is left out, or read twice in an epoch, on any number of ranks, and after a resume with
+    another number either. Give it to the Trainer, which places it, or place it with `mesh`.
+
+    Args:
+        dataset: anything with `__getitem__` and `__len__` (a torch or Hugging Face dataset, a list),
+            or an iterable one: then every rank reads the whole stream and keeps its own samples.
+        batch_size: samples of one rank's batch.
+        global_batch_size: samples of all ranks together, instead; it stays when their number changes.
+        shuffle: a new order in each epoch; an iterable dataset must do that itself, by `set_epoch`.
+        seed: of the order, and of what the dataset and `collate_fn` draw from Python's, numpy's and
+            torch's generators, whatever `num_workers` is.
+        drop_last: leave out the last global batch if it is smaller.
+        mesh: says which ranks have the same data, by `sampler_kwargs`.
+        collate_fn: samples to a batch, torch's by default.
+        options: go to torch's DataLoader: `num_workers`, `pin_memory`, `prefetch_factor`, ...
+
+    Raises:
+        ParallelismValueError: not one of the two sizes is given; an option that cannot work here.
+        ParallelismTypeError: the dataset can be neither indexed nor iterated.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        mesh: DeviceMesh | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = _positive("batch_size", batch_size)
+        self.global_batch_size = _positive("global_batch_size", global_batch_size)
+        if (batch_size is None) == (global_batch_size is None):
+            raise ParallelismValueError("Give batch_size, or global_batch_size, and not both.")
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.collate_fn = collate_fn or default_collate
+        self.num_replicas: int | None = None
+        """Ranks with different data; None before the loader is placed."""
+        self.rank: int | None = None
+        self._length = _length(dataset)
+        _check(dataset, shuffle, options)
+        self._options = options
+        self._epoch = 0
+        self._start = 0
+        """Samples of this epoch, of all ranks, that were read before the pass."""
+        self._batches_before = 0
+        self._batches = 0
+        """Batches that this pass has given."""
+        self._ended = False
+        self._loader: DataLoader[Any] | None = None
+        if mesh is not None:
+            self._place(**sampler_kwargs(mesh))
+
+    def placed(self, num_replicas: int, rank: int) -> Self:
+        """This loader, for one rank of several; itself, if it is that one already.
+
+        Raises:
+            ParallelismValueError: there are more ranks than samples in a global batch.
+        """
+        if self.num_replicas is not None:
+            return self  # the Trainer compares
+        other = copy.copy(self)
+        other._place(num_replicas, rank)
+        return other
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of an epoch, and tells the dataset, if it wants to know."""
+        if callable(tell := getattr(self.dataset, "set_epoch", None)):
+            tell(epoch)
+        self._epoch, self._ended = epoch, False
+        self._start, self._batches_before, self._batches = 0, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last batch that was given: equal on all ranks, good for any number."""
+        samples = self._start + self._batches * self._size
+        batches = self._batches_before + self._batches
+        if self._length is not None:
+            ended = self._ended  # this rank may have had no share of the last batch
+            samples = self._length if ended else min(samples, self._length)
+            batches = len(self) if ended else batches
+        return {
+            "epoch": self._epoch,
+            "samples": samples,
+            "batches": batches,
+            "data": {
+                "length": self._length,
+                "shuffle": self.shuffle,
+                "seed": self.seed,
+                # Streams that shuffle, as those of `datasets`, do it otherwise in a worker.
+                "num_workers": self._options.get("num_workers", 0) if self._length is None else None,
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to the place that `state_dict` tells of.
+
+        Raises:
+            ParallelismValueError: the data are others now, so that the place means nothing.
+        """
+        now = self.state_dict()["data"]
+        then = state["data"]
+        changed = [f"{name} was {then[name]} and is {now[name]}" for name in now if then[name] != now[name]]
+        if changed:
+            raise ParallelismValueError(
+                f"The training data are not those of the checkpoint: {'; '.join(changed)}. The samples that "
+                "were read already cannot be told. Give the same data, or ignore the place with "
+                "load_ignore_keys=['data'], which starts the epoch again."
+            )
+        self.set_epoch(state["epoch"])
+        self._start, self._batches_before = state["samples"], state["batches"]
+
+    def __len__(self) -> int:
+        """Batches of an epoch, of the rank that has the most; TypeError for a stream without length."""
+        if self._length is None:
+            raise TypeError(f"{type(self.dataset).__name__} has no length.")
+        return self._batches_before + batches_left(self._start, self._length, self._size, self.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        """A pass from the present place to the end of the epoch; the next one begins at its start."""
+        if self.num_replicas is None:
+            world, _ = process_group.world_and_rank()
+            if world > 1:
+                raise ParallelismValueError(
+                    f"Which of the {world} ranks have the same data? Pass mesh= to the "
+                    "DistributedDataLoader, or give it to the Trainer."
+                )
+            self._place(1, 0)
+        if self._batches or self._ended:
+            self.set_epoch(self._epoch)
+        return self._count(self._open())
+
+    def _count(self, batches: Iterable[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._batches += 1
+            yield batch
+        self._ended = True
+
+    def _open(self) -> DataLoader[Any]:
+        """The torch DataLoader of this pass."""
+        # A generator of its own, so that opening a pass draws nothing from the process's.
+        options = {"collate_fn": _as_it_is, "generator": torch.Generator(), **self._options}
+        if self._length is None:
+            stream = StreamBatches(
+                self.dataset,
+                self.collate_fn,
+                size=self._size,
+                start=self._start,
+                drop_last=self.drop_last,
+                seed=derived_seed("stream", self.seed, self._epoch),
+                **self._part,
+            )
+            return DataLoader(stream, batch_size=None, **options)
+        if self._loader is None:  # the same one each time: its workers may persist
+            fetch = FetchBatch(self.dataset, self.collate_fn)
+            self._loader = DataLoader(fetch, batch_size=None, sampler=_Requests(self), **options)
+        return self._loader
+
+    def requests(self) -> Iterator[Request]:
+        """What this rank fetches in this pass, if the dataset has a length."""
+        assert self._length is not None
+        order = epoch_order(self._length, self.shuffle, self.seed, self._epoch)
+        for first, end in global_batches(self._start, self._length, self._size, self.drop_last):
+            mine = slice(*share(first, end, **self._part))
+            if indices := [int(index) for index in order[mine]]:
+                yield derived_seed("batch", self.seed, self._epoch, mine.start), indices
+
+    @property
+    def _part(self) -> dict[str, int]:
+        assert self.num_replicas is not None
+        assert self.rank is not None
+        return {"num_replicas": self.num_replicas, "rank": self.rank}
+
+    @property
+    def _size(self) -> int:
+        """Samples of a batch of all ranks."""
+        return self.global_batch_size or (self.batch_size or 0) * (self.num_replicas or 1)
+
+    def _place(self, num_replicas: int, rank: int) -> None:
+        if self._size < num_replicas and self.global_batch_size:
+            raise ParallelismValueError(
+                f"global_batch_size={self.global_batch_size} leaves some of the {num_replicas} data-parallel "
+                "ranks without samples; give it one for each rank at least."
+            )
+        self.num_replicas, self.rank, self._loader = num_replicas, rank, None
+
+
+class _Requests(Sampler[Request]):
+    """What a loader's present pass fetches."""
+
+    def __init__(self, loader: DistributedDataLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Request]:
+        return self._loader.requests()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _check(dataset: Any, shuffle: bool, options: Mapping[str, Any]) -> None:
+    """Refuses what would lose samples, or their order."""
+    if wrong := [name for name in ("sampler", "batch_sampler", "generator") if name in options]:
+        raise ParallelismValueError(
+            f"{', '.join(wrong)}: a DistributedDataLoader has an order of its own, by shuffle and seed. With "
+            "another one use torch's DataLoader and DistributedSampler(dataset, **sampler_kwargs(mesh))."
+        )
+    if _length(dataset) is not None:
+        return
+    if not isinstance(dataset, Iterable):
+        raise ParallelismTypeError(
+            f"A {type(dataset).__name__} has neither __getitem__ and __len__, nor __iter__: it is no dataset."
+        )
+    if isinstance(dataset, Iterator):
+        raise ParallelismTypeError(
+            f"A {type(dataset).__name__} can be read only once; give an object whose __iter__ begins anew."
+        )
+    if shuffle:
+        raise ParallelismValueError(
+            f"A {type(dataset).__name__} has no length, so its samples cannot be shuffled here. Let it do "
+            "that itself, by the epoch that its set_epoch(epoch) is told."
+        )
+    if options.get("num_workers", 0) > 1 or options.get("persistent_workers"):
+        raise ParallelismValueError(
+            "A stream has one order, so one worker reads it: give num_workers=0 or 1, and no "
+            "persistent_workers, which would not hear of the next epoch."
+        )
+
+
+def _length(dataset: Any) -> int | None:
+    """The number of samples of a dataset that can be indexed."""
+    if isinstance(dataset, IterableDataset):  # torch's has a __getitem__, which only raises
+        return None
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        return None
+    return len(dataset)
+
+
+def _positive(name: str, size: int | None) -> int | None:
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ParallelismValueError(f"{name} is a positive number of samples, not {size!r}.")
+    return size

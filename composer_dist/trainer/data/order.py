@@ -1,0 +1,42 @@
+"""Which sample comes when: a function of the seed and the epoch, whatever the number of ranks.
+
+All ranks together read the samples of an epoch in one order, a global batch at a time, and each rank
+takes its contiguous share of every batch. So after any number of batches, what has been read is the
+beginning of that order, and a run with another number of ranks goes on at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from composer_dist.trainer.data.randomness import derived_seed
+
+
+def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Sequence[int] | torch.Tensor:
+    """The indices of all samples, in the order of this epoch."""
+    if not shuffle:
+        return range(length)
+    generator = torch.Generator().manual_seed(derived_seed("order", seed, epoch))
+    return torch.randperm(length, generator=generator)
+
+
+def share(first: int, end: int, num_replicas: int, rank: int) -> tuple[int, int]:
+    """A rank's part of the positions from `first` to `end`; parts differ by one at most."""
+    length = end - first
+    return first + length * rank // num_replicas, first + length * (rank + 1) // num_replicas
+
+
+def global_batches(start: int, length: int, size: int, drop_last: bool) -> Iterator[tuple[int, int]]:
+    """The first position and the end of each global batch from `start` on."""
+    for first in range(start, length, size):
+        end = min(first + size, length)
+        if end - first == size or not drop_last:
+            yield first, end
+
+
+def batches_left(start: int, length: int, size: int, drop_last: bool) -> int:
+    """How many those are."""
+    left = max(length - start, 0)
+    return left // size if drop_last else -(-left // size)

@@ -1,0 +1,131 @@
+"""A pass over a dataloader that knows its place, and can begin at one.
+
+There are three kinds. A `DistributedDataLoader` says it in one number for all ranks. Other dataloaders
+with a `state_dict`, such as torchdata's, each say their own. Of any other the batches are counted, and
+read once more: with the generators as they were when the pass began, so that a sampler shuffles alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from composer_dist.distributed.ranks import process_group
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.data.loader import DistributedDataLoader
+from composer_dist.trainer.data.randomness import (
+    from_plain,
+    host_states,
+    set_aside,
+    set_host_states,
+    to_plain,
+)
+
+_ANY_WORLD, _ITS_OWN, _COUNTED = "any world", "its own", "counted"
+
+
+class Reading:
+    """The batches of one pass.
+
+    Args:
+        dataloader: this rank's.
+        place: where to begin, as `place_of_all` once gave it; None is the start.
+
+    Raises:
+        ParallelismValueError: the place means nothing in this dataloader.
+    """
+
+    def __init__(self, dataloader: Iterable[Any], place: Mapping[str, Any] | None = None) -> None:
+        self._dataloader: Any = dataloader
+        self._kind = _kind(dataloader)
+        self._generators = {} if self._kind == _ANY_WORLD else host_states()
+        self._began: dict[str, Any] = to_plain(self._generators) if self._kind == _COUNTED else {}
+        self.batches = 0
+        """Batches of this rank, those before `place` among them."""
+        if place is None:
+            self._iterator = iter(dataloader)
+        else:
+            with set_aside():
+                self._go_to(_mine(place, self._kind, type(dataloader).__name__))
+        self._state = self._state_now()
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        self._state = self._state_now()
+        if self._kind != _ANY_WORLD:  # whose batches draw nothing from the process's generators
+            self._generators = host_states()
+        batch = next(self._iterator)
+        self.batches += 1
+        return batch
+
+    def place(self, last: bool) -> dict[str, Any]:
+        """The place of this rank: after its last batch, or, if that is held back, `last`, before it."""
+        batches = self.batches - last
+        return {"batches": batches, "state": self._state if last else self._state_now()}
+
+    def generators(self, last: bool) -> dict[str, Any]:
+        """The host's generators at that place, as far as reading has moved them."""
+        return self._generators if last else {}
+
+    def place_of_all(self, last: bool) -> dict[str, Any]:
+        """What a checkpoint holds; every rank asks."""
+        mine = self.place(last)
+        ranks = [mine] if self._kind == _ANY_WORLD else process_group.gather_objects(mine)
+        return {"kind": self._kind, "ranks": ranks}
+
+    def _state_now(self) -> Any:
+        return self._began if self._kind == _COUNTED else self._dataloader.state_dict()
+
+    def _go_to(self, place: Mapping[str, Any]) -> None:
+        self.batches, state = place["batches"], place["state"]
+        if self._kind != _COUNTED:
+            self._dataloader.load_state_dict(state)
+            self._iterator = iter(self._dataloader)
+            return
+        self._began = state
+        set_host_states(from_plain(state))
+        self._iterator = iter(self._dataloader)
+        found = sum(1 for _ in islice(self._iterator, self.batches))
+        if found < self.batches:
+            raise ParallelismValueError(
+                f"The {type(self._dataloader).__name__} has {found} batches, but {self.batches} were read "
+                f"when the checkpoint was saved. {_REMEDY}"
+            )
+
+
+_REMEDY = (
+    "Give the same data as then, or start the epoch again with load_ignore_keys=['data']; a "
+    "DistributedDataLoader goes on with any number of ranks."
+)
+
+
+def _kind(dataloader: object) -> str:
+    if isinstance(dataloader, DistributedDataLoader):
+        return _ANY_WORLD
+    stateful = callable(getattr(dataloader, "state_dict", None)) and hasattr(dataloader, "load_state_dict")
+    return _ITS_OWN if stateful else _COUNTED
+
+
+def _mine(place: Mapping[str, Any], kind: str, name: str) -> Mapping[str, Any]:
+    """This rank's place.
+
+    Raises:
+        ParallelismValueError: another kind of dataloader gave it, or another number of ranks did.
+    """
+    if place["kind"] != kind:
+        raise ParallelismValueError(
+            f"The checkpoint's place is none in a {name}: another dataloader was in use. {_REMEDY}"
+        )
+    ranks = place["ranks"]
+    if kind == _ANY_WORLD:
+        first: Mapping[str, Any] = ranks[0]
+        return first
+    world, rank = process_group.world_and_rank()
+    if len(ranks) != world:
+        raise ParallelismValueError(
+            f"The checkpoint has the places of {len(ranks)} ranks in their {name}, and there are {world} "
+            f"ranks now. {_REMEDY}"
+        )
+    mine: Mapping[str, Any] = ranks[rank]
+    return mine

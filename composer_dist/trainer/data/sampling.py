@@ -1,0 +1,71 @@
+"""Every rank sees its own part of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.data.loader import DistributedDataLoader
+
+
+def check_sampler(dataloader: Iterable[Any], expected: Mapping[str, int]) -> None:
+    """Refuses a dataloader whose sampler would give ranks the same samples, or skip some.
+
+    Args:
+        dataloader: one that may have a sampler, batch sampler and dataset, as torch's has.
+        expected: `num_replicas` and `rank`, as `sampler_kwargs` gives them.
+
+    Raises:
+        ParallelismValueError: the sampler is for another number of replicas or another rank; or it
+            is not distributed, although the dataset has a length and data differs between ranks.
+    """
+    for part in _parts(dataloader):
+        found = {key: getattr(part, key, None) for key in expected}
+        if None in found.values():
+            continue
+        if found != dict(expected):
+            raise ParallelismValueError(
+                f"{type(part).__name__} is for {_spell(found)}, but on this rank the mesh asks for "
+                f"{_spell(expected)}; pass **sampler_kwargs(mesh) to it."
+            )
+        return
+    dataset = getattr(dataloader, "dataset", None)
+    if expected["num_replicas"] > 1 and hasattr(dataset, "__len__"):
+        raise ParallelismValueError(
+            f"All {expected['num_replicas']} data-parallel ranks would train on the same samples: "
+            f"the sampler of the training {type(dataloader).__name__} is not distributed. Give it "
+            "sampler=DistributedSampler(dataset, **sampler_kwargs(mesh)), or pass a "
+            "DistributedDataLoader(dataset, batch_size), which does that by itself; or, if every rank's "
+            "dataset is its own part already, pass check_sampler=False to the Trainer."
+        )
+
+
+def placed(dataloader: Iterable[Any], part: Mapping[str, int]) -> Iterable[Any]:
+    """A dataloader for this rank, if it leaves that to us, as `DistributedDataLoader` does; else itself."""
+    return dataloader.placed(**part) if isinstance(dataloader, DistributedDataLoader) else dataloader
+
+
+def set_epoch(dataloader: Iterable[Any], epoch: int) -> None:
+    """Tells the epoch to whatever shuffles by it: the sampler, the dataset, the dataloader."""
+    for part in _parts(dataloader):
+        setter = getattr(part, "set_epoch", None)
+        if callable(setter):
+            setter(epoch)
+
+
+def _parts(dataloader: Iterable[Any]) -> Iterator[Any]:
+    """The objects of a dataloader that may choose samples, each once."""
+    batch_sampler = getattr(dataloader, "batch_sampler", None)
+    parts = [
+        dataloader,
+        getattr(dataloader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(dataloader, "dataset", None),
+    ]
+    yield from {id(part): part for part in parts if part is not None}.values()
+
+
+def _spell(numbers: Mapping[str, int | None]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in numbers.items())

@@ -1,0 +1,341 @@
+"""Scheduled fine-tuning: parameters join the training phase by phase."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from composer_dist.distributed.prepared import named_parameters_canonical
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.errors import CheckpointValueError, ParallelismValueError
+from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.finetuning.batch_norm import fix_frozen
+from composer_dist.trainer.finetuning.best import Snapshot, put_back, take_snapshot
+from composer_dist.trainer.finetuning.groups import PhaseGroups
+from composer_dist.trainer.finetuning.progress import Progress
+from composer_dist.trainer.finetuning.schedule import (
+    NoImprovement,
+    Phase,
+    Schedule,
+    default_phases,
+    dump_schedule,
+    phases_of,
+)
+from composer_dist.trainer.finetuning.selection import plan_phases, select_parameters
+from composer_dist.wording import listed
+
+if TYPE_CHECKING:
+    from composer_dist.trainer.loggers.logger import Logger
+    from composer_dist.trainer.state import State
+
+
+_log = logging.getLogger("composer_dist")
+
+
+class FineTuningPhases(Callback):
+    """Trains a few parameters first, and thaws more of them phase by phase.
+
+    When the Trainer is built, everything but phase 0 is frozen and leaves the optimizers. A phase begins
+    with a batch: its parameters are thawed, and return to the optimizer that held them, with the
+    hyperparameters of their group and the phase's learning rate. Those of earlier phases go on as they
+    were. All ranks change phase together.
+
+    A phase that ends by `NoImprovement` first returns to its best weights (`restore_best`), with the
+    optimizer state of that moment.
+
+    Args:
+        schedule: the phases, or a YAML file of them; None is `default_phases` of the model.
+        restore_best: whether a phase that watches a metric ends with the weights of its best value.
+        no_decay: names and patterns, as in `Phase.params`, of parameters without weight decay: they get
+            groups of their own.
+        reduce_optimizers: whether parameters leave the optimizers until their phase begins. False only
+            freezes them: groups stay as they are, and the phases' learning rates do nothing.
+        apply_lambdas: whether schedulers made of functions (`LambdaLR`, transformers' schedules) move
+            the learning rates of phases too. If not, such a rate stays what the phase says, with a warning.
+        frozen_batch_norm: what batch normalization does while it is frozen: "track" goes on normalizing
+            by the batch and updating the running statistics; "fixed" uses these and leaves them alone.
+        write_to: where the schedule is written as YAML, by rank 0.
+
+    Raises:
+        ParallelismValueError: a bad schedule, here; when the Trainer is built, one that does not fit
+            the model.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule | None = None,
+        *,
+        restore_best: bool = True,
+        no_decay: str | Sequence[str] = (),
+        reduce_optimizers: bool = True,
+        apply_lambdas: bool = False,
+        frozen_batch_norm: Literal["track", "fixed"] = "track",
+        write_to: str | Path | None = None,
+    ) -> None:
+        if frozen_batch_norm not in ("track", "fixed"):
+            raise ParallelismValueError(
+                f"frozen_batch_norm is 'track' or 'fixed', not {frozen_batch_norm!r}."
+            )
+        self._schedule = None if schedule is None else phases_of(schedule)
+        self._restore_best = restore_best
+        self._no_decay = (no_decay,) if isinstance(no_decay, str) else tuple(no_decay)
+        self._reduce_optimizers = reduce_optimizers
+        self._apply_lambdas = apply_lambdas
+        self._fixed_batch_norm = frozen_batch_norm == "fixed"
+        self._write_to = write_to
+        self.phases: tuple[Phase, ...] = self._schedule or ()
+        """What is trained when."""
+        self.parameters: list[list[str]] = []
+        """The names of the parameters that each phase adds; known when the Trainer is built."""
+        self.phase = 0
+        """The number of the present phase."""
+        self._progress = Progress()
+        self._best: Snapshot | None = None
+        self._is_best = False
+        self._fitting = False
+        self._fixed: list[nn.Module] = []
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Freezes what is not of phase 0."""
+        self._state, self.phase, self._progress, self._best = state, 0, Progress(), None
+        self._is_best = False
+        self.phases = self._schedule or tuple(default_phases(state.model))
+        with Agreement().together("the phases of fine-tuning"):
+            self.parameters = plan_phases(self.phases, state.model)
+            no_decay = select_parameters(state.model, self._no_decay)
+            if self._write_to is not None and state.rank == 0:
+                dump_schedule(self.phases, self._write_to)
+        Agreement().reach("the phases of fine-tuning", self.parameters, _alike)
+        by_name = dict(named_parameters_canonical(state.model))
+        scheduled = {name: by_name[name] for part in self.parameters for name in part}
+        self._groups = PhaseGroups(
+            state.optimizers, state.schedulers, scheduled, no_decay, self._apply_lambdas
+        )
+        idle = [name for name, p in by_name.items() if p.requires_grad and name not in scheduled]
+        self._freeze([by_name[name] for name in (*scheduled, *idle)])
+        self._begin(0)
+        self._report(by_name, idle)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Looks after batch norms, which the fit has put into training mode."""
+        self._fitting = True
+        if self._is_last and self._is_over():
+            warnings.warn(
+                f"The last phase has ended ('until' of phase {self.phase}), and with it the training: this "
+                "fit trains nothing.",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._settle_batch_norms()
+        logger.log_metrics({"phases/phase": self.phase})
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        """Ends the training when the last phase has ended."""
+        if self._is_last and self._is_over():
+            self._return_to_best()
+            state.stop_training()
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """Begins the next phase if the present one is over.
+
+        With a batch, not after one: a checkpoint is then always of the phase that has just trained, and
+        whoever resumes from it begins the next one at the same batch.
+        """
+        if self._is_last or not self._is_over():
+            return
+        self._return_to_best()
+        self._begin(self.phase + 1)
+        self._start(self.phase + 1)
+        self._settle_batch_norms()
+        logger.log_metrics({"phases/phase": self.phase})
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Measures a metric of the dataloader that has been evaluated."""
+        self._measure(state.dataloader_label)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Measures any other metric."""
+        self._measure(None)
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Keeps the weights if they were the best so far; an EMA may have lent its own to the evaluation."""
+        self._keep_best()
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Likewise."""
+        self._keep_best()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """What is evaluated from now on says nothing about the phase."""
+        self._keep_best()
+        self._fitting = False
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Says which phases never began."""
+        left = len(self.phases) - 1 - self.phase
+        if left > 0 and state.timestamp.batch and state.rank == 0:
+            _log.warning("Training has ended in phase %d; %d more have not begun.", self.phase, left)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is in the schedule, and the best weights of the phase."""
+        self._keep_best()
+        return {
+            "phase": self.phase,
+            "parameters": self.parameters[: self.phase + 1],
+            "progress": self._progress.state_dict(),
+            "best": self._best,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Thaws what was thawed, and makes the optimizers' groups as they were.
+
+        Raises:
+            CheckpointValueError: it is of other phases, or of an earlier one than the present.
+        """
+        begun, reached = self.parameters[: state["phase"] + 1], state["phase"]
+        if begun != [list(part) for part in state["parameters"]]:
+            raise CheckpointValueError(
+                "The checkpoint was written in another schedule: its phases up to "
+                f"{reached} train other parameters. Only phases that have not begun may be changed."
+            )
+        if reached < self.phase:
+            raise CheckpointValueError(
+                f"The checkpoint is of phase {reached}, training is in phase {self.phase}: parameters cannot "
+                "leave the optimizers again. Build a new Trainer."
+            )
+        while self.phase < reached:
+            self._begin(self.phase + 1)
+            self.phase += 1
+        self._progress = Progress.from_state_dict(state["progress"])
+        self._best = state["best"]
+
+    def _freeze(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+        if self._reduce_optimizers:
+            self._groups.withdraw(parameters)
+
+    def _begin(self, number: int) -> None:
+        """Thaws the parameters of a phase and gives them to their optimizers; what is there stays there."""
+        model, phase = self._state.model, self.phases[number]
+        by_name = dict(named_parameters_canonical(model))  # the shards, which optimizers hold
+        parameters = {name: by_name[name] for name in self.parameters[number]}
+        for parameter in parameters.values():
+            parameter.requires_grad_()
+        if unmoved := self._groups.add(number, parameters, phase.lr):
+            warnings.warn(
+                f"Phase {number}: {', '.join(unmoved)} moves learning rates by a function, which is not for "
+                f"those of phases: lr stays {phase.lr}. FineTuningPhases(apply_lambdas=True) lets it follow.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _start(self, number: int) -> None:
+        """Lets a phase begin now; where it watches the metric of the one before, the best value stays."""
+        before, until = self.phases[self.phase].until, self.phases[number].until
+        goes_on = self._best is not None and _watch_alike(before, until)
+        best = self._progress.best if goes_on else None
+        self.phase = number
+        self._progress = Progress(self._state.timestamp, best, diverged=self._progress.diverged)
+        # The weights are the best ones now, and those that have just been thawed belong to them.
+        self._best = self._snapshot() if goes_on else None
+
+    @property
+    def _is_last(self) -> bool:
+        return self.phase == len(self.phases) - 1
+
+    def _is_over(self) -> bool:
+        return self._progress.is_over(self.phases[self.phase].until, self._state)
+
+    def _measure(self, label: str | None) -> None:
+        """Looks at the phase's metric, if it is one of the dataloader called `label`, or of none."""
+        until, state = self.phases[self.phase].until, self._state
+        if not self._fitting or not isinstance(until, NoImprovement) or _label(until.metric) != label:
+            return
+        if self._progress.measured == state.timestamp.batch:
+            return
+        if self._progress.measure(until, state) and self._restore_best:
+            self._is_best = True
+
+    def _keep_best(self) -> None:
+        """Takes the weights whose evaluation was the best; after it, for then the model has its own again."""
+        if self._is_best:
+            self._best = self._snapshot()
+            self._is_best = False
+
+    def _return_to_best(self) -> None:
+        if self._best is not None:
+            put_back(self._best, self._state.model, self._state.optimizers, self._state.averages)
+
+    def _snapshot(self) -> Snapshot:
+        return take_snapshot(self._state.model, self._state.optimizers, self._state.averages)
+
+    def _settle_batch_norms(self) -> None:
+        """Puts frozen batch norms into evaluation mode, and thawed ones back, if they are to be fixed."""
+        if self._fixed_batch_norm:
+            for module in self._fixed:
+                module.train()
+            self._fixed = fix_frozen(self._state.model)
+
+    def _report(self, by_name: Mapping[str, nn.Parameter], idle: Sequence[str]) -> None:
+        """Says, once, what the user may not have meant."""
+        if self._state.rank == 0:
+            self._log_oddities(by_name, idle)
+        later = [name for part in self.parameters[1:] for name in part]
+        held = self._groups.held({name: by_name[name] for name in later})
+        rated = [str(number) for number, phase in enumerate(self.phases) if phase.lr is not None]
+        if held:
+            effect = f": lr of phase {', '.join(rated)} has no effect" if rated else ""
+            warnings.warn(
+                f"{listed(held)} stay in their optimizer groups before their phase begins, and keep the rate "
+                f"of these{effect}. Leave out reduce_optimizers=False.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _log_oddities(self, by_name: Mapping[str, nn.Parameter], idle: Sequence[str]) -> None:
+        if idle:
+            _log.warning(
+                "%s: in no phase, so frozen for the whole training. A phase with 'rest' trains what no other "
+                "names.",
+                listed(idle),
+            )
+        scheduled = [{name: by_name[name] for name in part} for part in self.parameters]
+        rates = [phase.lr for phase in self.phases]
+        for number, names in sorted(self._groups.mixed(zip(scheduled, rates, strict=True)).items()):
+            _log.warning(
+                "Phase %d: %s: plain among the sharded parameters of their optimizer group, which "
+                "foreach=True and fused=True refuse. Shard their modules (prepare the whole model, without "
+                "Rule(shard=False)), or give them an optimizer group of their own.",
+                number,
+                listed(names),
+            )
+
+
+def _alike(plans: Sequence[list[list[str]]]) -> None:
+    for rank, plan in enumerate(plans):
+        if plan != plans[0]:
+            raise ParallelismValueError(
+                f"Ranks 0 and {rank} have different phases. Give every rank the same schedule."
+            )
+
+
+def _watch_alike(one: Any, other: Any) -> bool:
+    return (
+        isinstance(one, NoImprovement)
+        and isinstance(other, NoImprovement)
+        and (one.metric, one.mode) == (other.metric, other.mode)
+    )
+
+
+def _label(metric: str) -> str | None:
+    """The dataloader whose evaluation gives a metric; None for one of training, or of another kind."""
+    kind, _, rest = metric.partition("/")
+    label = rest.partition("/")[0]
+    return label if kind in ("loss", "metrics") and label != "train" else None

@@ -1,0 +1,215 @@
+"""What is fine-tuned when: phases, as Python objects and as a YAML file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from torch import nn
+
+from composer_dist.config.base import FromDict
+from composer_dist.distributed.prepared import named_parameters_canonical
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.trainer.clock import Time
+
+REST = "rest"
+"""Stands for every parameter that no phase names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoImprovement(FromDict):
+    """The end of a phase: a metric has stopped improving."""
+
+    metric: str
+    """As it is logged: `"loss/eval/total"`, `"metrics/eval/MulticlassAccuracy"`."""
+    patience: int = 1
+    """How many measurements in a row without improvement end the phase. An evaluation is a measurement;
+    for a metric of training (`"loss/train/total"`) the end of an epoch is."""
+    mode: Literal["min", "max"] | None = None
+    """Whether less or more is better; None is "min" for a loss, by its name, and refused for the rest."""
+    min_delta: float = 0.0
+    """By how much a value must beat the best one to be an improvement."""
+    at_most: Time | str | None = None
+    """The phase ends after this time, even if the metric still improves."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
+            faults.append(f"patience is a positive number of measurements, not {self.patience!r}")
+        if self.mode not in ("min", "max", None):
+            faults.append(f"mode is 'min' or 'max', not {self.mode!r}")
+        if self.mode is None and not self.metric.startswith("loss/"):
+            faults.append(f"is a greater {self.metric} better (mode='max') or a smaller one (mode='min')?")
+        if not 0 <= self.min_delta < math.inf:
+            faults.append(f"min_delta is a number from 0, not {self.min_delta!r}")
+        if faults:
+            raise ParallelismValueError(f"NoImprovement: {'; '.join(faults)}.")
+        object.__setattr__(self, "mode", self.mode or "min")
+        if self.at_most is not None:
+            object.__setattr__(self, "at_most", _duration(self.at_most))
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain types, what differs from the defaults."""
+        values = {"metric": self.metric, "patience": self.patience, "mode": self.mode}
+        values |= {"min_delta": self.min_delta} if self.min_delta else {}
+        return values | ({"at_most": str(self.at_most)} if self.at_most is not None else {})
+
+    def is_better(self, value: float, best: float | None) -> bool:
+        """Whether `value` improves on `best`; nan never does."""
+        if math.isnan(value) or best is None:
+            return not math.isnan(value)
+        return (best - value if self.mode == "min" else value - best) > self.min_delta
+
+
+@dataclass(frozen=True)
+class Phase(FromDict):
+    """A part of fine-tuning: which parameters join those that are trained already, and for how long."""
+
+    params: str | Sequence[str]
+    """Names of parameters or of modules, `"re:..."` patterns that match a whole name of either, or
+    `"rest"`: all that no phase names."""
+    lr: float | None = None
+    """The learning rate of these parameters; None is that of the optimizer's group they belong to."""
+    until: Time | str | NoImprovement | None = None
+    """How long the phase lasts: a time counted from its start, such as "2ep" or "500ba", or `NoImprovement`.
+    The last phase needs none; if it has one, training ends with it."""
+
+    def __post_init__(self) -> None:
+        params = (self.params,) if isinstance(self.params, str) else tuple(self.params)
+        faults = []
+        if not params or not all(isinstance(name, str) and name for name in params):
+            faults.append("params needs names, 're:...' patterns or 'rest'")
+        number = isinstance(self.lr, int | float) and not isinstance(self.lr, bool)
+        if self.lr is not None and not (number and 0 < self.lr < math.inf):
+            faults.append(f"lr is a positive number, not {self.lr!r}")
+        if faults:
+            raise ParallelismValueError(f"{'; '.join(faults)}.")
+        object.__setattr__(self, "params", params)
+        if isinstance(self.until, Time | str):
+            object.__setattr__(self, "until", _duration(self.until))
+        elif not isinstance(self.until, NoImprovement | None):
+            raise ParallelismTypeError(f"until is a time or NoImprovement, not {self.until!r}.")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """A phase from a dictionary, as YAML gives it; `until` may be one too, of `NoImprovement`.
+
+        Raises:
+            ParallelismValueError: an unknown key (with its nearest neighbor) or a wrong value.
+        """
+        if isinstance(until := values.get("until"), Mapping):
+            values = {**values, "until": NoImprovement.from_dict(until)}
+        return super().from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain types, what differs from the defaults."""
+        values: dict[str, Any] = {"params": self.params[0] if len(self.params) == 1 else list(self.params)}
+        values |= {"lr": self.lr} if self.lr is not None else {}
+        if isinstance(self.until, NoImprovement):
+            return values | {"until": self.until.to_dict()}
+        return values | ({"until": str(self.until)} if self.until is not None else {})
+
+
+Schedule = Sequence[Phase | Mapping[str, Any]] | Mapping[int, Phase | Mapping[str, Any]] | str | Path
+"""Phases in order, or by their numbers from 0, or the path of a YAML file with either."""
+
+
+def phases_of(schedule: Schedule) -> tuple[Phase, ...]:
+    """The phases of a schedule in any of its forms, checked as far as that needs no model.
+
+    Raises:
+        ParallelismValueError: all faults at once: numbers that are not 0, 1, 2, ..., unknown keys, bad
+            learning rates, times or patience, a phase that would never end.
+    """
+    if isinstance(schedule, str | Path):
+        return load_schedule(schedule)
+    if isinstance(schedule, Mapping):
+        if sorted(schedule, key=str) != sorted(range(len(schedule)), key=str):
+            raise ParallelismValueError(
+                f"The phases are numbered {', '.join(map(str, schedule))}; number them from 0 without gaps."
+            )
+        schedule = [schedule[number] for number in range(len(schedule))]
+    phases: list[Phase] = []
+    faults = [] if schedule else ["A schedule needs at least one phase."]
+    for number, given in enumerate(schedule):
+        try:
+            if not isinstance(given, Phase | Mapping):
+                raise ParallelismTypeError(f"a phase is a mapping with params, lr and until, not {given!r}.")
+            phases.append(given if isinstance(given, Phase) else Phase.from_dict(given))
+        except (ParallelismValueError, ParallelismTypeError) as error:
+            faults.append(f"phase {number}: {error}")
+            continue
+        if phases[-1].until is None and number < len(schedule) - 1:
+            faults.append(f"phase {number} has no 'until', so phase {number + 1} would never begin.")
+    if faults:
+        raise ParallelismValueError("\n".join(faults))
+    return tuple(phases)
+
+
+def default_phases(model: nn.Module, *, until: Time | str | NoImprovement = "1ep") -> list[Phase]:
+    """A schedule that trains a model from its output to its input, two parameters more in each phase.
+
+    Two are mostly a layer's weight and bias. Of an odd number the last one, the first parameter of the
+    model, has a phase to itself. Only parameters that are trainable now take part.
+
+    Args:
+        model: prepared or not.
+        until: how long each phase but the last one lasts.
+
+    Raises:
+        ParallelismValueError: the model has no trainable parameter.
+    """
+    names = [name for name, p in named_parameters_canonical(model) if p.requires_grad][::-1]
+    if not names:
+        raise ParallelismValueError("No phases can be made: the model has no trainable parameter.")
+    pairs = [names[first : first + 2] for first in range(0, len(names), 2)]
+    return [Phase(pair, until=until) for pair in pairs[:-1]] + [Phase(pairs[-1])]
+
+
+def dump_schedule(schedule: Schedule, path: str | Path) -> None:
+    """Writes phases as a YAML file that `load_schedule` reads back, and that is meant to be edited."""
+    values = [phase.to_dict() for phase in phases_of(schedule)]
+    Path(path).write_text(yaml.safe_dump(values, sort_keys=False, width=100))
+
+
+def load_schedule(path: str | Path) -> tuple[Phase, ...]:
+    """The phases of a YAML file: a list of them, or a mapping of their numbers to them.
+
+    Raises:
+        ParallelismValueError: what `phases_of` refuses, a key that stands twice, no YAML, or no file; names
+            the file.
+    """
+    try:
+        values = yaml.load(Path(path).read_text(), _Loader)
+        if not isinstance(values, list | Mapping):
+            raise ParallelismValueError("a schedule is a list of phases, or a mapping of numbers to phases.")
+        return phases_of(values)
+    except OSError as error:
+        raise ParallelismValueError(f"{path}: {error.strerror}.") from None
+    except (ParallelismValueError, yaml.YAMLError) as error:
+        raise ParallelismValueError(f"{path}: {error}") from None
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML in which no key may stand twice; plain YAML lets the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        lines: dict[Any, int] = {}
+        for key, _ in node.value:
+            name, line = self.construct_object(key, deep=True), key.start_mark.line + 1
+            if name in lines:
+                raise ParallelismValueError(f"{name!r} stands twice, in lines {lines[name]} and {line}.")
+            lines[name] = line
+        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+def _duration(time: Time | str) -> Time:
+    time = Time.of(time, unit=None)
+    if not time.value > 0:
+        raise ParallelismValueError(f"until must be a positive time, not '{time}'.")
+    return time

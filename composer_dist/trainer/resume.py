@@ -1,0 +1,248 @@
+"""What a run must remember beside its model, its optimizers and its place in the data.
+
+MERGED: Going on with a run that another process began: which checkpoint, and what of it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
+from composer_dist.trainer.callbacks import Callback
+from composer_dist.trainer.callbacks.checkpoint_saver import CheckpointSaver, contents
+from composer_dist.trainer.state import State
+
+
+def run_state(state: State, callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """The clock, the schedulers and the callbacks, by name."""
+    states = {name: callback.state_dict() for name, callback in _numbered(callbacks).items()}
+    return {
+        "state": state.state_dict(),
+        "loss_scaler": state.loss_scaler.state_dict() if state.loss_scaler else None,
+        "schedulers": [scheduler.state_dict() for scheduler in state.schedulers],
+        "callbacks": {name: one for name, one in states.items() if one},
+    }
+
+
+def load_run_state(state: State, callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> None:
+    """Takes over what `run_state` gave; a callback that was not there then stays as it is.
+
+    To be called before the optimizers' states are loaded: callbacks that change the optimizers' groups
+    make them here as they were.
+
+    Raises:
+        CheckpointValueError: it has another number of schedulers.
+        ParallelismValueError: it is of something else.
+    """
+    parts = {"state", "loss_scaler", "schedulers", "callbacks"}
+    if wrong := parts.symmetric_difference(saved):
+        raise ParallelismValueError(
+            f"This is no Trainer's state: missing or unknown are {', '.join(sorted(wrong))}."
+        )
+    if len(saved["schedulers"]) != len(state.schedulers):
+        raise CheckpointValueError(
+            f"The run was begun with {len(saved['schedulers'])} of torch's schedulers, and the Trainer has "
+            f"{len(state.schedulers)}: give it the same ones."
+        )
+    named = _numbered(callbacks)
+    if gone := [name for name in saved["callbacks"] if name not in named]:
+        warnings.warn(
+            f"What the callbacks {', '.join(gone)} remembered is not used: the Trainer has no such callback.",
+            UserWarning,
+            stacklevel=3,
+        )
+    state.load_state_dict(saved["state"])
+    for name, callback in named.items():
+        if name in saved["callbacks"]:
+            callback.load_state_dict(saved["callbacks"][name])
+    if state.loss_scaler and saved["loss_scaler"]:
+        state.loss_scaler.load_state_dict(saved["loss_scaler"])
+    for scheduler, one in zip(state.schedulers, saved["schedulers"], strict=True):
+        scheduler.load_state_dict(one)  # after the callbacks, which may add groups to the optimizers
+
+
+def _numbered(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """The callbacks by class and number: `EarlyStopping/0`."""
+    named: dict[str, Callback] = {}
+    counts: dict[str, int] = {}
+    for callback in callbacks:
+        kind = type(callback).__name__
+        named[f"{kind}/{counts.get(kind, 0)}"] = callback
+        counts[kind] = counts.get(kind, 0) + 1
+    return named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """Where a Trainer begins; names are Composer's."""
+
+    load_path: str | os.PathLike[str] | None = None
+    """A checkpoint, or `latest` in a folder of them."""
+    load_weights_only: bool = False
+    """Take the model and nothing else: a new run with these weights."""
+    load_strict_model_weights: bool = True
+    """Names that the model or the checkpoint lacks are an error; otherwise what fits is loaded."""
+    load_ignore_keys: Sequence[str] = ()
+    """Globs of what is left as it is: `model.head.*`, `optimizer`, `schedulers`, `callbacks.EarlyStopping/0`,
+    `data`, `generators`. One that matches nothing is warned of."""
+    autoresume: bool = False
+    """Go on from the newest complete checkpoint in the folder of the `CheckpointSaver`, wholly, whatever
+    else is set here; where there is none yet, the rest of this holds."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.load_ignore_keys, str):
+            raise ParallelismTypeError(
+                f"load_ignore_keys is a list of globs: write [{self.load_ignore_keys!r}]."
+            )
+        if self.load_path is None and not self.autoresume:
+            raise ParallelismValueError("Resume needs a load_path or autoresume=True.")
+        if self.load_path is None and (self.load_weights_only or self.load_ignore_keys):
+            raise ParallelismValueError(
+                "load_weights_only and load_ignore_keys say what to take from load_path, which is None; "
+                "autoresume takes all."
+            )
+
+    @classmethod
+    def of(cls, resume: Resume | str | os.PathLike[str] | bool | None) -> Resume | None:
+        """`resume` itself; a path to load; True means autoresume."""
+        if resume is None or resume is False or isinstance(resume, Resume):
+            return resume or None
+        if resume is True:
+            return cls(autoresume=True)
+        return cls(load_path=resume)
+
+
+def resume_run(
+    resume: Resume,
+    state: State,
+    callbacks: Sequence[Callback],
+    take_over: Callable[[Mapping[str, Any]], None],
+) -> str | None:
+    """Loads what `resume` asks for; a collective.
+
+    Args:
+        take_over: takes what `State.remember` once gave, before the optimizers get their states.
+
+    Returns:
+        The checkpoint's path; None where autoresume found none, and a new run begins.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it does not fit the run.
+    """
+    newest = _newest(callbacks) if resume.autoresume else None
+    if newest is not None:
+        resume = Resume(load_path=newest)
+    elif resume.load_path is None:
+        return None
+    else:
+        newest = _followed(os.fspath(resume.load_path))
+    ignored = _Ignored(resume.load_ignore_keys)
+    if not resume.load_weights_only:
+        _load_run(newest, state, ignored, take_over)
+    _load_weights(newest, resume, state, ignored)
+    ignored.warn()
+    return newest
+
+
+def _newest(callbacks: Sequence[Callback]) -> str | None:
+    from composer_dist.checkpoint import latest_checkpoint
+
+    folders = [callback.folder for callback in callbacks if isinstance(callback, CheckpointSaver)]
+    if not folders:
+        raise ParallelismValueError(
+            "autoresume looks in the folder of the CheckpointSaver, and there is none among the callbacks."
+        )
+    return latest_checkpoint(folders[0])
+
+
+def _followed(path: str) -> str:
+    """Where `latest` leads, be it a link or a file with a name; the newest one if that is gone."""
+    from composer_dist.checkpoint import latest_checkpoint
+
+    def follow(paths: list[str]) -> list[Any]:
+        path = paths[0]
+        name = None if "://" in path else _name_in(Path(path))
+        if name is not None:
+            path = os.path.join(os.path.dirname(path), name)
+        link = name is not None or os.path.islink(path)
+        return [path, link and not os.path.exists(path)]
+
+    path, lost = Agreement().reach("the checkpoint to load", path, follow)
+    return (latest_checkpoint(os.path.dirname(path)) if lost else None) or path
+
+
+def _name_in(path: Path) -> str | None:
+    """What a small text file says, if it is one."""
+    try:
+        text = path.read_text().strip() if path.is_file() and path.stat().st_size < 1000 else ""
+    except UnicodeDecodeError:
+        return None
+    return text if text.isprintable() and text else None
+
+
+def _load_run(
+    path: str, state: State, ignored: _Ignored, take_over: Callable[[Mapping[str, Any]], None]
+) -> None:
+    """Everything but model and optimizers; what is ignored stays as it is."""
+    from composer_dist.checkpoint import load_checkpoint
+
+    now = state.remember()
+    saved = {key: value for key, value in now.items() if not ignored(key)}
+    if saved:
+        load_checkpoint(path, saved, model=state.model)
+    if "callbacks" in saved:
+        theirs = {name: one for name, one in saved["callbacks"].items() if not ignored(f"callbacks.{name}")}
+        mine = {name: one for name, one in now["callbacks"].items() if name not in theirs}
+        saved["callbacks"] = mine | theirs
+    take_over(now | saved)
+
+
+def _load_weights(path: str, resume: Resume, state: State, ignored: _Ignored) -> None:
+    """The model, and the optimizers unless weights alone are wanted."""
+    from composer_dist.checkpoint import load_checkpoint
+
+    wanted = {
+        key: value
+        for key, value in contents(state, run=False).items()
+        if (key == "model" or not resume.load_weights_only) and not ignored(key)
+    }
+    if wanted:
+        load_checkpoint(
+            path,
+            wanted,
+            strict=resume.load_strict_model_weights,
+            model=state.model,
+            ignore=ignored,
+            verify=resume.load_weights_only,  # else it has been
+        )
+
+
+class _Ignored:
+    """Whether a name is to be left as it is; remembers which globs were of use."""
+
+    def __init__(self, globs: Sequence[str]) -> None:
+        self._unused = list(globs)
+        self._globs = tuple(globs)
+
+    def __call__(self, name: str) -> bool:
+        """Whether a glob matches the name, or something that it is below."""
+        hits = [glob for glob in self._globs if fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*")]
+        self._unused = [glob for glob in self._unused if glob not in hits]
+        return bool(hits)
+
+    def warn(self) -> None:
+        """Warn of globs that matched nothing."""
+        if self._unused:
+            warnings.warn(
+                f"load_ignore_keys: {', '.join(map(repr, self._unused))} matched nothing in the checkpoint. "
+                "Names are such as 'model.head.weight', 'optimizer', 'data', 'callbacks.EarlyStopping/0'.",
+                UserWarning,
+                stacklevel=4,
+            )

@@ -1,0 +1,126 @@
+"""Every mode with every kind of model: three optimizer steps equal those of one process."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.replicate import DDPConfig
+from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist.distributed import clip_grad_norm, context_parallel, parallelize_model, sampler_kwargs
+from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.prepared import named_parameters_canonical
+from tests.kit.preparable import built
+from tests.kit.tp_models import batch, gpt2, llama, lora_llama
+from tests.world import run
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
+
+RANKS = 4
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+class Mlp(nn.Module):
+    """Pairs of matrices in blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+MODELS = {"llama": llama, "tied gpt2": gpt2, "mlp": Mlp, "lora": lora_llama}
+MODES = {
+    "fsdp": ParallelismConfig(fsdp2=FSDP2Config()),
+    "hsdp": ParallelismConfig(mesh=MeshConfig(dp_replicate=2)),
+    "tp": ParallelismConfig(mesh=MeshConfig(dp_shard=1, tp=RANKS // 2), tp=TPConfig()),
+    "fsdp x tp": ParallelismConfig(mesh=MeshConfig(tp=2), tp=TPConfig()),
+    "hsdp x tp": ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=1, tp=2), tp=TPConfig()),
+    "ddp": ParallelismConfig(ddp=DDPConfig()),
+    "cp": ParallelismConfig(mesh=MeshConfig(dp_shard=1, cp=2)),
+    "fsdp x cp": ParallelismConfig(mesh=MeshConfig(dp_shard=2, cp=2)),
+}
+ALONE = {"tp", "cp"}
+"""On two ranks: nothing but the one dimension."""
+
+
+def train(kind: str, dtype: torch.dtype, mode: str | None = None) -> Trained:
+    """Losses of this rank's part of the batch, and final parameters."""
+    model = built(MODELS[kind]).to(dtype)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=0.01, eps=1e-3)
+    rows = {"num_replicas": 1, "rank": 0}
+    if mode is not None:
+        rows = sampler_kwargs(parallelize_model(model, MODES[mode], optimizer).mesh)
+    losses = []
+    for step in range(3):
+        mine = batch(step).chunk(rows["num_replicas"])[rows["rank"]]
+        inputs = {"input_ids": mine} | ({"next": mine.roll(-1, 1)} if kind == "mlp" else {"labels": mine})
+        with context_parallel(model, inputs) if "cp" in (mode or "") else nullcontext(inputs) as part:
+            loss = loss_of(model, part)
+            loss.backward()
+        clip_grad_norm(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, {name: gather(p).detach().float() for name, p in named_parameters_canonical(model)}
+
+
+def loss_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """A causal language model's own loss; the next token's for plain modules."""
+    if "labels" in inputs or "shift_labels" in inputs:
+        loss: Tensor = model(**inputs).loss
+        return loss
+    logits = model(inputs["input_ids"]).flatten(0, 1)
+    return nn.functional.cross_entropy(logits.float(), inputs["next"].flatten())
+
+
+def train_all(mode: str) -> dict[tuple[str, str], Trained]:
+    return {
+        (kind, str(dtype)): train(kind, dtype, mode)
+        for kind in MODELS
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
+@cache
+def reference(kind: str, dtype: str) -> Any:
+    return train(kind, getattr(torch, dtype.removeprefix("torch.")))
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.slow if mode == "hsdp x tp" else ()) for mode in MODES]
+)
+def test_three_steps_equal_one_process(mode: str) -> None:
+    ranks = run(train_all, RANKS // 2 if mode in ALONE else RANKS, mode, timeout=180)
+    for kind, dtype in ranks[0]:
+        losses, expected = reference(kind, dtype)
+        found = [rank[kind, dtype] for rank in ranks]
+        rough = dtype == "torch.bfloat16"
+        for step, want in enumerate(losses):
+            mean = sum(one[0][step] for one in found) / len(found)
+            assert mean == pytest.approx(want, rel=2e-2 if rough else 1e-5), (kind, dtype, step)
+        for _, parameters in found:
+            assert parameters.keys() == expected.keys()
+            for name, value in expected.items():
+                tolerance = {"rtol": 0.05, "atol": 0.02} if rough else {"rtol": 1e-4, "atol": 1e-5}
+                torch.testing.assert_close(
+                    parameters[name], value, **tolerance, msg=lambda m, n=(kind, dtype, name): f"{n}: {m}"
+                )

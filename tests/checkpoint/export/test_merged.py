@@ -1,0 +1,134 @@
+"""Adapters merged on the way into a model directory: what peft's `merge_and_unload` gives, from shards."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer_dist.checkpoint import export_pretrained, full_model_state
+from composer_dist.distributed import parallelize_model
+from composer_dist.errors import CheckpointValueError
+from tests.checkpoint.export.test_export import MESHES, tensors
+from tests.checkpoint.test_export_pretrained import adapted, files, logits
+from tests.kit.pretrained import llama
+from tests.kit.tp_models import lora_gpt2, lora_llama
+from tests.world import run
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
+]
+MERGED = ["dora", "modules_to_save", "tokens"]
+OTHERS = ["lora", "embedding", "bias_all", "ia3", "adalora", "vera", "oft"]
+
+
+def check_merged(path: Path, reference: Any) -> None:
+    """The directory is peft's own merged model, bit for bit, and gives the adapted model's logits."""
+    from transformers import AutoModelForCausalLM
+
+    expected = logits(reference)
+    loaded, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(report.values()), report
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+    merged = reference.merge_and_unload()
+    assert type(loaded) is type(merged)
+    for name, value in merged.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], value, rtol=0, atol=0, msg=name)
+
+
+def export_merged(directory: Path, kinds: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    for kind in kinds:
+        model = adapted(kind)
+        parallelize_model(model, "fsdp")
+        before = full_model_state(model.model, ranks="all")
+        held = {name: id(value) for name, value in model.named_parameters()}
+        attributes = [{key: repr(value) for key, value in vars(one).items()} for one in model.modules()]
+        export_pretrained(model, directory / kind, merge_adapters=True, max_shard_size="4KB")
+        assert held == {name: id(value) for name, value in model.named_parameters()}
+        assert attributes == [
+            {key: repr(value) for key, value in vars(one).items()} for one in model.modules()
+        ]
+        after = full_model_state(model.model, ranks="all")
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.promise(96)
+@pytest.mark.parametrize("kinds", [MERGED, pytest.param(OTHERS, marks=pytest.mark.slow)])
+def test_merged_from_shards_equals_merge_and_unload(tmp_path: Path, kinds: list[str]) -> None:
+    run(export_merged, 2, tmp_path, kinds)
+    for kind in kinds:
+        check_merged(tmp_path / kind, adapted(kind).model)
+        found = files(tmp_path / kind)
+        assert "tokenizer.json" in found
+        assert "model.safetensors.index.json" in found
+        assert not {name for name in found if name.startswith("adapter")}
+
+
+LORA = {"llama": lora_llama, "gpt2": lora_gpt2}
+
+
+def export_from(directory: Path, names: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    for name in names:
+        for kind, make in LORA.items():
+            torch.manual_seed(3)
+            model = make()
+            parallelize_model(model, MESHES[name]())
+            export_pretrained(model, directory / name / kind, merge_adapters=True)
+
+
+@pytest.mark.promise(96)
+@pytest.mark.parametrize(("ranks", "names"), [(2, ["tp", "ddp", "hsdp"]), (4, ["tp"])])
+def test_merged_from_every_mesh(tmp_path: Path, ranks: int, names: list[str]) -> None:
+    run(export_from, ranks, tmp_path, names)
+    for kind, make in LORA.items():
+        torch.manual_seed(3)
+        merged = make().merge_and_unload().state_dict()
+        for name in names:
+            found = tensors(tmp_path / name / kind)
+            for key, value in found.items():
+                torch.testing.assert_close(value, merged[key], rtol=0, atol=0)
+
+
+def refused() -> None:
+    warnings.simplefilter("ignore")
+    for model, text in (
+        (adapted("prompt"), "The adapters default of the model learn prompts and not weights"),
+        (llama(), "merge_adapters has nothing to merge"),
+    ):
+        parallelize_model(model, "fsdp")
+        with pytest.raises(CheckpointValueError, match=text):
+            export_pretrained(model, "/nowhere", merge_adapters=True)
+
+
+def test_what_cannot_be_merged_is_refused_everywhere() -> None:
+    run(refused, 2)
+
+
+def tied_with_an_adapted_embedding() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["embed_tokens"], init_lora_weights=False)
+    return get_peft_model(llama(tied=True), config).eval()
+
+
+@pytest.mark.promise(96)
+def test_a_tie_that_merging_undoes_is_undone_in_the_directory(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns of adapters on tied weights
+        model = tied_with_an_adapted_embedding()
+        export_pretrained(model, tmp_path, merge_adapters=True)
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-4, atol=1e-4)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
+    assert model.config.tie_word_embeddings is True

@@ -1,0 +1,50 @@
+"""Checkpoints at URLs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer_dist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from composer_dist.errors import CheckpointError
+from tests.kit.checkpoint_runs import assert_same, load_run, save_run
+from tests.kit.toys import toy
+
+
+def test_in_memory() -> None:
+    import fsspec
+
+    before = save_run("memory://runs/a", "plain")
+    assert_same(load_run("memory://runs/a", "plain"), before)
+    model = toy(2)
+    for name in ("b", "c", "c"):
+        save_checkpoint(f"memory://runs/{name}", {"model": model, "name": name}, keep=2)
+    assert latest_checkpoint("memory://runs") == "memory:///runs/c"
+    system = fsspec.filesystem("memory")
+    assert sorted(one["name"] for one in system.ls("/runs")) == ["/runs/b", "/runs/c"]
+    files = [name for name in system.ls("/runs/c", detail=False) if name.endswith(".distcp")]
+    assert len(files) == 1, "the first save's file is gone"
+    data = bytearray(system.cat_file(files[0]))
+    data[1000] ^= 1
+    system.pipe_file(files[0], bytes(data))
+    with pytest.raises(CheckpointError, match="distcp is corrupt"):
+        load_checkpoint("memory://runs/c", {"model": model})
+    with pytest.warns(UserWarning, match="passed over"):
+        assert latest_checkpoint("memory://runs") == "memory:///runs/b"
+    system.rm("/runs", recursive=True)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_file_url_is_a_path(tmp_path: Path, sharded: bool) -> None:
+    state: dict[str, Any] = {"model": toy(), "x": torch.ones(2)}
+    save_checkpoint(f"file://{tmp_path}/c", state, sharded=sharded)
+    assert (tmp_path / "c").is_dir() == sharded
+    assert list(load_checkpoint(f"file://{tmp_path}/c")) == ["model", "x"]
+
+
+def test_an_unknown_protocol() -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        save_checkpoint("nowhere://x", {"model": toy()})

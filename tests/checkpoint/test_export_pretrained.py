@@ -1,0 +1,267 @@
+"""Exported directories, loaded by transformers and peft alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composer_dist.checkpoint import export_pretrained
+from composer_dist.distributed import init_context, parallelize_model
+from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, ParallelismTypeError
+from composer_dist.models import HuggingFaceModel
+from tests.kit.pretrained import (
+    ADAPTERS,
+    adapter,
+    base_for,
+    llama,
+    prompt,
+    sharded,
+    t5,
+    tokenizer,
+)
+
+World = Callable[..., list[Any]]
+
+pytestmark = [
+    # peft 0.21 reads an attribute that transformers 5.23 deprecates.
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning"),
+]
+
+
+def logits(model: nn.Module) -> Tensor:
+    ids = prompt(0)
+    given = {"decoder_input_ids": ids} if "T5" in type(model).__name__ else {}
+    with torch.no_grad():
+        result: Tensor = model.eval()(input_ids=ids, **given).logits
+    return result
+
+
+def settings(path: Path) -> dict[str, Any]:
+    """The adapter's configuration; sets are written in any order."""
+    read = json.loads((path / "adapter_config.json").read_text())
+    return {k: sorted(v) if isinstance(v, list) else v for k, v in read.items()}
+
+
+def files(path: Path) -> set[str]:
+    return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+
+
+# Models
+
+BUILDS: dict[str, Callable[[], Any]] = {"llama": llama, "tied": lambda: llama(tied=True), "t5": t5}
+
+
+def export(kind: str, path: Path, wrapped: bool, max_shard_size: str) -> None:
+    model = BUILDS[kind]()
+    given = HuggingFaceModel(model, tokenizer()) if wrapped else model
+    if dist.is_initialized():
+        sharded(given)
+    if dist.is_initialized() and dist.get_rank() == 1:
+        path = path / "of another rank"
+    export_pretrained(given, path, max_shard_size=max_shard_size)
+
+
+@pytest.mark.promise(96)
+@pytest.mark.parametrize("max_shard_size", ["5GB", "4KB"])
+@pytest.mark.parametrize("kind", BUILDS)
+def test_transformers_loads_the_directory(
+    world2: World, tmp_path: Path, kind: str, max_shard_size: str
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    world2(export, kind, tmp_path, True, max_shard_size)
+    auto = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    model, report = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert torch.equal(logits(model), logits(BUILDS[kind]()))
+    assert type(model) is type(BUILDS[kind]())
+    assert model.generation_config.eos_token_id == 2
+    assert AutoTokenizer.from_pretrained(tmp_path)("a b").input_ids == [4, 5]
+    assert ("model.safetensors.index.json" in files(tmp_path)) == (max_shard_size == "4KB")
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [type(model).__name__]
+
+
+@pytest.mark.promise(96)
+def test_a_plain_model_without_a_process_group(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    export("llama", tmp_path, False, "5GB")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(llama()))
+
+
+@pytest.mark.promise(96)
+@pytest.mark.parametrize(("first", "second"), [("5GB", "4KB"), ("4KB", "5GB")])
+def test_nothing_of_an_earlier_export_is_read(tmp_path: Path, first: str, second: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "notes.txt").write_text("mine")
+    export("tied", tmp_path, False, first)
+    export("llama", tmp_path, False, second)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(llama()))
+    assert ("model.safetensors" in files(tmp_path)) == (second == "5GB")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert not [name for name in files(tmp_path) if ".export-" in name]
+
+
+def keeps_on_training(path: Path) -> tuple[str, bool]:
+    model = sharded(llama())
+    export_pretrained(model, path)
+    model(input_ids=prompt(0), labels=prompt(0)).loss.backward()
+    return type(model).__name__, all(p.grad is not None for p in model.parameters())
+
+
+def test_a_model_is_as_before_after_its_export(world2: World, tmp_path: Path) -> None:
+    assert world2(keeps_on_training, tmp_path) == [("FSDPLlamaForCausalLM", True)] * 2
+
+
+# Adapters
+
+
+def adapted(kind: str) -> HuggingFaceModel:
+    torch.manual_seed(1)
+    return HuggingFaceModel(base_for(kind), tokenizer(), peft_config=adapter(kind)).eval()
+
+
+def export_adapter(kind: str, path: Path, place: str) -> None:
+    model = adapted(kind)
+    given = {"wrapper": model, "peft": model.model}[place]
+    parallelize_model(given, "fsdp")
+    export_pretrained(given, path)
+
+
+@pytest.mark.promise(95)
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_peft_loads_the_directory(world2: World, tmp_path: Path, kind: str) -> None:
+    from peft import PeftModel
+
+    world2(export_adapter, kind, tmp_path, "wrapper")
+    reference = adapted(kind)
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= files(tmp_path)
+    assert not {name for name in files(tmp_path) if name.startswith("model")}
+    expected = tmp_path / "expected"
+    reference.model.save_pretrained(expected)
+    assert settings(tmp_path) == settings(expected)
+    assert "FSDP" not in (tmp_path / "README.md").read_text()
+    loaded = PeftModel.from_pretrained(base_for(kind), tmp_path)
+    torch.testing.assert_close(logits(loaded), logits(reference.model), rtol=0, atol=0)
+
+
+def reloaded(path: Path) -> Tensor:
+    from peft import PeftConfig, PeftModel
+
+    with init_context(empty=dist.get_rank() != 0):
+        base = llama()
+    if dist.get_rank() == 0:
+        model = HuggingFaceModel(PeftModel.from_pretrained(base, path))
+    else:
+        model = HuggingFaceModel(base, peft_config=PeftConfig.from_pretrained(path))
+    parallelize_model(model, "fsdp")
+    with torch.no_grad():
+        result: Tensor = model.eval()({"input_ids": prompt(0)}).logits
+    return result
+
+
+@pytest.mark.promise(95)
+def test_an_adapter_reloads_into_any_number_of_ranks(
+    world1: World, world2: World, world4: World, tmp_path: Path
+) -> None:
+    world2(export_adapter, "lora", tmp_path, "wrapper")
+    expected = logits(adapted("lora").model)
+    for world in (world1, world2, world4):
+        for got in world(reloaded, tmp_path):
+            torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.promise(95)
+def test_from_a_peft_model_itself(world2: World, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    world2(export_adapter, "lora", tmp_path, "peft")
+    loaded = PeftModel.from_pretrained(base_for("lora"), tmp_path)
+    assert torch.equal(logits(loaded), logits(adapted("lora").model))
+
+
+def two_adapters() -> HuggingFaceModel:
+    from peft import LoraConfig
+
+    model = adapted("lora")
+    second = LoraConfig(r=2, target_modules=["o_proj"], bias="all", init_lora_weights=False)
+    model.model.add_adapter("second", second)
+    return model
+
+
+def export_two(path: Path) -> None:
+    export_pretrained(sharded(two_adapters()), path)
+
+
+@pytest.mark.promise(95)
+def test_several_adapters(world2: World, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    world2(export_two, tmp_path)
+    reference = two_adapters().model
+    for name, place in (("default", tmp_path), ("second", tmp_path / "second")):
+        reference.set_adapter(name)
+        loaded = PeftModel.from_pretrained(llama(), place)
+        assert torch.equal(logits(loaded), logits(reference)), name
+
+
+def export_injected(path: Path) -> None:
+    model = llama()
+    torch.manual_seed(1)
+    model.add_adapter(adapter("lora"))
+    export_pretrained(sharded(model), path)
+
+
+@pytest.mark.promise(95)
+def test_adapters_without_a_peft_model(world2: World, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    world2(export_injected, tmp_path)
+    reference = llama()
+    torch.manual_seed(1)
+    reference.add_adapter(adapter("lora"))
+    assert torch.equal(logits(PeftModel.from_pretrained(llama(), tmp_path)), logits(reference))
+
+
+# Errors
+
+
+def export_fails(path: Path) -> tuple[str, str]:
+    with pytest.raises(CheckpointRuntimeError) as failure:
+        export_pretrained(sharded(llama()), path)
+    return type(failure.value).__name__, str(failure.value)
+
+
+def test_what_rank_0_cannot_write_fails_everywhere(world2: World, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    first, second = world2(export_fails, file)
+    assert second[0] == first[0] == "CheckpointRuntimeError"
+    assert str(file) in first[1]
+    assert first[1] in second[1]
+
+
+@pytest.mark.promise(92)
+def test_an_empty_adapter_is_never_written(tmp_path: Path) -> None:
+    model = adapted("lora").model
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            del module.lora_A["default"], module.lora_B["default"]
+    with pytest.raises(CheckpointValueError, match="'default'"):
+        export_pretrained(model, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_only_pretrained_models_are_exported(tmp_path: Path) -> None:
+    with pytest.raises(ParallelismTypeError, match="not Linear"):
+        export_pretrained(nn.Linear(1, 1), tmp_path)

@@ -1,0 +1,161 @@
+"""Quantized base weights (QLoRA) in checkpoints: their bits, onto any number of ranks; and exported."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composer_dist.checkpoint import (
+    export_pretrained,
+    full_model_state,
+    load_checkpoint,
+    load_pretrained,
+    save_checkpoint,
+)
+from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.distributed import parallelize_model, prepare_fully_shard
+from composer_dist.distributed.moving.whole import gather
+from composer_dist.errors import CheckpointKeyError, CheckpointValueError
+from composer_dist.tensors.codec import dense, inner_tensors
+from tests.conftest import World
+from tests.kit.preparable import built
+from tests.kit.quantized import Stack, quantize
+
+BASES = [f"layers.{number}.base.weight" for number in range(2)]
+
+
+@pytest.fixture(params=["int8", "nf4"])
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "nf4":
+        pytest.importorskip("torchao", reason="NF4 is torchao's; it is an extra")
+    name: str = request.param
+    return name
+
+
+def stack(kind: str, seed: int, width: int = 0) -> Stack:
+    torch.manual_seed(seed)
+    return Stack(kind, width)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    """All that the quantized weights are made of, in full."""
+    return {
+        f"{name}.{part}": gather(inner)
+        for name in BASES
+        for part, inner in inner_tensors(model.get_parameter(name)).items()
+    }
+
+
+def save(path: str, kind: str) -> dict[str, Tensor]:
+    model = stack(kind, 0)
+    optimizer = adam(model)
+    parallelize_model(model, FSDP2Config(), optimizer)
+    model(torch.arange(6)).logsumexp(-1).mean().backward()
+    optimizer.step()
+    save_checkpoint(path, {"model": model, "optimizer": optimizer})
+    return bits(model) | full_model_state(model, ranks="all")
+
+
+def load(path: str, kind: str, start: str) -> dict[str, Tensor]:
+    model = built(lambda: Stack(kind), 1, "meta" if start == "meta" else "cpu")
+    if start == "meta":
+        prepare_fully_shard(model, FSDP2Config())
+        load_checkpoint(path, {"model": model})
+    else:
+        optimizer = adam(model)
+        if start == "fsdp":
+            parallelize_model(model, FSDP2Config(), optimizer)
+        load_checkpoint(path, {"model": model, "optimizer": optimizer})
+        moments = optimizer.state[model.get_parameter("layers.0.down.weight")]
+        assert moments["step"] == 1
+    with torch.no_grad():
+        model(torch.arange(6))
+    return bits(model) | full_model_state(model, ranks="all")
+
+
+@pytest.mark.promise(46)
+def test_a_checkpoint_holds_the_quantized_bits(
+    world1: World, world2: World, world4: World, tmp_path: Path, kind: str
+) -> None:
+    path = str(tmp_path / "c")
+    expected = world2(save, path, kind)[0]
+    loads = [(world, start) for world in (world1, world2, world4) for start in ("fsdp", "meta")]
+    found = [one for world, start in loads for one in world(load, path, kind, start)]
+    for state in [*found, load(path, kind, "plain")]:
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+@pytest.mark.promise(46)
+def test_what_is_made_of_other_parts_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    save_checkpoint(path, {"model": stack("int8", 0)})
+    with pytest.raises(
+        CheckpointValueError, match=r"layers\.0\.base\.weight\.data8 is \(8, 8\) there, \(16, 16\) here"
+    ):
+        load_checkpoint(path, {"model": stack("int8", 0, width=16)})
+    with pytest.raises(CheckpointValueError, match=r"quantized parts of layers\.0.*load_checkpoint reads"):
+        load_pretrained(stack("int8", 0), path)
+    plain = stack("int8", 0)
+    for name in BASES:
+        layer = plain.get_submodule(name.removesuffix(".weight"))
+        layer.weight = nn.Parameter(dense(layer.weight).clone(), requires_grad=False)
+    with pytest.raises(CheckpointKeyError, match=r"missing: .*weight.*unexpected: .*weight\.data8"):
+        load_checkpoint(path, {"model": plain})
+    torn = tmp_path / "torn"
+    save_checkpoint(torn, {"model": stack("int8", 0)}, filter=lambda name, _: "scales" not in name)
+    for strict in (True, False):
+        with pytest.raises(CheckpointValueError, match=r"base\.weight\.scales is not there, though other"):
+            load_checkpoint(torn, {"model": stack("int8", 1)}, strict=strict)
+    model = stack("int8", 1)
+    save_checkpoint(tmp_path / "dense", {"model": plain})
+    load_checkpoint(tmp_path / "dense", {"model": model})
+    for name in BASES:
+        weight = model.get_parameter(name)
+        assert torch.equal(dense(weight), dense(quantize(plain.get_parameter(name).detach(), "int8")))
+
+
+def nf4_llama() -> Any:
+    """A Llama whose projections are NF4."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2, "vocab_size": 16}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).eval()
+    for layer in model.model.layers.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(quantize(layer.weight.detach(), "nf4"), requires_grad=False)
+    return model
+
+
+def export(path: Path) -> None:
+    warnings.simplefilter("ignore")
+    model = nf4_llama()
+    parallelize_model(model, FSDP2Config())
+    export_pretrained(model, path)
+
+
+@pytest.mark.promise(96)
+def test_nf4_is_exported_dense(world2: World, tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="NF4 is torchao's; it is an extra")
+    from transformers import AutoModelForCausalLM
+
+    world2(export, tmp_path)
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    model = nf4_llama()
+    for name, value in model.state_dict(keep_vars=True).items():
+        assert torch.equal(loaded.state_dict()[name], dense(value)), name
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        found, expected = (one(input_ids=ids).logits for one in (loaded.eval(), model))
+    torch.testing.assert_close(found, expected)

@@ -1,0 +1,246 @@
+"""`composer-dist convert`: every form into every other, with the same values and in little memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from composer_dist import FSDP2Config
+from composer_dist.checkpoint import load_checkpoint, save_checkpoint
+from composer_dist.checkpoint.convert import convert_checkpoint
+from composer_dist.cli.main import app
+from composer_dist.distributed import parallelize_model
+from composer_dist.models import HuggingFaceModel
+from composer_dist.progress import Progress
+from tests.checkpoint.export.test_export import mixtral, same_tensors, tensors
+from tests.checkpoint.test_export_pretrained import logits
+from tests.distributed.moving.test_transfer import profiled
+from tests.files.test_match import random
+from tests.kit.pretrained import llama, tokenizer
+from tests.world import run
+
+
+def convert(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["convert", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["convert", *map(str, arguments)])
+    assert "Traceback" not in result.output
+    return result.exit_code, " ".join(result.stderr.replace("│", " ").split())
+
+
+def trained() -> tuple[Any, torch.optim.Optimizer]:
+    model = HuggingFaceModel(llama(tied=True), tokenizer())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.1)
+    optimizer.step()
+    return model, optimizer
+
+
+def save(directory: Path) -> None:
+    model, optimizer = trained()
+    parallelize_model(model, FSDP2Config(), optimizer)
+    state = {"model": model, "optimizer": optimizer, "steps": 7, "note": "a run"}
+    save_checkpoint(directory / "sharded", state)
+    save_checkpoint(directory / "whole.pt", state, sharded=False)
+
+
+def same_run(path: Path) -> None:
+    """A checkpoint loads as the run that was saved."""
+    expected, its_optimizer = trained()
+    model = HuggingFaceModel(llama(tied=True).apply(zero), tokenizer())
+    optimizer = torch.optim.AdamW(model.parameters())
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "steps": 0}
+    assert load_checkpoint(path, state) == {"note": "a run"}
+    assert state["steps"] == 7
+    same_tensors(model.state_dict(), expected.state_dict())
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        found, wanted = optimizer.state[parameter], its_optimizer.state[other]
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def zero(module: torch.nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        torch.nn.init.zeros_(parameter)
+
+
+def test_runs_between_directories_files_and_models(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run(save, 2, tmp_path)
+    like = tmp_path / "like"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        llama(tied=True).save_pretrained(like)
+        tokenizer().save_pretrained(like)
+    convert(tmp_path / "sharded", tmp_path / "made.pt")
+    assert set(torch.load(tmp_path / "made.pt", weights_only=True)) == {"model", "optimizer", "steps", "note"}
+    convert(tmp_path / "whole.pt", tmp_path / "made", "--to", "sharded")
+    for made in ("made.pt", "made"):
+        same_run(tmp_path / made)
+    for source in ("sharded", "whole.pt"):
+        target = tmp_path / f"from {source}"
+        convert(tmp_path / source, target, "--to", "huggingface", "--like", like, "--max-shard-size", "4KB")
+        loaded, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+        assert not any(report.values()), report
+        assert torch.equal(logits(loaded), logits(trained()[0].model))
+        assert AutoTokenizer.from_pretrained(target)("a b").input_ids == [4, 5]
+        assert (target / "model.safetensors.index.json").exists()
+
+
+def test_models_into_checkpoints_and_back(tmp_path: Path) -> None:
+    model = random(mixtral())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(tmp_path / "model", max_shard_size="5KB")
+    convert(tmp_path / "model", tmp_path / "model.pt")
+    held: dict[str, Tensor] = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
+    same_tensors(held, model.state_dict())
+    convert(tmp_path / "model", tmp_path / "sharded", "--to", "sharded", "--prefix", "model.")
+    other = HuggingFaceModel(mixtral())
+    load_checkpoint(tmp_path / "sharded", {"model": other})
+    same_tensors(other.model.state_dict(), model.state_dict())
+    for source in ("model.pt", "sharded"):
+        target = tmp_path / f"back from {source}"
+        convert(tmp_path / source, target, "--to", "huggingface", "--like", tmp_path / "model")
+        same_tensors(tensors(target), tensors(tmp_path / "model"))
+
+
+def test_what_cannot_be_converted_is_said_in_a_statement(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        llama().save_pretrained(tmp_path / "model")
+    (tmp_path / "there.pt").write_bytes(b"torn")
+    assert refused(tmp_path / "model", tmp_path / "target")[0] == 2  # into what?
+    status, text = refused(tmp_path / "nowhere", tmp_path / "target.pt")
+    assert (status, "there is no" in text) == (2, True), text
+    status, text = refused(tmp_path / "model", tmp_path / "there.pt")
+    assert (status, "--overwrite" in text) == (2, True), text
+    status, text = refused(tmp_path / "there.pt", tmp_path / "target", "--to", "sharded")
+    assert (status, text.startswith("composer-dist convert: ")) == (1, True), text
+    assert not (tmp_path / "target").exists()
+    convert(tmp_path / "model", tmp_path / "there.pt", "--overwrite")
+    status, text = refused(tmp_path / "there.pt", tmp_path / "target", "--to", "huggingface")
+    assert (status, "pass --like" in text) == (1, True), text
+    status, text = refused(
+        tmp_path / "there.pt",
+        tmp_path / "target",
+        "--to",
+        "huggingface",
+        "--like",
+        tmp_path / "model",
+        "--key",
+        "x",
+    )
+    assert (status, "has no 'x'; pass --key with one of model" in text) == (1, True), text
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mixtral().save_pretrained(tmp_path / "other")
+    status, text = refused(
+        tmp_path / "there.pt", tmp_path / "target", "--to", "huggingface", "--like", tmp_path / "other"
+    )
+    assert (status, "does not fit the model" in text) == (1, True), text
+    assert not (tmp_path / "target").exists()
+
+
+# Memory
+
+
+def large(path: Path, width: int) -> tuple[int, int]:
+    """Write a Hugging Face model; returns its bytes, and those of its largest tensor."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "vocab_size": 4096}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, num_attention_heads=8, **sizes))
+    model.save_pretrained(path, max_shard_size="80MB")
+    nbytes = [parameter.nbytes for parameter in model.parameters()]
+    return sum(nbytes), max(nbytes)
+
+
+def save_large(path: Path, model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    warnings.simplefilter("ignore")
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    parallelize_model(loaded, FSDP2Config())
+    save_checkpoint(path, {"model": loaded})
+
+
+WAYS = [
+    ("model", "from model", "sharded"),
+    ("model", "from model.pt", "file"),
+    ("model", "again", "huggingface"),
+    ("pieces", "from pieces.pt", "file"),
+    ("pieces", "from pieces", "sharded"),
+    ("pieces", "as model", "huggingface"),
+    ("from model.pt", "from file", "sharded"),
+    ("from model.pt", "file as model", "huggingface"),
+]
+"""From, to and form; what is in pieces was saved by two ranks."""
+CONVERSION = """
+import sys, threading
+from pathlib import Path
+import torch, transformers
+from composer_dist.checkpoint.convert import convert_checkpoint, model_like
+
+def memory(kind):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(kind)) * 1024
+
+source, target, form, like = sys.argv[1:]
+model_like(Path(like))
+start, peak, over = memory("RssAnon"), 0, threading.Event()
+
+def watch():
+    global peak
+    while not over.wait(0.001):
+        peak = max(peak, memory("RssAnon"))
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+convert_checkpoint(Path(source), Path(target), form, like=Path(like))
+over.set()
+watcher.join()
+print(peak - start)
+"""
+
+
+def test_torch_allocates_next_to_nothing(tmp_path: Path) -> None:
+    whole, _ = large(tmp_path / "model", 256)
+    assert whole > 18e6
+    run(save_large, 2, tmp_path / "pieces", tmp_path / "model")
+    for source, target, form in WAYS:
+
+        def convert_one(source: str = source, target: str = target, form: Any = form) -> None:
+            paths = tmp_path / source, tmp_path / target
+            convert_checkpoint(*paths, form, like=tmp_path / "model", progress=Progress(shown=False))
+
+        assert profiled(convert_one) < 1 << 20, (source, target)
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
+    """Memory of its own: pages of mapped files are the system's, which takes them back when it likes."""
+    whole, largest = large(tmp_path / "model", 1024)
+    assert whole > 180e6
+    run(save_large, 2, tmp_path / "pieces", tmp_path / "model")
+    for source, target, form in WAYS:
+        arguments = [str(tmp_path / source), str(tmp_path / target), form, str(tmp_path / "model")]
+        done = subprocess.run(
+            [sys.executable, "-c", CONVERSION, *arguments], capture_output=True, text=True, check=True
+        )
+        used = int(done.stdout.split()[-1])
+        print(f"{source} -> {target}: {used / 1e6:.0f} MB of {whole / 1e6:.0f}")
+        assert used <= 2 * largest + (32 << 20), (source, target)

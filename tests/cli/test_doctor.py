@@ -1,0 +1,99 @@
+"""What doctor finds."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from composer_dist.cli import doctor
+from composer_dist.cli.main import app
+from composer_dist.cli.self_test import SelfTest, self_test
+from composer_dist.distributed.ranks import process_group
+from tests.conftest import World
+
+
+def _by_name() -> dict[str, doctor.Finding]:
+    return {finding.what: finding for finding in doctor.survey()}
+
+
+def test_this_machine_is_described() -> None:
+    found = _by_name()
+    assert found["torch"] == doctor.Finding("torch", torch.__version__)
+    assert "gloo" in found["backends"].found
+    assert f"{len(os.sched_getaffinity(0))} CPU core" in found["devices"].found
+    assert found["threads"].found == f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
+
+
+def test_what_is_wrong_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 8192))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = _by_name()
+    assert found["torch"].verdict == "fault"
+    assert found["torch"].remedy == "Install torch >= 2.11, < 2.14."
+    assert (found["open files"].verdict, found["open files"].remedy) == (
+        "warning",
+        "Raise it: ulimit -n 8192.",
+    )
+    assert found["interface"].found == "GLOO_SOCKET_IFNAME=nowhere0, which this host does not have"
+    assert found["launcher"].verdict == "fault"
+
+
+def _measured() -> SelfTest:
+    return self_test(1 << 12)
+
+
+def test_ranks_measure_what_lies_between_them(world2: World) -> None:
+    first, second = world2(_measured)
+    assert first == second
+    assert (first.backend, first.device, first.right) == ("gloo", "cpu", True)
+    assert first.pairs[0][0] == first.pairs[1][1] == 0
+    assert min(first.pairs[0][1], first.pairs[1][0], first.all_reduce) > 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdicts"),
+    [
+        ({}, ["ok", "ok", "ok"]),
+        ({"right": False}, ["fault", "ok", "ok"]),
+        ({"pairs": [[0, 8e9], [1e9, 0]]}, ["ok", "warning", "ok"]),
+    ],
+)
+def test_the_self_test_is_judged(changed: dict[str, object], verdicts: list[str]) -> None:
+    sound = {
+        "backend": "gloo",
+        "device": "cpu",
+        "hosts": ["a", "a"],
+        "pairs": [[0, 2e9], [1e9, 0]],
+        "all_reduce": 1e9,
+        "right": True,
+        "memory": [True, False],
+    }
+    found = doctor.described(SelfTest(**(sound | changed)))  # type: ignore[arg-type]
+    assert [finding.verdict for finding in found] == verdicts
+    assert found[2].found == "weights go through sockets"
+
+
+def test_one_screen_one_verdict_and_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "talk", lambda n: [doctor.Finding("self-test", f"{n} ranks")])
+    monkeypatch.setattr(
+        doctor, "survey", lambda: iter([doctor.Finding("/dev/shm", "64 MiB", "warning", "More.")])
+    )
+    done = CliRunner().invoke(app, ["doctor", "-n", "3"])
+    assert done.exit_code == 0
+    assert [line.rstrip() for line in done.stdout.splitlines()] == [
+        "warning  /dev/shm   64 MiB",
+        "                    More.",
+        "ok       self-test  3 ranks",
+        "Training works here; 1 warning.",
+    ]
+    monkeypatch.setattr(doctor, "survey", lambda: iter([doctor.Finding("torch", "1.0", "fault", "Newer.")]))
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 1
+    assert done.stdout.splitlines()[-1] == "1 fault: training will not work here as it is."
+    assert not process_group.is_distributed()

@@ -1,0 +1,81 @@
+"""What holds for every command of `composer-dist`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from composer_dist import __version__
+from composer_dist.cli import main as cli
+from composer_dist.errors import CheckpointValueError
+
+FAILURES: dict[str, BaseException] = {
+    "ours": CheckpointValueError("the file is cut short"),
+    "os": FileNotFoundError(2, "No such file or directory", "there.pt"),
+    "bug": ZeroDivisionError("division by zero"),
+    "usage": typer.BadParameter("neither one nor two"),
+    "exit": typer.Exit(7),
+    "ctrl-c": KeyboardInterrupt(),
+}
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    made = typer.Typer(cls=cli.Commands, pretty_exceptions_enable=False)
+    made.callback()(cli.options)
+
+    @made.command()
+    def fail(how: str) -> None:
+        raise FAILURES[how]
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "text"),
+    [
+        ("ours", 1, "composer-dist fail: the file is cut short\n"),
+        ("os", 1, "composer-dist fail: there.pt: No such file or directory\n"),
+        ("bug", 1, "ZeroDivisionError: division by zero (composer-dist --debug ... shows where)\n"),
+        ("usage", 2, "neither one nor two"),
+        ("exit", 7, ""),
+        ("ctrl-c", 130, ""),
+    ],
+)
+def test_exit_statuses_and_errors_without_traceback(
+    app: typer.Typer, how: str, status: int, text: str
+) -> None:
+    result = CliRunner().invoke(app, ["fail", how])
+    assert (result.exit_code, text in result.stderr) == (status, True), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_where_an_error_comes_from(app: typer.Typer) -> None:
+    result = CliRunner().invoke(app, ["--debug", "fail", "ours"])
+    assert isinstance(result.exception, CheckpointValueError)
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    code = (
+        "import sys; from composer_dist.cli.main import app\n"
+        "try: app(sys.argv[1:])\n"
+        "except SystemExit as end: print('status', end.code)\n"
+        "print(*sys.modules)"
+    )
+    for option, expected in (("--help", "--debug"), ("--version", __version__)):
+        shown = subprocess.run(
+            [sys.executable, "-c", code, option], capture_output=True, text=True, check=True
+        )
+        assert expected in shown.stdout
+        assert "status 0" in shown.stdout
+        assert {"torch", "transformers", "peft", "pydantic"}.isdisjoint(shown.stdout.split())
+
+
+def test_the_entry_point_is_the_one_that_is_declared() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert 'composer-dist = "composer_dist.cli.main:main"' in project

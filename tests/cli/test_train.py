@@ -1,0 +1,168 @@
+"""`composer-dist train` as its user sees it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from composer_dist.cli.init import PRESETS
+from composer_dist.cli.main import app
+
+MINE = """\
+model: {kind: module, name: "mine.py:Net", arguments: {}, num_classes: 2}
+data: {kind: function, name: "mine.py:data", batch_size: 4}
+trainer: {max_duration: 1ba}
+"""
+CODE = """\
+import torch
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+
+def data():
+    return [(torch.zeros(3), torch.tensor(0))] * 8
+"""
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["train", *map(str, arguments)], prog_name="composer-dist")
+    return result.exit_code, result.stdout, result.stderr
+
+
+def process(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "composer_dist", "train", *map(str, arguments)]
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ)
+
+
+def test_a_dry_run_prints_the_plan_for_any_number_of_ranks_and_starts_none(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    status, printed, _ = call(
+        PRESETS / "lora.yaml", "--dry-run", "-n", 64, f"out={out}", "data.batch_size=64"
+    )
+    assert status == 0
+    for words in ("Plan for 64 ranks (dp_shard 64)", "64, 1 on each rank", "of which", "LlamaDecoderLayer"):
+        assert words in printed
+    assert not out.exists()
+
+
+@pytest.mark.promise(102)
+def test_a_dry_run_with_a_strategy_by_name() -> None:
+    _, printed, _ = call(PRESETS / "vision.yaml", "--dry-run", "-n", 4, "parallelism=ddp_spawn")
+    assert "Plan for 4 ranks (dp_replicate 4)" in printed
+    status, _, told = call(PRESETS / "vision.yaml", "--dry-run", "parallelism=ddq")
+    assert status == 2
+    assert "There is no strategy 'ddq'; there are: ddp," in told
+
+
+PHASES = """\
+phases:
+  no_decay: re:.*bais
+  schedule:
+  - {params: module.layers.6, until: 1ep}
+  - params: [module.layer.2, "re:.*weight"]
+    until: 2ep
+  - params: rest
+"""
+
+
+def phased(folder: Path, phases: str) -> Path:
+    assert CliRunner().invoke(app, ["init", "vision", str(folder / "run.yaml")]).exit_code == 0
+    file = folder / "run.yaml"
+    file.write_text(file.read_text() + phases)
+    return file
+
+
+def test_phases_that_do_not_fit_the_model_are_told_with_their_lines(tmp_path: Path) -> None:
+    file = phased(tmp_path, PHASES)
+    first = file.read_text().splitlines().index("phases:") + 1
+    expected = [
+        f"{file}:{first + 1}: phases.no_decay: 're:.*bais' matches no parameter, and no module that has any",
+        f"{file}:{first + 4}: phases.schedule.1.params.0: 'module.layer.2' matches no parameter, and no "
+        "module that has any. Did you mean 'module.layers.2'?",
+        f"{file}:{first + 4}: phases.schedule.1.params: phases 0 and 1 both name module.layers.6.weight. "
+        "Phases add to each other: name a parameter in the first one that trains it, and 'rest' for "
+        "everything else",
+    ]
+    for dry in (["--dry-run"], []):
+        status, _, told = call(file, *dry, f"out={tmp_path / 'out'}")
+        assert (status, told.splitlines()) == (2, expected)
+    (tmp_path / "phases.yaml").write_text("- {params: module.layers.7, until: 1ep}\n- params: rest\n")
+    fixed = "phases.no_decay=re:.*bias"
+    _, _, told = call(file, "--dry-run", fixed, f"phases.schedule={tmp_path / 'phases.yaml'}")
+    assert (
+        f"/phases.yaml': phases.schedule: {tmp_path}/phases.yaml: phase 0: 'module.layers.7' matches" in told
+    )
+    status, printed, _ = call(file, "--dry-run", fixed, "phases.schedule.1.params=module.layers.2")
+    assert status == 0
+    assert "phase 0 adds" in printed
+    assert "5,130, for 1ep" in printed
+    assert "4,640, for 2ep" in printed
+    assert "160, to the end" in printed
+
+
+def test_wrong_input_has_status_2_and_no_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(MINE.replace("trainer", "trainr"))
+    status, _, told = call(file)
+    assert status == 2
+    assert told.splitlines() == [
+        f"{file}:1: model.name: There is no file {tmp_path / 'mine.py'}",
+        f"{file}:2: data.name: There is no file {tmp_path / 'mine.py'}",
+        f"{file}:3: trainr: unknown key 'trainr'. Did you mean 'trainer'?",
+        f"{file}: trainer: 'trainer' is missing",
+    ]
+
+
+def test_errors_of_the_users_own_code_show_where_they_come_from(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    (tmp_path / "mine.py").write_text(CODE.replace("return [", "return 1 / 0 or ["))
+    status, _, told = call(tmp_path / "mine.yaml", f"out={tmp_path / 'out'}")
+    assert status == 1
+    assert 'mine.py", line 8, in data' in told
+    assert told.endswith("composer-dist train: ZeroDivisionError: division by zero\n")
+
+
+@pytest.mark.slow
+def test_an_error_on_one_of_two_processes_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    broken = CODE.replace("return [", "import os\n    return 1 / int(os.environ['RANK'] == '0') and [")
+    (tmp_path / "mine.py").write_text(broken)
+    done = process("mine.yaml", "-n", 2, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("ZeroDivisionError: division by zero") >= 1, done.stderr
+    assert done.stderr.count("composer-dist train:") == 1, done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_is_gone_on_with_and_exports_the_averages(tmp_path: Path) -> None:
+    run = [PRESETS / "vision.yaml", "trainer.eval_interval=null", "trainer.progress_bar=false"]
+    averaged = [*run, f"out={tmp_path / 'averaged'}", "callbacks={ema: {half_life: 1000ba}}"]
+    status, _, told = call(*averaged, "trainer.max_duration=2ba")
+    assert (status, "Goes on" in told, "the EMA's averages" in told) == (0, False, True), told
+    status, _, told = call(*averaged, "trainer.max_duration=4ba")
+    assert status == 0
+    assert f"Goes on from {tmp_path}/averaged/checkpoints/ep0-ba2, after batch 2.\n" in told
+    assert "has reached trainer.max_duration=4ba already" in call(*averaged, "trainer.max_duration=4ba")[2]
+    status, _, told = call(*averaged, "trainer.max_duration=5ba", "model.arguments.width=8")
+    assert status == 1
+    assert "To begin anew, choose another out than" in told
+    first = call(*run, f"out={tmp_path / 'first'}", "trainer.max_duration=1ba")
+    assert first[0] == 0, first
+    found, expected = (torch.load(tmp_path / name / "model.pt") for name in ("averaged", "first"))
+    for name, value in expected.items():  # with which the averages begin, and which they hardly leave
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4)
+
+
+def test_a_launcher_inside_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    status, _, told = call(PRESETS / "vision.yaml", "-n", 2)
+    assert status == 2
+    assert "started by a launcher already" in " ".join(told.split())

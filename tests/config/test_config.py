@@ -1,0 +1,274 @@
+"""Configurations: what they accept, refuse, and turn into."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import yaml
+
+from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.replicate import DDPConfig
+from composer_dist.config.resolve import resolve_config
+from composer_dist.config.rule import Rule
+from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
+from composer_dist.wording import near_miss
+
+
+@pytest.mark.promise(1)
+def test_sizes_that_do_not_fit_the_world_are_named() -> None:
+    with pytest.raises(ParallelismValueError) as caught:
+        MeshConfig(dp_shard=2, tp=2).resolve(2)
+    for part in ("dp_replicate=1", "dp_shard=2", "cp=1", "tp=2", "2 ranks", "multiply to 4", "4 processes"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.promise(1)
+def test_minus_one_takes_the_rest() -> None:
+    assert MeshConfig(dp_shard=-1, tp=2).resolve(2) == {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}
+    assert MeshConfig(dp_replicate=-1, dp_shard=4).resolve(8)["dp_replicate"] == 2
+    with pytest.raises(ParallelismValueError, match="world of 6 ranks"):
+        MeshConfig(dp_shard=-1, tp=4).resolve(6)
+
+
+@pytest.mark.promise(1)
+@pytest.mark.parametrize("size", [0, -2])
+def test_a_size_is_positive_or_minus_one(size: int) -> None:
+    with pytest.raises(ParallelismValueError, match=f"dp_shard={size}"):
+        MeshConfig(dp_shard=size)
+
+
+@pytest.mark.promise(1)
+def test_only_one_size_takes_the_rest() -> None:
+    with pytest.raises(ParallelismValueError, match="dp_replicate and dp_shard"):
+        MeshConfig(dp_replicate=-1)
+
+
+def test_composer_defaults() -> None:
+    config = FSDP2Config()
+    assert config.device_mesh is None
+    assert config.reshard_after_forward is True
+    assert config.activation_checkpointing is False
+    assert config.activation_cpu_offload is False
+    assert config.state_dict_type == "sharded"
+    assert config.load_monolith_rank0_only is False
+    assert config.mixed_precision == "DEFAULT"
+    assert config.verbose is False
+
+
+@pytest.mark.promise(17)
+@pytest.mark.parametrize("config", [FSDP2Config(), MeshConfig(), Rule("a"), ParallelismConfig(), DDPConfig()])
+def test_configurations_are_frozen(config: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, dataclasses.fields(config)[0].name, 1)
+
+
+def test_composer_attributes_are_carried_over() -> None:
+    config = FSDP2Config.from_compatible_attrs(
+        {
+            "activation_checkpointing": True,
+            "activation_cpu_offload": True,
+            "reshard_after_forward": False,
+            "device_mesh": None,
+        }
+    )
+    assert config == FSDP2Config(
+        activation_checkpointing=True, activation_cpu_offload=True, reshard_after_forward=False
+    )
+    assert FSDP2Config.from_compatible_attrs({}) == FSDP2Config()
+
+
+def test_composer_attributes_without_meaning_warn_once_each() -> None:
+    attrs = {
+        "activation_checkpointing": True,
+        "invalid_attribute1": "value1",
+        "auto_wrap": True,
+        "sync_module_states": True,
+    }
+    with pytest.warns(UserWarning, match="is ignored") as caught:
+        config = FSDP2Config.from_compatible_attrs(attrs)
+    assert config.activation_checkpointing is True
+    texts = [str(one.message) for one in caught]
+    assert len(texts) == 3
+    for part in ("'invalid_attribute1: value1'", "'auto_wrap: True'", "'sync_module_states: True'"):
+        assert sum(part in text for text in texts) == 1
+    assert len(attrs) == 4
+
+
+@pytest.mark.parametrize(("strategy", "reshard"), [("FULL_SHARD", True), ("shard_grad_op", False)])
+def test_fsdp1_sharding_strategy_becomes_resharding(strategy: str, reshard: bool) -> None:
+    assert FSDP2Config.from_compatible_attrs({"sharding_strategy": strategy}).reshard_after_forward is reshard
+
+
+def test_a_sharding_strategy_that_is_overruled_or_unknown_warns() -> None:
+    for attrs in (
+        {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False},
+        {"sharding_strategy": "NO_SHARD"},
+    ):
+        with pytest.warns(UserWarning, match="sharding_strategy"):
+            FSDP2Config.from_compatible_attrs(attrs)
+
+
+@pytest.mark.promise(91)
+def test_a_misspelt_key_names_itself_and_its_neighbor() -> None:
+    with pytest.raises(ParallelismValueError) as caught:
+        ParallelismConfig.from_dict({"fsdp": {}, "sync": "rank0"})
+    assert str(caught.value) == "ParallelismConfig: unknown key 'fsdp'. Did you mean 'fsdp2'?"
+
+
+@pytest.mark.promise(91)
+def test_nested_keys_too_and_all_at_once() -> None:
+    values = {
+        "mesh": {"dp_shards": 2},
+        "fsdp2": {"reshard_after_forwards": True},
+        "rules": [{"match": "a", "shrad": True}],
+        "sync": "rank1",
+    }
+    with pytest.raises(ParallelismValueError) as caught:
+        ParallelismConfig.from_dict(values)
+    for part in (
+        "unknown key 'mesh.dp_shards'. Did you mean 'dp_shard'?",
+        "unknown key 'fsdp2.reshard_after_forwards'. Did you mean 'reshard_after_forward'?",
+        "unknown key 'rules.0.shrad'. Did you mean 'shard'?",
+        "sync:",
+        "(got 'rank1')",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.promise(91)
+def test_yaml() -> None:
+    text = """
+    mesh: {dp_replicate: 2, dp_shard: 4}
+    fsdp2: {reshard_after_forward: 2, mixed_precision: {param_dtype: bfloat16}, cpu_offload: pageable}
+    rules:
+      - {match: "re:layers\\\\.[01]", shard: true}
+      - {match: [head, embed], shard: false, optional: true}
+    activation_checkpointing: [composable, null]
+    sync: verify
+    """
+    assert ParallelismConfig.from_dict(yaml.safe_load(text)) == ParallelismConfig(
+        mesh=MeshConfig(dp_replicate=2, dp_shard=4),
+        fsdp2=FSDP2Config(
+            reshard_after_forward=2, mixed_precision={"param_dtype": "bfloat16"}, cpu_offload="pageable"
+        ),
+        rules=[
+            Rule(r"re:layers\.[01]", shard=True),
+            Rule(["head", "embed"], shard=False, optional=True),
+        ],
+        activation_checkpointing=["composable", None],
+        sync="verify",
+    )
+
+
+@pytest.mark.promise(91)
+def test_bool_and_int_stay_what_they_are() -> None:
+    assert FSDP2Config.from_dict({"reshard_after_forward": True}).reshard_after_forward is True
+    assert FSDP2Config.from_dict({"reshard_after_forward": 1}).reshard_after_forward == 1
+    assert not isinstance(FSDP2Config.from_dict({"reshard_after_forward": 1}).reshard_after_forward, bool)
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: ParallelismConfig(sync="rank1"), "sync is one of 'auto', 'rank0', 'verify', not 'rank1'"),
+        (lambda: ParallelismConfig(containers="keep"), "containers is one of 'expand', 'skip', not 'keep'"),
+        (lambda: FSDP2Config(state_dict_type="local"), "state_dict_type is one of 'sharded', 'full'"),
+        (lambda: FSDP2Config(cpu_offload="pined"), "cpu_offload is one of .*'pinned'"),
+        (lambda: ParallelismConfig(bucket_bytes=0), "bucket_bytes is a positive number"),
+    ],
+)
+def test_values_that_do_not_exist_are_refused(build: Any, text: str) -> None:
+    with pytest.raises(ParallelismValueError, match=text):
+        build()
+
+
+def test_checkpointing_is_set_in_one_place() -> None:
+    with pytest.raises(ParallelismValueError, match="set twice"):
+        ParallelismConfig(
+            fsdp2=FSDP2Config(activation_checkpointing=True), activation_checkpointing="offload"
+        )
+
+
+def test_everything_resolves_to_one_config() -> None:
+    fsdp2 = FSDP2Config(reshard_after_forward=False)
+    whole = ParallelismConfig(fsdp2=fsdp2)
+    assert resolve_config(whole) is whole
+    assert resolve_config(fsdp2) == whole
+    assert resolve_config({"fsdp2": {"reshard_after_forward": False}}) == whole
+    assert resolve_config("fsdp") == ParallelismConfig(fsdp2=FSDP2Config())
+    assert resolve_config(DDPConfig()).mesh == MeshConfig(dp_replicate=-1, dp_shard=1)
+
+
+def test_a_config_of_another_kind_is_refused() -> None:
+    with pytest.raises(ParallelismTypeError, match="not TPConfig"):
+        resolve_config(TPConfig())  # type: ignore[arg-type]
+
+
+def test_near_miss() -> None:
+    assert near_miss("layer.1", ["layers.1", "head"]) == " Did you mean 'layers.1'?"
+    assert near_miss("xyz", ["layers.1"]) == ""
+
+
+@pytest.mark.promise(91)
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: FSDP2Config(activation_checkpointing=("wraped", {})), "activation_checkpointing is one of"),
+        (lambda: FSDP2Config(activation_cpu_offload="no"), "activation_cpu_offload is one of False, True"),
+        (lambda: FSDP2Config(reshard_after_forward="yes"), "reshard_after_forward must be True, False or"),
+        (lambda: MeshConfig(dp_shard="2"), "Mesh size dp_shard must be an integer, not '2'"),
+        (lambda: ParallelismConfig(rules=Rule("head")), "rules must be a sequence of Rule"),
+        (lambda: ParallelismConfig(forward_methods=[3]), r"forward_methods must be .* not \[3\]"),
+        (lambda: MeshConfig(device_type="cpuu"), "name of a kind of device, .* not 'cpuu'"),
+        (lambda: TPConfig(plan={"re:layers.(": "colwise"}), "TPConfig.plan's 're:layers.*no regular"),
+        (lambda: TPConfig(head_attributes="breadth"), "head_attributes must be .* not 'breadth'"),
+        (lambda: FSDP2Config(load_monolith_rank0_only=True), 'requires state_dict_type="full"'),
+    ],
+)
+def test_a_wrong_type_from_python_is_refused_by_name(build: Any, message: str) -> None:
+    with pytest.raises(ParallelismError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("environment", "tp"),
+    [
+        ({}, 1),
+        ({"WORLD_SIZE": "1"}, 1),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"WORLD_SIZE": "8", "SLURM_NTASKS_PER_NODE": "2"}, 2),
+    ],
+)
+def test_auto_is_tensor_parallel_within_a_host_and_sharded_across(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], tp: int
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert MeshConfig.auto() == MeshConfig(tp=tp)
+    assert MeshConfig.auto(2).resolve(8) == {"dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 2}
+
+
+@pytest.mark.parametrize("local", ["", "3", "many", "0"])
+def test_auto_does_not_guess_how_many_ranks_a_host_has(monkeypatch: pytest.MonkeyPatch, local: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    with pytest.raises(ParallelismValueError, match=f"LOCAL_WORLD_SIZE is {local or 'not set'}"):
+        MeshConfig.auto()
+
+
+def test_values_of_the_wrong_kind_are_named() -> None:
+    with pytest.raises(ParallelismValueError, match="bucket_bytes is a positive number, not '1'"):
+        ParallelismConfig(bucket_bytes="1")  # type: ignore[arg-type]
+    with pytest.raises(ParallelismValueError, match="strict is one of False, True, not 'no'"):
+        ParallelismConfig(strict="no")  # type: ignore[arg-type]
+
+
+def test_ddp_on_a_device_replicates_over_all_ranks() -> None:
+    mesh = MeshConfig(device_type="cpu")
+    found = resolve_config(ParallelismConfig(mesh=mesh, ddp=DDPConfig())).mesh
+    assert found == MeshConfig(dp_replicate=-1, dp_shard=1, device_type="cpu")

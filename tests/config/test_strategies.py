@@ -1,0 +1,118 @@
+"""Strategies by name: ours, Lightning's, the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from composer_dist import Trainer
+from composer_dist.config import resolve as strategies
+from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.replicate import DDPConfig
+from composer_dist.config.resolve import resolve_config
+from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist.distributed import plan_parallelism, register_strategy
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from tests.kit import structures
+from tests.kit.trainer_models import tagger
+
+LIGHTNING = [
+    name + suffix
+    for name in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
+    for suffix in ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
+]
+
+
+@pytest.fixture(autouse=True)
+def same_strategies() -> Iterator[None]:
+    """Takes back what a test has registered."""
+    before = dict(strategies._strategies)
+    yield
+    strategies._strategies.clear()
+    strategies._strategies.update(before)
+
+
+@pytest.mark.promise(102)
+@pytest.mark.parametrize("name", LIGHTNING)
+def test_lightning_s_names_mean_ddp(name: str) -> None:
+    ddp = DDPConfig(find_unused_parameters=name.endswith("_true"))
+    assert resolve_config(name) == ParallelismConfig(mesh=MeshConfig(dp_replicate=-1, dp_shard=1), ddp=ddp)
+
+
+@pytest.mark.promise(102)
+def test_each_name_is_the_right_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    sizes = {name: resolve_config(name).mesh.resolve(8) for name in ("fsdp", "hsdp", "tp", "ddp")}  # type: ignore[union-attr]
+    assert sizes == {
+        "fsdp": {"dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 1},
+        "hsdp": {"dp_replicate": 2, "dp_shard": 4, "cp": 1, "tp": 1},
+        "tp": {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 4},
+        "ddp": {"dp_replicate": 8, "dp_shard": 1, "cp": 1, "tp": 1},
+    }
+    assert resolve_config("fsdp").fsdp2 == resolve_config("hsdp").fsdp2 == FSDP2Config()
+    assert resolve_config("tp").tp == TPConfig()
+
+
+@pytest.mark.promise(102)
+def test_a_strategy_that_does_not_exist_lists_those_that_do() -> None:
+    with pytest.raises(ParallelismValueError) as caught:
+        resolve_config("hdsp")
+    assert str(caught.value) == (
+        f"There is no strategy 'hdsp'; there are: {', '.join(sorted([*LIGHTNING, 'fsdp', 'hsdp', 'tp']))}."
+        " Did you mean 'hsdp'?"
+    )
+
+
+@pytest.mark.promise(102)
+def test_users_register_their_own() -> None:
+    mine = ParallelismConfig(fsdp2=FSDP2Config(reshard_after_forward=False), sync="rank0")
+    register_strategy("mine", mine)
+    register_strategy("also", lambda: "mine")
+    register_strategy("dict", {"fsdp2": {"reshard_after_forward": False}, "sync": "rank0"})
+    for name in ("mine", "also", "dict"):
+        assert resolve_config(name) == mine
+    assert plan_parallelism(structures.B(), "mine", world_size=2).config is mine
+    with pytest.raises(ParallelismValueError, match="strategy 'mine' already; pass replace=True"):
+        register_strategy("mine", "fsdp")
+    register_strategy("mine", "fsdp", replace=True)
+    assert resolve_config("also") == resolve_config("fsdp")
+
+
+@pytest.mark.promise(102)
+def test_what_is_no_configuration_is_not_registered() -> None:
+    with pytest.raises(ParallelismTypeError, match="not int"):
+        register_strategy("mine", 3)
+    with pytest.raises(ParallelismValueError, match="no strategy 'mine'"):
+        resolve_config("mine")
+    register_strategy("itself", lambda: "itself")
+    with pytest.raises(ParallelismValueError, match="strategy 'itself' stands for itself"):
+        resolve_config("itself")
+
+
+@pytest.mark.promise(102)
+@pytest.mark.parametrize("text", ["mine", "{strategy: mine}", "{strategy: fsdp, sync: rank0}"])
+def test_in_yaml_and_through_the_trainer(text: str) -> None:
+    register_strategy("mine", ParallelismConfig(fsdp2=FSDP2Config(), sync="rank0"))
+    given: Any = yaml.safe_load(text)
+    model = tagger()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = Trainer(
+        model=model, max_duration="1ba", parallelism_config=given, optimizers=optimizer, progress_bar=False
+    )
+    assert trainer.preparation is not None
+    assert trainer.preparation.plan.config == resolve_config("mine")
+
+
+@pytest.mark.promise(102)
+def test_yaml_changes_a_named_strategy() -> None:
+    found = ParallelismConfig.from_dict({"strategy": "fsdp", "mesh": {"dp_replicate": 2}})
+    assert found == ParallelismConfig(mesh=MeshConfig(dp_replicate=2), fsdp2=FSDP2Config())
+    with pytest.raises(ParallelismValueError, match="no strategy 'fdsp'"):
+        ParallelismConfig.from_dict({"strategy": "fdsp"})

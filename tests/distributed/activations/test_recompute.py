@@ -1,0 +1,444 @@
+"""Activation checkpointing: the same gradients from fewer saved tensors, names untouched."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from composer_dist.distributed.activations.options import ac_from_flags, ac_mode
+from composer_dist.distributed.activations.recompute import (
+    apply_ac,
+    checkpoint_modules,
+    checkpointed_modules,
+    is_checkpointed,
+)
+from composer_dist.distributed.prepared import named_parameters_canonical
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+
+World = Callable[..., list[Any]]
+
+MODES: list[Any] = [
+    "composable",
+    ("composable", None),
+    "wrapped",
+    ("wrapped", {"preserve_rng_state": True}),
+    "offload",
+    ["composable", {"offload": True}],
+    ("wrapped", {"offload": True}),
+    "selective",
+    ("wrapped", {"save": ["aten.addmm"]}),
+]
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.attention = nn.Linear(8, 8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 8))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.calls += 1
+        return x + scale * self.mlp(torch.tanh(self.attention(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return self.head(x).clone()  # FSDP2 warns of a unit that returns a view
+
+
+BLOCKS = ["layers.0", "layers.1", "layers.2"]
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(5)  # the dropout masks
+    model(ids()).square().mean().backward()
+    named = named_parameters_canonical(model)
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+def checkpointed(value: Any, names: list[str] | None = None) -> tuple[Model, Model]:
+    """A model with activation checkpointing, and its copy without."""
+    model = Model()
+    plain = copy.deepcopy(model)
+    chosen = ac_mode(value)
+    assert chosen is not None
+    checkpoint_modules(model, BLOCKS if names is None else names, *chosen)
+    return model, plain
+
+
+@pytest.mark.promise(26)
+@pytest.mark.parametrize("value", MODES, ids=str)
+def test_gradients_equal_those_without_and_dropout_repeats(value: Any) -> None:
+    model, plain = checkpointed(value)
+    assert_same(gradients(model), gradients(plain))
+    runs = 1 if value == "offload" else 2
+    assert [layer.calls for layer in model.layers] == [runs] * 3
+    assert [layer.calls for layer in plain.layers] == [1] * 3
+
+
+@pytest.mark.promise(26)
+@pytest.mark.parametrize("value", MODES, ids=str)
+def test_no_grad_runs_forward_once(value: Any) -> None:
+    model, plain = checkpointed(value)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids()), plain.eval()(ids()))
+    assert [layer.calls for layer in model.layers] == [1] * 3
+
+
+@pytest.mark.promise(28)
+@pytest.mark.parametrize("value", MODES, ids=str)
+def test_names_are_the_users(value: Any) -> None:
+    model, plain = checkpointed(value)
+    assert dict(named_parameters_canonical(model)).keys() == dict(plain.named_parameters()).keys()
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    renamed = any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
+    assert renamed == ("wrapped" in (value, value[0]))
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.promise(26)
+def test_composable_keeps_objects_signatures_and_deep_copies() -> None:
+    model, plain = checkpointed("composable")
+    blocks = list(model.layers)
+    assert [type(block) for block in blocks] == [Block] * 3
+    assert inspect.signature(blocks[0].forward) == inspect.signature(plain.layers[0].forward)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert_same(gradients(copied), gradients(plain))
+    assert [layer.calls for layer in copied.layers] == [2] * 3
+
+
+@pytest.mark.promise(26)
+@pytest.mark.parametrize("value", ["composable", "wrapped", "offload", "selective"])
+def test_two_backwards_over_one_forward(value: str) -> None:
+    model, plain = checkpointed(value)
+    for each in (model, plain):
+        torch.manual_seed(5)
+        output = each(ids())
+        output.mean().backward(retain_graph=True)
+        output.square().mean().backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    named = named_parameters_canonical(model)
+    assert_same({name: p.grad for name, p in named if p.grad is not None}, expected)
+
+
+@pytest.mark.promise(26)
+def test_hooks_of_the_user_run_once_and_may_change_inputs() -> None:
+    model, plain = checkpointed("composable", [])
+    for each in (model, plain):
+        each.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        each.layers[1].register_forward_hook(lambda module, args, output: output * 3)
+    checkpoint_modules(model, BLOCKS, "composable", {})
+    assert_same(gradients(model), gradients(plain))
+
+
+@pytest.mark.promise(26)
+@pytest.mark.parametrize("value", MODES, ids=str)
+def test_nested_modules(value: Any) -> None:
+    model, plain = checkpointed(value, [*BLOCKS, "layers.0.mlp", "layers.0.mlp.0"])
+    assert_same(gradients(model), gradients(plain))
+
+
+@pytest.mark.promise(26)
+def test_a_module_under_two_names_is_wrapped_as_one() -> None:
+    model, plain = Model(), Model()
+    for each in (model, plain):
+        each.layers.append(each.layers[0])
+    plain.load_state_dict(model.state_dict())
+    checkpoint_modules(model, ["layers.0"], "wrapped", {})
+    assert model.layers[3] is model.layers[0]
+    assert_same(gradients(model), gradients(plain))
+
+
+@pytest.mark.promise(26)
+@pytest.mark.parametrize("value", ["composable", "offload", ("wrapped", {"offload": True}), "selective"])
+def test_an_error_in_forward_leaves_nothing_open(value: Any) -> None:
+    model, plain = checkpointed(value)
+    fails = mock.patch.object(nn.GELU, "forward", side_effect=ZeroDivisionError)
+    with fails, pytest.raises(ZeroDivisionError):
+        model(ids())
+    for layer in model.layers:
+        layer.calls = 0
+    assert_same(gradients(model), gradients(plain))
+
+
+# Modes
+
+
+@pytest.mark.promise(26)
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        (False, None),
+        (True, ("composable", {})),
+        ("wrapped", ("wrapped", {})),
+        (("composable", None), ("composable", {})),
+        (["offload", {"pin_memory": False}], ("offload", {"pin_memory": False})),
+        (("wrapped", {"early_stop": False}), ("wrapped", {"early_stop": False})),
+        ("selective", ("composable", {"save": "default"})),
+        (["selective", {"save": ["aten.mm"]}], ("composable", {"save": ["aten.mm"]})),
+        (("memory_budget", {"budget": 0}), ("memory_budget", {"budget": 0})),
+    ],
+)
+def test_every_spelling_of_a_mode(value: Any, expected: Any) -> None:
+    assert ac_mode(value) == expected
+
+
+@pytest.mark.promise(86)
+@pytest.mark.parametrize(
+    ("checkpointing", "offload", "expected"),
+    [
+        (False, False, None),
+        (True, False, ("composable", {})),
+        (False, True, ("offload", {})),
+        (True, True, ("composable", {"offload": True})),
+    ],
+)
+def test_composers_flags(checkpointing: bool, offload: bool, expected: Any) -> None:
+    assert ac_mode(ac_from_flags(checkpointing, offload)) == expected
+
+
+@pytest.mark.promise(27)
+def test_unknown_mode_lists_the_modes() -> None:
+    with pytest.raises(ParallelismValueError, match="'composable', 'wrapped', 'offload'"):
+        ac_mode("partial")
+    with pytest.raises(ParallelismValueError, match="Did you mean 'wrapped'"):
+        ac_mode(("wraped", {}))
+
+
+@pytest.mark.promise(27)
+def test_not_strict_warns_and_takes_composable() -> None:
+    with pytest.warns(UserWarning, match="'partial'.*Taking 'composable'"):
+        assert ac_mode(("partial", {"a": 1}), strict=False) == ("composable", {})
+
+
+@pytest.mark.promise(27)
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (("composable", {"use_reentrant": True}), "no option 'use_reentrant'; it has context_fn"),
+        (("composable", {"every": 0}), "takes as every a positive integer, not 0"),
+        (("composable", {"every": True}), "takes as every a positive integer, not True"),
+        (("composable", {"early_stop": "no"}), "takes as early_stop True or False, not 'no'"),
+        (("composable", {"pin_memory": True}), "no use for pin_memory without offload; set offload=True"),
+        (("composable", {"save": "default", "context_fn": len}), "save or context_fn, not both"),
+        (("wrapped", {"save": "default", "checkpoint_impl": "REENTRANT"}), "use NO_REENTRANT"),
+        (("wrapped", {"checkpoint_impl": "reentrant"}), "'NO_REENTRANT' or 'REENTRANT', not 'reentrant'"),
+        (("memory_budget", {"budget": 1.5}), "a number from 0 .recompute all. to 1 .nothing., not 1.5"),
+        ("memory_budget", r"needs a budget: \('memory_budget', \{'budget': 0.5\}\) keeps half"),
+        (("memory_budget", {"save": []}), "has no option 'save'; it has every, budget; needs a budget"),
+        (("offload", {"early_stop": True}), "'offload' has no option 'early_stop'; it has every, pin_"),
+    ],
+)
+def test_unknown_options_are_named(value: Any, says: str) -> None:
+    with pytest.raises(ParallelismValueError, match=says):
+        ac_mode(value)
+
+
+@pytest.mark.promise(27)
+@pytest.mark.parametrize("value", [3, ("composable",), ("composable", {}, 1), ("wrapped", 1)])
+def test_other_kinds_of_values_are_refused(value: Any) -> None:
+    with pytest.raises(ParallelismTypeError, match="a pair of a mode and its options"):
+        ac_mode(value)
+
+
+@pytest.mark.promise(27)
+def test_faults_are_all_named_before_anything_changes() -> None:
+    model, plain = checkpointed("composable", ["layers.0"])
+    with pytest.raises(ParallelismValueError, match="no module 'x'.*root.*'layers.0' is check"):
+        checkpoint_modules(model, ["layers.1", "x", "", "layers.0"], "wrapped", {})
+    assert [is_checkpointed(layer) for layer in model.layers] == [True, False, False]
+    assert_same(gradients(model), gradients(plain))
+
+
+# Which modules
+
+
+def is_block(module: nn.Module) -> bool:
+    return isinstance(module, Block)
+
+
+@pytest.mark.promise(86)
+def test_check_fn_decides_alone() -> None:
+    model = Model()
+    model.head._activation_checkpointing = True
+    assert checkpointed_modules(model, is_block) == BLOCKS
+    assert checkpointed_modules(model, lambda module: module is model) == []
+
+
+@pytest.mark.promise(86)
+def test_attributes_and_the_nearest_function_are_honored() -> None:
+    model = Model()
+    assert checkpointed_modules(model) == []
+    model.layers[1]._activation_checkpointing = True
+    assert checkpointed_modules(model) == ["layers.1"]
+    model.activation_checkpointing_fn = is_block
+    model.layers[0]._activation_checkpointing = False
+    assert checkpointed_modules(model) == BLOCKS[1:]
+    model.layers[2].activation_checkpointing_fn = lambda module: isinstance(module, nn.GELU)
+    assert checkpointed_modules(model) == ["layers.1", "layers.2.mlp.1"]
+
+
+@pytest.mark.promise(86)
+def test_a_container_stands_for_its_children() -> None:
+    model = Model()
+    model.layers._activation_checkpointing = True
+    assert checkpointed_modules(model) == BLOCKS
+    everything = checkpointed_modules(model, lambda module: True)
+    assert "layers" not in everything
+    assert {*BLOCKS, "embed", "layers.0.mlp", "layers.0.mlp.0"} < set(everything)
+
+
+# apply_ac
+
+
+@pytest.mark.promise(86)
+def test_check_fn_without_checkpointing_or_offload_is_an_error() -> None:
+    with pytest.raises(ParallelismValueError, match="activation_checkpointing_check_fn"):
+        apply_ac(Model(), False, False, is_block)
+    apply_ac(Model(), False, False)
+
+
+@pytest.mark.promise(86)
+@pytest.mark.parametrize(
+    ("checkpointing", "offload", "runs"), [(True, False, 2), (True, True, 2), (False, True, 1)]
+)
+@pytest.mark.parametrize("mode", ["composable", "wrapped"])
+def test_apply_ac_runs_a_block_twice(checkpointing: bool, offload: bool, runs: int, mode: Any) -> None:
+    model = Model()
+    plain = copy.deepcopy(model)
+    apply_ac(model, checkpointing, offload, is_block, mode=mode)
+    assert_same(gradients(model), gradients(plain))
+    assert [layer.calls for layer in model.layers] == [runs] * 3
+
+
+@pytest.mark.promise(86)
+def test_apply_ac_warns_where_nothing_is_marked() -> None:
+    with pytest.warns(UserWarning, match="No module is marked"):
+        apply_ac(Model(), True, False)
+
+
+# Sharded
+
+
+def sharded(value: Any, reshard: bool | int) -> None:
+    model, plain = checkpointed(value)
+    plain = plain.eval()
+    model.eval()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    rank = dist.get_rank()
+    for step in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        plain(ids() // (step + 1)).square().mean().backward()
+        model((ids() // (step + 1)).chunk(2)[rank]).square().mean().backward()
+        expected = dict(plain.named_parameters())
+        for name, p in named_parameters_canonical(model):
+            assert isinstance(p.grad, DTensor)
+            torch.testing.assert_close(p.grad.full_tensor(), expected[name].grad)
+    runs = 2 if value == "offload" else 4
+    assert [layer.calls for layer in model.layers] == [runs] * 3
+
+
+@pytest.mark.promise(26)
+@pytest.mark.parametrize("value", MODES[::2], ids=str)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_under_fully_shard(world2: World, value: Any, reshard: bool) -> None:
+    world2(sharded, value, reshard)
+
+
+# Hugging Face
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    config = T5Config(vocab_size=16, dropout_rate=0.1, decoder_start_token_id=0, **sizes)
+    return T5ForConditionalGeneration(config)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=16, num_attention_heads=4, **sizes))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=16, n_embd=16, n_layer=2, n_head=4))
+
+
+@pytest.mark.promise(26)
+@pytest.mark.parametrize("build", [t5, llama, gpt2])
+@pytest.mark.parametrize("mode", ["composable", "wrapped"])
+def test_models_with_a_cache_recompute_the_same(build: Any, mode: Any) -> None:
+    model = build().train()
+    plain = copy.deepcopy(model)
+    names = checkpointed_modules(
+        model, lambda module: type(module).__name__.endswith(("Block", "DecoderLayer"))
+    )
+    checkpoint_modules(model, names, mode, {})
+    results = []
+    for each in (model, plain):
+        torch.manual_seed(2)
+        output = each(input_ids=ids(), labels=ids(), use_cache=True)
+        output.loss.backward()
+        results.append({n: p.grad for n, p in named_parameters_canonical(each) if p.grad is not None})
+    assert_same(*results)
+    tokens = [
+        each.eval().generate(ids(), max_new_tokens=4, do_sample=False, pad_token_id=0)
+        for each in (model, plain)
+    ]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.promise(26)
+def test_a_filled_cache_is_refused_under_grad() -> None:
+    model = llama().train()
+    with torch.no_grad():
+        cache = model(input_ids=ids(), use_cache=True).past_key_values
+    checkpoint_modules(model, ["model.layers.0", "model.layers.1"], "composable", {})
+    with pytest.raises(ParallelismValueError, match="LlamaDecoderLayer got a key-value cache"):
+        model(input_ids=ids(), past_key_values=cache)

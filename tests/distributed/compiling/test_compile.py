@@ -1,0 +1,553 @@
+"""torch.compile, block by block: the same training, nothing renamed, one compilation for alike blocks."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+
+from composer_dist import DDPConfig, FSDP2Config, MeshConfig, ParallelismConfig, Rule, TPConfig
+from composer_dist.distributed import named_parameters_canonical, parallelize_model, plan_parallelism
+from composer_dist.distributed.activations.options import ac_mode
+from composer_dist.distributed.activations.plan import apply_checkpointing
+from composer_dist.distributed.activations.recompute import checkpoint_modules, is_checkpointed
+from composer_dist.distributed.compiling.apply import compile_modules
+from composer_dist.distributed.compiling.plan import Compiled, compile_options, is_compiled
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from tests.kit import structures, tp_models
+
+# Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+World = Callable[..., list[Any]]
+
+BLOCKS = ["layers.0", "layers.1", "layers.2"]
+AOT = {"backend": "aot_eager", "fullgraph": True}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    fresh()
+    yield
+    fresh()
+
+
+def fresh() -> None:
+    """Forget what has been compiled: all models of these tests share their code."""
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+class Block(nn.Module):
+    """With dropout, and an activation that is cheap to keep away."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x)).exp().sin()
+        return x + scale * nn.functional.dropout(self.down(hidden), 0.3, self.training)
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return self.head(x)
+
+
+def results(model: nn.Module) -> list[torch.Tensor]:
+    """Loss and gradients of one step with the dropout of one seed."""
+    model.zero_grad()
+    torch.manual_seed(5)
+    loss = model(torch.arange(12).view(3, 4)).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def compiled(ac: Any = None, options: Any = None, blocks: int = 3) -> tuple[Model, Model]:
+    """A model with compiled, maybe checkpointed blocks, and its copy without."""
+    model = Model(blocks)
+    plain = copy.deepcopy(model)
+    config = ParallelismConfig(activation_checkpointing=ac, compile=AOT if options is None else options)
+    plan = plan_parallelism(model, config)
+    mode = ac_mode(ac)
+    if mode is not None and mode[0] != "memory_budget":
+        checkpoint_modules(model, [one.module for one in plan.checkpointing], *mode)
+    compile_modules(dict(model.named_modules()), plan.compiled)
+    return model, plain
+
+
+# The plan
+
+
+def test_the_plan_lists_what_is_compiled_and_why() -> None:
+    plan = plan_parallelism(
+        structures.B(),
+        ParallelismConfig(
+            compile=AOT,
+            rules=[Rule("layers.1", compile=False), Rule("head", compile={"backend": "eager"})],
+        ),
+    )
+    assert plan.compiled == (
+        Compiled("layers.0", "it is a block", AOT),
+        Compiled("layers.2", "it is a block", AOT),
+        Compiled("head", "rule 'head'", {"backend": "eager"}),
+    )
+    said = "Its forward is compiled (backend=aot_eager, fullgraph=True), because it is a block."
+    assert said in plan.explain("layers.0")
+    assert "compiled" not in plan.explain("layers.1")
+    assert "compiled: 3 modules, each by itself (aot_eager, eager)" in str(plan)
+    assert [one[0] for one in plan.to_dict()["compiled"]] == ["layers.0", "layers.2", "head"]
+    assert plan.digest() != plan_parallelism(structures.B(), ParallelismConfig(compile=True)).digest()
+
+
+def test_blocks_are_found_where_they_are_no_units() -> None:
+    plan = plan_parallelism(
+        structures.B(), ParallelismConfig(compile=True, activation_checkpointing=True, rules=[Rule("", True)])
+    )
+    assert [one.module for one in plan.compiled] == BLOCKS
+    assert [one.module for one in plan.checkpointing] == BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (False, None),
+        (None, None),
+        (True, {"backend": "inductor"}),
+        ({"mode": "max-autotune", "dynamic": False}, None),
+        ({"options": {"max_autotune": True}}, None),
+        ({"backend": "eager", "dynamic": None}, {"backend": "eager"}),
+    ],
+)
+def test_every_spelling_of_compile(value: Any, expected: Any) -> None:
+    assert compile_options(value) == (expected or (value and {"backend": "inductor", **value}) or None)
+
+
+def test_compile_comes_from_yaml() -> None:
+    values = {"compile": {"backend": "aot_eager"}, "rules": [{"match": "head", "compile": True}]}
+    plan = plan_parallelism(structures.B(), values)
+    assert {one.options["backend"] for one in plan.compiled} == {"aot_eager"}
+    assert [one.module for one in plan.compiled] == [*BLOCKS, "head"]
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"fulgraph": True}, "has no option 'fulgraph'.*Did you mean 'fullgraph'"),
+        ({"backend": "inducter"}, "no backend 'inducter' here; it has .*inductor"),
+        ({"mode": "fast"}, "no mode 'fast'; it has default, .*max-autotune"),
+        ({"mode": "max-autotune", "backend": "aot_eager"}, "'inductor' only, not 'aot_eager'; leave them"),
+        ({"mode": "default", "options": {}}, "mode or options, not both"),
+        ({"options": {"max_autotun": True}}, "inductor option 'max_autotun'.*'max_autotune'"),
+        ({"options": ["max_autotune"]}, "a mapping of inductor's options"),
+        ({"dynamic": "yes"}, "as dynamic True or False, not 'yes'"),
+    ],
+)
+def test_bad_options_are_named_when_planned(value: Any, says: str) -> None:
+    with pytest.raises(ParallelismValueError, match=says):
+        plan_parallelism(structures.B(), ParallelismConfig(compile=value))
+
+
+def test_other_kinds_of_values_are_refused() -> None:
+    with pytest.raises(ParallelismTypeError, match="a bool or a mapping of options, not 'inductor'"):
+        plan_parallelism(structures.B(), ParallelismConfig(compile="inductor"))  # type: ignore[arg-type]
+
+
+BUDGET = ("memory_budget", {"budget": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("build", "config", "says"),
+    [
+        (structures.Composers, {"compile": True}, "no repeated block: choose .* Rule"),
+        (
+            structures.B,
+            {"compile": True, "rules": [Rule("head", compile=False)]},
+            "rule 'head' sets compile=False, but nothing there",
+        ),
+        (structures.B, {"activation_checkpointing": BUDGET}, "budget of layers.0, .* set compile=True"),
+        (
+            structures.B,
+            {"activation_checkpointing": BUDGET, "compile": {"backend": "eager"}},
+            "layers.0, layers.1, layers.2: backend 'eager' knows no memory budget; inductor",
+        ),
+        (
+            structures.B,
+            {"activation_checkpointing": "selective", "compile": {"backend": "eager"}},
+            r"other random numbers \(dropout\); use 'aot_eager'",
+        ),
+        (
+            structures.B,
+            {"activation_checkpointing": ("selective", {"offload": True}), "compile": AOT},
+            "stays on the device; leave out save, or offload",
+        ),
+        (
+            structures.B,
+            {"rules": [Rule("layers.0", act_ckpt="selective"), Rule("layers.0.mlp", compile=AOT)]},
+            "Cannot compile layers.0.mlp: .* compile and checkpoint the same module",
+        ),
+        (structures.B, {"rules": [Rule("", True, compile=AOT), Rule("layers", True)]}, "root: units inside"),
+        (
+            tp_models.llama,
+            {"compile": AOT, "mesh": MeshConfig(cp=2), "activation_checkpointing": True},
+            r"(?s)\(cp=2\) takes attention out of the graphs, which activation.*which fullgraph=True does",
+        ),
+        (
+            tp_models.llama,
+            {"compile": AOT, "tp": TPConfig(), "mesh": MeshConfig(tp=2), "activation_checkpointing": True},
+            "model.layers.0, model.layers.1: .* repeat the collectives of .*='selective'",
+        ),
+        (
+            tp_models.llama,
+            {"compile": AOT, "tp": TPConfig(), "mesh": MeshConfig(tp=2), "activation_checkpointing": BUDGET},
+            "cannot repeat the collectives",
+        ),
+        (structures.dtypes, {"compile": AOT}, "layers.0, layers.1, layers.2: .*which fullgraph=True"),
+        (
+            structures.dtypes,
+            {"compile": True, "activation_checkpointing": True},
+            "which activation checkpointing does not allow",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused_when_planned(
+    build: Any, config: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ParallelismValueError, match=says):
+        plan_parallelism(build(), ParallelismConfig(**config), world_size=2)
+
+
+def test_what_is_compiled_already_is_refused() -> None:
+    model = structures.B()
+    model.layers[1].compile(backend="eager")
+    with pytest.raises(ParallelismValueError, match="compile layers.1: it is done already"):
+        plan_parallelism(model, ParallelismConfig(compile=True))
+
+
+# In place
+
+
+@pytest.mark.promise(26)
+@pytest.mark.parametrize("ac", [None, "composable", "wrapped", "offload", "selective", BUDGET], ids=str)
+def test_compiled_blocks_give_the_same_bits(ac: Any) -> None:
+    model, plain = compiled(ac)
+    for one, other in zip(results(model), results(plain), strict=True):
+        assert torch.equal(one, other)
+    assert graphs() == 1, "alike blocks share one compilation"
+    names = [name for name, _ in named_parameters_canonical(model)]
+    assert names == [name for name, _ in plain.named_parameters()]
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    for layer in model.layers:
+        assert is_compiled(layer)
+        assert is_checkpointed(layer) == (ac in ("composable", "wrapped", "selective"))
+
+
+def test_alike_blocks_share_a_compilation_however_many_there_are() -> None:
+    model, plain = compiled("composable", blocks=12)  # Dynamo gives up after eight
+    for one, other in zip(results(model), results(plain), strict=True):
+        assert torch.equal(one, other)
+    assert graphs() == 1
+
+
+@pytest.mark.promise(26)
+def test_a_checkpointed_part_of_a_compiled_block_gives_the_same_bits() -> None:
+    model = Model()
+    plain = copy.deepcopy(model)
+    rules = [Rule("re:.*up", act_ckpt="composable"), Rule("layers", compile=AOT)]
+    plan = plan_parallelism(model, ParallelismConfig(rules=rules))
+    apply_checkpointing(model, plan.checkpointing)
+    compile_modules(dict(model.named_modules()), plan.compiled)
+    for one, other in zip(results(model), results(plain), strict=True):
+        assert torch.equal(one, other)
+    assert graphs() == 3, "each block for its own"
+
+
+class Counting(Block):
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x, scale=scale)
+
+
+@pytest.mark.promise(26)
+def test_what_forward_changes_about_objects_is_changed_once() -> None:
+    model = Model()
+    for layer in model.layers:
+        layer.__class__ = Counting
+    plain = copy.deepcopy(model)
+    plan = plan_parallelism(model, ParallelismConfig(compile=AOT, activation_checkpointing="composable"))
+    apply_checkpointing(model, plan.checkpointing)
+    compile_modules(dict(model.named_modules()), plan.compiled)
+    for one, other in zip(results(model), results(plain), strict=True):
+        assert torch.equal(one, other)
+    assert [layer.calls for layer in (*model.layers, *plain.layers)] == [1] * 6
+
+
+def test_hooks_stay_outside_and_run_once() -> None:
+    model, plain = compiled("composable")
+    seen: list[object] = []
+    for each in (model, plain):
+        # Neither an object's identity nor its printing could be traced with fullgraph=True.
+        each.layers[1].register_forward_pre_hook(lambda module, args: seen.append(repr(module)))
+        each.layers[1].register_forward_hook(lambda module, args, output: output * id(seen) / id(seen))
+    for one, other in zip(results(model), results(plain), strict=True):
+        assert torch.equal(one, other)
+    assert len(seen) == 2
+
+
+def test_deep_copies_and_pickles_compile_their_own() -> None:
+    model, plain = compiled("composable")
+    expected = results(plain)
+    results(model)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    for each in copies:
+        assert is_compiled(each.layers[0])
+        assert is_checkpointed(each.layers[0])
+        for one, other in zip(results(each), expected, strict=True):
+            assert torch.equal(one, other)
+    signature = inspect.signature(model.layers[0].forward)
+    assert signature == inspect.signature(plain.layers[0].forward)
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """What autograd keeps of the blocks between forward and backward."""
+    saved: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = torch.randn(64, 8)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for layer in model.layers:
+            x = layer(x)
+    x.sum().backward()
+    return sum(saved.values())
+
+
+def test_a_memory_budget_keeps_less() -> None:
+    sizes = []
+    for budget in (1.0, 0.5, 0.0):
+        fresh()
+        model, _ = compiled(("memory_budget", {"budget": budget}))
+        sizes.append(saved_bytes(model))
+    assert sizes[0] > sizes[1] > sizes[2]
+    assert torch._functorch.config.activation_memory_budget == 1.0, "no other compilation is affected"
+
+
+def test_each_module_may_have_a_budget_of_its_own() -> None:
+    rules = [
+        Rule("layers.0", act_ckpt=("memory_budget", {"budget": 0.25})),
+        Rule("layers.1", act_ckpt=BUDGET),
+    ]
+    plan = plan_parallelism(structures.B(), ParallelismConfig(compile=AOT, rules=rules))
+    assert [one.budget for one in plan.compiled] == [0.25, 0.5, None]
+    said = "Its activations are kept or recomputed by torch.compile within 25% of the memory"
+    assert said in plan.explain("layers.0")
+
+
+def test_torch_s_eager_backend_recomputes_with_other_random_numbers() -> None:
+    """Why the plan refuses it; where this fails, torch has learnt it."""
+    model, plain = compiled("composable")
+    for layer in model.layers:
+        layer.forward._options["backend"] = "eager"
+    assert not all(torch.equal(*pair) for pair in zip(results(model), results(plain), strict=True))
+
+
+# Sharded
+
+
+def trained(build: Any, config: dict[str, Any]) -> tuple[int, int]:
+    fresh()
+    done = structures.assert_same_training(build, ParallelismConfig(**config))
+    assert all(is_compiled(dict(done.model.named_modules())[one.module]) for one in done.plan.compiled)
+    return graphs(), sum(counters["graph_break"].values())
+
+
+def train_all() -> list[tuple[int, int]]:
+    aot = {"compile": AOT}
+    return [
+        trained(structures.B, {"compile": {"backend": "eager", "fullgraph": True}}),
+        trained(structures.tied, aot | {"activation_checkpointing": "composable"}),
+        trained(structures.B, aot | {"activation_checkpointing": "selective"}),
+        trained(structures.B, aot | {"activation_checkpointing": "wrapped"}),
+        trained(structures.B, aot | {"activation_checkpointing": "offload"}),
+        trained(structures.bert, aot | {"activation_checkpointing": BUDGET}),
+        trained(structures.scalar, aot | {"rules": [Rule("layers.1", act_ckpt="selective")]}),
+    ]
+
+
+@pytest.mark.promise(26)
+def test_training_compiled_and_sharded_is_the_same(world2: World) -> None:
+    for found in world2(train_all, timeout=120):
+        assert found == [(1, 0)] * 6 + [(2, 0)]
+
+
+def train_with_inner_units() -> list[tuple[int, int]]:
+    config = {"compile": {"backend": "aot_eager"}, "fsdp2": FSDP2Config(reshard_after_forward=False)}
+    return [trained(structures.own_dtype, config), trained(structures.dtypes, config)]
+
+
+def test_a_block_around_a_unit_breaks_its_graph_and_trains_the_same(world2: World) -> None:
+    for found in world2(train_with_inner_units):
+        assert all(parts > 0 and breaks > 0 for parts, breaks in found)
+
+
+def train_replicas() -> int:
+    fresh()
+    torch.manual_seed(3)
+    model = structures.B()
+    reference = copy.deepcopy(model)
+    mesh = MeshConfig(dp_replicate=2, dp_shard=1)
+    settings = ParallelismConfig(
+        mesh=mesh, ddp=DDPConfig(), compile=AOT, activation_checkpointing="selective"
+    )
+    parallelize_model(model, settings)
+    x = structures.batch(model)
+    model(x.chunk(2)[dist.get_rank()]).square().mean().backward()
+    reference(x).square().mean().backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    return graphs()
+
+
+@pytest.mark.promise(26)
+def test_replicas_compile_too(world2: World) -> None:
+    assert world2(train_replicas) == [1, 1]
+
+
+def train_tensor_parallel(ac: Any) -> int:
+    fresh()
+    torch.manual_seed(3)
+    model = llama()
+    reference = copy.deepcopy(model)
+    parallelize_model(
+        model,
+        ParallelismConfig(
+            mesh=MeshConfig(tp=2),
+            tp=TPConfig(sequence_parallel=True),
+            compile=AOT,
+            activation_checkpointing=ac,
+        ),
+    )
+    for one, other in zip(one_step(model, False), one_step(reference, False), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    return graphs()
+
+
+def train_both_ways() -> list[int]:
+    return [train_tensor_parallel(ac) for ac in (None, "selective", "offload")]
+
+
+# Dynamo makes an object of an autograd function for itself.
+@pytest.mark.promise(30)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_tensor_parallel_blocks_compile_whole(world2: World) -> None:
+    for found in world2(train_both_ways):
+        assert found == [1, 1, 1]
+
+
+# Hugging Face
+
+
+def llama(layers: int = 10) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": layers}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=16, num_attention_heads=4, **sizes))
+
+
+def gpt2(layers: int = 10) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=16, n_positions=16, n_embd=16, n_layer=layers, n_head=4)
+    return GPT2LMHeadModel(config)
+
+
+def one_step(model: nn.Module, use_cache: bool) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    ids = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(1))
+    loss = model(input_ids=ids, labels=ids, use_cache=use_cache).loss
+    loss.backward()
+    found = [loss.detach()]
+    for p in model.parameters():
+        grad = p.grad
+        found.append(grad.full_tensor() if hasattr(grad, "full_tensor") else grad)  # type: ignore[arg-type]
+    return found
+
+
+def hugging_face(build: Any, ac: Any, use_cache: bool) -> int:
+    fresh()
+    torch.manual_seed(0)
+    model = build().train()
+    plain = copy.deepcopy(model)
+    parallelize_model(model, ParallelismConfig(compile=AOT, activation_checkpointing=ac))
+    for one, other in zip(one_step(model, use_cache), one_step(plain, use_cache), strict=True):
+        torch.testing.assert_close(one, other)
+    return graphs()
+
+
+def hugging_face_models() -> list[int]:
+    return [
+        hugging_face(llama, None, False),
+        hugging_face(llama, "composable", True),
+        hugging_face(gpt2, "selective", True),
+        hugging_face(gpt2, "wrapped", True),
+    ]
+
+
+@pytest.mark.promise(26)
+@pytest.mark.slow
+def test_hugging_face_models_compile_once(world2: World) -> None:
+    for found in world2(hugging_face_models, timeout=120):
+        assert found == [1, 1, 1, 1]
+
+
+def test_training_with_a_cache_is_warned_about() -> None:
+    model = llama(2).train()
+    compile_modules(
+        dict(model.named_modules()), [Compiled(f"model.layers.{i}", "", {"backend": "eager"}) for i in (0, 1)]
+    )
+    with pytest.warns(UserWarning, match="with a key-value cache.*use_cache=False"):
+        one_step(model, True)
+    assert graphs() == 2
+
+
+@pytest.mark.promise(26)
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("ac", [None, "composable", "selective", ("memory_budget", {"budget": 0.2})], ids=str)
+def test_inductor_gives_the_same_loss_and_gradients(ac: Any) -> None:
+    model, plain = compiled(ac, True)
+    for each in (model, plain):
+        each.eval()  # inductor's dropout draws from a stream of its own
+    for one, other in zip(results(model), results(plain), strict=True):
+        torch.testing.assert_close(one, other)
+    assert graphs() == 1

@@ -1,0 +1,151 @@
+"""`distributed.context_parallelism.check`: what the plan refuses to split over the sequence, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.distributed import plan_parallelism
+from composer_dist.errors import ParallelismValueError
+from composer_dist.models import HuggingFaceModel
+from tests.kit import structures
+
+TINY = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def hf(name: str, **options: Any) -> Callable[[], nn.Module]:
+    """A builder of a tiny `<name>ForCausalLM` on meta."""
+
+    def build() -> nn.Module:
+        kind = "Gemma3Text" if name == "Gemma3" else name
+        config = getattr(transformers, f"{kind}Config")(**TINY, **options)
+        with torch.device("meta"):
+            model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
+        return model
+
+    return build
+
+
+def eager() -> nn.Module:
+    model: Any = hf("Llama")()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def t5() -> nn.Module:
+    with torch.device("meta"):
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+        )
+
+
+def llava() -> nn.Module:
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**vision, image_size=8, patch_size=4),
+        text_config=transformers.LlamaConfig(**TINY),
+    )
+    with torch.device("meta"):
+        return transformers.LlavaForConditionalGeneration(config)
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    with torch.device("meta"):
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=32, **sizes))
+
+
+def prompted() -> nn.Module:
+    from peft import PromptTuningConfig
+
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    return HuggingFaceModel(hf("Llama")(), peft_config=prompts)
+
+
+def below(module: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(8, 8), module)
+
+
+REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
+    (eager, r"LlamaForCausalLM uses 'eager' attention; call model.set_attn_implementation\('sdpa'\) first"),
+    (hf("Mistral", sliding_window=8), r"has a sliding window \(8\); set config.sliding_window=None"),
+    (hf("Gemma3", head_dim=8), "has layers of type sliding_attention, which are not full attention"),
+    (hf("Qwen2", use_sliding_window=True, max_window_layers=1), "has layers of type sliding_attention"),
+    (hf("Mamba", state_size=4), "MambaForCausalLM has no scaled-dot-product attention"),
+    (hf("Qwen3Moe", output_router_logits=True), "adds its routers' loss, .*; set output_router_logits=False"),
+    (t5, "T5ForConditionalGeneration has an encoder and a decoder, with a sequence each"),
+    (llava, "LlavaForConditionalGeneration has parts with sequences of their own; take its text model alone"),
+    (prompted, r"the adapter 'default' \(PromptTuningConfig\) puts virtual tokens in front"),
+    (
+        hf("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        r"model.rotary_emb: LlamaRotaryEmbedding \('dynamic' scaling\) turns by the sequence's length",
+    ),
+    (below(nn.LSTM(8, 8)), "1: LSTM is recurrent"),
+    (below(nn.Conv1d(8, 8, 3)), "1: Conv1d convolves neighboring positions"),
+    (below(nn.BatchNorm1d(8)), "1: BatchNorm1d normalizes over all positions"),
+    (structures.mamba, "layers.0.conv1d, layers.1.conv1d, layers.2.conv1d: Conv1d convolves"),
+    (structures.B, r"layers.2.attention: Attention computes a softmax of its own; let it call torch"),
+]
+
+
+def plan(model: nn.Module, cp: int) -> Any:
+    return plan_parallelism(model, ParallelismConfig(mesh=MeshConfig(cp=cp)), world_size=4)
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSED)
+def test_the_plan_refuses_what_mixes_positions_otherwise(
+    build: Callable[[], nn.Module], message: str
+) -> None:
+    model = build()
+    with pytest.raises(ParallelismValueError, match=f"cp=2 splits the sequence.*{message}"):
+        plan(model, 2)
+    assert plan(model, 1).mesh["cp"] == 1
+
+
+def test_all_kinds_are_named() -> None:
+    model = nn.Sequential(*(nn.LSTM(8, 8) for _ in range(5)), nn.GRU(8, 8))
+    with pytest.raises(
+        ParallelismValueError, match="0, 1, 2 and 2 more: LSTM is.*; 5: GRU is .* Or use cp=1."
+    ):
+        plan(model, 2)
+
+
+class Both(structures.Attention):
+    """Attention with a choice."""
+
+    def forward(self, x: torch.Tensor, fused: bool = True) -> torch.Tensor:
+        if not fused:
+            return super().forward(x).softmax(-1)
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        hf("Llama"),
+        hf("Mistral", sliding_window=None),
+        hf("Qwen2", sliding_window=8),
+        hf("Qwen3Moe"),
+        gpt2,
+        below(nn.MultiheadAttention(8, 2)),
+        below(nn.Conv1d(8, 8, 1)),
+        lambda: structures.B(block=Both),
+    ],
+)
+def test_the_plan_takes_what_meets_in_attention_only(build: Callable[[], nn.Module]) -> None:
+    found = plan(build(), 2)
+    assert (found.mesh["dp_shard"], found.mesh["cp"]) == (2, 2)

@@ -1,0 +1,291 @@
+"""`context_parallel`: loss, gradients and steps equal those of one process with the whole sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as imported_attention
+
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist.distributed import build_mesh, context_parallel, parallelize_model, sampler_kwargs
+from composer_dist.distributed.mesh.mesh import remember_mesh
+from composer_dist.distributed.prepared import named_parameters_canonical
+from composer_dist.errors import ParallelismKeyError, ParallelismRuntimeError, ParallelismValueError
+from tests.conftest import World
+from tests.kit.structures import full
+
+VOCABULARY, WIDTH, LENGTH = 24, 16, 16
+BUFFERS = {"table": 0}
+ADAM = partial(torch.optim.AdamW, lr=0.01)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+class Attention(nn.Module):
+    """Two heads; `mix` is what it mixes positions by."""
+
+    def __init__(self, causal: bool, mix: Callable[..., Tensor] | None) -> None:
+        super().__init__()
+        self.is_causal, self.mix = causal, mix
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+        mixed = (self.mix or F.scaled_dot_product_attention)(*heads, is_causal=self.is_causal)
+        out: Tensor = self.o(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+
+class Plain(nn.Module):
+    """Two blocks of attention, and a table of positions among the buffers."""
+
+    def __init__(self, causal: bool = True, mix: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Attention(causal, mix) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("table", torch.randn(2 * LENGTH, WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.table[: ids.shape[1]]
+        for layer in self.layers:
+            x = x + layer(F.layer_norm(x, (WIDTH,)))
+        out: Tensor = self.head(x)
+        return out
+
+
+class Pooled(Plain):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).mean(1)
+
+
+class OwnLoss(Plain):
+    """Averages over the labels that it sees, unless it is told how many there are."""
+
+    def forward(
+        self, ids: Tensor, labels: Tensor, num_items_in_batch: float | None = None
+    ) -> dict[str, Tensor]:
+        logits = super().forward(ids)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def llama(**options: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads, **options))
+
+
+def gpt2() -> Any:
+    """Its head is its embedding, and its positions are learned."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=2 * LENGTH, **sizes, **dropouts))
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def padded(step: int) -> dict[str, Tensor]:
+    """The first labels of the first rows count for nothing, and the last rows are padded on the right."""
+    ids = tokens(step)
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[:2, : 3 + step] = -100
+    labels[2:, 11 + step :] = -100
+    mask[2:, 11 + step :] = 0
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def own_loss(model: Any, batch: dict[str, Any]) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def square(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids).square().mean()
+
+
+def rows(batch: Any, count: int, index: int) -> Any:
+    """Part `index` of `count` of the samples."""
+    if isinstance(batch, Tensor):
+        return batch.chunk(count)[index]
+    return {name: tensor.chunk(count)[index] for name, tensor in batch.items()}
+
+
+def same_training(
+    build: Callable[[], nn.Module],
+    batch_of: Callable[[int], Any],
+    loss_of: Callable[[nn.Module, Any], Tensor],
+    mesh: dict[str, int],
+    tolerance: float = 1e-4,
+    config: dict[str, Any] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAM,
+    **options: Any,
+) -> None:
+    """Three steps of a model under context parallelism beside an unsharded one's with the same weights."""
+    torch.manual_seed(3)
+    reference = build()
+    torch.manual_seed(3)
+    model = build()
+    optimizers = [optimizer(m.parameters()) for m in (reference, model)]
+    done = parallelize_model(
+        model, ParallelismConfig(mesh=MeshConfig(**mesh), **(config or {})), optimizers[1]
+    )
+    count, index = sampler_kwargs(done.mesh).values()
+    assert count * mesh["cp"] * mesh.get("tp", 1) == dist.get_world_size()
+    for step in range(3):
+        whole = batch_of(step)
+        expected = torch.stack([loss_of(reference, rows(whole, count, i)) for i in range(count)]).mean()
+        expected.backward()
+        with context_parallel(model, rows(whole, count, index), **options) as part:
+            ids = part if isinstance(part, Tensor) else part["input_ids"]
+            assert ids.shape == (4 // count, LENGTH // mesh["cp"])
+            loss = loss_of(model, part)
+            loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(
+            mean / dist.get_world_size(), expected.detach(), rtol=tolerance / 10, atol=0
+        )
+        alike(reference, model, lambda p: p.grad, tolerance)
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        alike(reference, model, lambda p: p.detach(), tolerance)
+    for one in (reference, model):
+        one.eval()
+    with torch.no_grad():  # every rank has the whole sequence
+        outputs = [one(rows(tokens(7), count, index)) for one in (reference, model)]
+    logits = [full(one if isinstance(one, Tensor) else one.logits) for one in outputs]
+    assert (logits[1] - logits[0]).abs().max() < tolerance * logits[0].abs().max()
+
+
+def alike(
+    reference: nn.Module, model: nn.Module, part: Callable[[nn.Parameter], Any], tolerance: float
+) -> None:
+    theirs = dict(named_parameters_canonical(model))
+    for name, parameter in reference.named_parameters():
+        expected, found = part(parameter), full(part(theirs[name]))
+        difference = (found - expected).abs().max() / expected.abs().max()
+        assert difference < tolerance, (name, float(difference))
+
+
+def _two() -> None:
+    mesh = {"cp": 2}
+    recomputed = {"activation_checkpointing": "composable"}
+    same_training(llama, padded, own_loss, mesh, config=recomputed)
+    # Adam would blow up what rounding leaves of the gradient of the keys' biases, which is zero.
+    same_training(gpt2, padded, own_loss, mesh, optimizer=SGD)
+    same_training(partial(Plain, False), tokens, square, mesh, buffers=BUFFERS)
+    compiled = {"compile": {"backend": "aot_eager"}}
+    same_training(partial(llama, use_cache=False), padded, own_loss, mesh, config=compiled)
+
+
+# Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_cp_on_two_ranks_equals_one_process(world2: World) -> None:
+    world2(_two, timeout=180)
+
+
+def _four() -> None:
+    same_training(llama, padded, own_loss, {"dp_shard": 2, "cp": 2})
+    same_training(Plain, tokens, square, {"dp_replicate": 2, "dp_shard": 1, "cp": 2}, buffers=BUFFERS)
+    same_training(llama, padded, own_loss, {"cp": 4})
+    cut = {"tp": TPConfig(sequence_parallel=True, loss_parallel=True)}
+    same_training(llama, padded, own_loss, {"dp_shard": 1, "cp": 2, "tp": 2}, config=cut)
+    same_training(Plain, tokens, square, {"cp": 4}, buffers=BUFFERS, balanced=False)
+
+
+def test_cp_beside_data_and_tensor_parallelism_equals_one_process(world4: World) -> None:
+    world4(_four, timeout=180)
+
+
+def by_import(*heads: Tensor, is_causal: bool) -> Tensor:
+    return imported_attention(*heads, is_causal=is_causal)
+
+
+def of_its_own(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    return (query @ key.transpose(-1, -2)).tril().softmax(-1) @ value
+
+
+def with_a_mask(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(query, key, value, mask)
+
+
+UNFIT: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
+    (Plain, {}, "the output of layers.0.q depends on other positions, or on where a rank's part begins"),
+    (partial(Plain, mix=by_import), {"buffers": BUFFERS}, "the output of layers.0.o depends on other"),
+    (partial(Plain, mix=of_its_own), {"buffers": BUFFERS}, "called by that name"),
+    (partial(Plain, mix=with_a_mask), {"buffers": BUFFERS}, r"layers.0: Attention with a mask \(4, 4\)"),
+    (
+        partial(nn.Linear, LENGTH, 4),
+        {},
+        "Linear raised on 4 positions: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+    ),
+    (Pooled, {"buffers": BUFFERS}, "the output of Pooled depends on other positions"),
+    (OwnLoss, {"buffers": BUFFERS}, "The loss that OwnLoss computes from its part of the labels is no share"),
+]
+
+
+def _refusals() -> None:
+    for build, options, message in UNFIT:
+        model = build()
+        parallelize_model(model, ParallelismConfig(mesh=MeshConfig(cp=2)))
+        batch: Any = {"ids": tokens(0), "labels": tokens(1)}
+        batch = torch.randn(4, LENGTH) if isinstance(model, nn.Linear) else batch
+        hooks = len(model._forward_hooks)
+        with pytest.raises(ParallelismValueError, match=message):  # noqa: SIM117
+            with context_parallel(model, batch, **options):
+                raise AssertionError(f"nothing runs before the proof: {message}")
+        assert model.training
+        assert len(model._forward_hooks) == hooks
+
+    model = Plain()
+    parallelize_model(model, ParallelismConfig(mesh=MeshConfig(cp=2)))
+    with torch.no_grad():
+        model(tokens(0))
+    with pytest.warns(
+        UserWarning, match=r"cp=2, but the model trains outside of context_parallel\(model, batch"
+    ):
+        model(tokens(0))
+    model(tokens(0))  # said once
+    with pytest.raises(ParallelismValueError, match="Ranks 0 and 1 share a sequence but have different"):
+        context_parallel(model, tokens(dist.get_rank())).__enter__()
+    with pytest.raises(ParallelismValueError, match="missing a required argument: 'ids'. Give a mapping"):
+        context_parallel(model, {"tokens": tokens(0)}).__enter__()
+    with pytest.raises(ParallelismKeyError, match="no buffer 'tables'. Did you mean 'table'?"):
+        context_parallel(model, tokens(0), buffers={"tables": 0}).__enter__()
+    with (
+        context_parallel(model, tokens(0), buffers=BUFFERS) as part,
+        pytest.raises(ParallelismRuntimeError, match="inside of context_parallel already"),
+    ):
+        context_parallel(model, part).__enter__()
+
+
+def test_what_mixes_positions_otherwise_is_named_before_the_first_step(world2: World) -> None:
+    world2(_refusals)
+
+
+def test_without_context_parallel_ranks_the_batch_is_the_whole_one() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    model, batch = Plain(), {"ids": tokens(0)}
+    with pytest.raises(ParallelismRuntimeError, match="prepared, not Plain"):
+        context_parallel(model, batch).__enter__()
+    remember_mesh(model, build_mesh(MeshConfig()))
+    before = F.scaled_dot_product_attention
+    with context_parallel(nn.Sequential(model), batch) as part:
+        assert part is batch
+        assert F.scaled_dot_product_attention is before

@@ -1,0 +1,258 @@
+"""Meshes: from sizes, from the user, and who sees which data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.replicate import DDPConfig
+from composer_dist.distributed import build_mesh, sampler_kwargs
+from composer_dist.distributed.mesh.mesh import (
+    fsdp_mesh,
+    mesh_dim_names,
+    mesh_for,
+    mesh_of,
+    mesh_sizes,
+    remember_mesh,
+    roles,
+    submesh,
+)
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from tests.conftest import World
+
+
+def _sampler(**sizes: int) -> dict[str, int]:
+    return sampler_kwargs(build_mesh(MeshConfig(**sizes)))
+
+
+@pytest.mark.promise(2)
+def test_a_mesh_needs_a_process_group() -> None:
+    with pytest.raises(ParallelismRuntimeError, match="before the process group is initialized"):
+        build_mesh(MeshConfig())
+
+
+@pytest.mark.promise(3)
+def test_who_sees_which_data(world2: World) -> None:
+    same = [{"num_replicas": 1, "rank": 0}] * 2
+    own = [{"num_replicas": 2, "rank": 0}, {"num_replicas": 2, "rank": 1}]
+    assert world2(_sampler, tp=2) == same
+    assert world2(_sampler, dp_shard=2) == own
+    assert world2(_sampler, dp_replicate=2) == own
+
+
+@pytest.mark.promise(3)
+def test_tensor_parallel_peers_see_the_same(world4: World) -> None:
+    both = world4(_sampler, dp_shard=2, tp=2)
+    assert [(one["num_replicas"], one["rank"]) for one in both] == [(2, 0), (2, 0), (2, 1), (2, 1)]
+    assert [one["rank"] for one in world4(_sampler, dp_replicate=2, dp_shard=2)] == [0, 1, 2, 3]
+
+
+def test_dimensions_of_size_one_are_left_out() -> None:
+    def names(**sizes: int) -> tuple[str, ...]:
+        return mesh_dim_names({"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, **sizes})
+
+    assert names() == ("dp_shard",)
+    assert names(dp_replicate=2) == ("dp_replicate", "dp_shard")
+    assert names(dp_replicate=2, cp=2) == ("dp_replicate", "cp")
+    assert names(cp=2, tp=2) == ("cp", "tp")
+    assert names(tp=2) == ("dp_shard", "tp")  # FSDP2, where it casts or offloads
+    assert names(dp_replicate=2, dp_shard=2, tp=2) == ("dp_replicate", "dp_shard", "tp")
+
+
+def _own_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> Any:
+    own = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = mesh_for(ParallelismConfig(fsdp2=FSDP2Config(device_mesh=own)))
+    same_groups = all(mesh.get_group(dim) is own.get_group(dim) for dim in range(mesh.ndim))
+    return mesh.mesh_dim_names, tuple(mesh.shape), same_groups, sampler_kwargs(mesh)["rank"]
+
+
+@pytest.mark.promise(89)
+@pytest.mark.parametrize(
+    ("shape", "names", "expected"),
+    [
+        ((4,), None, None),
+        ((4,), ("world",), ("world",)),
+        ((2, 2), None, ("dp_replicate", "dp_shard")),
+        ((2, 2), ("outer", "inner"), ("outer", "inner")),
+    ],
+)
+def test_the_users_mesh_is_kept_over_the_same_groups(
+    world4: World, shape: tuple[int, ...], names: Any, expected: Any
+) -> None:
+    assert world4(_own_mesh, shape, names) == [(expected, shape, True, rank) for rank in range(4)]
+
+
+def _own_tp_mesh() -> dict[str, int]:
+    return sampler_kwargs(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+
+
+@pytest.mark.promise(3)
+def test_the_users_own_names_beside_tp(world4: World) -> None:
+    assert [one["rank"] for one in world4(_own_tp_mesh)] == [0, 0, 1, 1]
+
+
+def _fake(world_size: int, rank: int = 0) -> None:
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
+
+
+FSDP_MESHES: list[tuple[dict[str, int], Any]] = [
+    ({"dp_shard": 4}, (("dp_shard",), [0, 1, 2, 3])),
+    ({"dp_replicate": 2, "dp_shard": 2}, (("dp_replicate", "dp_shard"), [[0, 1], [2, 3]])),
+    ({"dp_replicate": 4, "dp_shard": 1}, (("dp_replicate", "dp_shard"), [[0], [1], [2], [3]])),
+    ({"tp": 4, "dp_shard": 1}, (("dp_shard",), [3])),
+    ({"cp": 4, "dp_shard": 1}, (("cp",), [0, 1, 2, 3])),
+    ({"dp_shard": 2, "tp": 2}, (("dp_shard",), [1, 3])),
+    ({"dp_shard": 2, "cp": 2}, (("dp_shard_cp",), [0, 1, 2, 3])),
+    ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, (("dp_replicate", "dp_shard"), [[1], [3]])),
+    ({"dp_replicate": 2, "dp_shard": 1, "cp": 2}, (("dp_replicate", "cp"), [[0, 1], [2, 3]])),
+    ({"dp_shard": 2, "cp": 2, "tp": 2}, (("dp_shard_cp",), [1, 3, 5, 7])),
+    (
+        {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2},
+        (("dp_replicate", "dp_shard_cp"), [[1, 3, 5, 7], [9, 11, 13, 15]]),
+    ),
+]
+
+
+@pytest.mark.promise(3)
+@pytest.mark.parametrize(("sizes", "expected"), FSDP_MESHES)
+def test_fsdp_shards_over_all_but_the_tensor_parallel_ranks(sizes: dict[str, int], expected: Any) -> None:
+    config = MeshConfig(**sizes)
+    world = math.prod(config.sizes().values())
+    _fake(world, world - 1)
+    mesh = build_mesh(config)
+    found = fsdp_mesh(mesh)
+    assert (None if found is None else (found.mesh_dim_names, found.mesh.tolist())) == expected
+    assert {name: mesh.size(i) for name, i in roles(mesh).items() if mesh.size(i) > 1} == {
+        name: size for name, size in config.sizes().items() if size > 1
+    }
+    for name, size in config.sizes().items():
+        part = submesh(mesh, name)
+        assert (1 if part is None else part.size()) == size
+    assert fsdp_mesh(mesh) == found
+
+
+def test_sharding_beside_tensor_and_context_parallelism() -> None:
+    """What others build on: FSDP2 takes the mesh for a model that is tensor parallel already."""
+    _fake(16, 5)
+    mesh = build_mesh(MeshConfig(dp_replicate=2, dp_shard=2, cp=2, tp=2))
+    with torch.device("meta"):
+        model = nn.Linear(16, 16)
+    parallelize_module(model, submesh(mesh, "tp"), ColwiseParallel())
+    fully_shard(model, mesh=fsdp_mesh(mesh))
+    assert model.weight.device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard_cp", "tp")
+    assert model.weight.to_local().shape == (2, 16)
+
+
+def _all_reduced() -> list[float]:
+    """The ranks' numbers, summed along each dimension of a mesh of all kinds."""
+    mesh = build_mesh(MeshConfig(dp_shard=2, cp=2))
+    parts = [submesh(mesh, "dp_shard"), submesh(mesh, "cp"), fsdp_mesh(mesh)]
+    sums = []
+    for part in parts:
+        value = torch.tensor(float(dist.get_rank()))
+        assert part is not None
+        dist.all_reduce(value, group=part.get_group())
+        sums.append(value.item())
+    return [*sums, sampler_kwargs(mesh)["rank"], sampler_kwargs(mesh)["num_replicas"]]
+
+
+@pytest.mark.promise(3)
+def test_context_parallel_peers_see_the_same(world4: World) -> None:
+    assert world4(_all_reduced) == [[2, 1, 6, 0, 2], [4, 1, 6, 0, 2], [2, 5, 6, 1, 2], [4, 5, 6, 1, 2]]
+
+
+@pytest.mark.promise(89)
+@pytest.mark.parametrize(
+    ("shape", "names", "sizes", "fsdp"),
+    [
+        ((8,), ("tp",), (1, 1, 1, 8), None),
+        ((4, 2), ("data_parallel", "tensor_parallel"), (1, 4, 1, 2), ("data_parallel",)),
+        ((2, 2, 2), ("outer", "inner", "tp"), (2, 2, 1, 2), ("outer", "inner")),
+        ((2, 2, 2), ("dp", "cp", "tp"), (1, 2, 2, 2), ("dp_shard_cp",)),
+        ((2, 4), ("dp_replicate", "fsdp"), (2, 4, 1, 1), ("dp_replicate", "fsdp")),
+        ((8, 1), ("dp_shard", "cp"), (1, 8, 1, 1), ("dp_shard",)),
+    ],
+)
+def test_a_mesh_of_the_user_s_own_is_read_by_its_names(
+    shape: tuple[int, ...], names: tuple[str, ...], sizes: tuple[int, ...], fsdp: Any
+) -> None:
+    _fake(8)
+    own = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for config in (ParallelismConfig(mesh=own), ParallelismConfig(fsdp2=FSDP2Config(device_mesh=own))):
+        assert mesh_for(config) is own
+        assert tuple(mesh_sizes(config, 8).values()) == sizes
+        found = fsdp_mesh(mesh_for(config))
+        assert (found and found.mesh_dim_names) == fsdp
+
+
+@pytest.mark.promise(89)
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ((2, 2, 2), None),
+        ((2, 4), ("dp_shard", "dp_replicate")),
+        ((2, 4), ("tp", "dp")),
+        ((2, 4), ("dp_shard", "other")),
+        ((2, 2, 2), ("pp", "dp", "shard")),
+    ],
+)
+def test_a_mesh_that_cannot_be_read_is_refused(shape: tuple[int, ...], names: Any) -> None:
+    _fake(8)
+    own = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    with pytest.raises(
+        ParallelismValueError, match="name them dp_replicate, dp_shard, cp, tp, in this order"
+    ):
+        mesh_sizes(ParallelismConfig(mesh=own), 8)
+
+
+@pytest.mark.promise(89)
+def test_a_mesh_that_only_replicates_is_for_ddp() -> None:
+    _fake(4)
+    own = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_replicate",))
+    with pytest.raises(
+        ParallelismValueError, match="add a dimension dp_shard of size 1, or replicate by DDP"
+    ):
+        mesh_sizes(ParallelismConfig(mesh=own), 4)
+    assert mesh_sizes(ParallelismConfig(mesh=own, ddp=DDPConfig()), 4)["dp_replicate"] == 4
+
+
+def test_a_prepared_model_remembers_its_whole_mesh() -> None:
+    _fake(4)
+    model, mesh = nn.Linear(2, 2), build_mesh(MeshConfig(dp_shard=2, cp=2))
+    assert mesh_of(model) is None
+    remember_mesh(model, mesh)
+    assert mesh_of(model) is mesh
+    part = fsdp_mesh(mesh)
+    assert part is not None
+    with pytest.raises(ParallelismValueError, match="take the whole mesh"):
+        sampler_kwargs(part)
+
+
+def test_two_answers_to_what_the_mesh_is_are_refused() -> None:
+    _fake(2)
+    own = init_device_mesh("cpu", (2,))
+    config = ParallelismConfig(
+        mesh=MeshConfig(dp_replicate=2, dp_shard=1), fsdp2=FSDP2Config(device_mesh=own)
+    )
+    with pytest.raises(ParallelismValueError, match="device_mesh and ParallelismConfig.mesh"):
+        mesh_for(config)
+    other = init_device_mesh("cpu", (2, 1))
+    with pytest.raises(ParallelismValueError, match="device_mesh and ParallelismConfig.mesh"):
+        mesh_for(ParallelismConfig(mesh=other, fsdp2=FSDP2Config(device_mesh=own)))
+
+
+def test_a_rank_outside_of_the_mesh_samples_nothing() -> None:
+    _fake(4)
+    with pytest.raises(ParallelismRuntimeError, match="not part of the mesh"):
+        sampler_kwargs(DeviceMesh("cpu", [2, 3]))

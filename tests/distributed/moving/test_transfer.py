@@ -1,0 +1,266 @@
+"""Delivery: every element arrives once, in bounded memory, over any mesh; and the hash of a tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.distributed.moving.transfer import Cargo, deliver, take_slice
+from composer_dist.tensors import arena
+from composer_dist.tensors.fingerprint import fingerprint
+from tests.world import run
+
+MIB = 1 << 20
+
+
+def mesh_of(replicas: int) -> Any:
+    world = dist.get_world_size()
+    if replicas == 1:
+        return init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    return init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def tensors(dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[tuple[str, torch.Tensor]]:
+    """Tensors of every awkward shape, numbered through so that no two elements are the same."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for dtype in dtypes:
+        for shape in [(7, 3), (1, 4), (5,), (2, 1, 3), (64, 40), (4, 0), (3, 2, 2)]:
+            numbers = torch.arange(math.prod(shape)).remainder(120).reshape(shape) + len(found)
+            found.append((f"{dtype}{shape}", numbers.to(dtype)))
+        found.append((f"{dtype} scalar", torch.tensor(3).to(dtype)))
+    base = torch.arange(600.0)
+    found.append(("transposed", base.reshape(20, 30).t()))
+    found.append(("strided", base.reshape(30, 20)[::3, ::2]))
+    found.append(("expanded", base[:6].expand(9, 6)))
+    found.append(("permuted", base.reshape(5, 4, 30).permute(2, 0, 1)))
+    return found
+
+
+def cargoes_of(everything: list[tuple[str, torch.Tensor]], mesh: Any, source: int) -> list[Cargo]:
+    at, cargoes = Coordinate.of(mesh), []
+    for name, value in everything:
+        for sharded in (True, False):
+            if sharded and (value.ndim == 0 or value.numel() == 0):
+                continue
+            layout = Layout(tuple(value.shape), rows=sharded)
+            target = torch.empty(layout.local_shape(at), dtype=value.dtype).fill_(1)
+            given = value if dist.get_rank() == source else None
+            cargoes.append(Cargo(name, layout, value.dtype, target, given))
+    return cargoes
+
+
+def check(cargoes: list[Cargo], everything: list[tuple[str, torch.Tensor]], mesh: Any) -> None:
+    here, by_name = mesh.get_coordinate()[-1], dict(everything)
+    for cargo in cargoes:
+        expected = by_name[cargo.name]
+        if cargo.cut:
+            chunks = expected.chunk(mesh.size(mesh.ndim - 1))
+            expected = chunks[here] if here < len(chunks) else expected[:0]
+        assert torch.equal(cargo.target, expected), (cargo.name, cargo.cut)
+
+
+@pytest.mark.parametrize(("size", "replicas"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 30])
+def test_every_element_arrives_from_any_source(size: int, replicas: int, bucket_bytes: int) -> None:
+    run(arrives, size, replicas, bucket_bytes)
+
+
+def arrives(replicas: int, bucket_bytes: int) -> None:
+    mesh, everything = mesh_of(replicas), tensors() if bucket_bytes > 1 else tensors()[:3]
+    for source in range(dist.get_world_size()):
+        cargoes = cargoes_of(everything, mesh, source)
+        deliver({source: cargoes}, mesh, bucket_bytes)
+        check(cargoes, everything, mesh)
+
+
+@pytest.mark.parametrize("names", [("dp_shard", "tp"), ("dp_replicate", "tp"), ("tp",)])
+def test_tensor_parallel_parts_arrive_from_any_source(names: tuple[str, ...]) -> None:
+    run(windows_arrive, 4 if len(names) == 2 else 2, names)
+
+
+def windows_arrive(names: tuple[str, ...]) -> None:
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+    full = torch.arange(7.0 * 12).view(7, 12)
+    layouts = [
+        Layout((7, 12), "dp_shard" in names, dim, groups)
+        for dim, groups in [(0, 1), (1, 1), (1, 3), (None, 1)]
+    ]
+    at = Coordinate.of(mesh)
+    for source in range(dist.get_world_size()):
+        for bucket_bytes in (60, MIB):
+            given = full if dist.get_rank() == source else None
+            cargoes = [
+                Cargo(str(layout), layout, full.dtype, torch.full(layout.local_shape(at), -1.0), given)
+                for layout in layouts
+            ]
+            deliver({source: cargoes}, mesh, bucket_bytes)
+            for cargo in cargoes:
+                assert torch.equal(cargo.target.view(-1), cargo.layout.part(at).of(full)), cargo.name
+
+
+def test_several_ranks_deliver_at_a_time() -> None:
+    run(all_at_once, 4, 1)
+    run(all_at_once, 4, 2)
+
+
+def all_at_once(replicas: int) -> None:
+    mesh = mesh_of(replicas)
+    lots = {source: tensors()[source * 3 : source * 3 + 4] for source in range(4)}
+    cargoes = {source: cargoes_of(lot, mesh, source) for source, lot in lots.items()}
+    deliver(cargoes, mesh, 256)
+    for source, lot in lots.items():
+        check(cargoes[source], lot, mesh)
+
+
+def test_every_dtype_travels() -> None:
+    run(dtypes_travel, 2)
+
+
+def dtypes_travel() -> None:
+    names = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float64 complex64 float8_e4m3fn"
+    mesh = mesh_of(1)
+    everything = tensors([getattr(torch, name) for name in names.split()])
+    cargoes = cargoes_of(everything, mesh, 0)
+    deliver({0: cargoes}, mesh, 1000)
+    for cargo in cargoes:  # float8 has no comparison
+        cargo.target = cargo.target.float() if "float8" in cargo.name else cargo.target
+    check(cargoes, [(n, v.float() if "float8" in n else v) for n, v in everything], mesh)
+
+
+def test_a_source_of_another_dtype_is_converted_on_its_way() -> None:
+    run(converted, 2)
+
+
+def converted() -> None:
+    mesh = mesh_of(1)
+    everything = [(name, value.to(torch.bfloat16)) for name, value in tensors()]
+    cargoes = cargoes_of(everything, mesh, 0)
+    for cargo in cargoes:
+        cargo.source = None if cargo.source is None else cargo.source.double()
+    deliver({0: cargoes}, mesh, 512)
+    check(cargoes, everything, mesh)
+
+
+def test_large_pieces_and_large_tensors() -> None:
+    run(large, 2, 1)
+    run(large, 4, 2)
+
+
+def large(replicas: int) -> None:
+    """Pieces above a megabyte travel straight between storages, one tensor in many buckets."""
+    mesh = mesh_of(replicas)
+    giant = torch.arange(3_000_001 * 2, dtype=torch.float32).reshape(-1, 2)
+    everything = [("giant", giant), ("turned", giant.t()), ("small", torch.ones(3, 3))]
+    cargoes = cargoes_of(everything, mesh, 0)
+    moved = deliver({0: cargoes}, mesh, 4 * MIB)
+    check(cargoes, everything, mesh)
+    assert moved > giant.nbytes
+
+
+def test_thousands_of_small_tensors_share_messages() -> None:
+    assert max(run(many, 2)) <= 4
+
+
+def many() -> int:
+    mesh = mesh_of(1)
+    everything = [(str(number), torch.full((3, 2), float(number))) for number in range(3000)]
+    cargoes = cargoes_of(everything, mesh, 0)
+    calls = 0
+    batch, broadcast = dist.batch_isend_irecv, dist.broadcast
+
+    def count(function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    dist.batch_isend_irecv, dist.broadcast = count(batch), count(broadcast)
+    try:
+        deliver({0: cargoes}, mesh, MIB)
+    finally:
+        dist.batch_isend_irecv, dist.broadcast = batch, broadcast
+    check(cargoes, everything, mesh)
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["giant", "uneven", "turned", "small", "whole"])
+def test_memory_is_bounded_by_the_buckets(kind: str) -> None:
+    for peak in run(delivery_peak, 2, kind):
+        assert peak <= 2 * 8 * MIB + 16 * MIB
+    assert max(run(delivery_peak, 2, kind)) > 0 or kind in {"giant", "uneven"}
+
+
+def delivery_peak(kind: str) -> int:
+    mesh = mesh_of(1)
+    giant = torch.ones(4096, 4096)  # 64 MiB
+    everything = {
+        "giant": [("giant", giant)],
+        "uneven": [("uneven", giant.view(-1)[: 4095 * 4096].view(4095, 4096))],
+        "turned": [("turned", giant.t())],
+        "small": [(str(i), part) for i, part in enumerate(giant.split(16))],
+        "whole": [(str(i), part) for i, part in enumerate(giant.split(16))],
+    }[kind]
+    cargoes = [c for c in cargoes_of(everything, mesh, 0) if c.cut is (kind != "whole")]
+    peak = profiled(lambda: deliver({0: cargoes}, mesh, 8 * MIB))
+    check(cargoes, everything, mesh)
+    return peak
+
+
+def profiled(function: Any) -> int:
+    """The most bytes that torch's allocator held above what it held at the start: no arenas here."""
+    worth, arena._WORTH = arena._WORTH, 1 << 62
+    try:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profile:
+            function()
+    finally:
+        arena._WORTH = worth
+    alive = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            peak = max(peak, alive)
+    return peak
+
+
+def test_slices_are_taken_without_a_copy_of_the_whole() -> None:
+    peaks = run(slices, 2)
+    assert max(peaks) <= 2 * MIB  # of 8: what is no view goes a megabyte at a time
+
+
+def slices() -> int:
+    mesh = mesh_of(1)
+    everything = [*tensors(), ("turned", torch.arange(2.0**21).reshape(1024, -1).t())]
+    cargoes = cargoes_of(everything, mesh, source=dist.get_rank())
+    peak = profiled(lambda: [take_slice(cargo, mesh) for cargo in cargoes])
+    check(cargoes, everything, mesh)
+    return peak
+
+
+def test_the_fingerprint_sees_every_byte_the_shape_and_no_layout() -> None:
+    torch.manual_seed(0)
+    for value in (torch.randn(700, 901), torch.randn(33).bfloat16(), torch.arange(7).to(torch.uint8)):
+        reference = fingerprint(value)
+        assert fingerprint(value.clone()) == reference
+        if value.ndim == 2:
+            assert fingerprint(value.t().contiguous().t()) == reference
+            assert fingerprint(value.reshape(901, 700)) != reference
+        for index in (0, value.numel() // 2, value.numel() - 1):
+            other = value.clone()
+            other.view(-1)[index] += 1
+            assert fingerprint(other) != reference
+        assert fingerprint(torch.cat([value[1:], value[:1]])) != reference
+    assert fingerprint(torch.tensor(float("nan"))) == fingerprint(torch.tensor(float("nan")))
+    assert fingerprint(torch.zeros(0, 2)) != fingerprint(torch.zeros(2, 0))
+    big = torch.ones(2048, 1024).t()
+    assert profiled(lambda: fingerprint(big)) <= 4 * MIB

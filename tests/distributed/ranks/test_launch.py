@@ -1,0 +1,114 @@
+"""Processes that a program starts itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from composer_dist.distributed import launch
+from composer_dist.distributed.ranks import process_group
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+
+
+def _sum(start: int, *, scale: int = 1) -> tuple[int, int, torch.Tensor]:
+    process_group.init()
+    world, rank = process_group.world_and_rank()
+    return rank, world, process_group.all_reduce(torch.tensor([start + rank]) * scale, "sum")
+
+
+class OwnError(Exception):
+    pass
+
+
+def _fail(bad: int) -> None:
+    process_group.init()
+    if process_group.world_and_rank()[1] == bad:
+        raise OwnError(f"no data for {bad}")
+    process_group.barrier()
+
+
+def _die() -> None:
+    os._exit(7)
+
+
+@pytest.mark.promise(68)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_every_method_returns_rank_0_s_value(method: str) -> None:
+    rank, world, total = launch(_sum, 2, method, (10,), {"scale": 2})
+    assert (rank, world) == (0, 2)
+    assert total.tolist() == [2 * (10 + 11)]
+    assert not process_group.is_distributed()
+
+
+@pytest.mark.promise(68)
+def test_what_is_no_method_lists_those_that_are() -> None:
+    with pytest.raises(ParallelismValueError, match="one of spawn, fork, forkserver, popen, not 'thread'"):
+        launch(_sum, 2, "thread")
+    with pytest.raises(ParallelismValueError, match="At least one process is needed, not 0"):
+        launch(_sum, 0)
+
+
+@pytest.mark.promise(68)
+def test_a_child_s_exception_propagates_and_its_peers_end() -> None:
+    with pytest.raises(OwnError, match="no data for 1") as caught:
+        launch(_fail, 2, "fork", (1,))
+    assert caught.value.__notes__[0].startswith("Raised on rank 1:\nTraceback")
+    assert 'raise OwnError(f"no data for {bad}")' in caught.value.__notes__[0]
+    with pytest.raises(ParallelismRuntimeError, match="exit status 7; the others were ended"):
+        launch(_die, 2, "fork")
+
+
+@pytest.mark.promise(68)
+def test_what_cannot_be_sent_is_refused() -> None:
+    with pytest.raises(ParallelismValueError, match="'spawn' cannot send .*top level"):
+        launch(lambda: None, 1, "spawn")
+
+
+@pytest.mark.promise(68)
+def test_a_process_of_a_launcher_s_does_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(RuntimeError, match=r"rank 3 of 4 already.*LOCAL_RANK=1"):
+        launch(_sum, 2, "popen", (1,))
+
+
+_SCRIPT = """
+import sys
+from composer_dist.distributed import launch, process_group
+
+def work(start):
+    process_group.init()
+    return process_group.all_reduce(start + process_group.world_and_rank()[1], "sum")
+
+{guard}print("value", launch(work, 2, "{method}", (1,)))
+"""
+
+
+def _script(folder: Path, **words: str) -> subprocess.CompletedProcess[str]:
+    file = folder / "script.py"
+    file.write_text(_SCRIPT.format(**words))
+    return subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.promise(68)
+def test_popen_runs_the_script_again(tmp_path: Path) -> None:
+    done = _script(tmp_path, method="popen", guard="")
+    assert (done.returncode, done.stdout) == (0, "value 3\n"), done.stderr
+
+
+@pytest.mark.promise(68)
+def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
+    done = _script(tmp_path, method="spawn", guard="")
+    assert done.returncode == 1
+    assert "value" not in done.stdout
+    assert "ended with exit status 1 before it could begin" in done.stderr
+    assert 'under `if __name__ == "__main__":`' in done.stderr
+    guarded = _script(tmp_path, method="spawn", guard='if __name__ == "__main__":\n    ')
+    assert guarded.stdout == "value 3\n", guarded.stderr

@@ -1,0 +1,132 @@
+"""Gradients that travel compressed, on CPU as elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composer_dist.config.replicate import DDPConfig
+from composer_dist.distributed import parallelize_model
+from composer_dist.distributed.replication.hooks import check_comm_hook, innermost, reduced_in
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from tests.conftest import World
+from tests.kit import structures
+
+POWER = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "min_compression_rate": 1}
+
+
+def compressed(hook: Any, options: dict[str, Any], precision: str | None = None) -> float:
+    """Four steps beside one process; the largest relative distance of a parameter at their end."""
+    torch.manual_seed(1)
+    model = structures.M()
+    single = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, single)]
+    config = DDPConfig(comm_hook=hook, comm_hook_options=options)
+    parallelize_model(model, config, optimizers[0], precision)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(4):
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+        model(x.chunk(world)[rank]).square().mean().backward()
+        single(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    others = [torch.empty_like(flat) for _ in range(world)]
+    dist.all_gather(others, flat)
+    assert all(torch.equal(other, flat) for other in others)
+    expected = torch.cat([p.detach().flatten() for p in single.parameters()])
+    return float((flat - expected).norm() / expected.norm())
+
+
+@pytest.mark.promise(62)
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "fp16(bf16)"])
+def test_half_precision_hooks_stay_in_sync_and_close(world2: World, hook: str) -> None:
+    for distance in world2(compressed, hook, {}):
+        assert 0 < distance < 1e-2
+
+
+@pytest.mark.promise(62)
+@pytest.mark.parametrize("hook", ["powersgd", "fp16(powersgd)", "bf16(powersgd)", "fp16( bf16(powersgd) )"])
+def test_powersgd_and_wrappers_run_on_cpu(world2: World, hook: str) -> None:
+    for distance in world2(compressed, hook, POWER):
+        assert 0 < distance < 5e-2
+
+
+@pytest.mark.promise(62)
+def test_on_four_ranks_and_under_autocast(world4: World) -> None:
+    for distance in world4(compressed, "bf16", {}, "amp_bf16"):
+        assert distance < 1e-2
+
+
+def own(state: list[int], bucket: dist.GradBucket) -> Any:  # type: ignore[name-defined]
+    state.append(bucket.index())
+    return reduced_in(torch.float32)(None, bucket)
+
+
+del own.__annotations__["bucket"], own.__annotations__["return"]  # deferred ones, which DDP refuses
+
+
+def function() -> None:
+    state: list[int] = []
+    model = structures.M()
+    parallelize_model(model, DDPConfig(comm_hook=own, comm_hook_state=state))
+    model(torch.ones(2, 8)).sum().backward()
+    assert state == [0]
+    late = structures.M()
+    parallelize_model(late, DDPConfig())
+    late.register_comm_hook(state, own)  # composable replicate's way
+    late(torch.ones(2, 8)).sum().backward()
+    assert state == [0, 0]
+
+
+def test_a_function_is_a_hook_as_well(world2: World) -> None:
+    world2(function)
+
+
+@pytest.mark.promise(62)
+def test_unknown_names_list_those_there_are() -> None:
+    with pytest.raises(ParallelismValueError, match="no comm_hook 'powersdg'.*fp16, bf16, p.*'powersgd'"):
+        check_comm_hook(DDPConfig(comm_hook="powersdg"), None)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"comm_hook": "fp16(powersgd"}, "not written as"),
+        ({"comm_hook": "powersgd(fp16)"}, "'powersgd' in .* cannot be put around"),
+        ({"comm_hook": "fp16", "comm_hook_options": {"rank": 1}}, "'rank', which comm_hook='fp16'"),
+        ({"comm_hook": "powersgd", "comm_hook_options": {"rank": 1}}, "It takes matrix_approximation_rank"),
+        (
+            {"comm_hook": "powersgd", "comm_hook_options": {"start_powerSGD_iter": 1}},
+            "_iter. > 1",
+        ),
+        ({"comm_hook_options": {"rank": 1}}, "no effect without a named comm_hook"),
+        (
+            {"comm_hook": "fp16", "comm_hook_state": 1},
+            "for a comm_hook that is a function",
+        ),
+        ({"comm_hook": "post_local_sgd", "averaging_period": 0}, "a positive number of steps, not 0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ParallelismValueError, match=text):
+        check_comm_hook(DDPConfig(**config), None)
+
+
+def test_a_hook_beside_a_reduce_dtype_and_other_kinds_are_refused() -> None:
+    with pytest.raises(ParallelismValueError, match="both say how gradients travel"):
+        check_comm_hook(DDPConfig(comm_hook="fp16"), torch.bfloat16)
+    with pytest.raises(ParallelismTypeError, match="a name or a function, not int"):
+        check_comm_hook(DDPConfig(comm_hook=3), None)  # type: ignore[arg-type]
+    assert check_comm_hook(DDPConfig(comm_hook="fp16"), torch.float32) == ()
+
+
+def test_the_innermost_hook_communicates() -> None:
+    assert innermost(DDPConfig(comm_hook="fp16(post_local_sgd)")) == "post_local_sgd"
+    assert innermost(DDPConfig(comm_hook=nn.Identity())) is None

@@ -1,0 +1,148 @@
+"""Post-local SGD against the same arithmetic in one process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composer_dist.config.replicate import DDPConfig
+from composer_dist.distributed import no_sync, parallelize_model, plan_parallelism
+from composer_dist.errors import ParallelismValueError
+from tests.conftest import World
+from tests.kit import structures
+
+
+def flat(model: torch.nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+
+
+def local_steps(steps: int, period: int, microbatches: int = 1, **options: Any) -> list[Tensor]:
+    """This rank's parameters after each step."""
+    torch.manual_seed(1)
+    model = structures.M()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    config = DDPConfig(
+        comm_hook="post_local_sgd", averaging_period=period, comm_hook_options={"group_size": 1, **options}
+    )
+    parallelize_model(model, config, optimizer)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    seen = []
+    for step in range(steps):
+        parts = batch(step).chunk(world)[rank].chunk(microbatches)
+        for index, x in enumerate(parts):
+            with no_sync(model, enabled=index < microbatches - 1):
+                (model(x).square().mean() / microbatches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(flat(model))
+    return seen
+
+
+def expected(steps: int, period: int, start: int, world: int) -> list[list[Tensor]]:
+    """Step and rank to parameters, every rank being a model in this process."""
+    torch.manual_seed(1)
+    models = [structures.M()]
+    models += [copy.deepcopy(models[0]) for _ in range(world - 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in models]
+    seen = []
+    for step in range(steps):
+        for model, x in zip(models, batch(step).chunk(world), strict=True):
+            model(x).square().mean().backward()
+        if step < start:
+            for same in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack([p.grad for p in same]).mean(0)
+                for p in same:
+                    p.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step >= start and (step - start + 1) % period == 0:
+            with torch.no_grad():
+                for same in zip(*(model.parameters() for model in models), strict=True):
+                    mean = torch.stack(list(same)).mean(0)
+                    for p in same:
+                        p.copy_(mean)
+        seen.append([flat(model) for model in models])
+    return seen
+
+
+@pytest.mark.promise(63)
+@pytest.mark.parametrize(("start", "microbatches"), [(0, 1), (2, 1), (0, 2)])
+def test_parameters_differ_after_an_odd_local_step_and_agree_after_an_even_one(
+    world2: World, start: int, microbatches: int
+) -> None:
+    found = world2(local_steps, 5, 2, microbatches, start_localSGD_iter=start)
+    reference = expected(5, 2, start, 2)
+    for step, (first, second) in enumerate(zip(*found, strict=True)):
+        torch.testing.assert_close(first, reference[step][0])
+        torch.testing.assert_close(second, reference[step][1])
+        is_odd_local_step = step >= start and (step - start) % 2 == 0
+        assert torch.equal(first, second) != is_odd_local_step
+
+
+@pytest.mark.promise(63)
+def test_groups_go_on_averaging_their_gradients(world4: World) -> None:
+    found = world4(local_steps, 1, 2, group_size=2)
+    assert (
+        torch.equal(found[0], found[1])
+        if isinstance(found[0], Tensor)
+        else torch.equal(found[0][0], found[1][0])
+    )
+    assert torch.equal(found[2][0], found[3][0])
+    assert not torch.equal(found[0][0], found[2][0])
+
+
+def refusals() -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it is imported
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    texts = []
+    for options, make in (
+        ({}, lambda m: ZeroRedundancyOptimizer(m.parameters(), torch.optim.SGD, lr=0.1)),
+        ({}, lambda m: None),
+        ({"group_size": 3}, lambda m: torch.optim.SGD(m.parameters(), 0.1)),
+    ):
+        model = structures.M()
+        config = DDPConfig(comm_hook="post_local_sgd", averaging_period=2, comm_hook_options=options)
+        with pytest.raises(ParallelismValueError) as error:
+            parallelize_model(model, config, make(model))
+        texts.append(str(error.value))
+    return texts
+
+
+@pytest.mark.promise(63)
+def test_what_cannot_be_averaged_is_refused(world2: World) -> None:
+    zero, none, groups = world2(refusals)[0]
+    assert "cannot average what a ZeroRedundancyOptimizer moves" in zero
+    assert "pass optimizer=" in none
+    assert "group_size=3 does not divide the 2 ranks" in groups
+
+
+@pytest.mark.promise(63)
+def test_a_period_is_needed_and_needs_local_steps() -> None:
+    model = structures.M()
+    with pytest.raises(ParallelismValueError, match="needs averaging_period"):
+        plan_parallelism(model, DDPConfig(comm_hook="post_local_sgd"), world_size=2)
+    plan = plan_parallelism(model, DDPConfig(averaging_period=2), world_size=2)
+    assert "averaging_period=2 is ignored" in plan.warnings[0]
+
+
+def warned() -> list[str]:
+    with pytest.warns(UserWarning, match="averaging_period=2 is ignored") as caught:
+        parallelize_model(structures.M(), DDPConfig(averaging_period=2, comm_hook="fp16"))
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.promise(63)
+def test_a_period_without_post_local_sgd_warns(world2: World) -> None:
+    assert [len(texts) for texts in world2(warned)] == [1, 1]

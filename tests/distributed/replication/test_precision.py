@@ -1,0 +1,92 @@
+"""Mixed precision under DDP in place."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import Adam
+
+from composer_dist.distributed import parallelize_model
+from tests.conftest import World
+from tests.kit import structures
+from tests.kit.preparable import close
+from tests.kit.replicas import alike, ddp, mine
+from tests.kit.structures import M
+
+# Mixed precision
+
+
+def half(precision: str, **options: Any) -> None:
+    torch.manual_seed(2)
+    model = structures.tied()
+    single = copy.deepcopy(model)
+    optimizers = [Adam(one.parameters(), 0.01) for one in (model, single)]
+    parallelize_model(model, ddp(**options), optimizers[0], precision)
+    dtypes: set[torch.dtype] = set()
+    model.layers[0].mlp.up.register_forward_hook(lambda m, args, out: dtypes.add(out.dtype))
+    low = torch.float16 if "fp16" in precision else torch.bfloat16
+    for step in range(3):
+        x = structures.batch(single, step)
+        output = model(mine(x))
+        with torch.autocast("cpu", low):
+            expected = single(x)
+        output.float().square().mean().backward()
+        expected.float().square().mean().backward()
+        close(
+            {name: p.grad for name, p in model.named_parameters()},
+            {name: p.grad for name, p in single.named_parameters()},
+            rtol=0.1,
+            atol=4e-3,
+        )
+        assert alike(model, lambda p: p.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+        if options.get("mixed_precision") == "PURE":
+            assert all(torch.equal(p.grad, p.grad.to(low).float()) for p in model.parameters())
+        else:
+            assert not all(torch.equal(p.grad, p.grad.to(low).float()) for p in model.parameters())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert dtypes == {low}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.promise(61)
+@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
+@pytest.mark.parametrize("mixed_precision", ["DEFAULT", "PURE"])
+def test_mixed_precision_is_autocast_with_full_parameters(
+    world2: World, precision: str, mixed_precision: str
+) -> None:
+    world2(half, precision, mixed_precision=mixed_precision)
+
+
+def outputs_and_failures() -> None:
+    model = M()
+    mixed = {"param_dtype": "bf16", "output_dtype": "fp32"}
+    parallelize_model(model, ddp(mixed_precision=mixed, activation_checkpointing=None))
+    assert model(torch.ones(2, 8)).dtype is torch.float32
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(2, 7))
+    assert not torch.is_autocast_enabled("cpu")
+    model(torch.ones(2, 8)).sum().backward()
+    low = M().bfloat16()
+    parallelize_model(low, ddp(mixed_precision={"reduce_dtype": "fp32"}))
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    low(x).float().square().mean().backward()
+    alone = copy.deepcopy(M().bfloat16())
+    alone.load_state_dict(low.state_dict())
+    alone(x).float().square().mean().backward()
+    for p, q in zip(low.parameters(), alone.parameters(), strict=True):
+        total = q.grad.float()
+        dist.all_reduce(total)
+        torch.testing.assert_close(p.grad, (total / 2).bfloat16(), rtol=0, atol=0)
+
+
+def test_outputs_are_cast_and_half_gradients_reduced_in_float32(world2: World) -> None:
+    world2(outputs_and_failures)

@@ -1,0 +1,183 @@
+"""Methods besides forward, several prepared models in one program, and a prepared part of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer_dist.config import presets
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.rule import Rule
+from composer_dist.distributed import named_parameters_canonical, parallelize_model, plan_parallelism
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from tests.conftest import World
+from tests.kit.structures import full
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) * self.scale
+
+    def encode(self, x: Tensor, *, times: int) -> Tensor:
+        """Uses its own parameters without its forward."""
+        return torch.sin(self.inner(x)) * times
+
+
+class Model(nn.Module):
+    """Its steps call its forward, one block's method and its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Body(), Body()])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        x, y = batch
+        encoded = self.head(self.blocks[1].encode(x, times=2))
+        return {"loss": (self(x) - y).square().mean() + encoded.square().mean()}
+
+
+def _parts(total: Tensor) -> Tensor:
+    return total.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def _same(model: nn.Module, reference: nn.Module, part: Callable[[nn.Parameter], Any]) -> None:
+    theirs = dict(named_parameters_canonical(model))
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(full(part(theirs[name])), part(parameter))
+
+
+def _steps(reshard: bool) -> list[str]:
+    torch.manual_seed(0)
+    reference = Model()
+    torch.manual_seed(0)
+    model = Model()
+    rules = [Rule([presets.layers("blocks"), ""], shard=True, reshard_after_forward=reshard)]
+    config = ParallelismConfig(rules=rules, forward_methods=("training_step", "encode"))
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (reference, model)]
+    done = parallelize_model(model, config, optimizers[1])
+    x, y = torch.randn(3, 4, 4), torch.randn(3, 4, 2)
+    for step in range(3):
+        reference.training_step((x[step], y[step]))["loss"].backward()
+        model.training_step((_parts(x[step]), _parts(y[step])))["loss"].backward()
+        _same(model, reference, lambda p: p.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():  # and after it the next step sees the new weights
+            torch.testing.assert_close(
+                model.blocks[0].encode(x[0], times=3), reference.blocks[0].encode(x[0], times=3)
+            )
+            torch.testing.assert_close(model(x[0]), reference(x[0]))
+    assert "forward" not in vars(model)
+    assert model.training_step.__name__ == "training_step"
+    return sorted(done.plain_parameters)
+
+
+@pytest.mark.promise(35)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_other_methods_gather_as_forward_does(world2: World, reshard: bool) -> None:
+    plain = ["blocks.0.scale", "blocks.1.scale"]  # scalars, averaged for these methods too
+    assert world2(_steps, reshard) == [plain] * 2
+
+
+@pytest.mark.promise(35)
+def test_a_method_that_no_unit_has_is_refused() -> None:
+    for name, text in {
+        "trainig_step": "no unit has a method 'trainig_step'. Did you mean 'training_step'?",
+        "encode": "no unit has a method 'encode'. blocks.0 has it; make it a unit with "
+        "Rule('blocks.0', shard=True).",
+        "head": "no unit has a method 'head'.",
+    }.items():
+        config = ParallelismConfig(rules=[Rule("", shard=True)], forward_methods=[name])
+        with pytest.raises(ParallelismValueError) as caught:
+            plan_parallelism(Model(), config, world_size=2)
+        assert str(caught.value) == f"forward_methods: {text}"
+    with pytest.raises(ParallelismTypeError, match="a sequence of names"):
+        ParallelismConfig(forward_methods="training_step")
+
+
+def _failing() -> None:
+    model = Model()
+    config = ParallelismConfig(forward_methods=["training_step"])
+    parallelize_model(model, config)
+    with pytest.raises(TypeError):
+        model.training_step(None)
+    assert "forward" not in vars(model)
+    assert model(torch.ones(1, 4)).shape == (1, 2)
+
+
+@pytest.mark.promise(35)
+def test_a_method_that_fails_leaves_forward_as_it_was(world1: World) -> None:
+    world1(_failing)
+
+
+def _two_models() -> None:
+    """A generator and its critic: two prepared models, two optimizers, one loss through both."""
+
+    def make() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(1)
+        return Model(), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    reference, prepared = make(), make()
+    optimizers = [[torch.optim.SGD(m.parameters(), 0.1) for m in pair] for pair in (reference, prepared)]
+    for model, optimizer in zip(prepared, optimizers[1], strict=True):
+        parallelize_model(model, "fsdp", optimizer)
+    x = torch.randn(4, 4)
+    for step in range(2):
+        for (generator, critic), batch, own in (
+            (reference, x, optimizers[0]),
+            (prepared, _parts(x), optimizers[1]),
+        ):
+            critic(generator(batch)).square().mean().backward()
+            own[step % 2].step()
+            for optimizer in own:
+                optimizer.zero_grad()
+        for one, other in zip(prepared, reference, strict=True):
+            _same(one, other, lambda p: p.detach())
+
+
+def _a_part() -> list[bool]:
+    """Only the blocks are prepared; the head is the caller's own."""
+    torch.manual_seed(1)
+    reference = Model()
+    torch.manual_seed(1)
+    model = Model()
+    done = parallelize_model(model.blocks[0], "fsdp")
+    assert done.model is model.blocks[0]
+    x = torch.randn(4, 4)
+    reference(x).square().mean().backward()
+    model(_parts(x)).square().mean().backward()
+    for name, parameter in reference.named_parameters():
+        gradient = dict(named_parameters_canonical(model))[name].grad
+        assert gradient is not None
+        if not name.startswith("blocks.0"):
+            dist.all_reduce(gradient)
+            gradient /= 2
+        torch.testing.assert_close(full(gradient), parameter.grad)
+    return [isinstance(p, DTensor) for p in model.parameters()]
+
+
+def test_several_models_in_one_program(world2: World) -> None:
+    world2(_two_models)
+
+
+def test_a_part_of_a_model_is_prepared_by_itself(world2: World) -> None:
+    # scale (a scalar), inner.weight and inner.bias of the first block; the second block; the head
+    assert world2(_a_part) == [[False, True, True, *[False] * 5]] * 2

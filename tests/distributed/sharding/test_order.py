@@ -1,0 +1,104 @@
+"""Ranks that run different units at one time: an error with their names, the same on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.distributed import parallelize_model
+from composer_dist.errors import ParallelismRuntimeError
+from tests.conftest import World
+from tests.distributed.sharding.test_skip import WIDTH, Layer, Multimodal
+
+
+def _skips(who: list[int], mesh: MeshConfig, backward: bool = False) -> str:
+    """Train and evaluate with images everywhere, then without them on some ranks; the error."""
+    torch.manual_seed(0)
+    model = Multimodal()
+    parallelize_model(model, ParallelismConfig(mesh=mesh))
+    text, images = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
+    for rows in ((text, images), (text, None)):
+        model(*rows)[0].mean().backward()
+        with torch.no_grad():
+            model(*rows)
+    with pytest.raises(ParallelismRuntimeError) as caught:
+        model(text, None if dist.get_rank() in who else images)[0].mean().backward()
+    return str(caught.value)
+
+
+def test_a_tower_that_one_rank_skips_is_an_error_that_names_it(world2: World) -> None:
+    text = (
+        "The ranks run different units: rank 0 is about to gather vision.layers.0, rank 1 to gather layers.0."
+        " Every rank must run every unit, in the same order. Where some ranks skip a module (an image tower, "
+        "for a batch without images), say so: Rule(its name, skippable='replicate') or 'root'."
+    )
+    assert world2(_skips, [1], MeshConfig()) == [text] * 2
+
+
+def test_replicas_that_differ_are_seen_when_they_reduce(world4: World) -> None:
+    """Ranks 2 and 3 are one replica, which skips as a whole: forward is in order."""
+    texts = world4(_skips, [2, 3], MeshConfig(dp_replicate=2))
+    assert len(set(texts)) == 1
+    # Without images the first layer's input has no gradient: FSDP2 reduces it later, after the root.
+    assert texts[0].startswith(
+        "The ranks run different units: rank 0 is about to reduce the gradients of layers.0, rank 2 to "
+        "reduce the gradients of the root."
+    )
+
+
+class Experts(nn.Module):
+    """A layer of which each rank uses another expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.experts = Layer(), nn.ModuleList([Layer(), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        out: Tensor = self.experts[which](self.layer(x))
+        return out
+
+
+def _uses_another() -> str:
+    model = Experts()
+    parallelize_model(model, ParallelismConfig(sync="rank0"), fsdp_wrap_policy=lambda module: module is model)
+    with pytest.raises(ParallelismRuntimeError) as caught:
+        model(torch.randn(3, WIDTH), dist.get_rank()).mean().backward()
+    return str(caught.value)
+
+
+def test_gradients_that_some_ranks_lack_are_an_error(world2: World) -> None:
+    first, second = world2(_uses_another)
+    assert first == second
+    assert first.startswith("The ranks reduce different gradients of the root: rank 0 ")
+    assert first.endswith("let those modules be Rule(..., skippable='root').")
+
+
+def _counts(check: bool | str) -> int:
+    model = Multimodal()
+    parallelize_model(model, ParallelismConfig(sync="rank0", check_order=check))  # type: ignore[arg-type]
+    made = 0
+    gather = dist.all_gather
+
+    def counted(*args: object, **kwargs: object) -> object:
+        nonlocal made
+        made += 1
+        return gather(*args, **kwargs)  # type: ignore[arg-type]
+
+    dist.all_gather = counted  # type: ignore[assignment]
+    try:
+        model(torch.randn(3, WIDTH), torch.randn(3, WIDTH))[0].mean().backward()
+    finally:
+        dist.all_gather = gather
+    return made
+
+
+@pytest.mark.parametrize(("check", "made"), [("auto", 13), (False, 0)])
+def test_each_collective_of_a_unit_is_preceded_by_one_comparison(
+    world2: World, check: bool | str, made: int
+) -> None:
+    # Forward gathers the root and four layers, backward the three that were freed, and five are reduced.
+    assert world2(_counts, check) == [made] * 2

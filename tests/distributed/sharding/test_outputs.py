@@ -1,0 +1,58 @@
+"""A unit's outputs can be changed in place, and cost no warning and no copy."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from composer_dist import FSDP2Config
+from composer_dist.distributed import parallelize_model
+from composer_dist.distributed.sharding.hooks import own_outputs
+from tests.world import run
+
+
+class Views(nn.Module):
+    """Returns a view in a nest, beside tensors that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, object]:
+        logits = self.head(x)
+        return {"logits": logits, "parts": (logits.clone(), x), "note": "as it was"}
+
+
+def test_views_become_tensors_over_the_same_memory() -> None:
+    model, x = Views(), torch.randn(2, 5, 3)
+    assert model(x)["logits"]._base is not None
+    own_outputs(model)
+    found = model(x)
+    assert found["logits"]._base is None
+    assert found["parts"][1] is x
+    assert found["note"] == "as it was"
+    found["logits"].sum().backward()
+    assert torch.allclose(model.head.bias.grad, torch.full((4,), 10.0))
+    with torch.no_grad():
+        assert not model(x)["logits"].requires_grad
+
+
+def in_place() -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of a weight whose unit's output is added to in place; and unsharded."""
+    found = []
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        if sharded:
+            parallelize_model(model, FSDP2Config(reshard_after_forward=True))
+        output = model(torch.ones(2, 5, 3))
+        output += 1
+        output.square().sum().backward()
+        gradient = model[0].weight.grad
+        found.append(gradient.full_tensor() if sharded else gradient)
+    return found[0], found[1]
+
+
+def test_an_output_changed_in_place_still_gathers_for_backward() -> None:
+    for found, expected in run(in_place, 2):
+        assert torch.allclose(found, expected)

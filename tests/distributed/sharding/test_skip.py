@@ -1,0 +1,217 @@
+"""Modules that some ranks skip: a toy multimodal model whose batches have images on some ranks only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.rule import Rule
+from composer_dist.distributed import (
+    named_parameters_canonical,
+    parallelize_model,
+    plan_parallelism,
+    prepare_fully_shard,
+)
+from composer_dist.errors import ParallelismValueError
+from tests.conftest import World
+from tests.kit.structures import full
+
+WIDTH = 4
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+class Vision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        for layer in self.layers:
+            images = layer(images)
+        return images * self.gain
+
+
+class Multimodal(nn.Module):
+    """Text `(rows, WIDTH)`, and images or none; returns a tuple, as models do."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.vision = Vision().requires_grad_(not frozen)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, text: Tensor, images: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if images is not None:
+            text = text + self.vision(images)
+        for layer in self.layers:
+            text = layer(text)
+        return self.head(text), text
+
+
+def _pair(frozen: bool = False) -> tuple[Multimodal, Multimodal]:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Multimodal(frozen))
+    return models[0], models[1]
+
+
+def _loss(model: nn.Module, rows: list[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """The mean over the ranks' batches, which a reference computes one by one."""
+    losses = []
+    for text, images in rows:
+        logits, hidden = model(text, images)
+        losses.append(logits.square().mean() + hidden.square().mean())
+    return torch.stack(losses).mean()
+
+
+WHO_SEES = [(True, False), (False, True), (False, False), (True, True)]
+"""Which of two data-parallel ranks have images, step by step; with more ranks it repeats."""
+
+
+def _train(policy: str, frozen: bool, mesh: MeshConfig, passes: int = 1, by_steps: bool = False) -> list[str]:
+    reference, model = _pair(frozen)
+    config = ParallelismConfig(mesh=mesh, rules=[Rule("vision", skippable=policy)])
+    if by_steps:
+        plan = prepare_fully_shard(model, config)
+        optimizers = [torch.optim.AdamW(m.parameters(), 0.05) for m in (reference, model)]
+    else:
+        optimizers = [torch.optim.AdamW(m.parameters(), 0.05) for m in (reference, model)]
+        plan = parallelize_model(model, config, optimizers[1]).plan
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for sees in WHO_SEES:
+        rows = [
+            (torch.randn(3, WIDTH), torch.randn(3, WIDTH) if sees[one % 2] else None) for one in range(world)
+        ]
+        _loss(reference, rows).backward()
+        for _ in range(passes):
+            (_loss(model, rows[rank : rank + 1]) / passes).backward()
+        theirs = dict(named_parameters_canonical(model))
+        for name, parameter in reference.named_parameters():
+            gradient = theirs[name].grad
+            assert (gradient is None) == (parameter.grad is None), (sees, name)
+            if gradient is not None:
+                torch.testing.assert_close(full(gradient), parameter.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(full(theirs[name]), parameter.detach(), rtol=1e-4, atol=1e-6)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                _loss(model, rows[rank : rank + 1]), _loss(reference, rows[rank : rank + 1])
+            )
+    plain = {name for name, p in theirs.items() if not isinstance(p, DTensor)}
+    vision = {name for name in theirs if name.startswith("vision")}
+    assert plain == (vision if policy == "replicate" else {"vision.gain"})
+    return [unit.name for unit in plan.units]
+
+
+@pytest.mark.promise(35)
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("policy", ["replicate", "root"])
+def test_towers_that_a_rank_skips_train_like_one_process(world2: World, policy: str, frozen: bool) -> None:
+    assert world2(_train, policy, frozen, MeshConfig()) == [["", "layers.0", "layers.1"]] * 2
+
+
+@pytest.mark.promise(35)
+def test_also_with_replicas_and_several_backwards(world4: World) -> None:
+    world4(_train, "root", False, MeshConfig(dp_replicate=2), 2)
+
+
+@pytest.mark.promise(35)
+def test_also_prepared_step_by_step(world2: World) -> None:
+    world2(_train, "root", False, MeshConfig(), by_steps=True)
+
+
+@pytest.mark.promise(35)
+def test_the_plan_says_so() -> None:
+    config = ParallelismConfig(rules=[Rule("vision", skippable="replicate")])
+    plan = plan_parallelism(Multimodal(), config, world_size=2)
+    assert plan.explain("vision.layers.0") == (
+        "vision.layers.0: replicated, because the rule 'vision' lets ranks skip it."
+    )
+    assert [(one.module, one.unit) for one in plan.skippable] == [("vision", None)]
+    plan = plan_parallelism(
+        Multimodal(), ParallelismConfig(rules=[Rule("vision", skippable="root")]), world_size=2
+    )
+    assert plan.explain("vision.layers.0") == "vision.layers.0: part of unit root, because it lies inside it."
+    scalar, one = plan.skippable
+    assert (one.module, one.unit, len(one.parameters)) == ("vision", "", 8)
+    assert scalar.parameters == ("vision.gain",)  # plain, and averaged
+    assert plan.to_dict()["skippable"][1] == ["vision", list(one.parameters), ""]
+
+
+@pytest.mark.promise(35)
+def test_the_unit_around_is_the_nearest() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ModuleDict({"inner": Multimodal()}))
+    rules = [Rule(["1.inner", ""], shard=True), Rule("1.inner.vision", skippable="root")]
+    found = plan_parallelism(model, ParallelismConfig(rules=rules), world_size=2).skippable
+    assert [one.unit for one in found] == [None, "1.inner"]
+
+
+@pytest.mark.promise(35)
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        (
+            [Rule("vision.layers.0", shard=True), Rule("vision", skippable="root")],
+            "The rule 'vision.layers.0' makes vision.layers.0 a unit, but the rule 'vision' lets ranks skip "
+            "vision, and a unit needs every rank.",
+        ),
+        (
+            [Rule("", skippable="root")],
+            "The rule '' makes the root a unit, but the rule '' lets ranks skip it",
+        ),
+        (
+            [Rule("layers.0", shard=True), Rule("vision", skippable="root")],
+            "in the unit around it, but there is none. Add Rule('', shard=True), or use skippable=",
+        ),
+    ],
+)
+def test_what_cannot_be_skipped_is_refused(rules: list[Rule], text: str) -> None:
+    config = ParallelismConfig(rules=rules)
+    with pytest.raises(ParallelismValueError) as caught:
+        plan_parallelism(Multimodal(), config, world_size=2)
+    assert text in str(caught.value)
+
+
+@pytest.mark.promise(35)
+def test_a_tower_of_another_dtype_is_replicated_or_refused() -> None:
+    model = Multimodal()
+    model.vision.to(torch.bfloat16)
+    model.head = nn.Linear(WIDTH, 200)
+    config = ParallelismConfig(rules=[Rule("vision", skippable="root")])
+    with pytest.raises(
+        ParallelismValueError, match="vision in it is a unit of its own, because it trains bfloat16"
+    ):
+        plan_parallelism(model, config, world_size=2)
+
+
+def test_policies_and_attributes_make_no_unit_in_what_is_skipped() -> None:
+    model: Any = Multimodal()
+    model.vision.layers[0]._fsdp_wrap = True
+    config = ParallelismConfig(rules=[Rule("vision", skippable="root")])
+    names = [unit.name for unit in plan_parallelism(model, config, world_size=2).units]
+    assert names == ["", "layers.0", "layers.1"]
+    plan = plan_parallelism(
+        model, config, world_size=2, fsdp_wrap_policy=lambda module: isinstance(module, Layer)
+    )
+    assert [unit.name for unit in plan.units] == names

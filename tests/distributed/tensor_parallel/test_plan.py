@@ -1,0 +1,343 @@
+"""Which module gets which style, why, and what is refused; no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.rule import Rule
+from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist.distributed import ParallelPlan, plan_parallelism
+from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan
+from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
+from tests.kit.preparable import built
+from tests.kit.tp_models import (
+    MLP,
+    Attention,
+    Decoder,
+    gpt2,
+    llama,
+    lora_gpt2,
+    lora_llama,
+    phi3,
+    qwen3,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
+
+
+def planned(model: nn.Module, *rules: Rule, tp: int = 2, world: int = 2, **options: Any) -> ParallelPlan:
+    """The plan of a model on `tp` tensor-parallel ranks of `world`."""
+    config = ParallelismConfig(mesh=MeshConfig(tp=tp), tp=TPConfig(**options), rules=rules)
+    return plan_parallelism(model, config, world_size=world)
+
+
+def styles(plan: ParallelPlan) -> dict[str, str]:
+    """Module name to style."""
+    assert isinstance(plan.tensor_parallel, TensorParallelPlan)
+    return {name: one.label for name, one in plan.tensor_parallel.modules.items()}
+
+
+def meta(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model without memory."""
+    return built(make, device="meta")
+
+
+BLOCK = {
+    "attention": "share_input",
+    "attention.q_proj": "colwise",
+    "attention.k_proj": "colwise",
+    "attention.v_proj": "colwise",
+    "attention.o_proj": "rowwise",
+    "mlp.0": "colwise",
+    "mlp.3": "rowwise",
+}
+ENDS = {"embed": "vocab", "head": "colwise_gather"}
+
+
+def test_a_plain_decoder_is_planned_by_its_structure() -> None:
+    plan = planned(meta(Decoder))
+    blocks = {f"layers.{i}.{name}": style for i in range(2) for name, style in BLOCK.items()}
+    assert styles(plan) == ENDS | blocks
+    assert plan.explain("layers.1.mlp.3").endswith(
+        "Tensor parallel over 2 ranks: rowwise, because layers.1.mlp has a pair of matrices."
+    )
+    text = "layers.0.mlp.0.weight, cut along dimension 0 among 2 tensor-parallel ranks."
+    assert plan.explain("layers.0.mlp.0.weight") == text.replace(",", ":")
+    assert "tensor-parallel ranks alone share the model" in plan.explain("norm.weight")
+    assert plan.units == ()
+    assert "tensor parallel: 16 modules (1 vocab, 2 share_input, 8 colwise, 4 rowwise, 1" in str(plan)
+
+
+def test_units_gather_what_a_rank_has_of_cut_parameters() -> None:
+    alone = plan_parallelism(meta(Decoder), ParallelismConfig(mesh=MeshConfig()), world_size=2)
+    both = planned(meta(Decoder), world=4)
+    names = [unit.modules for unit in both.units]
+    assert names == [unit.modules for unit in alone.units]
+    assert both.units[1].nbytes < 0.6 * alone.units[1].nbytes
+    assert both.explain("head.weight") == (
+        "head.weight, cut along dimension 0 among 2 tensor-parallel ranks: sharded in unit root."
+    )
+    assert both.digest() != alone.digest()
+
+
+LLAMA = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"}
+
+
+def test_a_hugging_face_model_brings_its_plan() -> None:
+    found = styles(planned(meta(llama)))
+    assert {name for name, style in found.items() if style == "colwise"} == {
+        f"model.layers.{i}.{name}" for i in range(2) for name in LLAMA
+    }
+    assert found["model.embed_tokens"] == "vocab"
+    assert found["lm_head"] == "colwise_gather"
+    assert "LlamaForCausalLM plans it so" in planned(meta(llama)).explain("lm_head")
+    assert styles(planned(meta(qwen3)))["model.layers.0.self_attn.q_norm"] == "sum_gradients"
+    assert styles(planned(meta(phi3)))["model.layers.0.self_attn.qkv_proj"] == "colwise_gather"
+
+
+def test_a_fused_projection_is_cut_in_each_of_its_parts_and_sizes_are_divided() -> None:
+    plan = planned(meta(gpt2))
+    found = styles(plan)
+    assert found["transformer.h.0.attn.c_attn"] == "colwise:3"
+    assert found["transformer.wte"] == "vocab"
+    assert "On each rank its num_heads 4 -> 2, embed_dim 32 -> 16, split_size 32 -> 16." in plan.explain(
+        "transformer.h.0.attn"
+    )
+    assert "nf 96 -> 48" in plan.explain("transformer.h.0.attn.c_attn")
+    where = plan.explain("transformer.h.0.attn.c_attn.weight")
+    assert "cut along dimension 1, each of its 3 groups among 2 tensor-parallel ranks" in where
+    assert plan.explain("lm_head.weight").startswith(
+        "lm_head.weight, one parameter with transformer.wte.weight"
+    )
+
+
+def test_adapters_are_cut_with_their_layer() -> None:
+    found = styles(planned(built(lora_llama)))
+    prefix = "base_model.model.model.layers.0.self_attn."
+    assert found[f"{prefix}q_proj.base_layer"] == found[f"{prefix}q_proj.lora_B.default"] == "colwise"
+    assert found[f"{prefix}q_proj.lora_A.default"] == "replicate"
+    assert found[f"{prefix}o_proj.lora_A.default"] == "rowwise"
+    assert found[f"{prefix}o_proj.lora_B.default"] == "replicate"
+    found = styles(planned(built(lora_llama), sequence_parallel=True))
+    assert found[f"{prefix}q_proj.lora_A.default"] == "sum_gradients"
+    assert found[f"{prefix}o_proj.lora_B.default"] == "sum_gradients"
+    assert (
+        styles(planned(built(lora_gpt2)))["base_model.model.transformer.h.0.attn.c_attn.lora_B.default"]
+        == "colwise:3"
+    )
+
+
+def test_adapters_of_other_kinds_are_refused() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    with pytest.raises(
+        ParallelismValueError, match=r"0\.self_attn\.q_proj has adapters whose lora_magnitude"
+    ):
+        planned(model)
+    model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["embed_tokens"]))
+    with pytest.raises(
+        ParallelismValueError, match=r"embed_tokens has adapters whose .*embedding cannot be cut"
+    ):
+        planned(model)
+
+
+def test_copies_that_peft_trains_instead_get_the_style_too() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    found = styles(planned(model))
+    names = ("original_module", "modules_to_save.default")
+    assert [found[f"base_model.model.lm_head.{name}"] for name in names] == ["colwise_gather"] * 2
+
+
+@pytest.mark.promise(31)
+def test_heads_are_divided_for_all_or_none() -> None:
+    plan = planned(nn.ModuleDict({"attention": Attention()}))
+    found = {d.attribute: (d.before, d.after) for d in plan.tensor_parallel.divisions}  # type: ignore[union-attr]
+    assert found == {"num_heads": (4, 2), "num_kv_heads": (2, 1), "embed_dim": (16, 8)}
+
+    model = nn.ModuleDict({"good": Attention(), "bad": Attention(3, 3, 12)})
+    with pytest.raises(ParallelismValueError) as error:
+        planned(model)
+    text = "bad (Attention) has num_heads=3, which tp=2 does not divide; take a tp that does"
+    assert text in str(error.value)
+    assert "num_kv_heads=3" in str(error.value)
+    assert "good" not in str(error.value)
+    assert model["good"].num_heads == 4
+
+
+class Renamed(nn.Module):
+    """Attention that calls its sizes by names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teams, self.num_heads, self.breadth = 4, 7, 16
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(16, 16) for _ in range(4))
+
+
+@pytest.mark.promise(31)
+def test_a_module_may_name_its_own_sizes() -> None:
+    model = Renamed()
+    model.tensor_parallel_attributes = ("teams",)  # type: ignore[assignment]
+    plan = planned(model, head_attributes=("breadth",))
+    found = {d.attribute: d.after for d in plan.tensor_parallel.divisions}  # type: ignore[union-attr]
+    assert found == {"teams": 2, "breadth": 8}
+    with pytest.raises(ParallelismValueError, match="num_heads=7"):
+        planned(Renamed())
+    with pytest.raises(ParallelismValueError, match="has the head_attributes width, as integers"):
+        planned(model, head_attributes=("breadth", "width"))
+
+
+def test_heads_that_only_the_projections_tell_are_checked() -> None:
+    with pytest.raises(ParallelismValueError, match=r"k_proj has 2 heads of 8 features, which tp=4 does not"):
+        planned(meta(llama), tp=4, world=4)
+
+
+def test_what_cannot_be_placed_is_listed_and_rules_place_it() -> None:
+    model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4))
+    with pytest.raises(ParallelismValueError) as error:
+        planned(model)
+    for line in ("  0: a Conv1d, in no attention", "  1: a Linear", "  3: a Linear", "tp='replicate'"):
+        assert line in str(error.value)
+    rules = [Rule("0", tp="replicate"), Rule("1", tp="colwise"), Rule("3", tp="rowwise")]
+    assert styles(planned(model, *rules)) == {"0": "replicate", "1": "colwise", "3": "rowwise"}
+
+    fused = nn.ModuleDict({"qkv": nn.Linear(4, 12), "proj": nn.Linear(4, 4)})
+    with pytest.raises(
+        ParallelismValueError, match="qkv: it holds query, key and value in an order.*'colwise:3'"
+    ):
+        planned(fused)
+
+
+def test_a_rule_leaves_a_part_of_the_plan_whole() -> None:
+    found = styles(planned(meta(Decoder), Rule("layers.0.attention", tp="replicate")))
+    assert found["layers.0.attention"] == "replicate"
+    assert not [name for name in found if name.startswith("layers.0.attention.")]
+    assert found["layers.1.attention.q_proj"] == "colwise"
+
+
+def test_whole_parameters_among_heads_are_named() -> None:
+    model = Attention()
+    model.temperature = nn.Parameter(torch.ones(1))
+    with pytest.raises(
+        ParallelismValueError, match="temperature stays whole inside the root, which works on"
+    ):
+        planned(model)
+
+
+def test_explicit_styles_go_by_name_and_pattern() -> None:
+    plan = planned(MLP(), plan={"re:u.": "colwise", "down": "rowwise"})
+    assert styles(plan) == {"up": "colwise", "down": "rowwise"}
+    assert plan.tensor_parallel.cuts.keys() == {"up.weight", "up.bias", "down.weight"}  # type: ignore[union-attr]
+
+
+TORCH = {"up": ColwiseParallel(), "down": RowwiseParallel(), "": PrepareModuleInput(input_layouts=None)}
+
+
+def test_torchs_style_objects_are_planned_like_the_others() -> None:
+    plan = planned(MLP(), plan=TORCH)
+    assert styles(plan) == {"": "PrepareModuleInput", "up": "ColwiseParallel", "down": "RowwiseParallel"}
+    assert plan.tensor_parallel.parameters == ("up.weight", "up.bias", "down.weight", "down.bias")  # type: ignore[union-attr]
+    assert "cut along dimension 1" in plan.explain("down.weight")
+
+
+def tied() -> nn.Module:
+    """A matrix that two layers hold."""
+    model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+FAULTS: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
+    (MLP, {"plan": {"upp": "colwise"}}, "no module matches 'upp'. Did you mean 'up'?"),
+    (MLP, {"plan": {"up": "columns"}}, "no tensor-parallel style 'columns'.*Did you mean 'colwise'?"),
+    (MLP, {"plan": {"up": "rowwise:3"}}, "no tensor-parallel style 'rowwise:3'"),
+    (MLP, {"plan": {"up": 3}}, "style of TPConfig.plan\\['up'\\] is int"),
+    (
+        MLP,
+        {"plan": {"norm": "colwise"}},
+        "norm cannot be colwise: that is for nn.Linear .*, not for LayerNorm",
+    ),
+    (MLP, {"plan": {"up": "vocab"}}, "up cannot be vocab: that is for an embedding"),
+    (MLP, {"plan": {"up": "colwise:4"}}, "up.weight has 6 features, which are not 4 equal groups"),
+    (
+        lambda: MLP(1),
+        {"plan": {"up": "colwise"}},
+        "up.weight has 1 features along dimension 0, too few for tp=2",
+    ),
+    (lambda: MLP(5), {"plan": {"up": ColwiseParallel()}}, "5 features.*torch's styles need that"),
+    (lambda: nn.Embedding(8, 2, sparse=True), {"plan": {"": "vocab"}}, "an embedding with sparse needs all"),
+    (
+        tied,
+        {"plan": {"embed": "colwise", "head": "colwise"}},
+        "one parameter, which embed and head would cut",
+    ),
+    (MLP, {"plan": {"up": "colwise"}, "loss_parallel": True}, "no module has the style 'colwise_gather'"),
+    (MLP, {"plan": {"up": "colwise"}, "sequence_parallel": True}, "no ModuleList holds cut matrices"),
+    (nn.LayerNorm, {}, "nothing in the model is a matrix"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "text"), FAULTS)
+def test_what_is_wrong_is_named(make: Callable[..., nn.Module], options: dict[str, Any], text: str) -> None:
+    model = nn.ModuleDict({"only": make(4)}) if make is nn.LayerNorm else make()
+    with pytest.raises(ParallelismError, match=text):
+        planned(model, **options)
+
+
+def test_a_tied_partner_gets_a_style_that_agrees() -> None:
+    plan = planned(tied(), plan={"head": "colwise_gather"})
+    assert styles(plan) == {"embed": "vocab", "head": "colwise_gather"}
+    assert "shares its matrix with head" in plan.explain("embed")
+
+
+def test_sequence_parallel_cuts_between_the_regions() -> None:
+    found = styles(planned(meta(Decoder), sequence_parallel=True))
+    assert found["layers.0"] == found["layers.1"] == "sequence_block"
+    assert found["layers.0.attention"] == found["layers.0.mlp"] == "gather_sequence"
+    assert found["layers.1.mlp_norm"] == "sequence"
+    with pytest.raises(
+        ParallelismValueError, match=r"what layers\.0\.attention\.q_proj \(Linear\) does along"
+    ):
+        planned(meta(Decoder), Rule("layers.0.attention", tp="replicate"), sequence_parallel=True)
+
+
+def test_options_without_tensor_parallel_ranks_and_ranks_without_options_are_refused() -> None:
+    with pytest.raises(ParallelismValueError, match="2 tensor-parallel ranks, but nothing says"):
+        plan_parallelism(MLP(), ParallelismConfig(mesh=MeshConfig(tp=2)), world_size=2)
+    config = ParallelismConfig(tp=TPConfig(), rules=[Rule("up", tp="colwise")])
+    with pytest.raises(ParallelismValueError, match=r"Rule\('up'\), tp=TPConfig.* but the mesh has tp=1"):
+        plan_parallelism(MLP(), config, world_size=2)
+    lenient = ParallelismConfig(tp=TPConfig(), strict=False)
+    assert "the mesh has tp=1" in plan_parallelism(MLP(), lenient, world_size=2).warnings[0]
+    with pytest.raises(ParallelismTypeError, match="'auto' or a mapping"):
+        TPConfig(plan="colwise")  # type: ignore[arg-type]
+
+
+def test_a_cut_parameter_in_no_unit_is_refused_where_gradients_differ() -> None:
+    rules = [Rule("up", shard=False)]
+    plan = {"up": "colwise", "down": "rowwise"}
+    with pytest.raises(ParallelismValueError, match="up.weight, up.bias would be cut by tensor parallelism"):
+        planned(MLP(), *rules, plan=plan, world=4)
+    assert planned(MLP(), *rules, plan=plan).units == ()
+
+
+def test_styles_come_from_yaml() -> None:
+    config = ParallelismConfig.from_dict(
+        {"mesh": {"tp": 2}, "tp": {"plan": {"up": "colwise"}}, "rules": [{"match": "down", "tp": "rowwise"}]}
+    )
+    assert styles(plan_parallelism(MLP(), config, world_size=2)) == {"up": "colwise", "down": "rowwise"}
+
+
+def test_a_plan_that_cuts_nothing_is_refused() -> None:
+    with pytest.raises(ParallelismValueError, match="Nothing would be cut among the 2"):
+        planned(meta(llama), plan={})

@@ -1,0 +1,240 @@
+"""Which modules a rule selects, and what several rules say together."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from composer_dist import Precision
+from composer_dist.config import presets
+from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.rule import Rule
+from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
+from composer_dist.structure.select import select, spell
+from composer_dist.structure.structure import read_structure
+from tests.distributed.sharding.test_choose import BLOCKS, _choose
+from tests.kit import structures
+
+
+@pytest.mark.promise(10)
+@pytest.mark.parametrize(
+    ("match", "names"),
+    [
+        ("layers.1", ["layers.1"]),
+        ("", [""]),
+        (r"re:layers\.\d", BLOCKS),
+        (re.compile(r".*\.mlp\.up"), [f"{block}.mlp.up" for block in BLOCKS]),
+        (structures.Mlp, [f"{block}.mlp" for block in BLOCKS]),
+        (lambda name, module: name.endswith("norm") and "." not in name, ["norm"]),
+        (["head", "embed", nn.Embedding], ["embed", "head"]),
+        ("layers", ["layers"]),
+        (r"re:layers\.1", ["layers.1"]),
+        ("re:ayers", []),
+        ("type:Mlp", [f"{block}.mlp" for block in BLOCKS]),
+        ("type:tests.kit.structures.Mlp", [f"{block}.mlp" for block in BLOCKS]),
+        ("type:torch.nn.modules.sparse.Embedding", ["embed"]),
+        (["type:Embedding", re.compile("head")], ["embed", "head"]),
+    ],
+)
+def test_each_kind_of_match(match: Any, names: list[str]) -> None:
+    assert select(match, read_structure(structures.B()).modules) == names
+
+
+@pytest.mark.promise(11)
+def test_a_name_is_the_whole_name() -> None:
+    model = structures.B(blocks=12)
+    assert select("layers.1", read_structure(model).modules) == ["layers.1"]
+    assert list(_choose(model, Rule("layers.1", shard=True)).units) == ["layers.1"]
+
+
+@pytest.mark.promise(10)
+@pytest.mark.parametrize("match", [3, None, [], ["a", 3]])
+def test_another_kind_of_match_is_refused(match: Any) -> None:
+    with pytest.raises(ParallelismTypeError, match="A rule matches by a module name, .* not by"):
+        Rule(match)
+
+
+@pytest.mark.promise(10)
+def test_a_pattern_that_is_none_is_refused() -> None:
+    with pytest.raises(ParallelismValueError, match=r"'re:\(a' is no regular expression: missing \)"):
+        Rule("re:(a", shard=True)
+
+
+@pytest.mark.promise(12)
+def test_unmatched_rules_are_all_named_with_a_neighbor() -> None:
+    with pytest.raises(ParallelismValueError) as caught:
+        _choose(
+            structures.B(), Rule("layer.1", shard=True), Rule("re:x", shard=True), Rule("head", shard=True)
+        )
+    assert "No module matches 'layer.1'. Did you mean 'layers.1'?" in str(caught.value)
+    assert "No module matches 're:x'." in str(caught.value)
+    assert "'head'" not in str(caught.value)
+
+
+@pytest.mark.promise(12)
+def test_every_part_of_a_list_matches() -> None:
+    match = ["layers.0", ["layer.1", "type:Mlpp", nn.Conv1d]]
+    with pytest.raises(ParallelismValueError) as caught:
+        _choose(structures.B(), Rule(match, shard=True))
+    allow = "(Rule(..., optional=True) allows that.)"
+    assert str(caught.value).splitlines() == [
+        f"No module matches 'layer.1'. Did you mean 'layers.1'? {allow}",
+        f"No module matches 'type:Mlpp'. Did you mean 'type:Mlp'? {allow}",
+        f"No module matches Conv1d. {allow}",
+    ]
+    assert "layers.0" in _choose(structures.B(), Rule(match, shard=True, optional=True)).units
+
+
+@pytest.mark.promise(12)
+def test_a_rule_that_sets_nothing_is_refused() -> None:
+    with pytest.raises(ParallelismValueError, match="The rule 'head' sets nothing; give it one of shard, "):
+        _choose(structures.B(), Rule("head"))
+
+
+@pytest.mark.promise(12)
+def test_optional_rules_may_match_nothing() -> None:
+    assert list(_choose(structures.B(), Rule("nope", shard=True, optional=True)).units) == ["", *BLOCKS]
+
+
+@pytest.mark.promise(13)
+def test_rules_merge_by_field_and_the_later_wins() -> None:
+    choices = _choose(
+        structures.B(),
+        Rule(r"re:layers\.\d", shard=True, reshard_after_forward=True, mixed_precision="FULL"),
+        Rule("layers.1", reshard_after_forward=False),
+        Rule("layers.1", offload=True),
+    )
+    assert choices.units["layers.0"].options == {"reshard_after_forward": True, "mixed_precision": "FULL"}
+    assert choices.units["layers.1"].options == {
+        "reshard_after_forward": False,
+        "mixed_precision": "FULL",
+        "offload": True,
+    }
+    assert choices.rules["layers.1"]["reshard_after_forward"] == (False, "rule 'layers.1'")
+
+
+@pytest.mark.promise(14)
+def test_containers_in_containers() -> None:
+    model = nn.ModuleDict({"a": nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)])})
+    assert list(_choose(model, Rule("a", shard=True)).units) == ["a.0.0", "a.1"]
+
+
+@pytest.mark.promise(14)
+def test_containers_can_be_skipped() -> None:
+    choices = _choose(structures.B(), Rule("layers", shard=True), Rule("head", shard=True), containers="skip")
+    assert list(choices.units) == ["head"]
+    assert choices.warnings == ("layers is a ModuleList, which has no forward of its own; it is skipped.",)
+
+
+def test_a_parameter_list_is_no_unit() -> None:
+    model = structures.B()
+    model.extra = nn.ParameterList([torch.ones(3)])
+    choices = _choose(model, Rule("extra", shard=True), Rule("head", shard=True))
+    assert list(choices.units) == ["head"]
+    assert choices.warnings == ("extra is a ParameterList, which has no forward of its own; it is skipped.",)
+    assert dict(_choose(model, Rule("extra", shard=False)).plain) == {
+        "extra": "rule 'extra' leaves it replicated"
+    }
+
+
+@pytest.mark.promise(20)
+def test_a_pattern_for_numbered_layers() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([structures.Block()])
+    model.decoder = nn.Module()
+    model.decoder.layers = nn.ModuleList([structures.Block(), structures.Block()])
+    model.encoder = nn.Module()
+    model.encoder.layers = nn.ModuleList([structures.Block()])
+    modules = read_structure(model).modules
+    numbered = ["layers.0", "decoder.layers.0", "decoder.layers.1", "encoder.layers.0"]
+    assert select(presets.layers(), modules) == numbered
+    assert select(presets.layers("blocks", "layers"), modules) == numbered
+    assert select(presets.layers("h"), modules) == []
+
+
+@pytest.mark.promise(23)
+@pytest.mark.parametrize(
+    "values", [{"shard": "yes"}, {"reshard_after_forward": "no"}, {"offload": "pinned"}, {"optional": 2}]
+)
+def test_a_value_that_a_field_cannot_have_is_refused(values: Any) -> None:
+    with pytest.raises(ParallelismError, match=next(iter(values))):
+        Rule("a", **values)
+
+
+@pytest.mark.promise(23)
+def test_a_rule_has_no_other_fields() -> None:
+    with pytest.raises(TypeError, match="reshard"):
+        Rule("a", reshard=True)  # type: ignore[call-arg]
+
+
+def test_rules_are_spelt_alike_on_every_rank() -> None:
+    def starts(prefix: str, name: str, module: nn.Module) -> bool:
+        return name.startswith(prefix)
+
+    assert spell(functools.partial(starts, "layers")) == "partial"
+    assert spell(["a", re.compile("b+"), nn.Linear]) == "['a', 're:b+', Linear]"
+
+
+def test_a_rule_for_any_name_of_a_module_counts() -> None:
+    model = structures.B()
+    model.last = model.layers[2]
+    assert list(_choose(model, Rule("last", shard=True)).units) == ["layers.2"]
+
+
+@pytest.mark.promise(17)
+def test_the_caller_s_list_of_rules_may_change() -> None:
+    rules = [Rule("head", shard=True)]
+    config = ParallelismConfig(rules=rules)
+    rules.clear()
+    assert config.rules == (Rule("head", shard=True),)
+
+
+@pytest.mark.promise(91)
+def test_everything_goes_through_yaml_and_back() -> None:
+    config = ParallelismConfig(
+        mesh=MeshConfig(dp_replicate=2, tp=2),
+        fsdp2=FSDP2Config(reshard_after_forward=2, mixed_precision={"param_dtype": "bfloat16"}),
+        rules=[
+            Rule(presets.layers(), shard=True, offload=False),
+            Rule(["type:Mlp", "head"], reshard_after_forward=False, optional=True),
+        ],
+        activation_checkpointing="composable",
+        sync="rank0",
+    )
+    text = yaml.safe_dump(config.to_dict(), sort_keys=False)
+    assert "dp_shard" not in text  # defaults are left out
+    assert ParallelismConfig.from_dict(yaml.safe_load(text)) == config
+    assert ParallelismConfig().to_dict() == {}
+
+
+@pytest.mark.promise(91)
+def test_what_only_python_has_is_spelt_for_yaml() -> None:
+    own = ParallelismConfig(
+        fsdp2=FSDP2Config(mixed_precision={"param_dtype": torch.bfloat16, "reduce_dtype": Precision.FP32}),
+        rules=[Rule([re.compile("LAYERS.0", re.I), structures.Mlp], shard=True)],
+        activation_checkpointing=("composable", None),
+    )
+    values = yaml.safe_load(yaml.safe_dump(own.to_dict()))
+    assert values == {
+        "fsdp2": {"mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": "fp32"}},
+        "rules": [{"match": ["re:(?i)LAYERS.0", "type:tests.kit.structures.Mlp"], "shard": True}],
+        "activation_checkpointing": ["composable", None],
+    }
+    read = ParallelismConfig.from_dict(values)
+    assert (
+        _choose(structures.B(), *read.rules).units.keys() == _choose(structures.B(), *own.rules).units.keys()
+    )
+
+
+@pytest.mark.promise(91)
+def test_a_function_has_no_form_in_yaml() -> None:
+    with pytest.raises(ParallelismTypeError, match="Rule.match has no form in a file: function"):
+        ParallelismConfig(rules=[Rule(lambda name, module: True, shard=True)]).to_dict()

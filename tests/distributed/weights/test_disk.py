@@ -1,0 +1,487 @@
+"""Weights from files into the shards of any mesh: values, bytes read, memory, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from composer_dist import DDPConfig, MeshConfig, ParallelismConfig, TPConfig
+from composer_dist.checkpoint import load_pretrained
+from composer_dist.distributed import parallelize_composer_model, parallelize_model
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.prepared import named_parameters_canonical
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.weights import disk as pretrained
+from composer_dist.distributed.weights.disk import Pretrained, Target
+from composer_dist.errors import (
+    CheckpointKeyError,
+    CheckpointRuntimeError,
+    CheckpointValueError,
+    ParallelismRuntimeError,
+    ParallelismValueError,
+)
+from composer_dist.files.index import read_index
+from composer_dist.files.match import Match
+from composer_dist.files.read import Files
+from composer_dist.models import HuggingFaceModel
+from composer_dist.structure.structure import read_structure
+from composer_dist.tensors.blueprint import Blueprint
+from tests.distributed.moving.test_transfer import profiled
+from tests.kit.preparable import Toy, built, config, same, tokens, train, values
+from tests.kit.tp_models import gpt2 as tp_gpt2
+from tests.kit.tp_models import phi3, qwen3, tied_llama
+from tests.world import run
+
+MIB = 1 << 20
+
+
+def saved(model: nn.Module, directory: Path, dtype: torch.dtype | None = None, **changes: Any) -> Path:
+    """The model's state, each tied tensor once, in one safetensors file; None leaves a name out."""
+    state = {
+        held.info.name: held.get().detach().to(dtype).contiguous()
+        for held in read_structure(model).tensors.values()
+        if held.info.name in model.state_dict()
+    }
+    state |= {name: value for name, value in changes.items() if value is not None}
+    path = directory / "toy.safetensors"
+    save_file({name: value for name, value in state.items() if changes.get(name, value) is not None}, path)
+    return path
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_every_rank_reads_its_parts_and_nothing_else(tmp_path: Path, ranks: int, replicas: int) -> None:
+    run(reads_its_parts, ranks, saved(built(seed=3), tmp_path), replicas)
+
+
+def reads_its_parts(path: Path, replicas: int) -> None:
+    pretrained._SMALL = 64  # so that replicas share
+    expected = built(seed=3)
+    header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    for start in ("meta", "cpu"):
+        model = built(seed=7 + dist.get_rank(), device=start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        done = parallelize_model(model, config(replicas=replicas), optimizer, weights=path)
+        same(values(model), values(expected))
+        sharded = [p.to_local().nbytes for n, p in model.named_parameters() if n != "scale"]
+        whole = expected.scale.nbytes + sum(b.nbytes for n, b in expected.named_buffers() if "table" not in n)
+        own = sum(size / replicas if size >= 64 else size for size in sharded)
+        read = done.bytes_read - (header if dist.get_rank() == 0 else 0)
+        assert own <= read + 64 <= own + whole + 64 + 3 * replicas * len(sharded) * 4
+        assert replicas == 1 or done.bytes_moved > 0
+        assert "bytes read by this rank" in str(done)
+        train(model, optimizer)
+        reference = built(seed=3)
+        train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), whole=True)
+        for name, value in values(reference).items():
+            torch.testing.assert_close(values(model)[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_bytes_read_are_the_shards_and_the_headers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = saved(nn.Sequential(*(nn.Linear(256, 300) for _ in range(4))), tmp_path)
+    for rank, read in enumerate(run(reads_few, 4, path)):
+        shard = 4 * (257 * 75 * 4)
+        assert shard <= read <= shard * 1.02, rank
+
+
+def reads_few(path: Path) -> int:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 300) for _ in range(4)))
+    return parallelize_model(model, config(), weights=path).bytes_read
+
+
+# transformers
+
+
+def gpt2(**options: Any) -> Any:
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 33, "n_positions": 8}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **options))
+
+
+def llama(**options: Any) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 33}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes, **options))
+
+
+def llama_base() -> Any:
+    return llama().model
+
+
+def wrapped() -> Any:
+    return HuggingFaceModel(gpt2())
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "4KB"])
+def test_transformers_directories_give_what_from_pretrained_gives(tmp_path: Path, shard_size: str) -> None:
+    for name, make in {"gpt2": gpt2, "llama": llama}.items():
+        torch.manual_seed(1)
+        make().save_pretrained(tmp_path / name, max_shard_size=shard_size)
+        torch.manual_seed(2)
+        make().to(torch.bfloat16).save_pretrained(tmp_path / f"{name}16", max_shard_size=shard_size)
+    assert (tmp_path / "gpt2" / "model.safetensors.index.json").exists() == (shard_size == "4KB")
+    run(as_from_pretrained, 2, tmp_path)
+
+
+def as_from_pretrained(directory: Path) -> None:
+    cases: list[tuple[Callable[[], Any], str, Any]] = [
+        (gpt2, "gpt2", None),
+        (llama, "llama", None),
+        (wrapped, "gpt2", "model."),
+        (llama_base, "llama", "model."),
+        (llama, "llama16", None),
+    ]
+    for make, name, prefix in cases:
+        cls = LlamaForCausalLM if "llama" in name else GPT2LMHeadModel
+        reference = cls.from_pretrained(directory / name, dtype=torch.float32)
+        model = built(make, device="meta")
+        prepare = parallelize_composer_model if make is wrapped else parallelize_model
+        if make is llama_base:
+            with pytest.raises(CheckpointKeyError, match="unexpected: lm_head.weight. strict=False takes"):
+                prepare(model, config=config(), weights=directory / name)
+            with pytest.warns(UserWarning, match="lm_head.weight"):
+                prepare(model, config=config(strict=False), weights=directory / name)
+        else:
+            prepare(model, config=config(), weights=directory / name)
+        expected = values(reference)
+        if make is wrapped:
+            expected = {f"{prefix}{key}": value for key, value in expected.items()}
+        elif prefix:
+            names = [key for key in expected if key.startswith(prefix)]
+            expected = {key.removeprefix(prefix): expected[key] for key in names}
+        same(values(model), expected)
+        if "gpt2" in name:
+            names = {held.info.names for held in read_structure(model).tensors.values()}
+            assert any(len(each) == 2 for each in names)  # still tied
+
+
+def test_a_base_checkpoint_and_new_adapters(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    llama().save_pretrained(tmp_path)
+    run(new_adapters, 2, tmp_path)
+
+
+def new_adapters(directory: Path) -> None:
+    warnings.simplefilter("ignore")
+    with torch.device("meta"):
+        model = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=3))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    parallelize_model(model, config(), optimizer, weights=directory)
+    found = values(model)
+    reference = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    plain = {name.replace(".base_layer", ""): value for name, value in found.items() if "lora_" not in name}
+    same({name.removeprefix("base_model.model."): value for name, value in plain.items()}, values(reference))
+    for name, value in found.items():
+        assert "lora_" not in name or bool(value.any()) == ("lora_A" in name)
+    ids = torch.arange(8).view(1, 8)
+    torch.testing.assert_close(model(input_ids=ids).logits, reference(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_replicas_read_a_share_each(tmp_path: Path, ranks: int) -> None:
+    reads = run(replicated, ranks, saved(built(seed=3), tmp_path))
+    whole = sum(tensor.nbytes for tensor in built().state_dict().values()) - 2 * built().head.weight.nbytes
+    assert all(read <= 1.5 * whole / ranks + 500 for read in reads[1:])
+
+
+def replicated(path: Path) -> int:
+    pretrained._SMALL = 64
+    expected = built(seed=3)
+    model = built(device="meta" if dist.get_rank() else "cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    done = parallelize_model(model, DDPConfig(), optimizer, weights=path)
+    same(values(model), values(expected))
+    train(model, optimizer)
+    train(expected, torch.optim.SGD(expected.parameters(), lr=0.1), whole=True)
+    for name, value in values(expected).items():
+        torch.testing.assert_close(values(model)[name], value, rtol=1e-5, atol=1e-6)
+    return done.bytes_read
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 1), (4, 2)])
+def test_tensor_parallel_models_read_their_windows(tmp_path: Path, ranks: int, replicas: int) -> None:
+    for make in (phi3, qwen3, tp_gpt2, tied_llama):
+        model = built(make, seed=3)
+        model.save_pretrained(tmp_path / make.__name__)
+    run(windows, ranks, tmp_path, replicas)
+
+
+def windows(directory: Path, replicas: int) -> None:
+    pretrained._SMALL = 64
+    for make in (phi3, qwen3, tp_gpt2, tied_llama):
+        expected = {name: parameter.detach() for name, parameter in built(make, seed=3).named_parameters()}
+        settings = ParallelismConfig(
+            mesh=MeshConfig(dp_replicate=replicas, tp=2), tp=TPConfig(), bucket_bytes=4096
+        )
+        for start in ("meta", "cpu"):
+            model = built(make, seed=4, device=start)
+            done = parallelize_model(model, settings, weights=directory / make.__name__)
+            same({name: gather(p) for name, p in named_parameters_canonical(model)}, expected)
+            whole = sum(parameter.nbytes for parameter in expected.values())
+            assert done.bytes_read < whole
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+        assert load_pretrained(model, directory / make.__name__) == ([], [])
+        same({name: gather(p) for name, p in named_parameters_canonical(model)}, expected)
+
+
+# What the files lack, and what they have too much
+
+
+def test_what_does_not_fit_is_named_on_all_ranks_before_anything_changes(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = Toy()
+    wrong = torch.zeros(3, 8)
+    cases = [
+        ({"head.bias": torch.zeros(16)}, CheckpointKeyError, "unexpected: head.bias"),
+        ({"layers.0.up.weight": None, "row": None}, CheckpointKeyError, "missing: row, layers.0.up.weight"),
+        ({"row": wrong}, CheckpointValueError, r"row is (3, 8) in the checkpoint, (1, 8) in the model"),
+        ({"row": model.row.detach().long()}, CheckpointValueError, "row is int64 in the checkpoint, float32"),
+        ({"head.weight": wrong}, CheckpointValueError, "differ in the checkpoint, but are one tensor, embed"),
+    ]
+    paths = []
+    for number, (changes, kind, text) in enumerate(cases):
+        (tmp_path / str(number)).mkdir()
+        paths.append((saved(model, tmp_path / str(number), **changes), kind, text))
+    run(refused, 2, paths)
+
+
+def refused(cases: Sequence[tuple[Path, type[Exception], str]]) -> None:
+    model = built(device="meta")
+    before = [id(parameter) for parameter in model.parameters()]
+    for path, kind, text in cases:
+        with pytest.raises(kind) as caught:
+            parallelize_model(model, config(), weights=path)
+        assert text in str(caught.value)
+        shown = [None] * dist.get_world_size()
+        dist.all_gather_object(shown, str(caught.value))
+        assert len(set(shown)) == 1
+    with pytest.raises(ParallelismValueError, match="weights= .* sync='rank0'"):
+        parallelize_model(model, config(sync="rank0"), weights=cases[0][0])
+    with pytest.raises(CheckpointValueError, match=r"There is no file or directory /nowhere here"):
+        parallelize_model(model, config(), weights="/nowhere")
+    assert [id(parameter) for parameter in model.parameters()] == before
+    own = cases[0][0].parent / f"rank{dist.get_rank()}"
+    own.mkdir()
+    save_file({"row": torch.zeros(1 + dist.get_rank(), 8)}, own / "model.safetensors")
+    with pytest.raises(CheckpointValueError, match=r"rank1.* has 136 bytes here, but 104 where"):
+        parallelize_model(model, config(strict=False), weights=own)
+    with pytest.raises(ParallelismRuntimeError, match="Rank 1 is at 'the plan' while rank 0"):
+        parallelize_model(model, config(), weights=None if dist.get_rank() else cases[0][0])
+
+
+def test_lenient_what_the_files_lack_comes_from_where_it_would(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    extra = {"row": None, "layers.1.up.weight": None, "other": torch.zeros(2)}
+    run(lenient, 2, saved(Toy(), tmp_path, **extra))
+
+
+def lenient(path: Path) -> None:
+    expected, initial = values(built(seed=3)), values(built(seed=5))
+    lacking = {"row", "layers.1.up.weight"}
+    rank = dist.get_rank()
+    for device in ("cpu", "meta" if rank else "cpu"):  # equal everywhere; only rank 0 has values
+        model = built(seed=5, device=device)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            parallelize_model(model, config(strict=False), weights=path)
+        texts = [str(each.message) for each in caught]
+        assert any("row, layers.1.up.weight" in text for text in texts)
+        assert any("no place for" in text and "other" in text for text in texts)
+        same(values(model), {n: initial[n] if n in lacking else expected[n] for n in expected})
+    model = built(device="meta")
+    torch.manual_seed(11)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parallelize_model(model, config(strict=False), weights=path)
+    found = values(model)
+    same({n: found[n] for n in found.keys() - lacking}, {n: expected[n] for n in found.keys() - lacking})
+    assert all(found[name].std() > 0 for name in lacking)
+
+
+class Scaled(nn.Module):
+    """An initializer that looks at another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+        self.register_buffer("total", torch.empty(4), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight.numel() and not self.weight.is_meta:
+            self.total.copy_(self.weight.detach().sum(0))
+        else:
+            self.total.copy_(self.weight.sum(0))
+
+
+def test_initializers_see_what_the_files_have(tmp_path: Path) -> None:
+    run(sees_the_files, 2, saved(built(Scaled, seed=3), tmp_path))
+
+
+def sees_the_files(path: Path) -> None:
+    model, expected = built(Scaled, device="meta"), built(Scaled, seed=3)
+    parallelize_model(model, config(), weights=path)
+    same(values(model), values(expected))
+
+
+# Any layout
+
+
+def opened(path: Path) -> Pretrained:
+    index = read_index(path)
+    made = {name: Blueprint.stored(name, e.shape, e.dtype) for name, e in index.entries.items()}
+    return Pretrained(index, path.parent, Match(made, keys={name: [name] for name in made}), Agreement())
+
+
+NAMES = {
+    1: [("dp_shard",), ("tp",), ("dp_replicate",)],
+    2: [("dp_replicate", "dp_shard"), ("dp_shard", "tp"), ("dp_replicate", "tp")],
+}
+
+
+def test_any_layout_on_any_mesh_shared_in_windows(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = tmp_path / "all.safetensors"
+    state = {str(s): torch.randn(s) for s in [(12, 8), (7, 6), (3, 12), (5,), (4, 6, 4), (2, 0), ()]}
+    save_file(state | {"half": torch.randn(40, 30).bfloat16()}, path)
+    run(any_layout, 4, path)
+
+
+def any_layout(path: Path) -> None:
+    pretrained._SMALL = 16
+    disk = opened(path)
+    everything = load_file(path)
+    for shape in ((4,), (2, 2)):
+        for names in NAMES[len(shape)]:
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            at, targets = Coordinate.of(mesh), []
+            for name, value in everything.items():
+                for layout in layouts(value):
+                    local = torch.full(layout.local_shape(at), -1.0)
+                    targets.append(Target(name, layout, local, mesh))
+            disk.fill(targets, 64)
+            for target in targets:
+                expected = target.layout.part(at).of(everything[target.name].float())
+                assert torch.equal(target.local.view(-1), expected), (names, target.name, target.layout)
+
+
+def layouts(value: torch.Tensor) -> list[Layout]:
+    shape = tuple(value.shape)
+    found = [Layout(shape)]
+    if value.ndim and value.numel():
+        found.append(Layout(shape, rows=True))
+        found += [Layout(shape, rows, dim) for rows in (True, False) for dim in range(value.ndim)]
+        found += [Layout(shape, True, 0, 2)] if shape[0] % 4 == 0 else []
+    return found
+
+
+# Memory
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_memory_is_bounded_by_the_buckets(tmp_path: Path, stored: torch.dtype) -> None:
+    path = tmp_path / "big.safetensors"
+    giant = torch.arange(1 << 24).remainder_(251).reshape(4096, 4096).to(stored)  # 64 MiB in float32
+    small = {f"small.{i}": part.clone() for i, part in enumerate(giant.split(64))}
+    save_file({"giant": giant, **small}, path)
+    for kind in ("cut", "whole", "columns"):
+        extra = max(run(fill_peak, 2, path, kind))
+        assert extra <= 2 * 8 * MIB + 16 * MIB
+        assert extra > MIB or (kind == "cut" and stored == torch.float32)  # straight into the shards
+
+
+def fill_peak(path: Path, kind: str) -> int:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp" if kind == "columns" else "dp_shard",))
+    disk, at = opened(path), Coordinate.of(mesh)
+    disk.match.tensors = {
+        name: value.t() if kind == "columns" else value for name, value in disk.match.tensors.items()
+    }
+    targets = []
+    for name, value in disk.match.tensors.items():
+        layout = Layout(tuple(value.shape), rows=kind == "cut", tp_dim=1 if kind == "columns" else None)
+        targets.append(Target(name, layout, torch.full(layout.local_shape(at), 1.0), mesh))
+    gathered = [0]
+    gather = dist.all_gather
+
+    def watched(parts: list[torch.Tensor], *arguments: Any, **options: Any) -> Any:
+        gathered.append(sum(part.nbytes for part in parts))
+        return gather(parts, *arguments, **options)
+
+    dist.all_gather = watched
+    try:
+        extra = profiled(lambda: disk.fill(targets, 8 * MIB))
+    finally:
+        dist.all_gather = gather
+    assert len(gathered) > 1 or kind != "whole"
+    numbers = torch.arange(1 << 24).remainder_(251).reshape(4096, 4096).float()
+    for target in targets[:3]:
+        rows = slice(None) if target.name == "giant" else slice(*part_of(target.name))
+        value = numbers[rows].t() if kind == "columns" else numbers[rows]
+        assert torch.equal(target.local.view(-1), target.layout.part(at).of(value))
+    return extra + max(gathered)  # gloo gathers into a buffer of that size
+
+
+def part_of(name: str) -> tuple[int, int]:
+    number = int(name.split(".")[1])
+    return number * 64, number * 64 + 64
+
+
+# Failures while reading
+
+
+def test_a_file_cut_short_meanwhile_is_an_error_everywhere_and_marks_the_model(tmp_path: Path) -> None:
+    run(cut_short, 2, saved(built(seed=3), tmp_path))
+
+
+def cut_short(path: Path) -> None:
+    model, read = built(device="meta"), Files.read
+
+    def short(self: Files, number: int, offset: int, memory: Any) -> None:
+        read(self, number, offset + dist.get_rank() * path.stat().st_size, memory)
+
+    Files.read = short  # type: ignore[method-assign]
+    try:
+        with pytest.raises(
+            CheckpointRuntimeError, match="Rank 1: .*toy.safetensors has become shorter"
+        ) as caught:
+            parallelize_model(model, config(), weights=path)
+    finally:
+        Files.read = read  # type: ignore[method-assign]
+    shown = [None] * 2
+    dist.all_gather_object(shown, str(caught.value))
+    assert shown[0] == shown[1]
+    with pytest.raises(ParallelismRuntimeError, match="unusable.*become shorter"):
+        model(tokens())
+
+
+def test_corrupt_files_are_refused_alike_on_all_ranks(tmp_path: Path) -> None:
+    path = saved(built(seed=3), tmp_path)
+    header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
+    header["row"]["data_offsets"] = header["embed.weight"]["data_offsets"]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4000))
+    run(corrupt, 2, path)
+
+
+def corrupt(path: Path) -> None:
+    model = built(device="meta")
+    with pytest.raises(CheckpointValueError, match=r"toy.safetensors is corrupt: 'row'") as caught:
+        parallelize_model(model, config(), weights=path)
+    shown = [None] * 2
+    dist.all_gather_object(shown, str(caught.value))
+    assert shown[0] == shown[1]
+    assert all(parameter.is_meta for parameter in model.parameters())

@@ -1,0 +1,289 @@
+"""Meta initialization: the same bits on any number of ranks, and as one process makes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composer_dist.config.rule import Rule
+from composer_dist.distributed import init_context, meta_init, parallelize_model
+from composer_dist.distributed.weights.initialize import assert_no_meta
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from tests.kit.preparable import Kinds, Toy, built, config, same, tokens, values
+from tests.world import run
+from tests.zoo import toy
+
+WORLDS = [(1, 1), (2, 1), (4, 1), (4, 2)]
+"""Ranks, and replicas among them."""
+ARCHITECTURES = ["llama", "t5", "mamba", "bert", "mixtral"]
+
+
+def on_meta(name: str, dtype: torch.dtype | None = None) -> nn.Module:
+    """A model of ours, or of the zoo, on the meta device."""
+    with init_context(dtype=dtype):
+        return {"Toy": Toy, "Kinds": Kinds}[name]() if name in {"Toy", "Kinds"} else toy.build(name, "meta")
+
+
+def alone(name: str, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """What one process without sharding makes of it."""
+    model = on_meta(name, dtype)
+    torch.manual_seed(7)
+    meta_init(model)
+    assert_no_meta(model)
+    return values(model)
+
+
+def sharded(name: str, replicas: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    model = on_meta(name, dtype)
+    torch.manual_seed(7 if dist.get_rank() == 0 else 100)  # rank 0's seed counts
+    state = torch.get_rng_state()
+    parallelize_model(model, config(replicas=replicas, bucket_bytes=5000))
+    assert torch.equal(torch.get_rng_state(), state)
+    return values(model)
+
+
+@pytest.mark.promise(36)
+@pytest.mark.parametrize("name", ["Toy", "Kinds", *ARCHITECTURES])
+def test_the_same_bits_on_any_number_of_ranks(name: str) -> None:
+    expected = alone(name)
+    for size, replicas in WORLDS:
+        for found in run(sharded, size, name, replicas):
+            same(found, expected)
+
+
+@pytest.mark.promise(36)
+@pytest.mark.parametrize("name", ["Kinds", "llama"])
+def test_the_same_bits_in_bfloat16(name: str) -> None:
+    expected = alone(name, torch.bfloat16)
+    assert {v.dtype for v in expected.values() if v.is_floating_point()} >= {torch.bfloat16}
+    for size in (2, 4):
+        for found in run(sharded, size, name, 1, torch.bfloat16):
+            same(found, expected)
+
+
+@pytest.mark.promise(36)
+def test_values_are_distributed_as_the_initializers_say() -> None:
+    with init_context():
+        model = nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.BatchNorm1d(64))
+    meta_init(model)
+    embed, first, second, norm = (module.weight for module in model)  # type: ignore[attr-defined]
+    assert abs(embed.mean()) < 0.02
+    assert abs(embed.std() - 1) < 0.02
+    for weight in (first, second):  # uniform in +-1/sqrt(64)
+        assert weight.abs().max() <= 0.125
+        assert abs(weight.std() - 0.25 / 12**0.5) < 0.002
+    assert not torch.equal(first, second)
+    assert torch.equal(norm, torch.ones(64))
+    llama = on_meta("llama")
+    meta_init(llama)
+    std = llama.config.initializer_range
+    weight = llama.lm_head.weight
+    assert abs(weight.std() / std - 1) < 0.2
+    assert len({tuple(shard.flatten().tolist()) for shard in weight.chunk(4)}) == 4
+
+
+@pytest.mark.promise(40)
+def test_nothing_stays_on_meta() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.BatchNorm1d(2, device="meta"))
+    with pytest.raises(ParallelismRuntimeError, match=r"parameter 0.weight, .*buffer 1.running_mean"):
+        assert_no_meta(model)
+    meta_init(model)
+    assert_no_meta(model)
+
+
+@pytest.mark.promise(38)
+@pytest.mark.parametrize("size", [1, 2])
+def test_partly_meta_models_keep_what_is_real_and_stay_tied(size: int) -> None:
+    reference = built()
+    for found in run(partly, size):
+        expected = values(reference)
+        kept = [name for name in expected if name.startswith(("layers.0", "shift", "layers.1.norm.running"))]
+        same({name: found[0][name] for name in kept}, {name: expected[name] for name in kept})
+        same(found[0], run(partly, 1)[0][0])
+        assert found[1:] == (True, True)
+
+
+def partly() -> Any:
+    model = built()
+    model.embed.weight = model.head.weight = nn.Parameter(torch.empty(16, 8, device="meta"))
+    for module in (model.layers[1].up, model.layers[1].down):
+        module.to("meta")
+    parallelize_model(model, config())
+    tied = model.head.weight is model.embed.weight
+    model.eval()(tokens())
+    return values(model), tied, model.embed.weight.full_tensor().unique().numel() == 128
+
+
+class Reader(nn.Module):
+    """A trained projection that is initialized from a real table: the real one must not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(6.0, device="cpu"))
+        self.proj = nn.Linear(6, 6, bias=False)
+
+    def reset_parameters(self) -> None:
+        self.proj.weight.copy_(self.table.outer(torch.ones(6)))
+        self.table.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x) + self.table
+
+
+@pytest.mark.promise(38)
+def test_initializers_see_real_values_but_cannot_change_them() -> None:
+    for found in run(reads_real, 2):
+        assert torch.equal(found["table"], torch.arange(6.0))
+        assert torch.equal(found["proj.weight"], torch.arange(6.0).outer(torch.ones(6)))
+
+
+def reads_real() -> dict[str, torch.Tensor]:
+    with init_context():
+        model = Reader()
+        model.extra = nn.Parameter(torch.empty(2))
+    meta = model
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, Reader):
+            nn.init.ones_(module.extra)
+            module.reset_parameters()
+        else:
+            module.reset_parameters()  # type: ignore[operator]
+
+    parallelize_model(meta, config(), param_init_fn=init)
+    return values(meta)
+
+
+@pytest.mark.promise(39)
+def test_param_init_fn_is_used_when_given() -> None:
+    for found in run(by_function, 2, "argument") + run(by_function, 2, "attribute"):
+        assert found == {"linear": [3.0], "norm": [3.0, 1.0], "calls": 2}
+
+
+def by_function(how: str) -> dict[str, Any]:
+    with init_context():
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.BatchNorm1d(4))
+    called: list[str] = []
+
+    def init(module: nn.Module) -> None:
+        called.append(type(module).__name__)
+        for parameter in module.parameters(recurse=False):
+            nn.init.constant_(parameter, 3.0)
+        if isinstance(module, nn.BatchNorm1d):
+            module.reset_running_stats()
+
+    if how == "attribute":
+        model.param_init_fn = init
+        parallelize_model(model, config())
+    else:
+        parallelize_model(model, config(), param_init_fn=init)
+    found = values(model)
+    return {
+        "linear": found["0.weight"].unique().tolist(),
+        "norm": [found["2.weight"].unique().item(), found["2.running_var"].unique().item()],
+        "calls": len(set(called)),  # the ReLU holds nothing, and is left alone
+    }
+
+
+class Bare(nn.Module):
+    """A module without initializer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.register_buffer("table", torch.empty(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.table
+
+
+@pytest.mark.promise(39, 87)
+def test_a_tensor_without_initializer_is_refused_by_class() -> None:
+    results = run(uninitialized, 2)
+    assert results[0] == results[1]
+    assert "Bare: 1.table, 1.weight" in results[0]
+    assert "Linear" not in results[0].split("Give")[0]
+    assert "Sequential" not in results[0]
+
+
+def uninitialized() -> str:
+    with init_context():
+        model = nn.Sequential(nn.Linear(4, 4), Bare())
+    before = list(model.parameters())
+    with pytest.raises(ParallelismValueError) as error:
+        parallelize_model(model, config())
+    assert [id(p) for p in model.parameters()] == [id(p) for p in before]
+    assert type(model) is nn.Sequential
+    with pytest.raises(ParallelismValueError):
+        meta_init(model)
+    return str(error.value)
+
+
+@pytest.mark.promise(79)
+def test_init_context() -> None:
+    with init_context(empty=True, dtype=torch.bfloat16):
+        with init_context(empty=False, dtype=torch.float64):
+            assert torch.get_default_dtype() is torch.float64
+        model = nn.Linear(2, 2)
+        assert torch.get_default_dtype() is torch.bfloat16
+    assert model.weight.is_meta
+    assert model.weight.dtype is torch.bfloat16
+    with init_context(empty=False, dtype=torch.bfloat16):
+        assert nn.Linear(2, 2).weight.device.type == "cpu"
+    with pytest.raises(KeyError), init_context(dtype=torch.float16):
+        raise KeyError
+    assert torch.get_default_dtype() is torch.float32
+    assert nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+@pytest.mark.promise(79)
+def test_hugging_face_models_from_the_context_can_be_prepared() -> None:
+    for found in run(from_context, 2):
+        assert found == {"torch.bfloat16"}
+
+
+def from_context() -> set[str]:
+    model = on_meta("llama", torch.bfloat16)
+    parallelize_model(model, config())
+    model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    return {str(p.dtype) for p in model.parameters()}
+
+
+def test_initializers_that_differ_between_ranks_are_refused() -> None:
+    results = run(other_initializers, 2)
+    assert results[0] == results[1]
+    assert "The initializers differ between ranks" in results[0]
+
+
+def other_initializers() -> str:
+    with init_context():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def together(module: nn.Module) -> None:
+        """On rank 1, one module's initializer reaches into the other."""
+        for other in model if dist.get_rank() else [module]:
+            other.reset_parameters()  # type: ignore[operator]
+
+    with pytest.raises(ParallelismValueError) as error:
+        parallelize_model(model, config(), param_init_fn=together)
+    assert type(model) is nn.Sequential
+    return str(error.value)
+
+
+def test_recurrent_weights_that_stay_whole_are_the_ones_it_computes_with() -> None:
+    expected = alone("Kinds")
+    for found in run(whole_lstm, 2):
+        same(found[0], expected)
+        assert found[1]
+
+
+def whole_lstm() -> Any:
+    model = on_meta("Kinds")
+    torch.manual_seed(7)
+    parallelize_model(model, config(rules=[Rule("lstm", shard=False)]))
+    model.eval()(torch.ones(2, 4, dtype=torch.long)).sum().backward()
+    return values(model), all(p.grad is not None for p in model.lstm.parameters())

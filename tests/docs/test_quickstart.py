@@ -1,0 +1,58 @@
+"""The path of a new user, as docs/quickstart.md tells it: every command of it is run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "quickstart.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """`composer-dist` and `python` of this interpreter, first on the path."""
+    binaries = folder / "bin"
+    binaries.mkdir()
+    for name, command in (("composer-dist", "-m composer_dist"), ("python", "")):
+        script = binaries / name
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
+        script.chmod(0o755)
+    path = f"{binaries}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.slow
+def test_every_command_of_the_quickstart_works_in_an_empty_directory(tmp_path: Path) -> None:
+    environ = environment(tmp_path)
+    steps = re.findall(r"^```(bash|python)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    assert len(steps) >= 8
+    for language, text in steps:
+        command = ["bash", "-euo", "pipefail", "-c", text]
+        if language == "python":
+            command = ["python", "-c", text]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+    assert (tmp_path / "runs/second/model/model.safetensors").is_file()
+    assert (tmp_path / "runs/lora/adapter/adapter_model.safetensors").is_file()
+
+
+def test_what_the_quickstart_says_of_a_misspelt_key_is_what_is_printed(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from composer_dist.cli.init import PRESETS
+    from composer_dist.cli.main import app
+
+    (example,) = [block for block in blocks("console") if "composer-dist train" in block]
+    command, printed = example.removeprefix("$ composer-dist ").split("\n", 1)
+    train, _, *overrides = command.split()
+    result = CliRunner().invoke(app, [train, str(PRESETS / "pretrain.yaml"), *overrides])
+    assert (result.exit_code, result.stderr) == (2, printed)

@@ -1,0 +1,228 @@
+"""Headers of safetensors files: what is read from good ones, and that no bad one passes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
+from composer_dist.files.index import DTYPES, Index, read_index
+
+STATE = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(0, 4), "c": torch.ones(5, dtype=torch.int8)}
+
+
+def test_entries_say_where_the_bytes_are(tmp_path: Path) -> None:
+    state = {name: torch.zeros(3, dtype=dtype) for name, dtype in DTYPES.items()} | STATE
+    path = tmp_path / "model.safetensors"
+    save_file(state, path, metadata={"format": "pt"})
+    for given in (path, tmp_path):
+        index = read_index(given)
+        assert index.files == (("model.safetensors", path.stat().st_size),)
+        assert {name: (e.dtype, e.shape) for name, e in index.entries.items()} == {
+            name: (value.dtype, tuple(value.shape)) for name, value in state.items()
+        }
+        entry = index.entries["a"]
+        stored = path.read_bytes()[entry.offset : entry.offset + entry.nbytes]
+        assert stored == STATE["a"].numpy().tobytes()
+        assert index.header_bytes + sum(e.nbytes for e in index.entries.values()) == path.stat().st_size
+        packed = Index.unpack(index.pack())
+        assert (packed.files, packed.entries, packed.root) == (index.files, index.entries, index.root)
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), data[end:]
+
+
+def write(path: Path, header: Any, data: bytes) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def edited(**fields: Any) -> Callable[[Path], None]:
+    """Change fields of the entry "c"."""
+
+    def edit(path: Path) -> None:
+        header, data = header_of(path)
+        header["c"] |= fields
+        write(path, header, data)
+
+    return edit
+
+
+def raw(text: bytes) -> Callable[[Path], None]:
+    return lambda path: write(path, text, b"")
+
+
+def lengthened(by: int) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        data = path.read_bytes()
+        path.write_bytes((int.from_bytes(data[:8], "little") + by).to_bytes(8, "little") + data[8:])
+
+    return change
+
+
+def twice(path: Path) -> None:
+    header, data = header_of(path)
+    text = json.dumps(header).replace('"b": {', '"c": {', 1)
+    write(path, text.encode(), data)
+
+
+CORRUPT: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "empty": (lambda path: path.write_bytes(b""), "cut short: it has 0 bytes"),
+    "no header": (lambda path: path.write_bytes(b"\1\0\0"), "cut short: it has 3 bytes"),
+    "header longer than the file": (lengthened(1 << 20), "its header should have"),
+    "header longer than any": (lengthened(1 << 62), "its header should have"),
+    "header longer by one": (lengthened(1), "no proper JSON|bytes follow|ends? at"),
+    "header shorter": (lengthened(-9), "no proper JSON"),
+    "no JSON": (raw(b"{" * 20), "no proper JSON"),
+    "no text": (raw(b"\xff\xfe"), "no proper JSON"),
+    "deep": (raw(b"[" * 200_000), "no proper JSON"),
+    "no object": (raw(b"[1]"), "no proper JSON: it is no object"),
+    "twice": (twice, "'c' stands there twice"),
+    "entry of a number": (raw(b'{"c": 3}'), "entry of 'c' lacks"),
+    "entry without offsets": (raw(b'{"c": {"dtype": "F32", "shape": [1]}}'), "entry of 'c' lacks"),
+    "three offsets": (edited(data_offsets=[0, 1, 2]), "entry of 'c' lacks"),
+    "dtype": (edited(dtype="F4"), "'c' is of dtype 'F4', which torch does not have"),
+    "dtype of a list": (edited(dtype=["I8"]), "'c' is of dtype"),
+    "negative shape": (edited(shape=[-5]), r"'c' is \[-5\], at bytes"),
+    "shape of text": (edited(shape="5"), "'c' is 5, at bytes"),
+    "true": (edited(shape=[True, 5]), "'c' is"),
+    "fraction": (edited(data_offsets=[24.0, 29]), "'c' is"),
+    "other size": (edited(shape=[6]), r"'c', I8 of shape \(6,\), needs 6 bytes, but has 5"),
+    "huge": (edited(shape=[1 << 62, 1 << 62]), "'c', I8 .* but has 5"),
+    "backwards": (edited(data_offsets=[29, 24]), "'c', I8 .* needs 5 bytes, but has -5"),
+    "overlap": (edited(data_offsets=[20, 25]), "'c' overlaps with|'a' overlaps with"),
+    "hole": (edited(data_offsets=[1, 6]), "leaves a hole|overlaps"),
+    "out of the file": (edited(data_offsets=[1000, 1005]), "'c' should end at byte"),
+    "cut short": (
+        lambda path: os.truncate(path, path.stat().st_size - 3),
+        "corrupt or cut short: .* should end at",
+    ),
+    "more": (
+        lambda path: path.write_bytes(path.read_bytes() + b"12"),
+        "2 bytes follow '[ac]', where it should end",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CORRUPT)
+def test_corrupt_files_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(STATE, path)
+    change, text = CORRUPT[kind]
+    change(path)
+    with pytest.raises(CheckpointValueError, match=text) as caught:
+        read_index(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+def test_no_changed_byte_of_a_header_crashes(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(STATE, path)
+    data = path.read_bytes()
+    for place in range(8 + int.from_bytes(data[:8], "little")):
+        for value in (0, 34, 57, 255):
+            path.write_bytes(data[:place] + bytes([value]) + data[place + 1 :])
+            with suppress(CheckpointValueError):
+                index = read_index(path)
+                ends = [entry.offset + entry.nbytes for entry in index.entries.values()]
+                assert max(ends) == len(data)
+
+
+def sharded(directory: Path, **changes: Any) -> Path:
+    save_file({"a": STATE["a"]}, directory / "one.safetensors")
+    save_file({"b": STATE["b"], "c": STATE["c"]}, directory / "two.safetensors")
+    places = {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"} | changes
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {k: v for k, v in places.items() if v}}))
+    return index
+
+
+def test_an_index_joins_its_files(tmp_path: Path) -> None:
+    path = sharded(tmp_path)
+    for given in (path, tmp_path):
+        index = read_index(given)
+        assert [name for name, _ in index.files] == ["one.safetensors", "two.safetensors"]
+        assert {name: entry.file for name, entry in index.entries.items()} == {"a": 0, "b": 1, "c": 1}
+
+
+def test_a_tensor_that_the_index_leaves_out_counts_all_the_same(tmp_path: Path) -> None:
+    assert read_index(sharded(tmp_path, c=None)).entries.keys() == STATE.keys()
+
+
+def test_of_a_tensor_in_two_files_the_index_says_which_counts(tmp_path: Path) -> None:
+    path = sharded(tmp_path)
+    save_file({"a": STATE["a"], "c": STATE["c"]}, tmp_path / "one.safetensors")
+    assert read_index(path).entries["c"].file == 1
+    path.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    with pytest.raises(CheckpointValueError, match="'c' lies both in one.safetensors and in two.safetensors"):
+        read_index(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"a": "two.safetensors"}, "The index says that a lie in two.safetensors, but they do not"),
+        ({"d": "one.safetensors"}, "The index says that d lie in one.safetensors, but they do not"),
+        ({"a": "three.safetensors"}, "says that a lie in three.safetensors, but there is no such file"),
+        ({"a": "../one.safetensors"}, "looks for 'a' outside of its directory"),
+        ({"a": "/one.safetensors"}, "looks for 'a' outside of its directory"),
+        ({"a": None, "b": None, "c": None}, "names no tensors"),
+    ],
+)
+def test_wrong_indices_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    path = sharded(tmp_path, **changes)
+    with pytest.raises(CheckpointValueError, match=text):
+        read_index(tmp_path)
+    for broken in ("{", "[]", '{"weight_map": 3}', "{}"):
+        path.write_text(broken)
+        with pytest.raises(CheckpointValueError, match="is no index of safetensors files"):
+            read_index(tmp_path)
+
+
+def test_what_is_looked_for_where(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointValueError, match=r"nor a single other .*; it has: nothing"):
+        read_index(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointValueError, match=r"it has: pytorch_model.bin"):
+        read_index(tmp_path)
+    with pytest.raises(CheckpointValueError, match="load_full_model_state"):
+        read_index(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointValueError, match="There is no file or directory .*none here"):
+        read_index(tmp_path / "none")
+    save_file(STATE, tmp_path / "own.safetensors")
+    assert read_index(tmp_path).files[0][0] == "own.safetensors"
+    save_file(STATE, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointValueError, match=r"it has: other.safetensors, own.safetensors"):
+        read_index(tmp_path)
+    save_file(STATE, tmp_path / "adapter_model.safetensors")
+    assert read_index(tmp_path).adapter
+    save_file(STATE, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointValueError, match="has both model.safetensors and adapter_model"):
+        read_index(tmp_path)
+    os.unlink(tmp_path / "adapter_model.safetensors")
+    os.unlink(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError):
+        read_index(tmp_path / "model.safetensors")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(STATE, tmp_path / "model.safetensors")
+
+    def fail(*arguments: Any) -> bytes:
+        raise OSError(5, "Input/output error", str(tmp_path / "model.safetensors"))
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(CheckpointRuntimeError, match=r"Cannot read .*model.safetensors: Input/output error"):
+        read_index(tmp_path)

@@ -1,0 +1,120 @@
+"""Small training runs on any mesh, to be saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composer_dist.checkpoint import full_model_state, load_checkpoint, save_checkpoint
+from composer_dist.checkpoint.kinds.optimizer import named_optimizer_state
+from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.replicate import DDPConfig
+from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.prepare import parallelize_model
+from tests.kit.toys import tokens, toy
+
+Snapshot = tuple[dict[str, Any], dict[str, dict[str, Any]], list[dict[str, Any]]]
+Make = Callable[[int], nn.Module]
+
+MESHES: dict[str, tuple[int, Any]] = {
+    "plain": (1, None),
+    "fsdp1": (1, FSDP2Config()),
+    "fsdp2": (2, FSDP2Config()),
+    "fsdp4": (4, FSDP2Config()),
+    "ddp": (2, ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=1), ddp=DDPConfig())),
+    "hsdp": (4, ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=2))),
+    "tp": (2, ParallelismConfig(mesh=MeshConfig(dp_shard=1, tp=2), tp=TPConfig())),
+    "fsdp_tp": (4, ParallelismConfig(mesh=MeshConfig(dp_shard=2, tp=2), tp=TPConfig())),
+}
+"""Ways to be parallel, and on how many ranks."""
+
+
+def make_toy(seed: int) -> nn.Module:
+    """A model with ties, frozen and uneven tensors, buffers and extra state."""
+    return toy(seed)
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    """Of a toy, or of a transformers model."""
+    if hasattr(model, "config"):
+        ids = torch.arange(12).view(2, 6) % model.config.vocab_size  # type: ignore[union-attr]
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        return loss
+    loss = model(tokens()).logsumexp(-1).mean()
+    return loss
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    """Some steps, alike on every rank."""
+    for _ in range(steps):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def start(mesh: str, make: Make, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer on a mesh, before the first step."""
+    model = make(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if (config := MESHES[mesh][1]) is not None:
+        parallelize_model(model, config, optimizer)
+    return model, optimizer
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
+    """All values in full, and the options of the groups."""
+    named = named_optimizer_state(model, optimizer)
+    state = {
+        name: {key: gather(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+        for name, values in named["state"].items()
+    }
+    return full_model_state(model, ranks="all"), state, named["param_groups"]
+
+
+def save_run(path: str, mesh: str, make: Make = make_toy, **options: Any) -> Snapshot:
+    """One step on a mesh, then saved."""
+    model, optimizer = start(mesh, make, 0)
+    train(model, optimizer)
+    pending = save_checkpoint(path, {"model": model, "optimizer": optimizer, "steps": 1}, **options)
+    if pending is not None:
+        pending.wait()
+    return snapshot(model, optimizer)
+
+
+def load_run(path: str, mesh: str, make: Make = make_toy, resave: str | None = None) -> Snapshot:
+    """Another model on a mesh, loaded, and perhaps saved again."""
+    model, optimizer = start(mesh, make, 1)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "steps": 0}
+    assert load_checkpoint(path, state) == {}
+    assert state["steps"] == 1
+    assert state["model"] is model
+    if resave is not None:
+        save_checkpoint(resave, state)
+    return snapshot(model, optimizer)
+
+
+def assert_same(one: Snapshot, other: Snapshot) -> None:
+    """Bit-equal."""
+    for name in one[0]:
+        assert _equal(one[0][name], other[0][name]), name
+    assert one[0].keys() == other[0].keys()
+    assert one[1].keys() == other[1].keys()
+    for name, values in one[1].items():
+        for key, value in values.items():
+            assert _equal(value, other[1][name][key]), f"{key} of {name}"
+    options = [
+        [{k: v for k, v in g.items() if k not in ("foreach", "params")} for g in s[2]] for s in (one, other)
+    ]
+    assert options[0] == options[1]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,21 @@
+"""One rank of a small preparation, which prints how weights came; its argument is the rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch.distributed as dist
+
+from composer_dist.distributed import parallelize_model
+from tests.kit.preparable import built, config, same, values
+
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = sys.argv[1]
+model = built(device="meta" if int(sys.argv[1]) else "cpu")
+done = parallelize_model(model, config(replicas=2))
+same(values(model), values(built()))
+said = {"rank": dist.get_rank(), "pid": os.getpid(), "way": done.transport}
+os.write(1, f"{json.dumps(said)}\n".encode())  # in one piece: ranks share the pipe
+dist.barrier()
+dist.destroy_process_group()

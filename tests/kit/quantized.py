@@ -1,0 +1,116 @@
+"""Models whose frozen weights are quantized, with trained adapters beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composer_dist.distributed import register_tensor_codec
+
+
+class Int8Rows(Tensor):
+    """8-bit integers `(rows, columns)` and a scale for each row `(rows,)`: a traceable wrapper subclass."""
+
+    data8: Tensor
+    scales: Tensor
+    shift: Tensor
+
+    @staticmethod
+    def __new__(cls: Any, data8: Tensor, scales: Tensor, shift: Tensor, shape: Any = None) -> Any:
+        shape = data8.shape if shape is None else shape
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=scales.dtype, device=data8.device)
+
+    def __init__(self, data8: Tensor, scales: Tensor, shift: Tensor, shape: Any = None) -> None:
+        self.data8, self.scales, self.shift = data8, scales, shift
+
+    @classmethod
+    def of(cls, dense: Tensor) -> Any:
+        shift = dense.mean()
+        scales = (dense - shift).abs().amax(1) / 127
+        return cls(((dense - shift) / scales[:, None]).round().to(torch.int8), scales, shift)
+
+    def dense(self) -> Tensor:
+        return self.data8.to(self.scales.dtype) * self.scales[:, None] + self.shift
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data8", "scales", "shift"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: None, shape: Any, stride: Any) -> Any:
+        return cls(*inner.values(), shape=shape)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.data8, self.scales), self.shift
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (type(self)(*outputs, metadata), outputs)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            return nn.functional.linear(args[0], args[1].dense(), *args[2:])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func not in (aten.detach.default, aten.view.default, aten.as_strided.default, aten.alias.default):
+            raise NotImplementedError(str(func))
+        one = args[0]
+        shape = [one.numel()] if func is aten.view.default and args[1] == [-1] else one.shape
+        return cls(one.data8, one.scales, one.shift, shape)
+
+
+register_tensor_codec(
+    Int8Rows,
+    rows=["data8", "scales"],
+    to_dense=lambda tensor: tensor.dense(),  # type: ignore[attr-defined]
+    from_dense=lambda dense, like: Int8Rows.of(dense),
+)
+
+
+def quantize(dense: Tensor, kind: str) -> Any:
+    """`dense` as an `Int8Rows`, or as torchao's NF4."""
+    if kind == "int8":
+        return Int8Rows.of(dense)
+    from torchao.quantization import NF4Tensor
+
+    return NF4Tensor.from_tensor(dense, 64, 256)
+
+
+class Adapted(nn.Module):
+    """A quantized, frozen linear layer with a trained low-rank one beside it."""
+
+    def __init__(self, kind: str, rows: int, columns: int) -> None:
+        super().__init__()
+        base = nn.Linear(columns, rows)
+        base.weight = nn.Parameter(quantize(base.weight.detach(), kind), requires_grad=False)
+        base.weight.tag = "frozen"  # type: ignore[attr-defined]
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(columns, 2, bias=False)
+        self.up = nn.Linear(2, rows, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+class Stack(nn.Module):
+    """Two adapted layers between an embedding and a head."""
+
+    def __init__(self, kind: str = "int8", width: int = 0) -> None:
+        super().__init__()
+        width = width or {"int8": 8, "nf4": 256}[kind]
+        self.embed = nn.Embedding(16, width)
+        self.layers = nn.ModuleList(Adapted(kind, width, width) for _ in range(2))
+        self.head = nn.Linear(width, 16, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        out: Tensor = self.head(x)
+        return out

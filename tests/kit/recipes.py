@@ -1,0 +1,107 @@
+"""Runs as functions, for the pool of workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_dist.checkpoint import full_model_state
+from composer_dist.checkpoint.background import finish_pending
+from composer_dist.recipe.build import Session, build
+from composer_dist.recipe.read import read_configuration
+from composer_dist.recipe.session import finish
+from composer_dist.trainer import Callback, Logger, State
+
+PROMPT = torch.tensor([list(b"def main() -> None:\n    ")])
+
+
+def start(file: Path, *overrides: str) -> Session:
+    """A run that is ready, and keeps its losses in memory."""
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    return build(read_configuration(file, ["loggers.in_memory={}", "trainer.progress_bar=false", *overrides]))
+
+
+def logged(session: Session, name: str) -> list[float]:
+    (memory,) = (one for one in session.trainer.logger.destinations if hasattr(one, "values"))
+    values: list[float] = memory.values(name)
+    return values
+
+
+def losses_of(file: Path, *overrides: str) -> list[float]:
+    """The losses of every step of a run."""
+    session = start(file, *overrides)
+    session.trainer.fit()
+    return logged(session, "loss/train/total")
+
+
+def trained_and_exported(file: Path, *overrides: str) -> tuple[list[float], Tensor, Tensor]:
+    """The losses of a run that ends with its exports, the logits at its start and at its end.
+
+    An adapter is written by itself, and merged into a model.
+    """
+    session = start(file, *overrides)
+    model = session.model.eval()
+    with torch.no_grad():
+        before = model({"input_ids": PROMPT}).logits
+    session.trainer.fit()
+    finish(session)
+    finish(replace(session, run=session.run.model_copy(update={"export": "merged"})))
+    with torch.no_grad():
+        after = model.eval()({"input_ids": PROMPT}).logits
+    return logged(session, "loss/train/total"), before, after
+
+
+def accuracy_of(file: Path, *overrides: str) -> tuple[list[float], float]:
+    """The losses, and the last accuracy on what is held out."""
+    session = start(file, *overrides)
+    session.trainer.fit()
+    return logged(session, "loss/train/total"), logged(session, "metrics/eval/MulticlassAccuracy")[-1]
+
+
+def failing(file: Path, *overrides: str) -> Any:
+    """The error of a run that cannot be built."""
+    try:
+        start(file, *overrides)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class KillAt(Callback):
+    """Ends the process without a word, before the batch after `batch`, when no save is under way."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch == self._batch:
+            finish_pending()
+            os._exit(9)
+
+
+def weights_of(file: Path, *overrides: str) -> tuple[dict[str, Tensor], int]:
+    """The weights of a run at its end, on rank 0, and with which batch it began."""
+    session = start(file, *overrides)
+    began = session.trainer.state.timestamp.batch
+    session.trainer.fit()
+    return full_model_state(session.model), began
+
+
+class Deaf(Callback):
+    """Hears no SIGINT after the first batch, and does not come back from there."""
+
+    def __init__(self, sign: str) -> None:
+        self._sign = Path(sign)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._sign.with_suffix(f".{state.rank}").touch()
+        while True:
+            time.sleep(1)

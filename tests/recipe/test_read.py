@@ -1,0 +1,247 @@
+"""What is wrong with a configuration is told all at once, each with its line and the nearest key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer_dist import ParallelismConfig
+from composer_dist.config.resolve import register_strategy, strategy_named
+from composer_dist.recipe.read import ConfigurationError, read_configuration
+from composer_dist.recipe.schema import TextData
+
+GOOD = """\
+model:
+  kind: causal_lm
+  config:
+    model_type: llama
+    hidden_size: 32
+data:
+  kind: text
+  source: english
+optimizer:
+  name: adamw
+  lr: 1e-3
+trainer:
+  max_duration: 2ba
+"""
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def put(text: str) -> Path:
+        file = tmp_path / "run.yaml"
+        file.write_text(text)
+        return file
+
+    return put
+
+
+def problems(file: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigurationError) as caught:
+        read_configuration(file, overrides)
+    return [line.removeprefix(str(file)) for line in str(caught.value).splitlines()]
+
+
+def test_a_good_configuration_is_read_and_numbers_are_numbers(write: Write) -> None:
+    run = read_configuration(write(GOOD)).run
+    assert run.optimizer.arguments == {"lr": 1e-3}
+    assert run.out == Path("runs/run")
+    assert run.data.batch_size == 8
+
+
+def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: Write) -> None:
+    text = (
+        GOOD.replace("hidden_size", "hiden_size")
+        .replace("source: english", "sorce: english")
+        .replace("lr: 1e-3", "leaning_rate: 1e-3\n  weight_decay: much")
+        .replace("max_duration: 2ba", "max_duration: 2bax\n  gradient_cliping: 1.0")
+    )
+    assert problems(write(text + "resum: false\n")) == [
+        ":5: model.config.hiden_size: unknown key 'hiden_size'; LlamaConfig has none of this name. "
+        "Did you mean 'hidden_size'?",
+        ":6: data.source: 'source' is missing",
+        ":8: data.sorce: unknown key 'sorce'. Did you mean 'source'?",
+        ":11: optimizer.leaning_rate: unknown key 'leaning_rate'. There are lr, betas, eps, weight_decay, "
+        "amsgrad, maximize, foreach, capturable, differentiable, fused",
+        ":12: optimizer.weight_decay: weight_decay must be a valid number, not 'much'",
+        ":14: trainer.max_duration: '2bax' is no time. Write a number and a unit: '3ep' (epochs), '100ba' "
+        "(batches), '5000sp' (samples), '3e4tok' (tokens), '0.5dur' (share of the training), '90sec', "
+        "'1h30m'",
+        ":15: trainer.gradient_cliping: unknown key 'gradient_cliping'. Did you mean 'gradient_clipping'?",
+        ":16: resum: unknown key 'resum'. Did you mean 'resume'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("model:\n  kind: causal_lm", "model:\n  kind: causal", ":1: model: there is no kind 'causal'."),
+        ("  kind: text\n", "", ":6: data: 'kind' is missing"),
+        ("model_type: llama", "model_type: lama", "no model 'lama'. Did you mean 'llama'?"),
+        ("    model_type: llama\n", "", ":3: model.config: 'model_type' is missing"),
+        ("name: adamw", "name: adamx", ":10: optimizer.name: There is no optimizer 'adamx'. Did you mean"),
+        ("data:\n", "\tdata:\n", ":6: not valid YAML: "),
+        (
+            "  lr: 1e-3",
+            "  lr: 1e-3\n  lr: 2e-3",
+            ":12: optimizer.lr: optimizer.lr comes twice; first on line 11",
+        ),
+        ("trainer:", "precision: amp_bf16\ntrainer:", ":12: precision: unknown key 'precision'."),
+        ("max_duration: 2ba", "precision: bf16", ":13: trainer.precision: "),
+        ("data:", "parallelism: fsdb\ndata:", ":6: parallelism: There is no strategy 'fsdb'; there are:"),
+        (
+            "data:",
+            "parallelism: {fsdp2: {reshard_after_foward: true}}\ndata:",
+            ":6: parallelism.fsdp2.reshard_after_foward: unknown key 'reshard_after_foward'. Did you mean "
+            "'reshard_after_forward'?",
+        ),
+        (
+            "data:",
+            "parallelism:\n  mesh: {tp: 0}\ndata:",
+            ":7: parallelism.mesh: Mesh sizes must be positive, or -1 for 'the rest', but got tp=0",
+        ),
+        (
+            "data:",
+            "  adapter: {method: lora, rank: 8}\ndata:",
+            ":6: model.adapter.rank: unknown key 'rank'.",
+        ),
+        (
+            "data:",
+            "  adapter: {method: lorra}\ndata:",
+            ":6: model.adapter.method: peft has no method 'lorra'.",
+        ),
+        ("data:", "  quantize: nf4\ndata:", ":1: model: quantize freezes the weights, so there must be"),
+        ("data:", "  pretrained: x\ndata:", ":1: model: give either config (a new model) or pretrained"),
+        ("data:", "callbacks: {progres_bar: {}}\ndata:", ":6: callbacks.progres_bar: There is no callback"),
+        (
+            "data:",
+            "loggers: {console: {every: 1ba}}\ndata:",
+            ":6: loggers.console.every: unknown key 'every'.",
+        ),
+        (
+            "data:",
+            "callbacks:\n- lr_monitor\ndata:",
+            ":6: callbacks: callbacks must be a mapping, key: value, not",
+        ),
+        (
+            "data:",
+            "callbacks: {ema: 3}\ndata:",
+            ":6: callbacks.ema: ema must be a mapping, key: value, not 3",
+        ),
+        (
+            "optimizer:",
+            "resume: 3\noptimizer: 3\nscheduler:",
+            ":10: optimizer: optimizer must be a mapping, key",
+        ),
+        ("data:", "callbacks: {ema: {}}\ndata:", ":6: callbacks.ema.half_life: 'half_life' is missing"),
+        (
+            "data:",
+            "phases: {schedule: {}}\ndata:",
+            ":6: phases.schedule: A schedule needs at least one phase",
+        ),
+        ("data:", "phases: {schedule: no.yaml}\ndata:", ":6: phases.schedule: no.yaml: No such file"),
+    ],
+)
+def test_what_is_wrong_is_said_where_it_is(write: Write, old: str, new: str, expected: str) -> None:
+    told = problems(write(GOOD.replace(old, new, 1)))
+    assert any(expected in line for line in told), told
+
+
+def test_every_phase_has_its_line(write: Write) -> None:
+    phases = """\
+phases:
+  no_decay: head
+  schedule:
+  - params: head
+    lr: -1
+  - params: body
+    untill: 2ep
+  - params: rest
+"""
+    assert problems(write(GOOD + phases)) == [
+        ":17: phases.schedule.0: lr is a positive number, not -1.0",
+        ":20: phases.schedule.1.untill: unknown key 'untill'. Did you mean 'until'?",
+    ]
+    assert problems(write(GOOD + phases), "phases.schedule.0.lr=1", "phases.schedule.1={params: body}") == [
+        ":16: phases.schedule: phase 0 has no 'until', so phase 1 would never begin. "
+        "phase 1 has no 'until', so phase 2 would never begin"
+    ]
+
+
+def test_what_has_no_arguments_is_named_alone(write: Write) -> None:
+    text = GOOD.replace("optimizer:\n  name: adamw\n  lr: 1e-3", "optimizer: adamw")
+    assert read_configuration(write(text)).run.optimizer.name == "adamw"
+    assert problems(write(text + "scheduler: one_cycle\n")) == [":12: scheduler.max_lr: 'max_lr' is missing"]
+
+
+def test_overrides_are_read_as_yaml_and_named_as_the_place_of_what_is_wrong(write: Write) -> None:
+    file = write(GOOD)
+    overrides = ["optimizer.lr=2e-4", "data.source=[a.txt, b.txt]", "out=elsewhere", "resume=false"]
+    run = read_configuration(file, overrides).run
+    assert run.optimizer.arguments == {"lr": 2e-4}
+    assert (run.out, run.resume) == (Path("elsewhere"), False)
+    assert run.data == TextData(kind="text", source=["a.txt", "b.txt"])
+    assert problems(file, "optimizer.lr=fast", "seed", "model.kind.x=1") == [
+        "'optimizer.lr=fast': optimizer.lr: lr must be a valid number, not 'fast'",
+        "command line: 'seed' is no override; write key=value, as in optimizer.lr=1e-3",
+        "command line: 'model.kind.x=1': model.kind is 'causal_lm', which has no keys; "
+        "give all of it, as in model.kind='{x: ...}'",
+    ]
+
+
+@pytest.mark.promise(102)
+def test_a_strategy_is_named_in_the_file_or_on_the_command_line(write: Write) -> None:
+    file = write(GOOD + "parallelism: ddp\n")
+    assert read_configuration(file).parallelism == strategy_named("ddp")
+    unused = "ddp_spawn_find_unused_parameters_true"
+    assert read_configuration(file, [f"parallelism={unused}"]).parallelism == strategy_named(unused)
+    named = read_configuration(file, ["parallelism={strategy: fsdp, activation_checkpointing: true}"])
+    assert isinstance(named.parallelism, ParallelismConfig)
+    assert named.parallelism.activation_checkpointing is True
+    register_strategy("two_by_two", {"mesh": {"dp_replicate": 2, "dp_shard": 2}}, replace=True)
+    own = read_configuration(file, ["parallelism=two_by_two"]).parallelism
+    assert own is not None
+    assert own.mesh.sizes()["dp_replicate"] == 2  # type: ignore[union-attr]
+    assert "there are: ddp, ddp_find_unused" in problems(file, "parallelism=zero3")[0]
+
+
+def test_functions_and_modules_of_a_file_beside_the_configuration(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\ndef data(size: int = 3): return [(torch.zeros(2), 0)] * size\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def __init__(self, width: int): super().__init__(width, 2)\n"
+    )
+    text = """\
+model: {kind: module, name: "mine.py:Net", arguments: {width: 2}}
+data: {kind: function, name: "mine.py:data"}
+trainer: {max_duration: 1ba}
+"""
+    read_configuration(write(text))
+    assert problems(write(text.replace("width", "with"))) == [
+        ":1: model.arguments.width: 'width' is missing",
+        ":1: model.arguments.with: unknown key 'with'. Did you mean 'width'?",
+    ]
+    assert problems(write(text.replace("mine.py:data", "mine.py:dada"))) == [
+        ":2: data.name: mine.py has no 'dada'. Did you mean 'data'?"
+    ]
+    (tmp_path / "broken.py").write_text("1/0")
+    told = problems(write(text.replace("mine.py:data", "broken.py:data")))
+    assert told[0].endswith("cannot be imported: ZeroDivisionError: division by zero")
+
+
+def test_a_missing_file_says_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="No such file.*composer-dist init"):
+        read_configuration(tmp_path / "none.yaml")
+
+
+def test_reading_leaves_the_random_state_alone(write: Write) -> None:
+    before: Any = torch.get_rng_state()
+    read_configuration(write(GOOD))
+    assert torch.equal(before, torch.get_rng_state())

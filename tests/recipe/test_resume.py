@@ -1,0 +1,48 @@
+"""A run that is killed and started again ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from composer_dist.cli.init import PRESETS
+from tests.conftest import World
+from tests.kit.recipes import failing, weights_of
+from tests.run.test_presets import EVERY, in_the_default_run
+from tests.world import WorkerError
+
+RUN = ["trainer.max_duration=5ba", "trainer.eval_interval=2ba", "export=false", "checkpoints.interval=2ba"]
+TEXT = ["data.batch_size=2", "data.context=32", "data.held_out=4"]
+
+
+@pytest.mark.promise(100)
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("name", in_the_default_run("masked_lm", among=EVERY))
+def test_killed_and_resumed_runs_are_bit_equal_to_uninterrupted_ones(
+    name: str, world2: World, tmp_path: Path
+) -> None:
+    if name == "qlora":
+        pytest.importorskip("torchao", reason="NF4 is torchao's; it is an extra")
+    file = PRESETS / f"{name}.yaml"
+    run = [*RUN, *(TEXT if name != "vision" else [])]
+    (expected, began), _ = world2(weights_of, file, *run, f"out={tmp_path}/whole")
+    assert (len(expected) > 1, began) == (True, 0)
+    # Written at once: else the end may come before the checkpoint is complete.
+    killed = [*run, f"out={tmp_path}/killed", "checkpoints.asynchronous=false"]
+    with pytest.raises(WorkerError):
+        world2(weights_of, file, *killed, "callbacks={tests.kit.recipes.KillAt: {batch: 3}}")
+    (found, began), _ = world2(weights_of, file, *killed)
+    assert began == 2
+    assert found.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not different
+
+
+def test_a_finished_run_is_not_begun_anew_in_the_same_folder(world1: World, tmp_path: Path) -> None:
+    file = PRESETS / "vision.yaml"
+    run = [f"out={tmp_path}", "trainer.max_duration=1ba", "trainer.eval_interval=null"]
+    world1(weights_of, file, *run)
+    (told,) = world1(failing, file, *run, "resume=false")
+    assert "has checkpoints of an earlier run; remove it, or choose another out" in told

@@ -1,0 +1,73 @@
+"""What is bound to a parameter behind its back is refused by name before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from composer_dist.structure.shared import check_aliasing
+from composer_dist.structure.structure import read_structure
+
+
+def layers() -> nn.Module:
+    return nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+
+
+def view_as_attribute(model: nn.Module) -> None:
+    model.a.turned = model.a.weight.detach().t()
+
+
+def view_as_buffer(model: nn.Module) -> None:
+    model.a.register_buffer("first", model.a.weight.detach()[:2])
+
+
+def two_parameters_over_one_storage(model: nn.Module) -> None:
+    model.b.weight = nn.Parameter(model.a.weight.data)
+
+
+def attribute(model: nn.Module) -> None:
+    vars(model.b)["theirs"] = model.a.weight
+
+
+class Scaled(nn.Parameter):
+    """A parameter with behavior of its own."""
+
+
+def subclass(model: nn.Module) -> None:
+    model.a.weight = Scaled(torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("bind", "message"),
+    [
+        (view_as_attribute, r"a\.weight and a\.turned share memory|a\.turned and a\.weight share memory"),
+        (view_as_buffer, r"a\.(weight|first) and a\.(weight|first) share memory"),
+        (two_parameters_over_one_storage, r"a\.weight and b\.weight share memory"),
+        (attribute, r"a\.weight is also held as a plain attribute or buffer \(b\.theirs\)"),
+        (
+            subclass,
+            r"a\.weight is a Scaled; sharding would make it a plain .*register_tensor_codec",
+        ),
+    ],
+)
+def test_it_is_refused_unless_it_stays_whole(bind: Callable[[nn.Module], None], message: str) -> None:
+    model = layers()
+    bind(model)
+    structure = read_structure(model)
+    with pytest.raises(ValueError, match=message):
+        check_aliasing(structure, {})
+    check_aliasing(structure, dict.fromkeys(structure.parameters, "Rule(shard=False)"))
+
+
+def test_ties_neighbors_in_one_storage_and_copies_are_fine() -> None:
+    model = layers()
+    model.b.weight = model.a.weight
+    flat = torch.zeros(12)
+    model.a.bias, model.b.bias = nn.Parameter(flat[:4]), nn.Parameter(flat[4:8])
+    model.a.copy = model.a.weight.detach().clone()
+    check_aliasing(read_structure(model), {})
+    with torch.device("meta"):
+        check_aliasing(read_structure(layers()), {})

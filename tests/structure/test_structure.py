@@ -1,0 +1,142 @@
+"""What a model holds, under which names, and what is shared."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.families import architecture_of
+from composer_dist.structure.names import ancestors
+from composer_dist.structure.shared import check_duplicates
+from composer_dist.structure.structure import read_structure
+from tests.kit import structures
+
+
+def test_names_owners_and_ties() -> None:
+    structure = read_structure(structures.EncoderDecoder())
+    shared = structure.tensors["shared.weight"].info
+    assert shared.names == (
+        "shared.weight",
+        "encoder.embed_tokens.weight",
+        "decoder.embed_tokens.weight",
+        "lm_head.weight",
+    )
+    assert shared.owners == ("shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head")
+    assert (shared.kind, shared.shape, shared.nbytes) == ("parameter", (16, 8), 512)
+    assert list(structure.modules)[:4] == ["", "shared", "encoder", "encoder.embed_tokens"]
+    assert structure.duplicates == ()
+
+
+def test_buffers_and_plain_attributes_are_listed() -> None:
+    model = structures.B(blocks=1)
+    model.register_buffer("table", torch.zeros(2), persistent=False)
+    model.scratch = torch.zeros(3)
+    kinds = {name: held.info.kind for name, held in read_structure(model).tensors.items()}
+    assert kinds["table"] == "buffer"
+    assert kinds["scratch"] == "attribute"
+    assert "table" not in read_structure(model).parameters
+
+
+def test_putting_keeps_ties() -> None:
+    model = structures.tied()
+    held = read_structure(model).tensors["embed.weight"]
+    held.put(nn.Parameter(torch.ones(16, 8)))
+    assert model.head.weight is model.embed.weight is held.get()
+
+
+def test_wrappers_do_not_show_in_names() -> None:
+    model = structures.B(blocks=2)
+    before = read_structure(model)
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    after = read_structure(model)
+    assert list(after.tensors) == list(before.tensors)
+    assert list(after.modules) == list(before.modules)
+    assert after.modules["layers.0"] is model.layers[0]
+    assert after.digest() == before.digest()
+
+
+def test_the_digest_sees_names_shapes_dtypes_freezing_and_ties() -> None:
+    def digest(**changes: object) -> str:
+        with torch.device("meta"):
+            model = structures.B(tied=bool(changes.get("tied")), blocks=1)
+            if not changes.get("tied"):
+                model.head = nn.Linear(8, 16, bias=False)
+        model.to(changes.get("dtype", torch.float32))  # type: ignore[arg-type]
+        model.norm.requires_grad_(not changes.get("frozen"))
+        return read_structure(model).digest()
+
+    digests = [digest(), digest(tied=True), digest(dtype=torch.bfloat16), digest(frozen=True)]
+    assert len(set(digests)) == 4
+    assert digest() == digests[0]
+
+
+def test_a_module_below_itself_is_read_once() -> None:
+    model = structures.M()
+    model[0].parent = model
+    assert list(read_structure(model).tensors) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_ancestors() -> None:
+    assert list(ancestors("a.b.c")) == ["a.b.c", "a.b", "a", ""]
+    assert list(ancestors("")) == [""]
+
+
+class Twice(nn.Module):
+    """A block under two names, with layers of its own."""
+
+    def __init__(self, base: type[nn.Module] = nn.Module) -> None:
+        super().__init__()
+        self.first = structures.Block()
+        self.rest = nn.ModuleList([structures.Block(), self.first])
+
+
+@pytest.mark.promise(82)
+def test_duplicates_are_named_by_the_topmost_module_only() -> None:
+    structure = read_structure(Twice())
+    assert structure.duplicates == (("first", "rest.1"),)
+    assert structure.first["rest.1.mlp.up"] == "first.mlp.up"
+    with pytest.raises(ParallelismValueError, match="duplicate module references.*first = rest.1"):
+        check_duplicates(structure)
+
+
+@pytest.mark.promise(82)
+def test_a_duplicate_within_a_duplicate_s_sibling_is_named_too() -> None:
+    model = nn.ModuleDict({"a": structures.Mlp(), "b": structures.Mlp(), "c": nn.Module()})
+    model["b"].down = model["a"].down
+    model["c"].inner = model["b"]
+    names = read_structure(model).duplicates
+    assert ("b", "c.inner") in names
+    assert ("a.down", "b.down", "c.inner.down") in names
+
+
+@pytest.mark.promise(82)
+def test_buffers_count_and_stateless_modules_do_not() -> None:
+    relu, norm = nn.ReLU(), nn.BatchNorm1d(3, affine=False)
+    check_duplicates(read_structure(nn.Sequential(relu, relu)))
+    with pytest.raises(ParallelismValueError, match="0 = 1"):
+        check_duplicates(read_structure(nn.Sequential(norm, norm)))
+
+
+@pytest.mark.promise(82)
+def test_an_architecture_may_share_its_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PreTrainedModel(nn.Module):
+        """Stands for transformers' class of that name."""
+
+    class Architecture(Twice, PreTrainedModel):
+        pass
+
+    fake = SimpleNamespace(PreTrainedModel=PreTrainedModel)
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", fake)  # type: ignore[arg-type]
+    structure = read_structure(nn.ModuleDict({"inner": Architecture()}))
+    check_duplicates(structure)
+    assert architecture_of(structure, "inner.first") == "Architecture"
+    outside = nn.ModuleDict({"inner": Architecture()})
+    outside["again"] = outside["inner"]
+    with pytest.raises(ParallelismValueError, match="inner = again"):
+        check_duplicates(read_structure(outside))

@@ -1,0 +1,111 @@
+"""Checkpoints every so often, and what stays of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from composer_dist.checkpoint import load_checkpoint
+from composer_dist.errors import ParallelismError, ParallelismValueError
+from composer_dist.trainer import CheckpointSaver, DistributedDataLoader, Trainer
+from tests.kit.trainer_models import World, classifier, points, quiet
+
+
+def trainer(saver: CheckpointSaver, **options: Any) -> Trainer:
+    config = "fsdp" if dist.is_initialized() else None
+    loader = DistributedDataLoader(points(16), global_batch_size=4, shuffle=True)
+    options = {"max_duration": "2ep", "callbacks": saver, "seed": 1, "device": "cpu"} | options
+    return quiet(classifier(), train_dataloader=loader, parallelism_config=config, **options)[0]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.is_symlink())
+
+
+@pytest.mark.promise(100)
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [
+        ("1ep", ["ep1-ba4", "ep2-ba8"]),
+        ("3ba", ["ep0-ba3", "ep1-ba6", "ep2-ba8"]),
+        ("0.5dur", ["ep1-ba4", "ep2-ba8"]),
+        ("12sp", ["ep0-ba3", "ep1-ba6", "ep2-ba8"]),
+        (None, ["ep2-ba8"]),
+    ],
+)
+def test_every_interval_and_at_the_end(tmp_path: Path, interval: Any, expected: list[str]) -> None:
+    trainer(CheckpointSaver(tmp_path, interval, keep=None)).fit()
+    assert names(tmp_path) == expected
+    assert os.readlink(tmp_path / "latest") == expected[-1]
+
+
+def saved_on_ranks(folder: Path) -> None:
+    trainer(CheckpointSaver(folder, "1ba", keep=2)).fit()
+
+
+@pytest.mark.promise(100)
+def test_retention_on_two_ranks(world2: World, tmp_path: Path) -> None:
+    world2(saved_on_ranks, tmp_path)
+    assert names(tmp_path) == ["ep1-ba7", "ep2-ba8"]
+    assert os.readlink(tmp_path / "latest") == "ep2-ba8"
+
+
+@pytest.mark.promise(100)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_retention_counts_what_a_process_before_has_saved(tmp_path: Path, asynchronous: bool) -> None:
+    def saver() -> CheckpointSaver:
+        return CheckpointSaver(tmp_path, "1ba", keep=3, asynchronous=asynchronous)
+
+    trainer(saver()).fit(duration="5ba")
+    assert names(tmp_path) == ["ep0-ba3", "ep1-ba4", "ep1-ba5"]
+    (tmp_path / "notes.txt").write_text("mine")
+    trainer(saver(), resume=True).fit(duration="1ba")
+    assert names(tmp_path) == ["ep1-ba4", "ep1-ba5", "ep1-ba6", "notes.txt"]
+
+
+def test_a_checkpoint_has_all_of_the_run(tmp_path: Path) -> None:
+    one = trainer(CheckpointSaver(tmp_path, "2ba"))
+    one.fit(duration="2ba")
+    found = load_checkpoint(tmp_path / "latest")
+    parts = "model optimizer state schedulers callbacks data generators"
+    assert set(parts.split()) <= set(found)
+    assert found["state"]["timestamp"]["batch"] == 2
+    assert found["data"]["ranks"][0]["state"]["samples"] == 8
+    assert len(found["generators"]) == 1
+
+
+def test_latest_is_a_file_where_links_are_impossible(tmp_path: Path, monkeypatch: Any) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    trainer(CheckpointSaver(tmp_path)).fit()
+    assert (tmp_path / "latest").read_text() == "ep2-ba8"
+    again = trainer(CheckpointSaver(tmp_path), resume=tmp_path / "latest")
+    assert again.state.timestamp.batch == 8
+
+
+def test_an_asynchronous_save_that_fails_ends_the_run(tmp_path: Path, monkeypatch: Any) -> None:
+    from composer_dist.checkpoint.storage.place import LocalPlace
+
+    def fail(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalPlace, "finish", fail)
+    with pytest.raises(ParallelismError, match="No space left"):
+        trainer(CheckpointSaver(tmp_path, "1ba")).fit()
+
+
+def test_options_that_cannot_work(tmp_path: Path) -> None:
+    with pytest.raises(ParallelismValueError, match="keep=0: the newest checkpoint always stays"):
+        CheckpointSaver(tmp_path, keep=0)
+    with pytest.raises(ParallelismValueError, match="'model' would be the same for all"):
+        CheckpointSaver(tmp_path, filename="model")
+    with pytest.raises(ParallelismValueError, match="'step' is not known"):
+        CheckpointSaver(tmp_path, filename="{step}")
+    with pytest.raises(ParallelismValueError, match="interval must be positive"):
+        CheckpointSaver(tmp_path, "0ba")

@@ -1,0 +1,119 @@
+"""Lines in a log file, a bar on a terminal."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from composer_dist.trainer import ProgressBar, Trainer
+from composer_dist.trainer.callbacks.progress_bar import _clock, _short
+from tests.kit.trainer_models import World, batches, classifier, joined, loader, quiet, tagged, tagger
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    """One second passes at each look."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+def shown(stream: io.StringIO, duration: str, **options: Any) -> tuple[Trainer, list[str]]:
+    options = {"train_dataloader": loader()} | options
+    bar = ProgressBar(stream=stream, interval=2.0, clock=Clock())
+    trainer, _ = quiet(options.pop("model", None) or classifier(), callbacks=bar, **options)
+    trainer.fit(duration=duration)
+    return trainer, stream.getvalue().splitlines()
+
+
+def test_a_log_file_gets_lines() -> None:
+    _, lines = shown(io.StringIO(), "2ep", eval_dataloader=loader())
+    assert all(line.isprintable() for line in lines)
+    assert lines[0].startswith("train  17%  epoch 1/2  batch 1/3  loss 1.")
+    assert " samples/s  0:00:" in lines[0]
+    assert lines[0].endswith(" left")
+    evaluations = [line for line in lines if "eval " in line and "loss" in line]
+    assert [line.split("  loss ")[0] for line in evaluations] == [
+        "eval  100%  after epoch 1/2  batch 3/3",
+        "eval  100%  after epoch 2/2  batch 3/3",
+    ]
+    assert all("MulticlassAccuracy 0." in line for line in evaluations)
+    assert lines[-1].startswith("train 100%  epoch 2/2  batch 3/3  loss 1.")
+    assert lines[-1].endswith("0:00:00 left")
+
+
+@pytest.mark.parametrize(
+    ("duration", "where"),
+    [
+        ("2ba", "batch 2/2"),
+        ("8sp", "batch 2  8/8 samples"),
+    ],
+)
+def test_the_place_is_told_in_the_durations_unit(duration: str, where: str) -> None:
+    _, lines = shown(io.StringIO(), duration)
+    assert where in lines[-1]
+
+
+def test_tokens_are_told_where_there_are_any() -> None:
+    data = [joined(tagged(4)[1:])] * 2
+    _, lines = shown(io.StringIO(), "30tok", model=tagger(), train_dataloader=data)
+    assert "batch 2  30/30 tokens" in lines[-1]
+    assert lines[-1].count("tokens/s") == 1
+
+
+def test_a_terminal_gets_a_bar_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    _, lines = shown(Terminal(), "1ep", eval_dataloader=loader())
+    assert lines[-1] == "\x1b[?25h"  # the cursor is visible again
+    assert "train" in lines[-2]
+    assert "━━━━" in lines[-2]
+    assert "epoch 1/1  batch 3/3  loss 1." in lines[-2]
+    assert sum("MulticlassAccuracy" in line for line in lines) == 1
+
+
+def test_under_torchrun_a_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    _, lines = shown(Terminal(), "1ep")
+    assert lines[-1].startswith("train 100%")
+
+
+def test_numbers_are_short() -> None:
+    assert [_short(n) for n in (0.5, 12.34, 999, 999.9, 12345, 3.2e6, 5e9, 7e13)] == [
+        "0.5",
+        "12.3",
+        "999",
+        "1k",
+        "12.3k",
+        "3.2M",
+        "5G",
+        "70T",
+    ]
+    assert _clock(3725.9) == "1:02:05"
+
+
+def with_a_bar() -> None:
+    trainer, _ = quiet(
+        tagger(),
+        train_dataloader=batches([3, 3], dist.get_rank()),
+        parallelism_config="fsdp",
+        progress_bar=True,
+    )
+    trainer.fit(duration="1ep")
+
+
+def test_only_rank_0_shows_progress(world2: World, capfd: pytest.CaptureFixture[str]) -> None:
+    world2(with_a_bar)
+    shown = capfd.readouterr().out.splitlines()
+    assert [line.split(" ")[:2] for line in shown] == [["[rank", "0]"]] * len(shown)
+    assert "train 100%  epoch 1/1  batch 4/4" in shown[-1]

@@ -1,0 +1,198 @@
+"""One process's feed; several ranks are in test_parallel.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from composer_dist.trainer import Callback, Logger, State
+from composer_dist.trainer.data.feed import Feed, Size, length_of
+from tests.kit.trainer_models import World, batches, classifier, points, quiet, same, tagger, weights
+
+
+def size(batch: list[int]) -> Size:
+    return Size(samples=len(batch), tokens=10 * len(batch), weight=sum(batch))
+
+
+def test_batches_come_with_their_sizes() -> None:
+    feed = Feed([[1, 2], [3]], "train", size, clock=lambda: 4.5)
+    first = feed.next()
+    assert first is not None
+    assert (first.batch, first.samples, first.tokens, first.most) == ([1, 2], 2, 20, 2)
+    assert (first.weight, first.mean_weight, first.seconds) == (3.0, 3.0, 4.5)
+    assert not first.filler
+    assert feed.length == 2
+    second = feed.next()
+    assert second is not None
+    assert second.batch == [3]
+    assert not feed.ended
+    assert feed.next() is None
+    assert feed.ended
+
+
+def test_a_wish_to_stop_keeps_the_batch() -> None:
+    feed = Feed([[1], [2]], "train", size)
+    assert feed.next(stop=True) is None
+    assert feed.stopped
+    assert not feed.ended
+    batches = [feed.next(), feed.next()]
+    assert [fed.batch for fed in batches if fed] == [[1], [2]]
+    assert not feed.stopped
+
+
+def test_an_empty_dataloader_is_an_error() -> None:
+    with pytest.raises(ParallelismValueError, match="eval dataloader is empty on the only rank"):
+        Feed([], "eval", size).next()
+
+
+def test_a_dataloaders_error_is_its_own() -> None:
+    def failing() -> Iterator[list[int]]:
+        yield [1]
+        raise OSError("gone")
+
+    feed = Feed(failing(), "train", size)
+    feed.next()
+    with pytest.raises(OSError, match="gone"):
+        feed.next()
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield torch.ones(1)
+
+
+def test_length_where_it_is_known() -> None:
+    assert length_of([1, 2]) == 2
+    assert length_of(iter([1, 2])) is None
+    assert length_of(DataLoader(Stream())) is None
+    feed = Feed(DataLoader(Stream()), "train", lambda batch: Size())
+    feed.next()
+    assert feed.length is None
+
+
+def uneven(
+    mine: list[list[int]], config: Any = None
+) -> tuple[list[float], dict[str, float], list[float], dict[str, Tensor], int]:
+    """Trains and evaluates on batches of the given points."""
+    model = classifier()
+    data = points()
+    batches = [data[indices] for indices in mine]
+    trainer, log = quiet(
+        model,
+        train_dataloader=batches,
+        max_duration="1ep",
+        parallelism_config=config,
+        device="cpu",
+    )
+    if config:
+        with pytest.warns(UserWarning, match="train dataloader of rank 1 ended after 1 batches"):
+            trainer.fit()
+        with pytest.warns(UserWarning, match="eval dataloader of rank 1 ended after 1 batches"):
+            results = trainer.eval(batches)
+    else:
+        trainer.fit()
+        results = trainer.eval(batches)
+    accuracies = log.values("metrics/train/MulticlassAccuracy")
+    losses = log.values("loss/train/total")
+    return losses, results, accuracies, weights(model), trainer.state.timestamp.sample
+
+
+def uneven_on_two_ranks() -> Any:
+    return uneven([[[0, 1, 2], [3, 4], [5, 6]], [[7, 8]]][dist.get_rank()], "fsdp")
+
+
+@pytest.mark.promise(98)
+def test_a_rank_with_fewer_batches_takes_part_until_all_have_ended(world2: World) -> None:
+    losses, results, accuracies, expected, samples = uneven([[0, 1, 2, 7, 8], [3, 4], [5, 6]])
+    assert samples == 9
+    for found in world2(uneven_on_two_ranks):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        assert found[1] == pytest.approx(results, rel=1e-5)
+        assert found[2] == pytest.approx(accuracies)
+        same(found[3], expected)
+        assert found[4] == samples
+
+
+def an_empty_dataloader() -> str:
+    mine = [batches([3, 3], 0), []][dist.get_rank()]
+    trainer, _ = quiet(tagger(), train_dataloader=mine, parallelism_config="fsdp")
+    with pytest.raises(ParallelismValueError) as caught:
+        trainer.fit(duration="1ep")
+    return str(caught.value)
+
+
+@pytest.mark.promise(98)
+def test_a_rank_without_any_batch_is_named_everywhere(world2: World) -> None:
+    texts = world2(an_empty_dataloader)
+    assert texts[0] == texts[1]
+    assert "train dataloader is empty on rank 1" in texts[0]
+
+
+class Failing:
+    """Fails at the second batch."""
+
+    def __iter__(self) -> Any:
+        yield batches([3, 3], 1)[0]
+        raise OSError("the disk is gone")
+
+
+def a_failing_dataloader() -> str:
+    mine = [batches([3, 3], 0), Failing()][dist.get_rank()]
+    trainer, _ = quiet(tagger(), train_dataloader=mine, parallelism_config="fsdp")
+    with pytest.raises(ParallelismRuntimeError) as caught:
+        trainer.fit(duration="1ep")
+    return str(caught.value)
+
+
+def test_a_failing_dataloader_raises_on_all_ranks(world2: World) -> None:
+    texts = world2(a_failing_dataloader)
+    assert texts[0] == texts[1]
+    assert "Rank 1: OSError: the disk is gone" in texts[0]
+
+
+class StopAfter(Callback):
+    """Asks on rank 1 to stop."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.rank == 1 and state.timestamp.batch == self.batch:
+            state.stop_training()
+
+
+def stopped_and_continued() -> tuple[int, list[float]]:
+    trainer, log = quiet(
+        tagger(),
+        train_dataloader=batches([3, 3], dist.get_rank()),
+        max_duration="1ep",
+        parallelism_config="fsdp",
+        callbacks=StopAfter(2),
+    )
+    trainer.fit()
+    stopped_at = trainer.state.timestamp.batch
+    trainer.fit()
+    return stopped_at, log.values("loss/train/total")
+
+
+def uninterrupted() -> list[float]:
+    trainer, log = quiet(
+        tagger(),
+        train_dataloader=batches([3, 3], dist.get_rank()),
+        max_duration="1ep",
+        parallelism_config="fsdp",
+    )
+    trainer.fit()
+    return log.values("loss/train/total")
+
+
+def test_one_rank_stops_all_and_no_batch_is_lost(world2: World) -> None:
+    expected = world2(uninterrupted)[0]
+    assert world2(stopped_and_continued) == [(2, expected)] * 2

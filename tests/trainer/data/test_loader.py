@@ -1,0 +1,331 @@
+"""The dataloader of its own: every sample once, on any number of ranks, before and after a resume."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, TensorDataset
+
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.trainer import DistributedDataLoader
+from tests.kit.trainer_models import World, classifier, points, quiet, same, weights
+
+LENGTH = 23
+
+
+def loaders(replicas: int, dataset: Any = None, batch_size: int | None = 3, **options: Any) -> list[Any]:
+    data = list(range(LENGTH)) if dataset is None else dataset
+    one = DistributedDataLoader(data, batch_size, **options)
+    return [one.placed(replicas, rank) for rank in range(replicas)]
+
+
+def read(ranks: list[Any], epoch: int, count: int | None = None) -> list[list[list[int]]]:
+    """For each rank the batches it reads, at most `count`."""
+    found = []
+    for loader in ranks:
+        if count is None or loader._epoch != epoch:
+            loader.set_epoch(epoch)
+        batches = iter(loader)
+        found.append([batch.tolist() for _, batch in zip(range(count or LENGTH), batches, strict=False)])
+    return found
+
+
+def in_order(found: list[list[list[int]]]) -> list[int]:
+    """The samples of all ranks in the order in which training as a whole sees them."""
+    longest = max(len(batches) for batches in found)
+    return [
+        sample
+        for index in range(longest)
+        for batches in found
+        if index < len(batches)
+        for sample in batches[index]
+    ]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_sample_once_in_one_order_on_any_number_of_ranks(replicas: int, shuffle: bool) -> None:
+    alone = loaders(1, shuffle=shuffle)
+    several = loaders(replicas, shuffle=shuffle)
+    orders = []
+    for epoch in range(3):
+        orders.append(in_order(read(several, epoch)))
+        assert orders[-1] == in_order(read(alone, epoch))
+        assert sorted(orders[-1]) == list(range(LENGTH))
+    assert (orders[0] == orders[1]) is not shuffle
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_batches_are_those_of_the_global_order(workers: int) -> None:
+    assert read(loaders(2, num_workers=workers), 0) == [
+        [[0, 1, 2], [6, 7, 8], [12, 13, 14], [18, 19]],
+        [[3, 4, 5], [9, 10, 11], [15, 16, 17], [20, 21, 22]],
+    ]
+
+
+def test_drop_last_drops_what_fills_no_global_batch() -> None:
+    ranks = loaders(2, drop_last=True)
+    assert in_order(read(ranks, 0)) == list(range(18))
+    assert [len(loader) for loader in ranks] == [3, 3]
+    assert [len(loader) for loader in loaders(2)] == [4, 4]
+
+
+@pytest.mark.promise(100)
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 2), (3, 2), (2, 4)])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_resume_on_another_number_of_ranks_loses_and_repeats_nothing(
+    before: int, after: int, stream: bool, batches: int
+) -> None:
+    data: Any = Stream() if stream else list(range(LENGTH))
+    first = loaders(before, data, shuffle=not stream, seed=5)
+    seen = in_order(read(first, 1, batches))
+    states = [loader.state_dict() for loader in first]
+    assert all(state == states[0] for state in states)
+    assert states[0]["samples"] == len(seen)
+    second = loaders(after, data, shuffle=not stream, seed=5)
+    for loader in second:
+        loader.load_state_dict(states[0])
+        if not stream:
+            assert len(loader) == batches + -(-(LENGTH - len(seen)) // (3 * after))
+    rest = in_order(read(second, 1, LENGTH))
+    assert seen + rest == in_order(read(loaders(1, data, shuffle=not stream, seed=5), 1))
+    assert sorted(seen + rest) == list(range(LENGTH))
+    again = in_order(read(second, 2))
+    assert sorted(again) == list(range(LENGTH))  # the next epoch is whole
+
+
+@pytest.mark.promise(100)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_place_counts_what_was_given_and_not_what_workers_fetched(workers: int) -> None:
+    [loader] = loaders(1, shuffle=True, num_workers=workers, seed=1)
+    loader.set_epoch(4)
+    batches = iter(loader)
+    seen = [next(batches).tolist() for _ in range(3)]
+    state = loader.state_dict()
+    [other] = loaders(1, shuffle=True, num_workers=workers, seed=1)
+    other.load_state_dict(state)
+    rest = [batch.tolist() for batch in other]
+    assert rest == [batch.tolist() for batch in batches]
+    assert sorted(chain(*seen, *rest)) == list(range(LENGTH))
+    assert other.state_dict()["samples"] == LENGTH
+    assert list(iter_of(other, state)) == rest
+
+
+def iter_of(loader: Any, state: dict[str, Any]) -> Iterator[list[int]]:
+    loader.load_state_dict(state)
+    return (batch.tolist() for batch in loader)
+
+
+def test_a_place_at_the_end_of_an_epoch_has_nothing_left() -> None:
+    ranks = loaders(2)
+    read(ranks, 0)
+    state = ranks[0].state_dict()
+    assert state["samples"] == LENGTH
+    for loader in loaders(3):
+        loader.load_state_dict(state)
+        assert list(loader) == []
+        assert len(loader) == state["batches"]
+
+
+def test_a_global_batch_stays_whatever_the_number_of_ranks() -> None:
+    def batches(replicas: int) -> list[list[int]]:
+        found = read(loaders(replicas, batch_size=None, global_batch_size=6, shuffle=True), 0)
+        return [sorted(chain(*parts)) for parts in zip(*found, strict=True)]
+
+    assert batches(1) == batches(2) == batches(4)
+    with pytest.raises(ParallelismValueError, match="global_batch_size=6 leaves some of the 7"):
+        loaders(7, batch_size=None, global_batch_size=6)
+
+
+def test_data_that_changed_are_refused() -> None:
+    [loader] = loaders(1)
+    state = loader.state_dict()
+    [other] = loaders(1, list(range(9)), shuffle=True, seed=2)
+    with pytest.raises(ParallelismValueError) as caught:
+        other.load_state_dict(state)
+    assert "length was 23 and is 9; shuffle was False and is True; seed was 0 and is 2" in str(caught.value)
+
+
+class Noisy:
+    """Samples that draw from every generator."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.random(), np.random.rand(), float(torch.rand(()))])
+
+
+class NoisyStream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (Noisy()[index] for index in range(8))
+
+
+@pytest.mark.parametrize("kind", [Noisy, NoisyStream])
+def test_randomness_is_a_function_of_the_place_and_not_of_the_process(kind: Any) -> None:
+    def drawn(workers: int, epoch: int = 0) -> torch.Tensor:
+        loader = DistributedDataLoader(kind(), 2, num_workers=workers)
+        loader.set_epoch(epoch)
+        found = []
+        for batch in loader:
+            found.append(batch)
+            torch.rand(3), random.random(), np.random.rand()  # what training draws changes nothing
+        return torch.cat(found)
+
+    assert torch.equal(drawn(0), drawn(1))
+    assert not torch.equal(drawn(0), drawn(0, epoch=1))
+    assert drawn(0)[:, 1:].unique().numel() == 24
+    loader = DistributedDataLoader(kind(), 2)
+    next(iter(loader))
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert torch.equal(torch.cat(list(loader)), drawn(0)[2:])
+
+
+def test_reading_leaves_the_processs_generators_alone() -> None:
+    def state() -> list[Any]:
+        return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+
+    before = state()
+    for loader in (DistributedDataLoader(Noisy(), 2, shuffle=True), DistributedDataLoader(NoisyStream(), 2)):
+        list(loader)
+    assert state() == before
+
+
+class Stream(IterableDataset[int]):
+    """Numbers; tells which epoch it heard of."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(LENGTH))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_is_shared_without_loss(workers: int) -> None:
+    ranks = loaders(2, Stream(), num_workers=workers)
+    assert in_order(read(ranks, 0)) == list(range(LENGTH))
+    with pytest.raises(TypeError, match="Stream has no length"):
+        len(ranks[0])
+    dropped = loaders(2, Stream(), num_workers=workers, drop_last=True)
+    assert in_order(read(dropped, 0)) == list(range(18))
+
+
+def test_the_dataset_hears_of_the_epoch() -> None:
+    stream = Stream()
+    [loader] = loaders(1, stream)
+    loader.set_epoch(3)
+    assert stream.epoch == 3
+    loader.load_state_dict({**loader.state_dict(), "epoch": 5})
+    assert stream.epoch == 5
+
+
+def test_hugging_face_datasets() -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"x": list(range(LENGTH))}).with_format("torch")
+    found = [[batch["x"] for batch in loader] for loader in loaders(2, rows, shuffle=True, seed=1)]
+    assert sorted(torch.cat(list(chain(*found))).tolist()) == list(range(LENGTH))
+    stream = rows.to_iterable_dataset(num_shards=4).shuffle(seed=7, buffer_size=10)
+    first = loaders(2, stream, num_workers=1)
+    for loader in first:
+        loader.set_epoch(2)
+    seen = [next(iter(loader))["x"] for loader in first]
+    [rest] = loaders(1, stream, num_workers=1)
+    rest.load_state_dict(first[0].state_dict())
+    seen += [batch["x"] for batch in rest]
+    assert sorted(torch.cat(seen).tolist()) == list(range(LENGTH))
+    with pytest.raises(ParallelismValueError, match="num_workers was 1 and is 0"):
+        loaders(1, stream)[0].load_state_dict(first[0].state_dict())
+
+
+def test_persistent_workers_follow_the_epochs() -> None:
+    [loader] = loaders(1, shuffle=True, num_workers=1, persistent_workers=True)
+    [plain] = loaders(1, shuffle=True)
+    for epoch in range(2):
+        assert read([loader], epoch) == read([plain], epoch)
+
+
+@pytest.mark.promise(91)
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((), {}, "Give batch_size, or global_batch_size, and not both"),
+        ((2,), {"global_batch_size": 4}, "and not both"),
+        ((0,), {}, "batch_size is a positive number of samples, not 0"),
+        ((2,), {"sampler": [1]}, "sampler: a DistributedDataLoader has an order of its own"),
+    ],
+)
+def test_options_that_cannot_work(arguments: Any, options: Any, message: str) -> None:
+    with pytest.raises(ParallelismValueError, match=message):
+        DistributedDataLoader(TensorDataset(torch.ones(3)), *arguments, **options)
+
+
+def test_datasets_that_cannot_work() -> None:
+    with pytest.raises(ParallelismTypeError, match="A int has neither"):
+        DistributedDataLoader(3, 1)
+    with pytest.raises(ParallelismTypeError, match="A range_iterator can be read only once"):
+        DistributedDataLoader(iter(range(3)), 1)
+    with pytest.raises(ParallelismValueError, match="A Stream has no length, so .* shuffled"):
+        DistributedDataLoader(Stream(), 1, shuffle=True)
+    with pytest.raises(ParallelismValueError, match="one worker reads it"):
+        DistributedDataLoader(Stream(), 1, num_workers=2)
+    with pytest.raises(TypeError, match="num_wrokers"):
+        list(DistributedDataLoader([1], 1, num_wrokers=2))
+
+
+def trained(config: Any = None) -> tuple[list[float], dict[str, float], dict[str, torch.Tensor], int]:
+    data = points(14)
+    loader = DistributedDataLoader(data, global_batch_size=4, shuffle=True, seed=3)
+    held_out = DistributedDataLoader(data, global_batch_size=6)
+    model = classifier()
+    trainer, log = quiet(model, train_dataloader=loader, parallelism_config=config, device="cpu")
+    trainer.fit(duration="2ep")
+    results = trainer.eval(held_out)
+    return log.values("loss/train/total"), results, weights(model), trainer.state.timestamp.sample
+
+
+def trained_on_two_ranks() -> Any:
+    return trained("fsdp")
+
+
+@pytest.mark.promise(98)
+def test_the_trainer_places_its_loaders_and_any_number_of_ranks_trains_alike(world2: World) -> None:
+    losses, results, expected, samples = trained()
+    assert samples == 28  # the last batch has 2 of 4 samples: none is repeated to fill it
+    for found in world2(trained_on_two_ranks):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        assert found[1] == pytest.approx(results, rel=1e-5)
+        same(found[2], expected)
+        assert found[3] == samples
+
+
+def a_rank_without_samples_in_the_last_batch() -> int:
+    loader = DistributedDataLoader(points(5), batch_size=2)  # 4 samples, then 1: rank 0 has none
+    trainer, _ = quiet(classifier(), train_dataloader=loader, parallelism_config="fsdp")
+    trainer.fit(duration="1ep")
+    return trainer.state.timestamp.sample
+
+
+def test_a_last_batch_that_is_smaller_than_the_world_is_no_reason_to_warn(world2: World) -> None:
+    assert world2(a_rank_without_samples_in_the_last_batch) == [5, 5]
+
+
+def iterated_without_a_place() -> str:
+    with pytest.raises(ParallelismValueError) as caught:
+        iter(DistributedDataLoader(points(4), 2))
+    return str(caught.value)
+
+
+def test_a_loader_without_a_place_is_refused_on_several_ranks(world2: World) -> None:
+    assert "Which of the 2 ranks have the same data? Pass mesh=" in world2(iterated_without_a_place)[0]

@@ -1,0 +1,240 @@
+"""A second Trainer goes on where the first was: bit-equal, whatever the dataloader."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer import Callback, DistributedDataLoader, Logger, State, Trainer
+from composer_dist.trainer.data.position import Reading
+from composer_dist.trainer.data.randomness import generator_states, set_generator_states
+from tests.kit.trainer_models import World, classifier, points, quiet, weights
+
+RANKS = 3
+
+
+class Jittered(Dataset[Any]):
+    """Points whose inputs are moved at random, by all generators."""
+
+    def __init__(self, samples: int = 14) -> None:
+        self.points = points(samples)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, label = self.points[index]
+        return inputs + random.random() + np.random.rand() + torch.rand(()), label
+
+
+def part() -> dict[str, int]:
+    if not dist.is_initialized():
+        return {"num_replicas": 1, "rank": 0}
+    return {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
+
+
+def plain(workers: int = 0) -> Any:
+    sampler = DistributedSampler(Jittered(), **part(), seed=4)
+    return DataLoader(Jittered(), 2, sampler=sampler, num_workers=workers)
+
+
+def random_order(workers: int = 0) -> Any:
+    return DataLoader(Jittered(), 2, shuffle=True, num_workers=workers)
+
+
+def own(workers: int = 0) -> Any:
+    return DistributedDataLoader(Jittered(), 2, shuffle=True, seed=4, num_workers=workers)
+
+
+def torchdata(workers: int = 0) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    sampler = DistributedSampler(Jittered(), **part(), seed=4)
+    return StatefulDataLoader(Jittered(), 2, sampler=sampler, num_workers=workers)
+
+
+class StopAfter(Callback):
+    """Asks the last rank to stop after some batch; the next one has been read by then."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch == self.batch and state.rank == state.world_size - 1:
+            state.stop_training()
+
+
+def trainer(loader: Any, *callbacks: Callback) -> tuple[Trainer, Any]:
+    config = "fsdp" if dist.is_initialized() else None
+    return quiet(
+        classifier(),
+        train_dataloader=loader,
+        max_duration="3ep",
+        parallelism_config=config,
+        device="cpu",
+        callbacks=callbacks,
+        seed=11,
+    )
+
+
+def resumed(make: Any, batches: int, stop: bool, workers: int) -> tuple[list[float], dict[str, Tensor], int]:
+    first, log = trainer(make(workers), *([StopAfter(batches)] if stop else []))
+    first.fit(duration=None if stop else f"{batches}ba")
+    saved, parameters = first.state_dict(), first.state.model.state_dict()
+    torch.rand(5), random.random(), np.random.rand()  # another process has other generators
+    second, rest = trainer(make(workers))
+    with torch.no_grad():
+        second.state.model.load_state_dict(parameters)
+    second.load_state_dict(saved)
+    second.fit()
+    losses = log.values("loss/train/total") + rest.values("loss/train/total")
+    return losses, weights(second.state.model), second.state.timestamp.sample
+
+
+def uninterrupted(make: Any, workers: int = 0) -> tuple[list[float], dict[str, Tensor], int]:
+    whole, log = trainer(make(workers))
+    whole.fit()
+    return log.values("loss/train/total"), weights(whole.state.model), whole.state.timestamp.sample
+
+
+def equal(found: Any, expected: Any) -> None:
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
+    assert found[2] == expected[2]
+
+
+LOADERS = [
+    own,
+    plain,
+    random_order,
+    pytest.param(torchdata, marks=pytest.mark.filterwarnings("ignore:'set_vital'")),
+]
+
+
+@pytest.mark.promise(100)
+@pytest.mark.parametrize("make", LOADERS)
+@pytest.mark.parametrize("batches", [3, 7, 9])  # in the first epoch, at its end, in the second
+@pytest.mark.parametrize("stop", [False, True])
+def test_goes_on_bit_equal_with_any_dataloader(make: Any, batches: int, stop: bool) -> None:
+    equal(resumed(make, batches, stop, 0), uninterrupted(make))
+
+
+@pytest.mark.promise(100)
+@pytest.mark.parametrize("make", LOADERS[:3])  # torchdata's does not keep its workers' generators
+def test_goes_on_bit_equal_with_workers(make: Any) -> None:
+    equal(resumed(make, 2, False, 1), uninterrupted(make, 1))
+
+
+def both_ways(make: Any, batches: int, stop: bool) -> None:
+    equal(resumed(make, batches, stop, 0), uninterrupted(make))
+
+
+@pytest.mark.promise(100)
+@pytest.mark.parametrize("make", [own, plain])
+@pytest.mark.parametrize("stop", [False, True])
+def test_goes_on_bit_equal_on_two_ranks(world2: World, make: Any, stop: bool) -> None:
+    world2(both_ways, make, 5, stop)
+
+
+@pytest.mark.promise(100)
+@pytest.mark.filterwarnings("ignore:'set_vital'")
+def test_goes_on_bit_equal_on_two_ranks_with_torchdata(world2: World) -> None:
+    world2(both_ways, torchdata, 5, True)
+
+
+def save_after_three(make: Any) -> Mapping[str, Any]:
+    first, _ = trainer(make())
+    first.fit(duration="3ba")
+    return first.state_dict()
+
+
+def go_on_alone(make: Any, saved: Mapping[str, Any]) -> None:
+    second, _ = trainer(make())
+    second.load_state_dict(saved)
+    second.fit(duration="1ba")
+
+
+def test_places_of_another_number_of_ranks_are_refused_or_understood(world2: World) -> None:
+    go_on_alone(own, world2(save_after_three, own)[0])
+    saved = world2(save_after_three, plain)[0]
+    with pytest.raises(ParallelismValueError, match="places of 2 ranks in their DataLoader, and there are 1"):
+        go_on_alone(plain, saved)
+    with pytest.raises(ParallelismValueError, match="is none in a DistributedDataLoader: another"):
+        go_on_alone(own, saved)
+
+
+def short_on_one_rank(saved: Mapping[str, Any]) -> str:
+    from tests.kit.trainer_models import batches
+
+    mine = batches([3, 3], dist.get_rank())
+    from tests.kit.trainer_models import tagger
+
+    second, _ = quiet(tagger(), train_dataloader=mine[: 4 - 2 * dist.get_rank()], parallelism_config="fsdp")
+    second.load_state_dict(saved)
+    with pytest.raises(ParallelismValueError) as caught:
+        second.fit(duration="1ba")
+    return str(caught.value)
+
+
+def three_batches_of_two_ranks() -> Mapping[str, Any]:
+    from tests.kit.trainer_models import batches, tagger
+
+    first, _ = quiet(tagger(), train_dataloader=batches([3, 3], dist.get_rank()), parallelism_config="fsdp")
+    first.fit(duration="3ba")
+    return first.state_dict()
+
+
+def test_a_dataloader_that_became_shorter_is_named_on_all_ranks(world2: World) -> None:
+    saved = world2(three_batches_of_two_ranks)[0]
+    texts = world2(short_on_one_rank, saved)
+    assert texts[0] == texts[1]
+    assert "Rank 1: The list has 2 batches, but 3 were read" in texts[0]
+
+
+class Counting:
+    """Batches that were asked for."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(5):
+            self.read += 1
+            yield number
+
+
+def test_a_place_before_the_last_batch() -> None:
+    reading = Reading(Counting())
+    assert [next(reading), next(reading)] == [0, 1]
+    before, after = reading.place_of_all(True), reading.place_of_all(False)
+    assert next(Reading(Counting(), before)) == 1
+    assert next(Reading(Counting(), after)) == 2
+
+
+def test_generators_go_on() -> None:
+    def draw() -> list[float]:
+        return [random.random(), np.random.rand(), np.random.randn(), float(torch.rand(())), random.gauss()]
+
+    draw()
+    saved = generator_states(torch.device("cpu"))
+    expected = draw()
+    draw()
+    set_generator_states(saved, torch.device("cpu"))
+    assert draw() == expected
+
+
+def test_a_dataloader_given_to_fit_begins_at_the_place() -> None:
+    saved = save_after_three(own)
+    second, _ = trainer(None)
+    second.load_state_dict(saved)
+    second.fit(train_dataloader=own(), duration="1ep")
+    assert second.state.timestamp.sample == 14

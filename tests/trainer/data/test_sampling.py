@@ -1,0 +1,72 @@
+"""Samplers that fit, and those that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from composer_dist.distributed.mesh.mesh import sampler_kwargs
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.data.sampling import check_sampler, set_epoch
+from tests.kit.trainer_models import World, classifier, loader, points, quiet
+
+ALONE = {"num_replicas": 1, "rank": 0}
+SECOND = {"num_replicas": 2, "rank": 1}
+
+
+def distributed(replicas: int, rank: int) -> DistributedSampler[Any]:
+    return DistributedSampler(points(), num_replicas=replicas, rank=rank)
+
+
+def test_a_distributed_sampler_must_be_for_this_rank() -> None:
+    check_sampler(DataLoader(points(), sampler=distributed(2, 1)), SECOND)
+    with pytest.raises(ParallelismValueError, match="num_replicas=2, rank=0, but .* rank=1"):
+        check_sampler(DataLoader(points(), sampler=distributed(2, 0)), SECOND)
+    with pytest.raises(ParallelismValueError, match="mesh asks for num_replicas=1, rank=0"):
+        check_sampler(DataLoader(points(), sampler=distributed(2, 0)), ALONE)
+
+
+def test_a_sampler_inside_a_batch_sampler_counts() -> None:
+    sampler = BatchSampler(distributed(2, 1), batch_size=2, drop_last=False)
+    check_sampler(DataLoader(points(), batch_sampler=sampler), SECOND)
+
+
+def test_a_plain_sampler_is_refused_where_data_differs() -> None:
+    check_sampler(loader(), ALONE)
+    with pytest.raises(ParallelismValueError, match="All 2 data-parallel ranks .* same samples"):
+        check_sampler(loader(), SECOND)
+
+
+def test_what_has_no_dataset_is_the_callers_affair() -> None:
+    check_sampler([1, 2], SECOND)
+
+
+def test_the_epoch_reaches_the_sampler() -> None:
+    sampler = distributed(2, 1)
+    set_epoch(DataLoader(points(), sampler=sampler), 3)
+    assert sampler.epoch == 3
+    set_epoch([1, 2], 3)
+
+
+def samplers() -> None:
+    model, data = classifier(), points()
+    trainer, _ = quiet(model, parallelism_config="fsdp")
+    assert trainer.preparation is not None
+    with pytest.raises(ParallelismValueError, match="All 2 data-parallel ranks .* same samples"):
+        trainer.fit(duration="1ba", train_dataloader=loader())
+    other = DistributedSampler(data, num_replicas=4, rank=dist.get_rank())
+    with pytest.raises(ParallelismValueError, match="DistributedSampler is for num_replicas=4"):
+        trainer.fit(duration="1ba", train_dataloader=DataLoader(data, 2, sampler=other))
+    right = DistributedSampler(data, **sampler_kwargs(trainer.preparation.mesh))
+    trainer.fit(duration="1ba", train_dataloader=DataLoader(data, 2, sampler=right))
+    assert trainer.state.timestamp.sample == 4
+    lenient, _ = quiet(classifier(), parallelism_config="fsdp", check_sampler=False)
+    lenient.fit(duration="1ba", train_dataloader=loader())
+
+
+@pytest.mark.promise(3)
+def test_samplers_that_do_not_fit_the_mesh_are_refused(world2: World) -> None:
+    world2(samplers)

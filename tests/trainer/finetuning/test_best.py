@@ -1,0 +1,96 @@
+"""The best weights are put back, from shards, from other shards and from whole tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.prepare import parallelize_composer_model
+from composer_dist.errors import CheckpointKeyError
+from composer_dist.trainer.finetuning.best import put_back, take_snapshot
+from tests.kit.phase_models import DDP, FSDP, TP, adamw, data, net
+from tests.kit.trainer_models import World, same, weights
+
+
+def trained(config: Any, steps: int) -> Any:
+    model = net(norm=True)
+    optimizer = adamw(model)
+    if config is not None:
+        parallelize_composer_model(model, optimizer, config)
+    step(model, optimizer, steps)
+    return model, optimizer
+
+
+def step(model: Any, optimizer: Any, steps: int) -> None:
+    for batch in data()[:steps]:
+        model.loss(model(batch), batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(value: Any) -> Any:
+    """The same with full tensors in place of shards, as a checkpoint gives it on other ranks."""
+    if isinstance(value, dict):
+        return {key: whole(one) for key, one in value.items()}
+    return gather(value) if isinstance(value, DTensor) else value
+
+
+def resharded(value: Any) -> Any:
+    """The same, replicated over the mesh."""
+    if isinstance(value, dict):
+        return {key: resharded(one) for key, one in value.items()}
+    return value.redistribute(placements=_replicated(value)) if isinstance(value, DTensor) else value
+
+
+def _replicated(tensor: DTensor) -> Any:
+    return [Replicate()] * tensor.device_mesh.ndim
+
+
+def back_and_forth(config: Any, form: str) -> None:
+    model, optimizer = trained(config, 2)
+    best = take_snapshot(model, [optimizer])
+    before, mean = weights(model), model.get_buffer("module.norm.running_mean").clone()
+    step(model, optimizer, 3)
+    after = weights(model)
+    assert not torch.equal(before["module.up.weight"], after["module.up.weight"])
+    put_back({"whole": whole, "resharded": resharded, "same": dict}[form](best), model, [optimizer])
+    for name, value in weights(model).items():
+        assert torch.equal(value, before[name])
+    assert torch.equal(model.get_buffer("module.norm.running_mean"), mean)
+    step(model, optimizer, 3)  # moments and step counts are those of then too
+    same(weights(model), after)
+
+
+@pytest.mark.promise(75)
+@pytest.mark.parametrize("config", [None, FSDP, DDP, TP])
+def test_what_is_trained_returns_with_its_moments(world2: World, config: Any) -> None:
+    if config is None:
+        back_and_forth(None, "same")
+    else:
+        for form in ("same", "whole"):
+            world2(back_and_forth, config, form)
+
+
+@pytest.mark.promise(75)
+def test_shards_may_lie_otherwise(world2: World) -> None:
+    world2(back_and_forth, FSDP, "resharded")
+
+
+def test_state_that_came_later_goes() -> None:
+    model, optimizer = trained(None, 0)
+    best = take_snapshot(model, [optimizer])
+    step(model, optimizer, 1)
+    put_back(best, model, [optimizer])
+    assert not optimizer.state
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    model, optimizer = trained(None, 0)
+    best = take_snapshot(model, [optimizer])
+    best["parameters"]["elsewhere"] = torch.zeros(1)
+    with pytest.raises(CheckpointKeyError, match="it has no elsewhere"):
+        put_back(best, model, [optimizer])

@@ -1,0 +1,142 @@
+"""Schedules as objects and as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch import nn
+
+from composer_dist.errors import ParallelismError, ParallelismValueError
+from composer_dist.trainer import NoImprovement, Phase, Time, default_phases, dump_schedule, load_schedule
+from composer_dist.trainer.finetuning.schedule import phases_of
+from tests.kit.phase_models import net
+
+SCHEDULE = (
+    Phase("head", until="2ep"),
+    Phase(["re:layers\\.1", "norm"], lr=1e-4, until=NoImprovement(metric="loss/eval/total", patience=3)),
+    Phase(
+        "embed",
+        lr=0.1,
+        until=NoImprovement(metric="metrics/eval/F1", mode="max", min_delta=0.01, at_most="1h30m"),
+    ),
+    Phase("rest", lr=3e-5),
+)
+
+
+@pytest.mark.promise(76)
+def test_the_default_schedule_goes_in_pairs_from_the_output() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    phases = default_phases(model, until="3ba")
+    assert [phase.params for phase in phases] == [("1.bias", "1.weight"), ("0.bias", "0.weight")]
+    assert [phase.until for phase in phases] == [Time.parse("3ba"), None]
+
+
+@pytest.mark.promise(76)
+def test_of_an_odd_number_the_last_is_alone() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+    assert [p.params for p in default_phases(model)] == [("1.bias", "1.weight"), ("0.weight",)]
+    model[1].bias.requires_grad_(False)
+    assert [p.params for p in default_phases(model)] == [("1.weight", "0.weight")]
+    with pytest.raises(ParallelismValueError, match="no trainable parameter"):
+        default_phases(model.requires_grad_(False))
+
+
+@pytest.mark.promise(76)
+@pytest.mark.parametrize("schedule", [SCHEDULE, default_phases(net())])
+def test_dump_and_load_give_the_same_phases(tmp_path: Path, schedule: Any) -> None:
+    path = tmp_path / "phases.yaml"
+    dump_schedule(schedule, path)
+    assert load_schedule(path) == phases_of(str(path)) == tuple(schedule)
+    assert load_schedule(path) == phases_of(yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.promise(76)
+def test_a_file_may_number_its_phases_and_write_numbers_as_everybody_does(tmp_path: Path) -> None:
+    path = tmp_path / "phases.yaml"
+    path.write_text("1: {params: rest, lr: 1e-5}\n0:\n  params: [head]\n  until: 2ep\n")
+    assert load_schedule(path) == (Phase("head", until="2ep"), Phase("rest", lr=1e-5))
+
+
+@pytest.mark.promise(76)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0: {params: a, until: 1ep}\n1: {params: b}\n0: {params: c}\n", "0 stands twice, in lines 1 and 3"),
+        ("- params: a\n  lr: 1\n  lr: 2\n", "'lr' stands twice, in lines 2 and 3"),
+        ("- params: [a\n", "line 2"),
+        ("params", "a list of phases, or a mapping"),
+        ("", "a list of phases, or a mapping"),
+    ],
+)
+def test_duplicate_keys_and_what_is_no_schedule_are_errors(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "phases.yaml"
+    path.write_text(text)
+    with pytest.raises(ParallelismValueError, match=rf"phases.yaml: (.|\n)*{message}"):
+        load_schedule(path)
+
+
+@pytest.mark.promise(71)
+@pytest.mark.parametrize("lr", [0, -1e-3, float("nan"), float("inf"), "fast", True])
+def test_bad_learning_rates_are_refused(lr: Any) -> None:
+    with pytest.raises(ParallelismValueError, match="lr is a positive number, not"):
+        Phase("head", lr=lr)
+
+
+@pytest.mark.promise(71)
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ({0: {"params": "a", "until": "1ep"}, 2: {"params": "b"}}, "numbered 0, 2; number them from 0"),
+        ([], "at least one phase"),
+        ([{"params": "a"}, {"params": "b"}], "phase 0 has no 'until', so phase 1 would never begin"),
+        ([{"params": "a", "learning_rate": 1}], "phase 0: .*unknown key 'learning_rate'"),
+        ([{"params": "a", "until": {"metric": "loss/eval/total", "patince": 2}}], "Did you mean 'patience'"),
+        ([{"params": "a", "until": "2 weeks"}], "phase 0: .*'2 weeks' is no time"),
+        ([{"params": "a", "until": "0ep"}], "phase 0: .*positive time"),
+        ([{"params": []}], "phase 0: .*params needs names"),
+        (["head"], "a phase is a mapping"),
+    ],
+)
+def test_bad_schedules_are_refused_before_there_is_a_model(schedule: Any, message: str) -> None:
+    with pytest.raises(ParallelismError, match=message):
+        phases_of(schedule)
+
+
+@pytest.mark.promise(71)
+def test_all_faults_come_at_once() -> None:
+    with pytest.raises(ParallelismValueError, match=r"phase 0: .*lr is(.|\n)*phase 1: .*patience is"):
+        phases_of(
+            [
+                {"params": "a", "lr": -1, "until": "1ep"},
+                {"params": "b", "until": {"metric": "loss/x", "patience": 0}},
+            ]
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metric": "metrics/eval/F1"}, "greater metrics/eval/F1 better"),
+        ({"metric": "loss/eval/total", "patience": True}, "patience is a positive number"),
+        ({"metric": "loss/eval/total", "min_delta": -1.0}, "min_delta"),
+        ({"metric": "loss/eval/total", "mode": "less"}, "mode is"),
+    ],
+)
+def test_no_improvement_says_what_is_wrong(options: Any, message: str) -> None:
+    with pytest.raises(ParallelismValueError, match=message):
+        NoImprovement(**options)
+
+
+def test_no_improvement_judges() -> None:
+    less = NoImprovement(metric="loss/eval/total", min_delta=0.1)
+    assert less.is_better(2.0, None)
+    assert less.is_better(1.0, 2.0)
+    assert not less.is_better(1.95, 2.0)
+    assert not less.is_better(float("nan"), None)
+    more = NoImprovement(metric="metrics/eval/F1", mode="max")
+    assert more.is_better(2.0, 1.0)
+    assert not more.is_better(1.0, 1.0)
+    assert not more.is_better(float("nan"), 1.0)

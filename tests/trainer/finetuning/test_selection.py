@@ -1,0 +1,108 @@
+"""Which parameters names and patterns choose, on plain models."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from composer_dist import _torch
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer import Phase
+from composer_dist.trainer.finetuning.selection import plan_phases
+
+
+def model() -> nn.Module:
+    tree = nn.Module()
+    tree.embed = nn.Embedding(4, 2)
+    tree.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    tree.head = nn.Linear(2, 4, bias=False)
+    return tree
+
+
+def plan(*params: str | list[str], tree: nn.Module | None = None) -> list[list[str]]:
+    return plan_phases([Phase(entry, until="1ep") for entry in params], tree or model())
+
+
+@pytest.mark.promise(71)
+def test_a_module_name_selects_all_its_parameters() -> None:
+    assert plan("head", "layers") == [
+        ["head.weight"],
+        ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"],
+    ]
+    assert plan("layers.0") == [["layers.0.weight", "layers.0.bias"]]
+    assert plan("layers.0.bias") == [["layers.0.bias"]]
+
+
+@pytest.mark.promise(71)
+def test_patterns_match_whole_names_of_parameters_or_modules() -> None:
+    assert plan(r"re:.*\.bias") == [["layers.0.bias", "layers.1.bias"]]
+    assert plan(r"re:layers\.[1-9]") == [["layers.1.weight", "layers.1.bias"]]
+    with pytest.raises(ParallelismValueError, match="'re:bias' matches no parameter"):
+        plan("re:bias")
+
+
+@pytest.mark.promise(71)
+def test_rest_is_everything_else() -> None:
+    assert plan("head", ["layers.1", "rest"], "layers.0") == [
+        ["head.weight"],
+        ["embed.weight", "layers.1.weight", "layers.1.bias"],
+        ["layers.0.weight", "layers.0.bias"],
+    ]
+
+
+@pytest.mark.promise(71)
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            ["layers.0", "head", "re:layers.*"],
+            r"phases 0 and 2 both name layers\.0\.bias, layers\.0\.weight.*'rest'",
+        ),
+        (["hed"], "phase 0: 'hed' matches no parameter.* Did you mean 'head'"),
+        (["re:("], "phase 0: 're:\\(' is no regular expression"),
+        (["rest", "rest"], "'rest' stands in phases 0, 1"),
+        (["head", ["embed", "layers"], "rest"], "phase 2: nothing is left for 'rest'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(params: list[str | list[str]], message: str) -> None:
+    with pytest.raises(ParallelismValueError, match=message):
+        plan(*params)
+
+
+@pytest.mark.promise(71)
+def test_all_faults_come_at_once() -> None:
+    with pytest.raises(ParallelismValueError, match=r"'a' matches(.|\n)*'b' matches(.|\n)*both name"):
+        plan(["a", "head"], ["b", "head"])
+
+
+def test_what_the_user_has_frozen_stays_frozen() -> None:
+    tree = model()
+    tree.layers[0].requires_grad_(False)
+    assert plan("head", "layers", "rest", tree=tree) == [
+        ["head.weight"],
+        ["layers.1.weight", "layers.1.bias"],
+        ["embed.weight"],
+    ]
+    with pytest.raises(ParallelismValueError, match=r"'layers\.0' matches only frozen parameters"):
+        plan("layers.0", tree=tree)
+    tree.embed.requires_grad_(False)
+    with pytest.raises(ParallelismValueError, match="nothing is left for 'rest'.* 3 are frozen"):
+        plan("head", "layers", "rest", tree=tree)
+
+
+def test_tied_parameters_go_by_any_of_their_names() -> None:
+    tree = model()
+    tree.head.weight = tree.embed.weight
+    assert plan("head", "rest", tree=tree)[0] == ["embed.weight"]
+    with pytest.raises(ParallelismValueError, match=r"both name embed\.weight"):
+        plan("head", "embed", tree=tree)
+
+
+@pytest.mark.promise(78)
+def test_clean_names_match_wrapped_modules() -> None:
+    tree = model()
+    expected = plan("head", "layers.1", "re:layers\\.0\\..*", "rest", tree=tree)
+    tree.layers[0] = _torch.checkpoint_wrapper(tree.layers[0])
+    tree.layers[1] = _torch.checkpoint_wrapper(tree.layers[1])
+    assert any("_checkpoint_wrapped_module" in name for name, _ in tree.named_parameters())
+    assert plan("head", "layers.1", "re:layers\\.0\\..*", "rest", tree=tree) == expected

@@ -1,0 +1,289 @@
+"""Going on from checkpoints, wholly or in part, on as many ranks or others."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
+
+from composer_dist.checkpoint import save_checkpoint
+from composer_dist.errors import (
+    CheckpointError,
+    CheckpointKeyError,
+    CheckpointValueError,
+    ParallelismTypeError,
+    ParallelismValueError,
+)
+from composer_dist.models import ComposerClassifier
+from composer_dist.trainer import (
+    Callback,
+    CheckpointSaver,
+    DistributedDataLoader,
+    Logger,
+    Resume,
+    State,
+    Trainer,
+)
+from tests.kit.trainer_models import World, points, quiet, same, weights
+
+SAMPLES = 22
+
+
+class Dropping(nn.Module):
+    """Draws from the device's generator."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, width)
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = (
+            self.head(nn.functional.dropout(torch.tanh(self.body(inputs)), 0.3, self.training)) * 2
+        )
+        return logits
+
+
+class Seen(Callback):
+    """Which samples each batch had."""
+
+    def __init__(self) -> None:
+        self.samples: list[list[float]] = []
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.samples.append(state.batch[0][:, 0].tolist())
+
+
+class CrashError(Exception):
+    """As if the process had been killed: nothing is saved after it."""
+
+
+class CrashAt(Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch == self.batch:
+            raise CrashError
+
+
+def trainer(folder: Path, *callbacks: Callback, **options: Any) -> tuple[Trainer, Any]:
+    torch.manual_seed(0)
+    model = ComposerClassifier(Dropping(options.pop("width", 8)), num_classes=4)
+    optimizer = AdamW(model.parameters(), lr=0.05)
+    return quiet(
+        model,
+        optimizers=optimizer,
+        schedulers=StepLR(optimizer, 2, gamma=0.7),
+        step_schedulers_every_batch=True,
+        train_dataloader=DistributedDataLoader(points(SAMPLES), global_batch_size=4, shuffle=True, seed=2),
+        max_duration="3ep",
+        parallelism_config="fsdp" if dist.is_initialized() else None,
+        device="cpu",
+        callbacks=[CheckpointSaver(folder, "2ba", keep=2), *callbacks],
+        seed=7,
+        **options,
+    )
+
+
+def whole(folder: Path) -> tuple[list[float], dict[str, Tensor], list[list[float]]]:
+    seen = Seen()
+    one, log = trainer(folder / "whole", seen, resume=True)
+    assert one.resumed_from is None
+    one.fit()
+    return log.values("loss/train/total"), weights(one.state.model), seen.samples
+
+
+def crashed(folder: Path, *batches: int) -> tuple[list[float], dict[str, Tensor], list[list[float]]]:
+    """Crashes after some batches, each time in another Trainer, and then ends; losses by batch."""
+    losses: dict[int, float] = {}
+    samples: dict[int, list[float]] = {}
+    for crash in (*batches, 1000):
+        seen = Seen()
+        one, log = trainer(folder / "crashed", seen, CrashAt(crash), resume=True)
+        start = one.state.timestamp.batch
+        assert start == (0 if one.resumed_from is None else int(one.resumed_from.rpartition("ba")[2]))
+        try:
+            one.fit()
+        except CrashError:
+            assert crash < 1000
+        values = log.values("loss/train/total")
+        losses |= {start + number: value for number, value in enumerate(values)}
+        samples |= {start + number: value for number, value in enumerate(seen.samples)}
+    ordered = sorted(losses)
+    return [losses[n] for n in ordered], weights(one.state.model), [samples[n] for n in ordered]
+
+
+def crash_and_compare(folder: Path, *batches: int) -> None:
+    expected, found = whole(folder), crashed(folder, *batches)
+    assert found[0] == expected[0]
+    assert found[2] == expected[2]
+    assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
+
+
+@pytest.mark.promise(100)
+@pytest.mark.parametrize("batches", [(1,), (5, 6), (7, 13, 17)])
+def test_crashed_and_resumed_is_bit_equal(tmp_path: Path, batches: tuple[int, ...]) -> None:
+    crash_and_compare(tmp_path, *batches)
+
+
+@pytest.mark.promise(100)
+def test_crashed_and_resumed_is_bit_equal_on_two_ranks(world2: World, tmp_path: Path) -> None:
+    world2(crash_and_compare, tmp_path, 5, 13)
+
+
+def until(folder: Path, duration: str) -> list[list[float]]:
+    seen = Seen()
+    one, _ = trainer(folder, seen, resume=True)
+    one.fit(duration=duration)
+    return seen.samples
+
+
+def all_of(ranks: list[list[list[float]]]) -> list[list[float]]:
+    """The samples of each batch of all ranks."""
+    return [sorted(sum(parts, [])) for parts in zip(*ranks, strict=True)]  # noqa: RUF017
+
+
+@pytest.mark.promise(100)
+def test_resumed_on_another_number_of_ranks_loses_and_repeats_no_sample(
+    world2: World, world4: World, tmp_path: Path
+) -> None:
+    expected = all_of([until(tmp_path / "whole", "18ba")])
+    found = all_of([until(tmp_path / "run", "3ba")])
+    found += all_of(world2(until, tmp_path / "run", "4ba"))
+    found += all_of(world4(until, tmp_path / "run", "4ba"))
+    found += all_of([until(tmp_path / "run", "7ba")])
+    assert found == expected
+    assert len({sample for batch in found[:6] for sample in batch}) == SAMPLES
+    last, _ = trainer(tmp_path / "run", resume=True)
+    assert last.state.timestamp.sample == 3 * SAMPLES
+    assert last.state.timestamp.epoch == 3
+
+
+def test_autoresume_passes_over_what_is_damaged(tmp_path: Path) -> None:
+    one, _ = trainer(tmp_path)
+    one.fit(duration="4ba")
+    [data] = sorted((tmp_path / "ep0-ba4").glob("*.distcp"))[:1]
+    data.write_bytes(data.read_bytes()[:-9])
+    with pytest.warns(UserWarning, match="ep0-ba4 is passed over"):
+        again, _ = trainer(tmp_path, resume=True)
+    assert again.state.timestamp.batch == 2
+
+
+def test_weights_only_begins_a_new_run(tmp_path: Path) -> None:
+    one, _ = trainer(tmp_path)
+    one.fit(duration="2ba")
+    path = tmp_path / "latest"
+    two, _ = trainer(tmp_path / "other", resume=Resume(load_path=path, load_weights_only=True))
+    same(weights(two.state.model), weights(one.state.model))
+    assert two.state.timestamp.batch == 0
+    assert not two.state.optimizers[0].state
+    two.fit(duration="1ba")
+    third, _ = trainer(
+        tmp_path / "other", resume=Resume(load_path=path, load_weights_only=True, autoresume=True)
+    )
+    assert third.state.timestamp.batch == 1  # its own checkpoint, wholly, and not load_path
+
+
+def test_ignored_keys_stay_as_they_are(tmp_path: Path) -> None:
+    one, _ = trainer(tmp_path)
+    one.fit(duration="3ba")
+    keys = ["model.module.head.*", "optimizer.*head*", "data", "schedulers"]
+    resume = Resume(load_path=tmp_path / "latest", load_ignore_keys=keys)
+    fresh, _ = trainer(tmp_path / "fresh")
+    two, _ = trainer(tmp_path / "other", resume=resume)
+    before, after = weights(fresh.state.model), weights(two.state.model)
+    for name, value in weights(one.state.model).items():
+        assert torch.equal(after[name], (before if "head" in name else weights(one.state.model))[name]), name
+        assert "head" in name or torch.equal(after[name], value)
+    assert len(two.state.optimizers[0].state) == 2
+    assert two.state.schedulers[0].last_epoch == 0
+    assert two.state.timestamp.batch == 3
+
+
+@pytest.mark.promise(101)
+def test_a_glob_that_matches_nothing_is_warned_of(tmp_path: Path) -> None:
+    one, _ = trainer(tmp_path)
+    one.fit(duration="1ba")
+    for weights_only in (False, True):
+        resume = Resume(
+            load_path=tmp_path / "latest",
+            load_ignore_keys=["model.module.haed.*", "model.module.head"],
+            load_weights_only=weights_only,
+        )
+        with pytest.warns(UserWarning, match=r"'model.module.haed.\*' matched nothing"):
+            trainer(tmp_path / "other", resume=resume)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer(tmp_path / "o", resume=Resume(load_path=tmp_path / "latest", load_ignore_keys=["optimizer"]))
+
+
+def other_names(folder: Path) -> None:
+    """A checkpoint of the run without one name, and one with a name too many."""
+    one, _ = trainer(folder / "run")
+    one.fit(duration="2ba")
+    state = one.state.model.state_dict()
+    for kind in ("directory", "file"):
+        for name, odd in (("less", dict(list(state.items())[1:])), ("more", {**state, "odd": torch.ones(2)})):
+            parts = {"model": odd, "optimizer": one.state.optimizers[0], **one.state_dict()}
+            save_checkpoint(
+                folder / f"{name}-{kind}", parts, sharded=kind == "directory", model=one.state.model
+            )
+
+
+@pytest.mark.promise(101)
+@pytest.mark.parametrize("kind", ["directory", "file"])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_strict_is_strict_on_every_path(tmp_path: Path, kind: str, weights_only: bool) -> None:
+    other_names(tmp_path)
+    for name, message in (("less", "missing: model.module.body.weight"), ("more", "unexpected: model.odd")):
+        path = tmp_path / f"{name}-{kind}"
+        options = {"load_path": path, "load_weights_only": weights_only}
+        with pytest.raises(CheckpointKeyError, match=message):
+            trainer(tmp_path / "o", resume=Resume(**options))
+        with pytest.warns(UserWarning, match=message):
+            trainer(tmp_path / "o", resume=Resume(**options, load_strict_model_weights=False))
+    if kind == "directory":
+        (tmp_path / "auto").mkdir()
+        shutil.move(tmp_path / "less-directory", tmp_path / "auto" / "less")
+        with pytest.raises(CheckpointKeyError, match=r"missing: model.module.body.weight"):
+            trainer(tmp_path / "auto", resume=True)
+
+
+@pytest.mark.promise(101)
+def test_shapes_are_never_passed_over(tmp_path: Path) -> None:
+    one, _ = trainer(tmp_path)
+    one.fit(duration="1ba")
+    resume = Resume(load_path=tmp_path / "latest", load_strict_model_weights=False)
+    with pytest.raises(CheckpointValueError, match=r"body.weight is \(8, 8\) there, \(6, 8\) here"):
+        trainer(tmp_path / "o", width=6, resume=resume)
+
+
+def test_a_dangling_latest_means_the_newest(tmp_path: Path) -> None:
+    one, _ = trainer(tmp_path)
+    one.fit(duration="4ba")
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("ep0-ba3")
+    two, _ = trainer(tmp_path / "o", resume=tmp_path / "latest")
+    assert two.state.timestamp.batch == 4
+
+
+def test_what_cannot_be_resumed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        trainer(tmp_path, resume=tmp_path / "nowhere")
+    with pytest.raises(ParallelismValueError, match="folder of the CheckpointSaver, and there is none"):
+        quiet(ComposerClassifier(Dropping(), num_classes=4), resume=True)
+    with pytest.raises(ParallelismValueError, match="Resume needs a load_path or autoresume"):
+        Resume()
+    with pytest.raises(ParallelismValueError, match="say what to take from load_path, which is None"):
+        Resume(autoresume=True, load_weights_only=True)
+    with pytest.raises(ParallelismTypeError, match=r"write \['model'\]"):
+        Resume(load_path="x", load_ignore_keys="model")

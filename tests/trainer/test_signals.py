@@ -1,0 +1,224 @@
+"""SIGTERM, SIGKILL, and launchers that start again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from composer_dist.trainer import Callback, CheckpointSaver, Logger, State
+from composer_dist.trainer.signals import EXIT_STATUS
+from tests.kit.killable import GLOBAL_BATCH, SAMPLES, Ending, build
+from tests.kit.trainer_models import World, weights
+
+BATCHES = 18
+
+
+def whole(folder: Path, parallel: bool = False) -> dict[str, torch.Tensor]:
+    folder.mkdir(exist_ok=True)
+    trainer = build(folder, parallel=parallel)
+    trainer.fit()
+    return weights(trainer.state.model)
+
+
+def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def check_samples(folder: Path) -> None:
+    """Every sample once in each epoch, whichever process and rank had it."""
+    per_epoch = -(-SAMPLES // GLOBAL_BATCH)
+    for epoch in range(3):
+        found: list[float] = []
+        for batch in range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1):
+            for note in folder.glob(f"batch-{batch}-*.json"):
+                found += json.loads(note.read_text())["samples"]
+        assert len(found) == len(set(found)) == SAMPLES
+
+
+def terminated(folder: Path, rank: int, parallel: bool) -> None:
+    folder.mkdir(exist_ok=True)
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = build(folder, Ending(folder, 4, signal.SIGTERM, rank), parallel=parallel)
+    with pytest.raises(SystemExit) as caught:
+        trainer.fit()
+    assert caught.value.code == EXIT_STATUS == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert trainer.state.timestamp.batch in (5, 6)  # the one under way, or the next
+    batch = trainer.state.timestamp.batch
+    again = build(folder, parallel=parallel)
+    assert again.state.timestamp.batch == batch
+    again.fit()
+    equal(weights(again.state.model), whole(folder.with_name("whole"), parallel))
+
+
+@pytest.mark.promise(100)
+def test_sigterm_saves_and_ends_with_its_status(tmp_path: Path) -> None:
+    terminated(tmp_path / "run", 0, False)
+    check_samples(tmp_path / "run")
+
+
+@pytest.mark.promise(100)
+def test_sigterm_on_one_rank_ends_all_at_the_same_batch(world2: World, tmp_path: Path) -> None:
+    world2(terminated, tmp_path / "run", 1, True)
+    check_samples(tmp_path / "run")
+
+
+@pytest.mark.promise(100)
+def test_sigterm_at_the_very_end_is_not_lost(tmp_path: Path) -> None:
+    trainer = build(tmp_path, Ending(tmp_path, BATCHES - 1, signal.SIGTERM, 0), parallel=False)
+    with pytest.raises(SystemExit) as caught:
+        trainer.fit()
+    assert caught.value.code == EXIT_STATUS
+    assert build(tmp_path, parallel=False).state.timestamp.batch == BATCHES
+
+
+class Failing(Callback):
+    def batch_end(self, state: State, logger: Logger) -> None:
+        raise ArithmeticError("no")
+
+
+def test_the_handler_goes_with_the_fit(tmp_path: Path) -> None:
+    def mine(number: int, frame: Any) -> None:
+        pass
+
+    original = signal.signal(signal.SIGTERM, mine)
+    try:
+        trainer = build(tmp_path, parallel=False)
+        assert signal.getsignal(signal.SIGTERM) is mine
+        trainer.fit(duration="1ba")
+        assert signal.getsignal(signal.SIGTERM) is mine
+        with pytest.raises(ArithmeticError):
+            build(tmp_path, Failing(), parallel=False).fit()
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, original)
+
+
+def test_a_fit_in_another_thread_leaves_signals_alone(tmp_path: Path) -> None:
+    trainer = build(tmp_path, parallel=False)
+    thread = threading.Thread(target=trainer.fit, kwargs={"duration": "1ba"})
+    thread.start()
+    thread.join()
+    assert trainer.state.timestamp.batch == 1
+    assert (tmp_path / "checkpoints" / "ep0-ba1").is_dir()
+
+
+def test_sigterm_can_be_left_alone(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    saver = CheckpointSaver(tmp_path, on_sigterm=False)
+    trainer = build(tmp_path, parallel=False)
+    saver.fit_start(trainer.state, trainer.logger)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def start(*command: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> int:
+    output, _ = process.communicate(timeout=240)
+    print(output)
+    return process.returncode
+
+
+@pytest.mark.promise(100)
+def test_killed_and_resumed_is_bit_equal(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    script = start(sys.executable, "-m", "tests.kit.killable", str(run), "7", "SIGKILL", "0")
+    assert ended(script) == -signal.SIGKILL
+    again = build(run, parallel=False)
+    assert again.state.timestamp.batch in (4, 6)  # the last one may not have been complete
+    again.fit()
+    equal(weights(again.state.model), whole(tmp_path / "whole"))
+    check_samples(run)
+
+
+def torchrun(*arguments: str) -> subprocess.Popen[str]:
+    return start(sys.executable, "-m", "torch.distributed.run", *arguments)
+
+
+@pytest.mark.promise(100)
+@pytest.mark.slow
+def test_torchrun_starts_again_after_a_rank_was_killed(world2: World, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "tests.kit.killable"
+    assert ended(torchrun(*options, str(run), "7", "SIGKILL", "1")) == 0
+    equal(torch.load(run / "final.pt"), world2(whole, tmp_path / "whole", True)[0])
+    check_samples(run)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    """Where agents meet, on a host that stays: with that one a job would be lost."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield f"127.0.0.1:{store.port}"
+    del store
+
+
+def agents(endpoint: str, nodes: str, *arguments: str) -> Callable[[], subprocess.Popen[str]]:
+    """Each call starts the torchrun of one more host."""
+    meeting = f"--rdzv-backend=c10d --rdzv-endpoint={endpoint} --rdzv-id=test"
+    conf = "--rdzv-conf=is_host=false,last_call_timeout=3"
+    options = *meeting.split(), conf, f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=2"
+    return partial(torchrun, *options, "-m", "tests.kit.killable", *arguments)
+
+
+@pytest.mark.promise(100)
+@pytest.mark.slow
+def test_several_agents_start_again_after_a_rank_was_killed(
+    world2: World, tmp_path: Path, endpoint: str
+) -> None:
+    run = tmp_path / "run"
+    agent = agents(endpoint, "2", str(run), "7", "SIGKILL", "1")
+    assert [ended(one) for one in (agent(), agent())] == [0, 0]
+    equal(torch.load(run / "final.pt"), world2(whole, tmp_path / "whole", True)[0])
+    check_samples(run)
+
+
+@pytest.mark.promise(100)
+@pytest.mark.slow
+def test_when_a_host_is_taken_away_the_others_go_on(tmp_path: Path, endpoint: str) -> None:
+    run = tmp_path / "run"
+    agent = agents(endpoint, "1:2", str(run), "7", "SIGTERM", "1", "parent")
+    found = [ended(one) for one in (agent(), agent())]
+    assert sorted(code == 0 for code in found) == [False, True]
+    assert (run / "final.pt").exists()
+    assert {json.loads(note.read_text())["world"] for note in run.glob("batch-*.json")} == {1, 2}
+    check_samples(run)
+
+
+@pytest.mark.promise(100)
+@pytest.mark.slow
+def test_a_host_that_comes_later_takes_part(
+    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By default an agent keeps the address of the first attempt's store to itself (torch 2.13).
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    run = tmp_path / "run"
+    agent = agents(endpoint, "1:2", str(run), "7", "wait", "0")
+    first = agent()
+    while not (run / "waiting").exists():
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.1)
+    second = agent()
+    assert [ended(first), ended(second)] == [0, 0]
+    worlds = [json.loads((run / f"batch-{batch}-0.json").read_text())["world"] for batch in (1, BATCHES)]
+    assert worlds == [1, 2]
+    check_samples(run)
