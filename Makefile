@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 help:
 	@echo "make demo      train, fine-tune with LoRA, export and reload a small model on two processes"
 	@echo "make test      the default tests (test-all: the slow ones too; zoo: every architecture)"
-	@echo "make lint      ruff (format: apply it);  make types: mypy"
+	@echo "make lint      ruff and the floors of the house (format: apply ruff);  make types: mypy"
 	@echo "make bench     the benchmarks;  make docs: the documentation, into site/"
 	@echo "make clean     remove what these made, all but .venv (distclean: .venv too)"
 
@@ -48,6 +48,7 @@ zoo: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
