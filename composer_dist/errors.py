@@ -5,6 +5,12 @@ kind that Python's own conventions ask for, so that both `except ParallelismErro
 `except ValueError` catch it. The same error, with the same text, is raised on every rank.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
 
 class ParallelismError(Exception):
     """Anything that kept composer_dist from doing what it was asked to do."""
@@ -48,6 +54,54 @@ class CheckpointRuntimeError(CheckpointError, RuntimeError):
 
 class CheckpointIsADirectoryError(CheckpointError, IsADirectoryError):
     """A directory where a file is to be written."""
+
+
+class Faults(list[str]):
+    """Everything that is wrong, collected inside of a `with` and raised at its end as one error.
+
+    ```python
+    with Faults("compile ", ".", "; ") as faults:
+        faults += check_options(options)
+        if clash:
+            faults.append(f"cannot have {clash}")
+    ```
+
+    Nothing is raised if the list is empty. An error raised inside passes unchanged. A fault that is added
+    twice is reported once.
+
+    Args:
+        before: how the message begins.
+        after: how it ends.
+        between: what separates the faults.
+        kind: the error that is raised.
+    """
+
+    def __init__(
+        self,
+        before: str = "",
+        after: str = "",
+        between: str = "\n",
+        kind: type[ParallelismError] = ParallelismValueError,
+    ) -> None:
+        super().__init__()
+        self._before, self._after, self._between, self._kind = before, after, between, kind
+
+    def __enter__(self) -> Faults:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None and self:
+            raise self._kind(self._before + self._between.join(dict.fromkeys(self)) + self._after)
+
+    @contextmanager
+    def catching(self, kind: type[Exception] = ParallelismError, before: str = "") -> Iterator[None]:
+        """Add an error of this kind that is raised inside, as `before` and its text, and continue."""
+        try:
+            yield
+        except kind as error:
+            self.append(f"{before}{error}")
 
 
 _KINDS: tuple[type[ParallelismError], ...] = (

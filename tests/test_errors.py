@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from composer_dist import errors
-from composer_dist.errors import CheckpointError, ParallelismError, kind_named, kind_of
+from composer_dist.errors import CheckpointError, Faults, ParallelismError, kind_named, kind_of
 
 KINDS = [
     (errors.ParallelismValueError, ValueError),
@@ -46,3 +46,31 @@ def test_any_error_has_a_nearest_kind(error: BaseException, kind: type[Paralleli
 
 def test_an_unknown_name_is_a_runtime_error() -> None:
     assert kind_named("SomethingElse") is errors.ParallelismRuntimeError
+
+
+def _collect(faults: Faults, last: Exception) -> None:
+    with faults:
+        assert not faults
+        faults.append("one")
+        faults += ["two", "one"]
+        with faults.catching(before="three: "):
+            raise last
+        assert faults
+
+
+def test_faults_are_raised_together() -> None:
+    with pytest.raises(errors.ParallelismValueError, match=r"^one\ntwo\nthree: late$"):
+        _collect(Faults(), errors.ParallelismTypeError("late"))
+    faults = Faults("Wrong: ", ". Fix them.", "; ", errors.CheckpointKeyError)
+    with pytest.raises(errors.CheckpointKeyError, match=r"^Wrong: one; two; three: late\. Fix them\.$"):
+        _collect(faults, errors.ParallelismTypeError("late"))
+
+
+def test_another_error_takes_precedence_over_faults() -> None:
+    with pytest.raises(ZeroDivisionError):
+        _collect(Faults(), ZeroDivisionError())
+
+
+def test_without_faults_nothing_is_raised() -> None:
+    with Faults():
+        pass
