@@ -17,9 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import world
-
-World = Callable[..., list[Any]]
+from tests.kit import world
+from tests.kit.world import World
 
 
 def _on(world_size: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:

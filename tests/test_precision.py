@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,8 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from composer_dist.errors import ParallelismValueError
 from composer_dist.precision import Precision, mixed_precision_policy, require_fp8
-
-World = Callable[..., list[Any]]
+from tests.kit.world import World
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

@@ -7,7 +7,6 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -17,9 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests import world
-
-World = Callable[..., list[Any]]
+from tests.kit import world
+from tests.kit.world import World
 
 
 def rank_times(factor: int, offset: int = 0) -> int:

@@ -9,7 +9,7 @@ from torch import nn
 from composer_dist import FSDP2Config
 from composer_dist.distributed import clip_grad_norm, parallelize_model
 from tests.kit import structures
-from tests.world import run
+from tests.kit.world import run
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:

@@ -30,10 +30,10 @@ from composer_dist.distributed import (
 from composer_dist.errors import ParallelismError, ParallelismKeyError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
 from composer_dist.trainer.evaluation import fresh_metrics
-from tests.conftest import World
 from tests.kit import structures
 from tests.kit.structures import assert_same_training, full
 from tests.kit.trainer_models import quiet, same, weights
+from tests.kit.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
 

@@ -12,8 +12,8 @@ from typing import IO
 
 import pytest
 
-from tests.worker import HOST
-from tests.world import _host_store
+from tests.kit.worker import HOST
+from tests.kit.world import _host_store
 
 
 def launch(rank: int, port: int, group: int, way: str, stderr: int | None) -> subprocess.Popen[str]:

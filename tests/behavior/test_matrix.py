@@ -20,7 +20,7 @@ from composer_dist.distributed.moving.whole import gather
 from composer_dist.distributed.prepared import named_parameters_canonical
 from tests.kit.preparable import built
 from tests.kit.tp_models import batch, gpt2, llama, lora_llama
-from tests.world import run
+from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
 

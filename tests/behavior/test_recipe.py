@@ -33,12 +33,12 @@ from composer_dist.distributed import (
 )
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models import ComposerModel
-from tests.conftest import World
 from tests.distributed.test_prepare import fails_later, wrong_on_one_rank
 from tests.kit import structures
 from tests.kit.preparable import Toy, built, values
 from tests.kit.pretrained import llama
 from tests.kit.structures import batch, full
+from tests.kit.world import World
 from tests.test_precision import record
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.kit.checkpoint_runs import MESHES, assert_same, load_run, save_run
 from tests.kit.tp_models import gpt2, llama, phi3
-from tests.world import run
+from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,8 +17,7 @@ from composer_dist.errors import CheckpointRuntimeError
 from composer_dist.files import checked as checked_file
 from tests.kit.checkpoint_runs import assert_same, load_run, snapshot, start, train
 from tests.kit.toys import toy
-
-World = Callable[..., list[Any]]
+from tests.kit.world import World
 
 
 def train_meanwhile(path: str, sharded: bool) -> tuple[Any, bool]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,9 +26,7 @@ from composer_dist.files import checked as checked_file
 from composer_dist.files.find import index_weights
 from tests.kit.checkpoint_runs import save_run
 from tests.kit.toys import assert_equal, toy
-from tests.world import PRELOAD
-
-World = Callable[..., list[Any]]
+from tests.kit.world import PRELOAD, World
 
 
 def is_refused(path: Path) -> str | None:

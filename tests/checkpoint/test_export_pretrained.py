@@ -26,8 +26,7 @@ from tests.kit.pretrained import (
     t5,
     tokenizer,
 )
-
-World = Callable[..., list[Any]]
+from tests.kit.world import World
 
 pytestmark = [
     # peft 0.21 reads an attribute that transformers 5.23 deprecates.

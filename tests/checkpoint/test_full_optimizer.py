@@ -32,11 +32,11 @@ from composer_dist.errors import (
     CheckpointValueError,
     ParallelismValueError,
 )
-from tests.conftest import World
 from tests.kit.meshes import MODES, equal, give_gradients, train
 from tests.kit.preparable import built
 from tests.kit.toys import messages
 from tests.kit.tp_models import Decoder, gpt2
+from tests.kit.world import World
 
 State = dict[str, Any]
 MODELS: dict[str, Callable[[], nn.Module]] = {"decoder": Decoder, "gpt2": gpt2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -25,10 +24,7 @@ from composer_dist.errors import (
 from tests.kit.checkpoint_runs import MESHES
 from tests.kit.toys import assert_equal, messages, sharded, tokens, toy, train_step
 from tests.kit.tp_models import gpt2
-from tests.world import run
-
-World = Callable[..., list[Any]]
-
+from tests.kit.world import World, run
 
 # full_model_state
 

@@ -24,7 +24,7 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.ranks.agreement import Agreement
 from tests.distributed.moving.test_transfer import profiled
 from tests.kit.toys import messages
-from tests.world import run
+from tests.kit.world import run
 
 MIB = 1 << 20
 BUCKET = 8 * MIB

@@ -24,9 +24,8 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismError
 from composer_dist.files import checked as checked_file
-from tests.conftest import World
 from tests.kit.toys import toy
-from tests.world import PRELOAD
+from tests.kit.world import PRELOAD, World
 
 ROOT = Path(__file__).parents[2]
 ENDS: dict[str, list[bool]] = {

@@ -32,8 +32,7 @@ from composer_dist.errors import (
 )
 from tests.kit.checkpoint_runs import assert_same, save_run, snapshot, start, train
 from tests.kit.toys import Toy, assert_equal, sharded, toy
-
-World = Callable[..., list[Any]]
+from tests.kit.world import World
 
 
 def ask_for_absent(path: str) -> tuple[str, dict[str, Any]]:

@@ -28,7 +28,7 @@ from composer_dist.files.read import Files
 from tests.distributed.weights.test_disk import saved
 from tests.files.test_match import llama, lora, random
 from tests.kit.preparable import Toy, built, config, same, tokens, train, values
-from tests.world import run
+from tests.kit.world import run
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 2)])

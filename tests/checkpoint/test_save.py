@@ -21,9 +21,7 @@ from composer_dist.distributed.prepare import parallelize_model
 from composer_dist.errors import CheckpointIsADirectoryError, CheckpointRuntimeError, CheckpointValueError
 from tests.kit.checkpoint_runs import assert_same, load_run, save_run, snapshot, start, train
 from tests.kit.toys import assert_equal, toy
-from tests.world import WorkerError, run
-
-World = Callable[..., list[Any]]
+from tests.kit.world import WorkerError, World, run
 
 
 def save_and_read_plainly(path: str) -> dict[str, Any]:

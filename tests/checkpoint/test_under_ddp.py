@@ -15,9 +15,9 @@ from composer_dist.checkpoint import export_pretrained, full_model_state, load_f
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import parallelize_model
 from tests.checkpoint.test_export_pretrained import logits
-from tests.conftest import World
 from tests.kit.pretrained import llama
 from tests.kit.toys import assert_equal, toy
+from tests.kit.world import World
 
 
 def state_and_back() -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tests.checkpoint.test_export_pretrained import logits
 from tests.distributed.moving.test_transfer import profiled
 from tests.files.test_match import random
 from tests.kit.pretrained import llama, tokenizer
-from tests.world import run
+from tests.kit.world import run
 
 
 def convert(*arguments: object) -> str:

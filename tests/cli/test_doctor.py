@@ -13,7 +13,7 @@ from composer_dist.cli import doctor
 from composer_dist.cli.main import app
 from composer_dist.cli.self_test import SelfTest, self_test
 from composer_dist.distributed.ranks import process_group
-from tests.conftest import World
+from tests.kit.world import World
 
 
 def _by_name() -> dict[str, doctor.Finding]:

@@ -11,9 +11,9 @@ from composer_dist.config import presets
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import named_parameters_canonical, parallelize_model
-from tests.conftest import World
 from tests.kit.pretrained import VOCABULARY, adapter, llama
 from tests.kit.structures import full
+from tests.kit.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 

@@ -35,7 +35,7 @@ from composer_dist.errors import (
     ParallelismValueError,
 )
 from tests.kit.preparable import Toy, built, config, full, same, tokens, train, values
-from tests.world import WorkerError, run
+from tests.kit.world import WorkerError, run
 
 Outcome = tuple[type, str]
 

@@ -18,8 +18,8 @@ from composer_dist.distributed.prepared import (
 )
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.names import canonical_name
-from tests.conftest import World
 from tests.kit import structures
+from tests.kit.world import World
 
 
 def test_wrapper_segments_are_left_out() -> None:

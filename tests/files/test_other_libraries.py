@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.prepare import parallelize_model
 from tests.kit.checkpoint_runs import Snapshot, assert_same, snapshot, start, train
 from tests.kit.toys import toy
-
-World = Callable[..., list[Any]]
+from tests.kit.world import World
 
 
 def lightning(model: Any, optimizer: Any) -> dict[str, Any]:

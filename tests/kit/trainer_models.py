@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,8 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from composer_dist.models import ComposerClassifier, ComposerModel
 from composer_dist.trainer import InMemoryLogger, Trainer
-
-World = Callable[..., list[Any]]
 
 IGNORED = -100
 BATCHES = 4

@@ -15,7 +15,7 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.models import HuggingFaceModel
 from tests.kit.checkpoint_runs import MESHES
 from tests.kit.toys import messages
-from tests.world import run
+from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 

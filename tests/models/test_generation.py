@@ -15,8 +15,7 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_composer_model
 from composer_dist.models import HuggingFaceModel
 from tests.kit.pretrained import adapter, gpt2, llama, prompt, sharded, t5, tokenizer
-
-World = Callable[..., list[Any]]
+from tests.kit.world import World
 
 OPTIONS = {
     "greedy": {"max_new_tokens": 8, "do_sample": False},

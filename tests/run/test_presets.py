@@ -9,8 +9,8 @@ import torch
 
 from composer_dist.cli.init import PRESETS, Preset
 from composer_dist.recipe.read import read_configuration
-from tests.conftest import World
 from tests.kit.recipes import PROMPT, accuracy_of, losses_of, trained_and_exported
+from tests.kit.world import World
 
 EVERY = [preset.value for preset in Preset]
 ADAPTERS = ["lora", "dora", "qlora"]

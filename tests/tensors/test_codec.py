@@ -34,7 +34,7 @@ from composer_dist.errors import ParallelismError, ParallelismTypeError, Paralle
 from composer_dist.tensors.codec import dense, empty_like, encoded
 from tests.kit.preparable import built, close, config, same, train
 from tests.kit.quantized import Adapted, Int8Rows, Stack, quantize
-from tests.world import run
+from tests.kit.world import run
 
 BASE = "layers.0.base.weight"
 QUANTIZED = [BASE, "layers.1.base.weight"]

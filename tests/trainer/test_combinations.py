@@ -13,7 +13,8 @@ from torch.optim import SGD
 
 from composer_dist.models import ComposerModel
 from composer_dist.trainer import EMA, Callback, CheckpointSaver, FineTuningPhases, NoImprovement, Phase
-from tests.kit.trainer_models import PER_BATCH, World, batches, quiet, same, tagger, weights
+from tests.kit.trainer_models import PER_BATCH, batches, quiet, same, tagger, weights
+from tests.kit.world import World
 from tests.trainer.test_parallel import llama, sentences
 
 # Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.

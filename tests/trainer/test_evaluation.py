@@ -14,17 +14,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
 from composer_dist.trainer import Callback, Evaluator, Event
-from tests.kit.trainer_models import (
-    World,
-    classifier,
-    joined,
-    loader,
-    points,
-    quiet,
-    sgd,
-    tagged,
-    tagger,
-)
+from tests.kit.trainer_models import classifier, joined, loader, points, quiet, sgd, tagged, tagger
+from tests.kit.world import World
 
 
 @pytest.mark.promise(98)

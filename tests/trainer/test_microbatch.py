@@ -16,7 +16,8 @@ from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.errors import ParallelismError
 from composer_dist.trainer import Callback
-from tests.kit.trainer_models import BATCHES, Tagger, World, joined, quiet, same, tagged, weights
+from tests.kit.trainer_models import BATCHES, Tagger, joined, quiet, same, tagged, weights
+from tests.kit.world import World
 
 FITS = 2
 """Samples that fit into the memory of the rank that is short of it."""

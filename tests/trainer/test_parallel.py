@@ -24,7 +24,6 @@ from tests.kit.trainer_models import (
     BATCHES,
     IGNORED,
     PER_BATCH,
-    World,
     batches,
     classifier,
     quiet,
@@ -32,6 +31,7 @@ from tests.kit.trainer_models import (
     tagger,
     weights,
 )
+from tests.kit.world import World
 
 Result = tuple[list[float], dict[str, Tensor]]
 DDP = DDPConfig()

@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import StepLR
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import Callback, LossScaling
-from tests.kit.trainer_models import World, batches, classifier, loader, quiet, same, tagger, weights
+from tests.kit.trainer_models import batches, classifier, loader, quiet, same, tagger, weights
+from tests.kit.world import World
 
 
 class Overflow(Callback):

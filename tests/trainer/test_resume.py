@@ -32,7 +32,8 @@ from composer_dist.trainer import (
     State,
     Trainer,
 )
-from tests.kit.trainer_models import World, points, quiet, same, weights
+from tests.kit.trainer_models import points, quiet, same, weights
+from tests.kit.world import World
 
 SAMPLES = 22
 

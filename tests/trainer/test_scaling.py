@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.scaling import LossScaler, LossScaling
-from tests.conftest import World
+from tests.kit.world import World
 
 OPTIONS = LossScaling(init_scale=8.0, growth_interval=2)
 

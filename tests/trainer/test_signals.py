@@ -21,7 +21,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from composer_dist.trainer import Callback, CheckpointSaver, Logger, State
 from composer_dist.trainer.signals import EXIT_STATUS
 from tests.kit.killable import GLOBAL_BATCH, SAMPLES, Ending, build
-from tests.kit.trainer_models import World, weights
+from tests.kit.trainer_models import weights
+from tests.kit.world import World
 
 BATCHES = 18
 

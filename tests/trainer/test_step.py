@@ -13,12 +13,11 @@ from torch import Tensor
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import Callback, Event, GradientClipping
 from composer_dist.trainer.step import total_loss
-from tests.collectives import Collectives
+from tests.kit.measure import Collectives
 from tests.kit.trainer_models import (
     IGNORED,
     PER_BATCH,
     Tagger,
-    World,
     batches,
     classifier,
     joined,
@@ -30,6 +29,7 @@ from tests.kit.trainer_models import (
     tagger,
     weights,
 )
+from tests.kit.world import World
 
 
 class Gradients(Callback):

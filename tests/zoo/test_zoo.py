@@ -3,7 +3,7 @@
 import pytest
 
 from composer_dist import Rule
-from tests.world import run
+from tests.kit.world import run
 from tests.zoo import toy
 from tests.zoo.check import prepared_equals_unsharded
 

@@ -28,7 +28,7 @@ from composer_dist.files.slabs import Slab
 from tests.distributed.moving.test_transfer import profiled
 from tests.files.test_match import random
 from tests.kit.tp_models import gpt2, phi3, qwen3, tied_llama
-from tests.world import run
+from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 

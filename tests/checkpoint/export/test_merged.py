@@ -17,7 +17,7 @@ from tests.checkpoint.export.test_export import MESHES, tensors
 from tests.checkpoint.test_export_pretrained import adapted, files, logits
 from tests.kit.pretrained import llama
 from tests.kit.tp_models import lora_gpt2, lora_llama
-from tests.world import run
+from tests.kit.world import run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),

@@ -26,9 +26,9 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismValueError
 from composer_dist.tensors.codec import inner_tensors, local_part
 from composer_dist.tensors.torchao import quantize
-from tests.conftest import World
 from tests.kit.meshes import equal, train
 from tests.kit.toys import messages
+from tests.kit.world import World
 
 pytest.importorskip("torchao.optim", reason="low-bit optimizers are torchao's; it is an extra")
 CONFIG = ParallelismConfig(fsdp2=FSDP2Config())

@@ -20,9 +20,9 @@ from composer_dist.distributed.activations import (
 )
 from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.errors import ParallelismRuntimeError
-from tests.conftest import World
 from tests.distributed.activations.test_recompute import BLOCKS, Model, checkpointed, gradients
 from tests.kit import structures
+from tests.kit.world import World
 
 
 def count_packed(value: Any) -> tuple[int, int]:

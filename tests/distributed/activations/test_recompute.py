@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -25,8 +24,7 @@ from composer_dist.distributed.activations.recompute import (
 )
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-
-World = Callable[..., list[Any]]
+from tests.kit.world import World
 
 MODES: list[Any] = [
     "composable",

@@ -32,8 +32,7 @@ from composer_dist.distributed.activations.selective import operators
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit import structures
-
-World = Callable[..., list[Any]]
+from tests.kit.world import World
 
 BLOCKS = ["0", "1"]
 EXACT = {"early_stop": False}  # recompute the whole forward, so that the counts are round

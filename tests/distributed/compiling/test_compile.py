@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,11 +23,11 @@ from composer_dist.distributed.compiling.apply import compile_modules
 from composer_dist.distributed.compiling.plan import Compiled, compile_options, is_compiled
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit import structures, tp_models
+from tests.kit.world import World
 
 # Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-World = Callable[..., list[Any]]
 
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
 AOT = {"backend": "aot_eager", "fullgraph": True}

@@ -19,7 +19,7 @@ from composer_dist.distributed.context_parallelism.attention import (
     distributed_attention,
 )
 from composer_dist.errors import ParallelismValueError
-from tests.conftest import World
+from tests.kit.world import World
 
 CPU = torch.device("cpu")
 

@@ -20,8 +20,8 @@ from composer_dist.distributed import build_mesh, context_parallel, parallelize_
 from composer_dist.distributed.mesh.mesh import remember_mesh
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import ParallelismKeyError, ParallelismRuntimeError, ParallelismValueError
-from tests.conftest import World
 from tests.kit.structures import full
+from tests.kit.world import World
 
 VOCABULARY, WIDTH, LENGTH = 24, 16, 16
 BUFFERS = {"table": 0}

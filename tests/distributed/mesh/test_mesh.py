@@ -29,7 +29,7 @@ from composer_dist.distributed.mesh.mesh import (
     submesh,
 )
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from tests.conftest import World
+from tests.kit.world import World
 
 
 def _sampler(**sizes: int) -> dict[str, int]:

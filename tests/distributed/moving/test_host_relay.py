@@ -31,8 +31,8 @@ from composer_dist.errors import ParallelismError, ParallelismRuntimeError
 from tests.distributed.moving.test_transfer import cargoes_of, check, profiled, tensors
 from tests.distributed.test_prepare import attempt, check_marked
 from tests.kit.preparable import built, config, same, values
-from tests.worker import HOST
-from tests.world import WorkerError, _host_store, run
+from tests.kit.worker import HOST
+from tests.kit.world import WorkerError, _host_store, run
 
 MIB = 1 << 20
 Hosts = Sequence[Sequence[int]]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from composer_dist.distributed.moving import memory as peer_memory
 from composer_dist.distributed.moving.memory import Beacon, Range
 from composer_dist.errors import ParallelismRuntimeError
-from tests.world import run
+from tests.kit.world import run
 
 
 def read_from_rank_0(numel: int) -> tuple[bool, bool, bool]:

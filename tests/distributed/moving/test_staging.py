@@ -14,7 +14,7 @@ from composer_dist.distributed.moving.way import Transport
 from composer_dist.errors import ParallelismRuntimeError
 from tests.distributed.moving.test_transfer import profiled
 from tests.kit.preparable import built, config, same, values
-from tests.world import run
+from tests.kit.world import run
 
 MIB = 1 << 20
 

@@ -15,7 +15,7 @@ from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.moving.transfer import Cargo, deliver, take_slice
 from composer_dist.tensors import arena
 from composer_dist.tensors.fingerprint import fingerprint
-from tests.world import run
+from tests.kit.world import run
 
 MIB = 1 << 20
 

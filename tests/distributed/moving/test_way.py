@@ -12,7 +12,7 @@ from composer_dist.distributed.moving import memory as peer_memory
 from composer_dist.errors import ParallelismError
 from tests.distributed.moving.test_transfer import profiled
 from tests.kit.preparable import built, config, values
-from tests.world import run
+from tests.kit.world import run
 
 MIB = 1 << 20
 

@@ -18,7 +18,7 @@ from composer_dist.distributed.optimizers.check import check_optimizers, forgott
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.structure import read_structure
 from tests.kit.preparable import Toy, built, close, config, full, same, tokens, train, values
-from tests.world import run
+from tests.kit.world import run
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1),

@@ -21,7 +21,7 @@ from composer_dist.errors import (
     ParallelismTypeError,
     ParallelismValueError,
 )
-from tests.world import WorkerError, run
+from tests.kit.world import WorkerError, run
 
 SHORT = timedelta(seconds=0.5)
 

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from collections import namedtuple
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -21,8 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from composer_dist.distributed.ranks import process_group as pg
 from composer_dist.distributed.ranks.launcher import share_cpus, threads_per_process
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError
-
-World = Callable[..., list[Any]]
+from tests.kit.world import World
 
 LAUNCHER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "1"}
 

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from composer_dist.distributed.ranks.reports import told_to_all
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from tests.conftest import World
 from tests.kit.trainer_models import joined, quiet, tagged, tagger
-from tests.world import WorkerError
+from tests.kit.world import WorkerError, World
 
 
 def fails_elsewhere() -> str:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_dist.distributed.replication.apply import DDPSyncStrategy, ddp_sync_context
-from tests.world import run
+from tests.kit.world import run
 
 # Gradients of the three choices on rank 0: within microbatch 0, within 1, and afterwards.
 EXPECTED = {

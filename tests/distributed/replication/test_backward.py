@@ -17,11 +17,11 @@ from composer_dist.distributed import clip_grad_norm, no_sync, parallelize_model
 from composer_dist.distributed.replication.apply import DDPSyncStrategy, ddp_sync_context
 from composer_dist.distributed.replication.reducer import replica_of
 from composer_dist.errors import ParallelismRuntimeError
-from tests.conftest import World
 from tests.distributed.replication.test_apply import EXPECTED, Choices, gradients
 from tests.kit.preparable import built, close, values
 from tests.kit.replicas import alike, ddp, fails, grads_equal, mine
 from tests.kit.structures import M
+from tests.kit.world import World
 
 # Gradients
 

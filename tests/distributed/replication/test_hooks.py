@@ -14,8 +14,8 @@ from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.replication.hooks import check_comm_hook, innermost, reduced_in
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from tests.conftest import World
 from tests.kit import structures
+from tests.kit.world import World
 
 POWER = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "min_compression_rate": 1}
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import no_sync, parallelize_model, plan_parallelism
 from composer_dist.errors import ParallelismValueError
-from tests.conftest import World
 from tests.kit import structures
+from tests.kit.world import World
 
 
 def flat(model: torch.nn.Module) -> Tensor:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.optim import Adam
 
 from composer_dist.distributed import parallelize_model
-from tests.conftest import World
 from tests.kit import structures
 from tests.kit.preparable import close
 from tests.kit.replicas import alike, ddp, mine
 from tests.kit.structures import M
+from tests.kit.world import World
 
 # Mixed precision
 

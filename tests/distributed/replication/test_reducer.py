@@ -20,11 +20,11 @@ from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.steps import meta_init
 from composer_dist.errors import ParallelismError, ParallelismRuntimeError, ParallelismTypeError
-from tests.conftest import World
 from tests.kit import structures
 from tests.kit.preparable import Toy, built, close, same, train, values
 from tests.kit.replicas import alike, ddp, fails, mine
 from tests.kit.structures import M, assert_same_training
+from tests.kit.world import World
 
 # The same training
 

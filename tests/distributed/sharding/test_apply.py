@@ -26,9 +26,9 @@ from composer_dist.errors import (
     ParallelismRuntimeError,
     ParallelismValueError,
 )
-from tests.conftest import World
 from tests.kit import structures
 from tests.kit.structures import assert_same_training, batch, full
+from tests.kit.world import World
 
 # On a CPU the output of a biased linear layer over sequences is a view, which torch 2.13 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")

@@ -11,8 +11,8 @@ from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismRuntimeError
-from tests.conftest import World
 from tests.distributed.sharding.test_skip import WIDTH, Layer, Multimodal
+from tests.kit.world import World
 
 
 def _skips(who: list[int], mesh: MeshConfig, backward: bool = False) -> str:

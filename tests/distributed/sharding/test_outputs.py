@@ -8,7 +8,7 @@ from torch import nn
 from composer_dist import FSDP2Config
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.sharding.hooks import own_outputs
-from tests.world import run
+from tests.kit.world import run
 
 
 class Views(nn.Module):

@@ -20,8 +20,8 @@ from composer_dist.distributed import (
     prepare_fully_shard,
 )
 from composer_dist.errors import ParallelismValueError
-from tests.conftest import World
 from tests.kit.structures import full
+from tests.kit.world import World
 
 WIDTH = 4
 

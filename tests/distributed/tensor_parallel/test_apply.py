@@ -32,7 +32,7 @@ from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_v
 from composer_dist.distributed.training.summon import summon_full_params
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
-from tests.collectives import Collectives
+from tests.kit.measure import Collectives
 from tests.kit.preparable import built, close, same
 from tests.kit.tp_models import (
     MLP,
@@ -47,7 +47,7 @@ from tests.kit.tp_models import (
     qwen3,
     tied_llama,
 )
-from tests.world import run
+from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from composer_dist.distributed import parallel_cross_entropy
 from composer_dist.errors import ParallelismValueError
-from tests.world import run
+from tests.kit.world import run
 
 
 def losses(classes: int) -> None:

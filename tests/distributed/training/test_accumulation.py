@@ -16,9 +16,9 @@ from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import accumulate, accumulated_bytes, parallelize_model
 from composer_dist.distributed.moving.whole import gather
 from composer_dist.errors import ParallelismValueError
-from tests.collectives import Collectives
+from tests.kit.measure import Collectives
 from tests.kit.preparable import built
-from tests.world import run
+from tests.kit.world import run
 
 UNITS, PARTS = 3, 4
 CONFIGS = {

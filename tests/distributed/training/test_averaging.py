@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composer_dist.distributed.training import averaging
-from tests.conftest import World
+from tests.kit.world import World
 
 
 def averages() -> int:

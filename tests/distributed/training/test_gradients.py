@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -25,8 +25,8 @@ from composer_dist.distributed.training.averaging import average_plain_gradients
 from composer_dist.distributed.training.gradients import no_sync
 from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_value
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError
+from tests.kit.world import World
 
-World = Callable[..., list[Any]]
 Grads = dict[str, torch.Tensor | None]
 
 

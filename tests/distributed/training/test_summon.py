@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from composer_dist.checkpoint import full_model_state
 from composer_dist.distributed.training.summon import summon_full_params
 from composer_dist.errors import ParallelismError
 from tests.kit.toys import sharded, tokens, toy
-
-World = Callable[..., list[Any]]
+from tests.kit.world import World
 
 
 def tensors(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ from tests.distributed.moving.test_transfer import profiled
 from tests.kit.preparable import Toy, built, config, same, tokens, train, values
 from tests.kit.tp_models import gpt2 as tp_gpt2
 from tests.kit.tp_models import phi3, qwen3, tied_llama
-from tests.world import run
+from tests.kit.world import run
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from composer_dist.distributed.weights.initialize import Component
 from composer_dist.distributed.weights.trace import Initializer
 from tests.distributed.moving.test_transfer import profiled
 from tests.kit.preparable import Toy, built, config, same, values
-from tests.world import run
+from tests.kit.world import run
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from composer_dist.distributed import init_context, meta_init, parallelize_model
 from composer_dist.distributed.weights.initialize import assert_no_meta
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit.preparable import Kinds, Toy, built, config, same, tokens, values
-from tests.world import run
+from tests.kit.world import run
 from tests.zoo import toy
 
 WORLDS = [(1, 1), (2, 1), (4, 1), (4, 2)]

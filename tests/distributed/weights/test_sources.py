@@ -13,7 +13,7 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from tests.kit.preparable import Kinds, Toy, built, config, same, values
-from tests.world import run
+from tests.kit.world import run
 from tests.zoo import toy
 
 MODELS = {"Toy": Toy, "Kinds": Kinds}

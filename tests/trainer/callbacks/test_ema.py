@@ -12,7 +12,8 @@ from torch.optim import SGD
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import EMA, Callback
-from tests.kit.trainer_models import World, batches, quiet, same, tagger, weights
+from tests.kit.trainer_models import batches, quiet, same, tagger, weights
+from tests.kit.world import World
 
 
 class Seen(Callback):

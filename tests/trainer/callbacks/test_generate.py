@@ -14,7 +14,8 @@ from composer_dist.models import HuggingFaceModel
 from composer_dist.trainer import Generate
 from tests.kit.pretrained import gpt2, tokenizer
 from tests.kit.pretrained import llama as plain_llama
-from tests.kit.trainer_models import World, classifier, quiet, same, weights
+from tests.kit.trainer_models import classifier, quiet, same, weights
+from tests.kit.world import World
 from tests.trainer import test_parallel
 
 PROMPTS = ["a b c", "d", "e f g h i"]

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from composer_dist.trainer import MemoryMonitor
 from composer_dist.trainer.callbacks import memory_monitor
 from composer_dist.trainer.callbacks.memory_monitor import memory_of, over_ranks
-from tests.kit.trainer_models import World, batches, quiet, tagger
+from tests.kit.trainer_models import batches, quiet, tagger
+from tests.kit.world import World
 
 
 def test_the_host_memory_of_this_process_is_found() -> None:

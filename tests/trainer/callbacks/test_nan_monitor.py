@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import Callback, NaNMonitor, Trainer
-from tests.kit.trainer_models import World, batches, classifier, loader, points, quiet, same, tagger, weights
+from tests.kit.trainer_models import batches, classifier, loader, points, quiet, same, tagger, weights
+from tests.kit.world import World
 
 
 class Spoil(Callback):

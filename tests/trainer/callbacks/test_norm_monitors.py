@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from composer_dist.trainer import GradientNorm, OptimizerMonitor
-from tests.kit.trainer_models import World, batches, quiet, tagger
+from tests.kit.trainer_models import batches, quiet, tagger
+from tests.kit.world import World
 from tests.trainer.test_parallel import llama, sentences
 
 Logged = dict[str, list[float]]

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from composer_dist.trainer import ProgressBar, Trainer
 from composer_dist.trainer.callbacks.progress_bar import _clock, _short
-from tests.kit.trainer_models import World, batches, classifier, joined, loader, quiet, tagged, tagger
+from tests.kit.trainer_models import batches, classifier, joined, loader, quiet, tagged, tagger
+from tests.kit.world import World
 
 
 class Terminal(io.StringIO):

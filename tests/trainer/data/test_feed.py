@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.trainer import Callback, Logger, State
 from composer_dist.trainer.data.feed import Feed, Size, length_of
-from tests.kit.trainer_models import World, batches, classifier, points, quiet, same, tagger, weights
+from tests.kit.trainer_models import batches, classifier, points, quiet, same, tagger, weights
+from tests.kit.world import World
 
 
 def size(batch: list[int]) -> Size:

@@ -14,7 +14,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import DistributedDataLoader
-from tests.kit.trainer_models import World, classifier, points, quiet, same, weights
+from tests.kit.trainer_models import classifier, points, quiet, same, weights
+from tests.kit.world import World
 
 LENGTH = 23
 

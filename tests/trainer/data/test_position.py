@@ -17,7 +17,8 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import Callback, DistributedDataLoader, Logger, State, Trainer
 from composer_dist.trainer.data.position import Reading
 from composer_dist.trainer.data.randomness import generator_states, set_generator_states
-from tests.kit.trainer_models import World, classifier, points, quiet, weights
+from tests.kit.trainer_models import classifier, points, quiet, weights
+from tests.kit.world import World
 
 RANKS = 3
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer_dist.trainer.data.randomness import seed_all
-from tests.kit.trainer_models import World, quiet, tagger, weights
+from tests.kit.trainer_models import quiet, tagger, weights
+from tests.kit.world import World
 
 
 def drawn() -> tuple[float, float, float]:

@@ -13,7 +13,8 @@ from composer_dist.distributed.prepare import parallelize_composer_model
 from composer_dist.errors import CheckpointKeyError
 from composer_dist.trainer.finetuning.best import put_back, take_snapshot
 from tests.kit.phase_models import DDP, FSDP, TP, adamw, data, net
-from tests.kit.trainer_models import World, same, weights
+from tests.kit.trainer_models import same, weights
+from tests.kit.world import World
 
 
 def trained(config: Any, steps: int) -> Any:

@@ -38,7 +38,8 @@ from tests.kit.phase_models import (
     net,
     phased,
 )
-from tests.kit.trainer_models import World, quiet, same, weights
+from tests.kit.trainer_models import quiet, same, weights
+from tests.kit.world import World
 
 Weights = dict[str, torch.Tensor]
 

@@ -32,10 +32,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.worker import HOST, Job, Setup, serve
+from tests.kit.worker import HOST, Job, Setup, serve
 
 START_LIMIT = 180.0
 """Seconds that a worker may take to start; the first one waits for the server to import torch."""
+World = Callable[..., list[Any]]
+"""What the fixtures `world1`, `world2` and `world4` are: `world2(fn, *args, timeout=60, **kwargs)`."""
 GRACE = 15.0
 """Seconds that the other ranks get to return or fail once one rank has failed."""
 PRELOAD = [

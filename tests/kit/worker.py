@@ -1,4 +1,4 @@
-"""The worker's side of `tests/world.py`: runs one job after the other, each from a clean slate."""
+"""The worker's side of `tests/kit/world.py`: runs one job after the other, each from a clean slate."""
 
 from __future__ import annotations
 
