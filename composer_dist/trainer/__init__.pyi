@@ -25,10 +25,10 @@ from .finetuning.schedule import Phase as Phase
 from .finetuning.schedule import default_phases as default_phases
 from .finetuning.schedule import dump_schedule as dump_schedule
 from .finetuning.schedule import load_schedule as load_schedule
+from .logger import Logger as Logger
 from .loggers import ConsoleLogger as ConsoleLogger
 from .loggers import FileLogger as FileLogger
 from .loggers import InMemoryLogger as InMemoryLogger
-from .loggers import Logger as Logger
 from .loggers import LoggerDestination as LoggerDestination
 from .loggers import MLflowLogger as MLflowLogger
 from .loggers import TensorBoardLogger as TensorBoardLogger

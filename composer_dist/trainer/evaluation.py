@@ -25,13 +25,12 @@ from composer_dist.trainer.data.batch import map_leaves, to_device
 from composer_dist.trainer.data.feed import Feed
 from composer_dist.trainer.events import Event
 from composer_dist.trainer.every import Every
+from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
 from composer_dist.trainer.step import autocast, total_loss
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
-
-    from composer_dist.trainer.loggers.logger import Logger
 
 
 RunEvent = Callable[[Event], None]

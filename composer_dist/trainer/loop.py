@@ -17,7 +17,7 @@ from composer_dist.trainer.data.sampling import set_epoch
 from composer_dist.trainer.evaluation import Evaluator, compute_metrics, fresh_metrics
 from composer_dist.trainer.events import Event
 from composer_dist.trainer.every import Every
-from composer_dist.trainer.loggers import Logger
+from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.microbatch import Microbatches, MicrobatchSize
 from composer_dist.trainer.schedulers import set_rates
 from composer_dist.trainer.state import State

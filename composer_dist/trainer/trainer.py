@@ -35,7 +35,8 @@ from composer_dist.trainer.data.randomness import (
 from composer_dist.trainer.data.sampling import check_sampler, placed
 from composer_dist.trainer.evaluation import Evaluator, as_evaluators, evaluate, predict, timetable
 from composer_dist.trainer.events import Event
-from composer_dist.trainer.loggers import Logger, LoggerDestination
+from composer_dist.trainer.logger import Logger
+from composer_dist.trainer.loggers.destination import LoggerDestination
 from composer_dist.trainer.loop import LoopOptions, TrainingLoop
 from composer_dist.trainer.microbatch import MicrobatchSize
 from composer_dist.trainer.resume import Resume, load_run_state, resume_run, run_state
@@ -141,7 +142,7 @@ class Trainer:
         resume = Resume.of(resume)
         clipping = GradientClipping.of(gradient_clipping)
         optimizers = checks.listed("optimizers", optimizers, Optimizer)
-        destinations = checks.listed("loggers", loggers, LoggerDestination)
+        self._loggers = checks.listed("loggers", loggers, LoggerDestination)
         self.callbacks = checks.listed("callbacks", callbacks, Callback)
         standard = (LRMonitor, SpeedMonitor, ProgressBar) if progress_bar else (LRMonitor, SpeedMonitor)
         given = {type(callback) for callback in self.callbacks}
@@ -177,7 +178,7 @@ class Trainer:
             rank=rank,
             world_size=world,
         )
-        self.logger = Logger(self.state, destinations)
+        self.logger = Logger(self.state, self._loggers)
         options = LoopOptions(
             microbatch_size=device_train_microbatch_size,
             clipping=clipping,
@@ -318,7 +319,7 @@ class Trainer:
     @property
     def _listeners(self) -> tuple[Callback, ...]:
         """Callbacks, and then loggers."""
-        return (*self.callbacks, *self.logger.destinations)
+        return (*self.callbacks, *self._loggers)
 
     def _read(self, dataloader: Iterable[Any]) -> None:
         """Takes a training dataloader."""

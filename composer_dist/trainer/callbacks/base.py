@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_dist.trainer.events import Event
-
-if TYPE_CHECKING:
-    from composer_dist.trainer.loggers.logger import Logger
-    from composer_dist.trainer.state import State
+from composer_dist.trainer.logger import Logger
+from composer_dist.trainer.state import State
 
 
 class Callback:

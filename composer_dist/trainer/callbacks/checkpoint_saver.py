@@ -14,12 +14,12 @@ from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.every import Every
+from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.signals import EXIT_STATUS, SigtermWatch
+from composer_dist.trainer.state import State
 
 if TYPE_CHECKING:
     from composer_dist.checkpoint import PendingSave
-    from composer_dist.trainer.loggers.logger import Logger
-    from composer_dist.trainer.state import State
 
 _log = logging.getLogger("composer_dist")
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Time, Timestamp
-
-if TYPE_CHECKING:
-    from composer_dist.trainer.loggers.logger import Logger
-    from composer_dist.trainer.state import State
+from composer_dist.trainer.logger import Logger
+from composer_dist.trainer.state import State
 
 _SMALL_IS_GOOD = ("loss", "error", "perplexity")
 

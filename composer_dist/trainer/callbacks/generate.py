@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,11 +12,9 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.every import Every
+from composer_dist.trainer.logger import Logger
+from composer_dist.trainer.state import State
 from composer_dist.trainer.step import autocast
-
-if TYPE_CHECKING:
-    from composer_dist.trainer.loggers.logger import Logger
-    from composer_dist.trainer.state import State
 
 
 class Generate(Callback):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from composer_dist.distributed.training.norms import global_norm, gradient_part, norms
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.every import Every
+from composer_dist.trainer.logger import Logger
+from composer_dist.trainer.state import State
 from composer_dist.trainer.step import optimized_parameters
-
-if TYPE_CHECKING:
-    from composer_dist.trainer.loggers.logger import Logger
-    from composer_dist.trainer.state import State
 
 
 class GradientNorm(Callback):

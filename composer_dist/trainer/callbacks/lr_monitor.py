@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
 from composer_dist.trainer.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from composer_dist.trainer.loggers.logger import Logger
-    from composer_dist.trainer.state import State
+from composer_dist.trainer.logger import Logger
+from composer_dist.trainer.state import State
 
 
 class LRMonitor(Callback):

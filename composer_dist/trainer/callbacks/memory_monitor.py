@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,10 +11,8 @@ from composer_dist.distributed.ranks import process_group
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.every import Every
-
-if TYPE_CHECKING:
-    from composer_dist.trainer.loggers.logger import Logger
-    from composer_dist.trainer.state import State
+from composer_dist.trainer.logger import Logger
+from composer_dist.trainer.state import State
 
 _ALLOCATOR = {
     "allocated": "allocated_bytes.all.current",

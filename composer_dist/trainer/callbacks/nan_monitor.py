@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,8 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.every import Every
-
-if TYPE_CHECKING:
-    from composer_dist.trainer.loggers.logger import Logger
-    from composer_dist.trainer.state import State
+from composer_dist.trainer.logger import Logger
+from composer_dist.trainer.state import State
 
 
 class NaNMonitor(Callback):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,11 +12,9 @@ from composer_dist.distributed.training.norms import Part, global_norm, gradient
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.every import Every
+from composer_dist.trainer.logger import Logger
+from composer_dist.trainer.state import State
 from composer_dist.trainer.step import optimized_parameters
-
-if TYPE_CHECKING:
-    from composer_dist.trainer.loggers.logger import Logger
-    from composer_dist.trainer.state import State
 
 _WORDS = {"exp_avg": "moment", "momentum_buffer": "moment", "exp_avg_sq": "second_moment"}
 """Composer's words for what optimizers keep; anything else goes by the optimizer's own."""

@@ -10,14 +10,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Timestamp, TimeUnit
-
-if TYPE_CHECKING:
-    from composer_dist.trainer.loggers.logger import Logger
-    from composer_dist.trainer.state import State
+from composer_dist.trainer.logger import Logger
+from composer_dist.trainer.state import State
 
 BAR_INTERVAL = 0.25
 """Seconds between two looks at the loss; each look waits for the device."""

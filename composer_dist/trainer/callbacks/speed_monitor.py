@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_dist.distributed.compiling.plan import is_compiled
 from composer_dist.distributed.ranks import process_group
@@ -14,11 +14,9 @@ from composer_dist.trainer.callbacks.flops import FlopCount
 from composer_dist.trainer.callbacks.peak_flops import peak_flops as peak_of_device
 from composer_dist.trainer.clock import Timestamp
 from composer_dist.trainer.data.batch import num_samples
+from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.setup import data_part, mesh_of
-
-if TYPE_CHECKING:
-    from composer_dist.trainer.loggers.logger import Logger
-    from composer_dist.trainer.state import State
+from composer_dist.trainer.state import State
 
 
 class SpeedMonitor(Callback):

@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -27,12 +27,9 @@ from composer_dist.trainer.finetuning.schedule import (
     phases_of,
 )
 from composer_dist.trainer.finetuning.selection import plan_phases, select_parameters
+from composer_dist.trainer.logger import Logger
+from composer_dist.trainer.state import State
 from composer_dist.wording import listed
-
-if TYPE_CHECKING:
-    from composer_dist.trainer.loggers.logger import Logger
-    from composer_dist.trainer.state import State
-
 
 _log = logging.getLogger("composer_dist")
 

@@ -1,8 +1,8 @@
 from .console import ConsoleLogger as ConsoleLogger
+from .destination import Logger as Logger
+from .destination import LoggerDestination as LoggerDestination
 from .file import FileLogger as FileLogger
 from .in_memory import InMemoryLogger as InMemoryLogger
-from .logger import Logger as Logger
-from .logger import LoggerDestination as LoggerDestination
 from .mlflow import MLflowLogger as MLflowLogger
 from .tensorboard import TensorBoardLogger as TensorBoardLogger
 from .wandb import WandBLogger as WandBLogger

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from torch import Tensor
 
 from composer_dist.trainer.clock import Time, Timestamp
-from composer_dist.trainer.loggers.logger import Logger, LoggerDestination, Metrics, Row
-
-if TYPE_CHECKING:
-    from composer_dist.trainer.state import State
+from composer_dist.trainer.logger import Logger, Metrics, Row
+from composer_dist.trainer.loggers.destination import LoggerDestination
+from composer_dist.trainer.state import State
 
 
 class ConsoleLogger(LoggerDestination):

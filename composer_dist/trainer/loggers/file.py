@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_dist.trainer.clock import Time, Timestamp
-from composer_dist.trainer.loggers.logger import Row
+from composer_dist.trainer.logger import Row
 from composer_dist.trainer.loggers.writing import WritingLogger
 
 _TIMES = ("epoch", "batch", "sample", "token", "seconds")

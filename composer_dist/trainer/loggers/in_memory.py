@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_dist.errors import ParallelismKeyError
 from composer_dist.trainer.clock import Timestamp
-from composer_dist.trainer.loggers.logger import LoggerDestination, Metrics, Row
-
-if TYPE_CHECKING:
-    from composer_dist.trainer.state import State
+from composer_dist.trainer.logger import Metrics, Row
+from composer_dist.trainer.loggers.destination import LoggerDestination
+from composer_dist.trainer.state import State
 
 
 class InMemoryLogger(LoggerDestination):

@@ -9,7 +9,7 @@ from typing import Any
 
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.trainer.clock import Time, Timestamp
-from composer_dist.trainer.loggers.logger import Row
+from composer_dist.trainer.logger import Row
 from composer_dist.trainer.loggers.tensorboard import markdown
 from composer_dist.trainer.loggers.writing import WritingLogger, require
 

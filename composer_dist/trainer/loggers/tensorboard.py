@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_dist.trainer.clock import Time, Timestamp
-from composer_dist.trainer.loggers.logger import Row
+from composer_dist.trainer.logger import Row
 from composer_dist.trainer.loggers.writing import WritingLogger, require
 
 

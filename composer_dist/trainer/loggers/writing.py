@@ -11,7 +11,7 @@ import importlib.util
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,9 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.every import Every
-from composer_dist.trainer.loggers.logger import Logger, LoggerDestination, Metrics, Row
-
-if TYPE_CHECKING:
-    from composer_dist.trainer.state import State
+from composer_dist.trainer.logger import Logger, Metrics, Row
+from composer_dist.trainer.loggers.destination import LoggerDestination
+from composer_dist.trainer.state import State
 
 
 class WritingLogger(LoggerDestination):

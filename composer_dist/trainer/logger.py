@@ -1,42 +1,35 @@
-"""One call that reaches every destination."""
+"""One call that reaches every destination of metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from composer_dist.trainer.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from composer_dist.trainer.state import State
+from composer_dist.trainer.state import State
 
 Metrics = Mapping[str, float | Tensor]
 Row = Sequence[str | float]
 
 
-class LoggerDestination(Callback):
-    """A place that metrics go to. It is a callback too, so that it can open, flush and close.
-
-    Values may be scalar tensors on the device: convert them only when you write, because that waits
-    for the device.
-    """
+class Destination(Protocol):
+    """What a `Logger` writes to; `LoggerDestination` is the base class of ours."""
 
     def log_metrics(self, metrics: Metrics, state: State) -> None:
-        """Takes values by name, of the time `state.timestamp`."""
+        """Takes values by name, as of `state.timestamp`."""
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
         """Takes what the run was started with."""
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Row], state: State) -> None:
-        """Takes a table of texts and numbers, of the time `state.timestamp`."""
+        """Takes a table of texts and numbers, as of `state.timestamp`."""
 
 
 class Logger:
     """Hands everything to every destination, and keeps the last values in the state."""
 
-    def __init__(self, state: State, destinations: Sequence[LoggerDestination] = ()) -> None:
+    def __init__(self, state: State, destinations: Iterable[Destination] = ()) -> None:
         self.destinations = tuple(destinations)
         self._state = state
 
