@@ -28,10 +28,9 @@ from composer_dist.checkpoint.kinds.optimizer import (
     named_optimizer_state,
     parameter_names,
     prepare_optimizer_state,
-    unusable_on_error,
 )
 from composer_dist.distributed.moving.into import fill
-from composer_dist.distributed.prepared import named_parameters_canonical
+from composer_dist.distributed.prepared import named_parameters_canonical, usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import broadcast, world_and_rank
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
@@ -120,7 +119,7 @@ def load_full_optimizer_state(
     with Agreement().together("load_full_optimizer_state"):
         prepared = prepare_optimizer_state(model, optimizer, plan["state"], plan["groups"])
     made, scalars = _labeled(prepared.values), _labeled(plan["state"])
-    with unusable_on_error([optimizer]):
+    with usable_or_marked(optimizer):
         with Agreement().together("load_full_optimizer_state"):
             prepared.install()
             for label, scalar in scalars.items():

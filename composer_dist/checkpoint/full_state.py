@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed.moving.into import fill
 from composer_dist.distributed.moving.whole import full_tensors
-from composer_dist.distributed.prepared import check_usable, mark_unusable, reshard
+from composer_dist.distributed.prepared import check_usable, reshard, usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import broadcast, device_of_group, world_and_rank
 from composer_dist.errors import (
@@ -121,16 +121,13 @@ def load_full_model_state(
         except Exception as caught:
             error = caught
     plan = Agreement().reach("load_full_model_state", [source, plan], _first_plan, error)
-    try:
+    with usable_or_marked(model):
         for name in plan["tensors"]:
             _materialize(targets[name])
         fill(model, {name: targets[name] for name in plan["tensors"]}, given, everywhere=source == "all")
         for name in plan["objects"]:
             value = given.get(name)
             owner_of(model, name).set_extra_state(value if source == "all" else broadcast(value))
-    except BaseException as error:
-        mark_unusable(model, str(error) or type(error).__name__)
-        raise
     return LoadResult(plan["missing"], plan["unexpected"])
 
 

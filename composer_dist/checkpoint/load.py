@@ -14,8 +14,7 @@ from composer_dist.checkpoint.background import finish_pending
 from composer_dist.checkpoint.format.opened import Opened, open_checkpoint
 from composer_dist.checkpoint.kinds.contents import bare, keys_named, kind_of, model_of, models_in
 from composer_dist.checkpoint.kinds.loading import Faults, Part, plan_model, plan_optimizer, plan_value
-from composer_dist.checkpoint.kinds.optimizer import unusable_on_error
-from composer_dist.distributed.prepared import mark_unusable
+from composer_dist.distributed.prepared import usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointError, CheckpointValueError
 
@@ -76,14 +75,10 @@ def load_checkpoint(
     with agreement.together("preparing to load"):
         for part in parts:
             part.prepare()
-    with unusable_on_error([value for value in state.values() if isinstance(value, Optimizer)]):
-        try:
-            for part in parts:
-                part.load(agreement)
-        except BaseException as error:
-            for one in models_in(state, None):
-                mark_unusable(one, str(error) or type(error).__name__)
-            raise
+    optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
+    with usable_or_marked(*optimizers, *models_in(state, None)):
+        for part in parts:
+            part.load(agreement)
     return _rest(opened, state)
 
 

@@ -23,9 +23,9 @@ from composer_dist.checkpoint.export.weights import Export
 from composer_dist.checkpoint.full_state import LoadResult, full_model_state
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed.mesh.layout import Layout
-from composer_dist.distributed.mesh.mesh import device_of, mesh_of
+from composer_dist.distributed.mesh.mesh import device_of
 from composer_dist.distributed.moving.transfer import Cargo, deliver
-from composer_dist.distributed.prepared import check_usable, mark_unusable, reshard
+from composer_dist.distributed.prepared import check_usable, mesh_of, reshard, usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import device_of_group, world_and_rank
 from composer_dist.distributed.steps import meta_init
@@ -98,7 +98,7 @@ def fill_model(
     """
     agreement, mesh = pretrained.agreement, mesh_of(model) or _mesh_of(structure)
     device = device_of_group() if mesh is None else device_of(mesh)
-    try:
+    with usable_or_marked(model):
         limit, tensors = ParallelismConfig().bucket_bytes, structure.tensors
         names = sorted(name for name in pretrained.names if not tensors[name].info.inner)
         targets = [_target(name, model, structure, mesh, device) for name in names]
@@ -115,9 +115,6 @@ def fill_model(
         if lacking:
             with agreement.together("initialization"), torch.device(device):
                 meta_init(model)
-    except BaseException as error:
-        mark_unusable(model, str(error) or type(error).__name__)
-        raise
 
 
 def _mesh_of(structure: Structure) -> DeviceMesh | None:

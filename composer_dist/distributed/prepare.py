@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -26,7 +25,7 @@ from composer_dist.distributed.activations.plan import apply_checkpointing, chec
 from composer_dist.distributed.compiling.apply import compile_modules
 from composer_dist.distributed.compiling.float8 import convert_linears
 from composer_dist.distributed.context_parallelism.context import expect_context
-from composer_dist.distributed.mesh.mesh import agree_on_mesh, device_of, fsdp_mesh, remember_mesh
+from composer_dist.distributed.mesh.mesh import agree_on_mesh, device_of, fsdp_mesh
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.optimizers.check import (
     check_hooks,
@@ -37,7 +36,7 @@ from composer_dist.distributed.optimizers.check import (
 from composer_dist.distributed.optimizers.follow import Follower, carry_attributes
 from composer_dist.distributed.plan.build import Config, as_tuple, build_plan
 from composer_dist.distributed.plan.plan import ParallelPlan, check_plan
-from composer_dist.distributed.prepared import check_usable, mark_unusable
+from composer_dist.distributed.prepared import check_usable, record, usable_or_marked
 from composer_dist.distributed.ranks import process_group as process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.replication.apply import replicate
@@ -212,7 +211,7 @@ def _prepare(
     for warning in [*plan.warnings, *forgotten, *(disk.warnings() if disk else ())]:
         warnings.warn(warning, UserWarning, stacklevel=3)
 
-    with _usable_or_marked(model, agreement):
+    with usable_or_marked(model, agreement=agreement):
         _execute(done, structure, sources, components, optimizers, agreement, disk)
     done.peak_memory = peak(device)
     if settings.fsdp2 is not None and settings.fsdp2.verbose and agreement.rank == agreement.ranks[0]:
@@ -271,7 +270,7 @@ def _execute(
         assert_no_meta(done.model)
         finish(structure, plan)
         hook_units(structure, plan, mesh)
-        remember_mesh(done.model, done.mesh)
+        record(done.model).mesh = done.mesh
         expect_context(done.model, done.mesh)
     if plan.tensor_parallel is not None:
         finish_tensor_parallel(structure, plan.tensor_parallel, mesh, agreement)
@@ -284,21 +283,10 @@ def _run_first(
     agreement: Agreement,
 ) -> nn.Module:
     """The caller's own step; it may change the model, so a failure makes it unusable."""
-    with _usable_or_marked(model, agreement), agreement.together("parallelize_fn"):
+    with usable_or_marked(model, agreement=agreement), agreement.together("parallelize_fn"):
         result = function(model, mesh)
         if result is not None and not isinstance(result, nn.Module):
             raise ParallelismTypeError(
                 f"parallelize_fn must return a module or None, but returned {type(result).__name__}."
             )
     return model if result is None else result
-
-
-@contextmanager
-def _usable_or_marked(model: nn.Module, agreement: Agreement) -> Iterator[None]:
-    """Whatever ends the body early leaves the model marked, so that nobody trains half of it."""
-    try:
-        yield
-    except BaseException as error:
-        mark_unusable(model, str(error) or type(error).__name__)
-        agreement.leave(error)
-        raise

@@ -1,4 +1,7 @@
-"""Parameters by their names, as the user wrote the model.
+"""What is known about a prepared model: one record on the model itself, and its parameters by name.
+
+A deep copy or pickle of a model keeps of its record only what holds for the copy as well: that it is
+unusable, and the class that a batch norm had before.
 
 A *name* has no wrapper segments, and a parameter is what the optimizer holds: the shard. FSDP2
 registers gathered parameters on the modules between a forward and the next reshard (the root after
@@ -9,14 +12,139 @@ goes through `named_parameters_canonical`, which reshards first.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
-from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.errors import CheckpointRuntimeError, ParallelismRuntimeError, ParallelismTypeError
 from composer_dist.structure.names import canonical_name
 from composer_dist.wording import kind_in_words
+
+_RECORD = "_composer_dist"
+
+
+class Averaging(Protocol):
+    """Whoever averages gradients at the end of each backward."""
+
+    sync: bool
+    """Whether it does so now; `no_sync` sets it."""
+
+
+@dataclass
+class Prepared:
+    """What the library has done to a module, or to an optimizer."""
+
+    unusable: str | None = None
+    """Why it must not be used any more."""
+    original_class: type[nn.Module] | None = None
+    """The class of a batch norm before it was synchronized."""
+    mesh: DeviceMesh | None = None
+    """The whole mesh of the model, of which its parameters know only a part."""
+    averagings: list[Averaging] = field(default_factory=list)
+    """They average the gradients of parameters that nothing shards."""
+    replica: object | None = None
+    """The `Replica` that keeps the ranks' copies alike."""
+    proven: bool = False
+    """Whether context parallelism has proved that its sequence can be split."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Prepared, (self.unusable, self.original_class)
+
+
+def of(thing: nn.Module | Optimizer) -> Prepared | None:
+    """The record of a model, or of one of its modules or optimizers; None if there is none."""
+    found: Prepared | None = vars(thing).get(_RECORD)
+    return found
+
+
+def record(thing: nn.Module | Optimizer) -> Prepared:
+    """The record of `thing`, to write to."""
+    found: Prepared = vars(thing).setdefault(_RECORD, Prepared())
+    return found
+
+
+def tidy(thing: nn.Module) -> None:
+    """Take away a record in which nothing is written."""
+    if of(thing) == Prepared():
+        del vars(thing)[_RECORD]
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The mesh that `model` was prepared for by this library; None if it was not."""
+    found = of(model)
+    return None if found is None else found.mesh
+
+
+def find_mesh(model: nn.Module) -> DeviceMesh | None:
+    """The mesh for which `model`, or the one that it wraps, was prepared; None if it was not."""
+    return next((mesh for module in model.modules() if (mesh := mesh_of(module)) is not None), None)
+
+
+@contextmanager
+def usable_or_marked(*things: nn.Module | Optimizer, agreement: Agreement | None = None) -> Iterator[None]:
+    """An error in the body leaves `things` marked as unusable, so that nobody trains half of a model.
+
+    Args:
+        agreement: other ranks that wait for this one learn of the error from it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for thing in things:
+            mark_unusable(thing, str(error) or type(error).__name__)
+        if agreement is not None:
+            agreement.leave(error)
+        raise
+
+
+def mark_unusable(thing: nn.Module | Optimizer, cause: str) -> None:
+    """From now on each forward of a model or step of an optimizer, and each call on it, raises the cause."""
+    record(thing).unusable = cause
+    if isinstance(thing, Optimizer):
+        thing.register_step_pre_hook(lambda one, args, kwargs: check_usable(one))
+    else:
+        thing.register_forward_pre_hook(lambda module, args: check_usable(module), prepend=True)
+
+
+def check_module(model: object) -> None:
+    """Raise unless `model` is a module.
+
+    Raises:
+        ParallelismTypeError: says what it is.
+    """
+    if not isinstance(model, nn.Module):
+        raise ParallelismTypeError(f"model must be a torch.nn.Module, not {kind_in_words(model)}.")
+
+
+def check_usable(thing: nn.Module | Optimizer) -> None:
+    """Raise if preparing a model, or loading into a model or an optimizer, has failed half way.
+
+    Raises:
+        ParallelismTypeError: it is neither.
+        ParallelismRuntimeError: the model is unusable; names the cause.
+        CheckpointRuntimeError: the optimizer is; names the cause.
+    """
+    if not isinstance(thing, Optimizer):
+        check_module(thing)
+    found = of(thing)
+    if found is None or found.unusable is None:
+        return
+    if isinstance(thing, Optimizer):
+        raise CheckpointRuntimeError(
+            f"This {type(thing).__name__} is unusable, because loading its state failed half way; build "
+            f"it anew. The cause: {found.unusable}"
+        )
+    raise ParallelismRuntimeError(
+        "This model is unusable, because its preparation failed half way; build it anew. "
+        f"The cause: {found.unusable}"
+    )
 
 
 def reshard(model: nn.Module) -> None:
@@ -49,38 +177,3 @@ def named_buffers_canonical(model: nn.Module) -> Iterator[tuple[str, torch.Tenso
     """Name and tensor of all buffers below `model`, non-persistent ones included."""
     for name, buffer in model.named_buffers():
         yield canonical_name(name), buffer
-
-
-_UNUSABLE = "_composer_dist_unusable"
-
-
-def mark_unusable(model: nn.Module, cause: str) -> None:
-    """From now on every call on `model`, its forward included, raises and names `cause`."""
-    vars(model)[_UNUSABLE] = cause
-    model.register_forward_pre_hook(lambda module, args: check_usable(module), prepend=True)
-
-
-def check_module(model: object) -> None:
-    """Refuse what is no module.
-
-    Raises:
-        ParallelismTypeError: says what it is.
-    """
-    if not isinstance(model, nn.Module):
-        raise ParallelismTypeError(f"model must be a torch.nn.Module, not {kind_in_words(model)}.")
-
-
-def check_usable(model: nn.Module) -> None:
-    """Raise if an earlier preparation of `model` failed half way.
-
-    Raises:
-        ParallelismTypeError: it is no module.
-        ParallelismRuntimeError: names the cause.
-    """
-    check_module(model)
-    cause = vars(model).get(_UNUSABLE)
-    if cause is not None:
-        raise ParallelismRuntimeError(
-            "This model is unusable, because its preparation failed half way; build it anew. "
-            f"The cause: {cause}"
-        )

@@ -18,12 +18,13 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.resolve import resolve_config
 from composer_dist.distributed.context_parallelism.context import expect_context
-from composer_dist.distributed.mesh.mesh import device_of, fsdp_mesh, mesh_for, remember_mesh
+from composer_dist.distributed.mesh.mesh import device_of, fsdp_mesh, mesh_for
 from composer_dist.distributed.moving.transfer import deliver, inner_cargoes, take_slice
 from composer_dist.distributed.optimizers.check import check_hooks
 from composer_dist.distributed.optimizers.follow import carry_attributes
 from composer_dist.distributed.plan.build import build_plan
 from composer_dist.distributed.plan.plan import ParallelPlan
+from composer_dist.distributed.prepared import record
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.sharding.apply import check_offload, hook_units, shard
@@ -133,7 +134,7 @@ def prepare_fully_shard(
             replace(held, held.get().detach().contiguous())
     _average_plain(model, structure, mesh, set(plan.plain))
     hook_units(structure, plan, mesh)
-    remember_mesh(model, whole)
+    record(model).mesh = whole
     expect_context(model, whole)
     return plan
 

@@ -7,20 +7,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed.mesh.mesh import mesh_of as prepared_mesh
+from composer_dist.distributed import prepared
 from composer_dist.distributed.mesh.mesh import sampler_kwargs
 from composer_dist.distributed.ranks import process_group
-from composer_dist.distributed.replication.reducer import replica_of
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.checks import check_no_meta
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
     """The mesh of a model that has been prepared, here or by the user."""
-    if (replica := replica_of(model)) is not None:
-        return replica.mesh
     meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    return prepared_mesh(model) or next(meshes, None)
+    return prepared.mesh_of(model) or next(meshes, None)
 
 
 def data_part(mesh: DeviceMesh | None) -> dict[str, int]:

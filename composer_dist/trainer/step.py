@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from composer_dist.distributed.context_parallelism.context import context_parallel
-from composer_dist.distributed.mesh.mesh import find_mesh, submesh
+from composer_dist.distributed.mesh.mesh import submesh
+from composer_dist.distributed.prepared import find_mesh
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.training.gradients import Accumulate, accumulate
 from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_value

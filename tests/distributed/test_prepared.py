@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -15,8 +17,11 @@ from composer_dist.distributed.prepared import (
     mark_unusable,
     named_buffers_canonical,
     named_parameters_canonical,
+    of,
+    record,
+    usable_or_marked,
 )
-from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.errors import CheckpointRuntimeError, ParallelismRuntimeError
 from composer_dist.structure.names import canonical_name
 from tests.kit import structures
 from tests.kit.world import World
@@ -63,4 +68,26 @@ def test_an_unusable_model_names_the_cause_in_every_call() -> None:
     for call in (check_usable, lambda m: m(torch.zeros(1, 8)), lambda m: list(named_parameters_canonical(m))):
         with pytest.raises(ParallelismRuntimeError, match="unusable.*rank 1 is lost"):
             call(model)
-    assert isinstance(model, nn.Module)
+    with pytest.raises(ParallelismRuntimeError, match="rank 1 is lost"):
+        copy.deepcopy(model)(torch.zeros(1, 8))
+
+
+def test_an_error_marks_the_optimizer_too() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(KeyError), usable_or_marked(model, optimizer):
+        raise KeyError("lr")
+    with pytest.raises(CheckpointRuntimeError, match="SGD is unusable.*lr"):
+        optimizer.step()
+    with pytest.raises(ParallelismRuntimeError, match="lr"):
+        check_usable(model)
+
+
+def test_a_copy_of_a_model_is_not_prepared() -> None:
+    model = nn.Linear(2, 2)
+    assert of(model) is None
+    record(model).proven = True
+    record(model).original_class = nn.BatchNorm1d
+    assert record(model) is of(model)
+    copied = record(copy.deepcopy(model))
+    assert (copied.proven, copied.original_class) == (False, nn.BatchNorm1d)

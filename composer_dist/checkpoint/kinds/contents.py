@@ -18,7 +18,7 @@ from composer_dist.checkpoint.kinds.optimizer import (
     named_optimizer_state,
     parameter_names,
 )
-from composer_dist.distributed.mesh.mesh import mesh_of
+from composer_dist.distributed.prepared import mesh_of
 from composer_dist.errors import CheckpointError, CheckpointValueError
 from composer_dist.files.manifest import Kind
 from composer_dist.tensors.codec import inner_tensors

@@ -16,7 +16,7 @@ from composer_dist.checkpoint.format.opened import Opened
 from composer_dist.checkpoint.full_optimizer import by_name
 from composer_dist.checkpoint.full_state import foreign_tensors, live_state, owner_of
 from composer_dist.checkpoint.kinds.contents import is_stateful
-from composer_dist.checkpoint.kinds.optimizer import Prepared, parameter_names, prepare_optimizer_state
+from composer_dist.checkpoint.kinds.optimizer import PreparedState, parameter_names, prepare_optimizer_state
 from composer_dist.checkpoint.pretrained import fill_model
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed.mesh.layout import Layout
@@ -184,7 +184,7 @@ class _Optimizer:
     groups: list[dict[str, Any]] | None
     paths: dict[int, str]
     """The path of each tensor in `described`, by identity."""
-    prepared: Prepared | None = None
+    prepared: PreparedState | None = None
 
     def prepare(self) -> None:
         self.prepared = prepare_optimizer_state(self.model, self.optimizer, self.described, self.groups)

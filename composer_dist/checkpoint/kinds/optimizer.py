@@ -8,8 +8,7 @@ place by `install` alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composer_dist.distributed.optimizers.follow import empty_state, scalar_device
-from composer_dist.distributed.prepared import named_parameters_canonical
-from composer_dist.errors import CheckpointKeyError, CheckpointRuntimeError, CheckpointValueError
+from composer_dist.distributed.prepared import check_usable, named_parameters_canonical
+from composer_dist.errors import CheckpointKeyError, CheckpointValueError
 from composer_dist.tensors.codec import local_part
 
 
@@ -73,7 +72,7 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedState:
     """State made for an optimizer, which is as it was until `install`."""
 
     optimizer: Optimizer
@@ -103,7 +102,7 @@ def prepare_optimizer_state(
     optimizer: Optimizer,
     described: Mapping[str, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]] | None = None,
-) -> Prepared:
+) -> PreparedState:
     """Make the state that is described, without values, for a reader to fill; nothing changes yet.
 
     A tensor with the dimensions of its parameter is laid out as the parameter is; what is there already
@@ -140,32 +139,7 @@ def prepare_optimizer_state(
             made[name][key] = value
     if faults:
         raise CheckpointValueError(f"The state does not fit the optimizer: {'; '.join(faults)}.")
-    return Prepared(optimizer, made, {name: held[name][0] for name in made}, options)
-
-
-@contextmanager
-def unusable_on_error(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Where the body fails, every step from then on raises and names the cause: the state is torn."""
-    try:
-        yield
-    except BaseException as error:
-        for optimizer in optimizers:
-            vars(optimizer)[_UNUSABLE] = str(error) or type(error).__name__
-            optimizer.register_step_pre_hook(lambda one, args, kwargs: check_usable(one))
-        raise
-
-
-def check_usable(optimizer: Optimizer) -> None:
-    """Raise if the optimizer was loaded half.
-
-    Raises:
-        CheckpointRuntimeError: names the cause.
-    """
-    if (cause := vars(optimizer).get(_UNUSABLE)) is not None:
-        raise CheckpointRuntimeError(
-            f"This {type(optimizer).__name__} is unusable, because loading its state failed half way; build "
-            f"it anew. The cause: {cause}"
-        )
+    return PreparedState(optimizer, made, {name: held[name][0] for name in made}, options)
 
 
 def match_groups(
@@ -236,9 +210,6 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
             "that it trains, and hand the optimizer to parallelize_model, or build it afterwards."
         )
     return names
-
-
-_UNUSABLE = "_composer_dist_unusable"
 
 
 _OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})

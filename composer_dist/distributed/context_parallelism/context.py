@@ -12,21 +12,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composer_dist.distributed import prepared
 from composer_dist.distributed.context_parallelism.attention import distributed_attention
 from composer_dist.distributed.context_parallelism.batch import Splitter
 from composer_dist.distributed.context_parallelism.proof import prove
-from composer_dist.distributed.mesh.mesh import find_mesh, submesh
+from composer_dist.distributed.mesh.mesh import submesh
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismRuntimeError
-
-_proven: WeakSet[nn.Module] = WeakSet()
-
 
 _inside: ContextVar[bool] = ContextVar("context_parallel", default=False)
 
@@ -102,7 +99,7 @@ def context_parallel(
             model that cannot be.
         ParallelismKeyError: a buffer that the model does not have.
     """
-    mesh = find_mesh(model)
+    mesh = prepared.find_mesh(model)
     if _inside.get():
         raise ParallelismRuntimeError("This is inside of context_parallel already, where batches are parts.")
     if mesh is None:
@@ -115,9 +112,9 @@ def context_parallel(
         return
     splitter = Splitter(model, sequence_dims, buffers, balanced, weighted)
     layout = splitter.layout(batch, cp.size(), cp.get_local_rank())
-    if check and model not in _proven:
+    if check and not prepared.record(model).proven:
         prove(splitter, batch, layout, cp, Agreement(mesh.mesh.flatten().tolist()))
-        _proven.add(model)
+        prepared.record(model).proven = True
     part = splitter.split(batch, layout)
     token = _inside.set(True)
     try:

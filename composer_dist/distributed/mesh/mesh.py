@@ -9,11 +9,9 @@ ranks that share a sequence share the parameters too, over "dp_shard" and "cp" f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer_dist import _torch
@@ -173,19 +171,6 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
     return mesh.mesh_dim_names
 
 
-_meshes: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
-
-
-def remember_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Note the whole mesh of a prepared model, which its parameters know only a part of."""
-    _meshes[model] = mesh
-
-
-def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The mesh that `model` was prepared for by this library; None if it was not."""
-    return _meshes.get(model)
-
-
 def data_parallel_dims(mesh: DeviceMesh) -> list[int]:
     """Indices of the mesh dimensions over which data differ: all but "cp" and "tp".
 
@@ -276,8 +261,3 @@ def agree_on_mesh(
 
     agreement.reach("the mesh", asked, compare, error=error)
     return agreement, mesh_for(settings), settings
-
-
-def find_mesh(model: nn.Module) -> DeviceMesh | None:
-    """The mesh for which `model`, or the one that it wraps, was prepared; None if it was not."""
-    return next((mesh for module in model.modules() if (mesh := mesh_of(module)) is not None), None)

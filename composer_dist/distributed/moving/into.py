@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
-from composer_dist.distributed.mesh.mesh import mesh_of
 from composer_dist.distributed.moving import whole as collect
 from composer_dist.distributed.moving.transfer import Cargo, take_part
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import device_of_group, world_and_rank
 from composer_dist.tensors.codec import (

@@ -13,13 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from composer_dist.distributed import prepared
 from composer_dist.errors import ParallelismTypeError
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-_BEFORE = "_composer_dist_class"
-"""The attribute that holds a converted module's class."""
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -56,7 +53,7 @@ def convert_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = 
             "model, or let its class inherit BatchNorm's forward."
         )
     for module in found.values():
-        vars(module)[_BEFORE] = type(module)
+        prepared.record(module).original_class = type(module)
         module.__class__ = nn.SyncBatchNorm
         vars(module)["process_group"] = group
     return list(found)
@@ -72,7 +69,10 @@ def revert_sync_batch_norm(model: nn.Module) -> list[str]:
     """
     found = {name: m for name, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)}
     for module in found.values():
-        module.__class__ = vars(module).pop(_BEFORE, BatchNorm)
+        known = prepared.record(module)
+        module.__class__ = known.original_class or BatchNorm  # type: ignore[assignment]
+        known.original_class = None
+        prepared.tidy(module)
         del module.process_group
     return list(found)
 

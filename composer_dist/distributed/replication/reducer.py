@@ -20,13 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from composer_dist import _torch
+from composer_dist.distributed import prepared
 from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, build_comm_hook
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.training.averaging import average_gradients
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.tensors.nested import tensors_in
-
-_REPLICA = "_composer_dist_replica"
 
 
 class Replica:
@@ -66,7 +65,7 @@ class Replica:
         if not plan.idle:
             self._follow(self._trainable())
         self._handles.append(model.register_forward_hook(self._after_forward, always_call=True))
-        vars(model)[_REPLICA] = self
+        prepared.record(model).replica = self
 
     @property
     def local_sgd(self) -> LocalSGD | None:
@@ -286,8 +285,8 @@ class _Averaging(_torch.InPlaceDDP):
 
 def replica_of(model: nn.Module) -> Replica | None:
     """What keeps copies of `model` alike, if DDP has been prepared for it."""
-    found: Replica | None = vars(model).get(_REPLICA)
-    return found
+    found = prepared.of(model)
+    return found.replica if found is not None and isinstance(found.replica, Replica) else None
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:

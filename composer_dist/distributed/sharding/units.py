@@ -16,7 +16,8 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed.mesh.mesh import mesh_of, submesh
+from composer_dist.distributed.mesh.mesh import submesh
+from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.sharding.choose import Choice, Choices, is_sharded
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.blocks import has_forward

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from composer_dist import _torch
+from composer_dist.distributed import prepared
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
 from composer_dist.tensors.nested import tensors_in
 
@@ -75,15 +75,15 @@ class PlainGradientAveraging:
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(self._expect_average)
                 self._handles.append(hook)
-        _averagings.setdefault(root, []).append(self)
+        self._record = prepared.record(root)
+        self._record.averagings.append(self)
 
     def remove(self) -> None:
         """Ends the averaging and takes all hooks away."""
         for handle in self._handles:
             handle.remove()
-        for averagings in _averagings.values():
-            if self in averagings:
-                averagings.remove(self)
+        if self in self._record.averagings:
+            self._record.averagings.remove(self)
 
     def _watch(self, root: nn.Module, inputs: Any, output: Any) -> None:
         for tensor in tensors_in(output):
@@ -140,9 +140,6 @@ class PlainGradientAveraging:
             *means, used = torch.split(flat.div_(world_size), [*map(len, parts)])
             for index, (parameter, mean) in enumerate(zip(parameters, means, strict=True)):
                 _store_gradient(parameter, mean, used[index])
-
-
-_averagings: WeakKeyDictionary[nn.Module, list[PlainGradientAveraging]] = WeakKeyDictionary()
 
 
 def _groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_dist import _torch
-from composer_dist.distributed.training.averaging import _averagings
+from composer_dist.distributed import prepared
 from composer_dist.errors import ParallelismValueError
 
 Accumulate = Literal["sharded", "unsharded"]
@@ -77,7 +77,8 @@ def synchronizing(model: nn.Module, decide: Callable[[str], bool]) -> Iterator[N
     flags: list[tuple[object, str, bool]] = []
     for module in model.modules():
         flags += _torch.gradient_sync_flags(module)
-        flags += [(averaging, "sync", True) for averaging in _averagings.get(module, ())]
+        if known := prepared.of(module):
+            flags += [(averaging, "sync", True) for averaging in known.averagings]
     before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in flags]
     try:
         for owner, attribute, synchronizes in flags:

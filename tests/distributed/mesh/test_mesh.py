@@ -22,12 +22,11 @@ from composer_dist.distributed.mesh.mesh import (
     fsdp_mesh,
     mesh_dim_names,
     mesh_for,
-    mesh_of,
     mesh_sizes,
-    remember_mesh,
     roles,
     submesh,
 )
+from composer_dist.distributed.prepared import mesh_of, record
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit.world import World
 
@@ -231,7 +230,7 @@ def test_a_prepared_model_remembers_its_whole_mesh() -> None:
     _fake(4)
     model, mesh = nn.Linear(2, 2), build_mesh(MeshConfig(dp_shard=2, cp=2))
     assert mesh_of(model) is None
-    remember_mesh(model, mesh)
+    record(model).mesh = mesh
     assert mesh_of(model) is mesh
     part = fsdp_mesh(mesh)
     assert part is not None
