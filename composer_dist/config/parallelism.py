@@ -63,10 +63,9 @@ class ParallelismConfig(FromDict):
     overlap, and is for finding a hang."""
     strict: bool = True
     """False turns errors about options without effect into warnings."""
-    transport: Literal["auto", "memory", "hosts", "messages"] = "auto"
-    """How weights travel: "memory" reads them from the source's memory, which ranks of one host can;
-    "hosts" sends them to one rank of each other host, whose memory the rest of it reads; "messages"
-    sends them to every rank. Each of these insists; "auto" takes the first that works."""
+    transport: Literal["auto", "memory", "messages"] = "auto"
+    """How weights travel: "memory" lets every rank read them from the source's memory, which works on one
+    host; "messages" sends them to every rank; "auto" reads memory if all ranks can, else sends messages."""
     bucket_bytes: int = 256 * MIB
     """Most bytes that travel, or lie in a staging buffer, at one time."""
 
@@ -96,7 +95,7 @@ class ParallelismConfig(FromDict):
             )
         require("check_order", self.check_order, ("auto", True, False))
         require("sync", self.sync, ("auto", "rank0", "verify"))
-        require("transport", self.transport, ("auto", "memory", "hosts", "messages"))
+        require("transport", self.transport, ("auto", "memory", "messages"))
         require("containers", self.containers, ("expand", "skip"))
         require("strict", self.strict, (False, True))
         if not isinstance(self.mesh, (MeshConfig, DeviceMesh)):

@@ -40,8 +40,7 @@ class Preparation:
     bytes_read: int = 0
     """Bytes that this rank read from the files given as `weights`."""
     transport: str = "messages"
-    """How they traveled: "memory" where ranks read the source's, "hosts" where one rank of each other
-    host received for it, "messages"."""
+    """How they traveled: "memory" if the ranks read the source's memory, else "messages"."""
     peak_memory: int = 0
     """The most bytes this process held at one time during preparation: allocated on the accelerator,
     or resident in host memory where the model lives there."""

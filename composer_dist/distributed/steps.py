@@ -35,7 +35,6 @@ from composer_dist.distributed.weights.storage import _put, storage_of
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.precision import Precision
 from composer_dist.structure.structure import Held, Structure, read_structure
-from composer_dist.tensors.arena import Arena
 from composer_dist.tensors.codec import encoded
 
 
@@ -83,7 +82,7 @@ def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
         if name not in needed and not isinstance(held.get(), DTensor)
     }
     for component in find_components(structure, needed, param_init_fn):
-        values = run_component(component, structure, torch.initial_seed(), device, real, Arena(0, device))
+        values = run_component(component, structure, torch.initial_seed(), device, real)
         for name in needed.intersection(component.tensors):
             _put(module, structure.tensors[name], values[name])
     if mesh is not None:

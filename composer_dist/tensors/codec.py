@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composer_dist import _torch
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.tensors import arena
 
 Flatten = Callable[[Tensor], tuple[Mapping[str, Tensor], Any]]
 
@@ -170,10 +169,7 @@ def empty_like(
     rows, inner = _known(tensor).rows, {}
     for name, value in inner_tensors(tensor).items():
         size = _part(value.shape, parts) if name in rows else value.shape
-        if pin_memory and torch.device(device).type == "cpu":
-            inner[name] = torch.empty(size, dtype=value.dtype, pin_memory=True)
-        else:
-            inner[name] = arena.empty(tuple(size), value.dtype, torch.device(device))
+        inner[name] = torch.empty(size, dtype=value.dtype, device=device, pin_memory=pin_memory)
     return rebuild(tensor, inner, _part(tensor.shape, parts))
 
 

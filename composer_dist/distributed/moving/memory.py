@@ -1,16 +1,13 @@
-"""Reading another process's memory into tensors on a device, by way of two host buffers.
-
-While one buffer is uploaded, the next read fills the other. The buffers are pinned where there is an
-accelerator, so that uploads go by themselves; every rank uploads over its own link.
-
-
-MERGED: Reading another process's memory on the same host: one copy, no socket, all readers at once.
+"""Reading the memory of another process on the same host: one copy, no socket, all readers at once.
 
 This is Linux cross-memory attach (`process_vm_readv`, man 2), which MPI libraries use between ranks of
 a host. The kernel allows it between processes of one user; where Yama restricts it to descendants, a
-process may permit another one (`PR_SET_PTRACER`, man 2 prctl), and with it that one's descendants.
-Whether it works is found out by doing it: a process shows a *beacon*, random bytes at an address, and
-who can read them there is on the same host, in the same pid namespace, and permitted.
+process may permit another one (`PR_SET_PTRACER`, man 2 prctl) and that one's descendants. Whether it
+works is found out by trying: a process shows a *beacon*, random bytes at an address, and a process that
+can read them there is on the same host, in the same pid namespace, and permitted.
+
+`Staging` reads into tensors on an accelerator through two pinned host buffers: while one buffer is
+uploaded, the next read fills the other. Every rank uploads over its own link.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_dist.distributed.moving import memory as peer_memory
 from composer_dist.errors import ParallelismRuntimeError
 
 _ENOUGH = 32 << 20
@@ -82,7 +78,7 @@ class Staging:
 
     def _flush(self, pid: int) -> None:
         """Read into the present buffer, start its uploads, and turn to the other one."""
-        peer_memory.read(pid, self._ranges)
+        read(pid, self._ranges)
         for target, held in self._uploads:
             target.copy_(held, non_blocking=True)
         if self._device.type != "cpu":

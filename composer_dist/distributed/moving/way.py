@@ -1,11 +1,9 @@
-"""The way that weights take from one rank to the others, chosen by itself.
+"""How weights travel from one rank to the others: by memory or by messages.
 
-Ranks that may read each other's memory do so: each one copies its own part from the source's storage
-into its shards, all at once. To the other hosts weights go once each, and are read from the memory of
-the rank that receives them (`host_relay`). Where every rank is alone they go by messages
-(`sync.deliver`), and so does what has no plain address: tensors that are not contiguous, or not in
-host memory. Targets on an accelerator are filled by way of host buffers (`staging`); there the other
-hosts are served by messages, too, which its own network carries faster.
+If the ranks can read each other's memory, each one copies its own part from the source's storage into
+its shards, all ranks at once; targets on an accelerator are filled through host buffers
+(`memory.Staging`). Otherwise, and for tensors that have no plain address (not contiguous, or not in host
+memory), weights travel by messages (`transfer.deliver`).
 """
 
 from __future__ import annotations
@@ -14,29 +12,27 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.mesh.layout import Coordinate, grid
-from composer_dist.distributed.moving import memory as peer_memory
-from composer_dist.distributed.moving.host_relay import Relay, find_hosts
-from composer_dist.distributed.moving.memory import Range, Staging
+from composer_dist.distributed.moving import memory
 from composer_dist.distributed.moving.transfer import Cargo, as_bytes, deliver, take_part
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.progress import Progress, Stage
 
-Way = Literal["memory", "hosts", "messages"]
+Way = Literal["memory", "messages"]
 
 
 class Transport:
-    """Delivers cargoes among the ranks of a mesh; a context manager, entered by all of them.
+    """Delivers cargoes among the ranks of a mesh; a context manager that all of them enter.
 
     Args:
-        asked: a way insists on it, "auto" takes memory where it can, else hosts, else messages.
         bucket_bytes: most bytes of one source that are on their way in messages at one time.
+        asked: "memory" and "messages" insist; "auto" reads memory if every rank can, else sends messages.
 
     Attributes:
         way: how contiguous tensors travel.
@@ -44,15 +40,12 @@ class Transport:
         progress: shows the first rank how far long deliveries are.
     """
 
-    staged = False
-    """Whether host buffers are used for targets in host memory as well, for tests."""
-
     def __init__(
         self,
         mesh: DeviceMesh,
         agreement: Agreement,
         bucket_bytes: int,
-        asked: Literal["auto", "memory", "hosts", "messages"] = "auto",
+        asked: Literal["auto", "memory", "messages"] = "auto",
     ) -> None:
         self.way: Way = "messages"
         self.moved = 0
@@ -65,10 +58,9 @@ class Transport:
         self._asked = asked
         self._stack = ExitStack()
         self._pids: dict[int, int] = {}
-        self._hosts: list[tuple[int, ...]] = []
 
     def __enter__(self) -> Self:
-        """Nothing yet: the way is found when there is something to send."""
+        """Do nothing yet: the way is chosen when there is something to send."""
         return self
 
     def __exit__(
@@ -81,7 +73,7 @@ class Transport:
         self._stack.close()
 
     def send(self, cargoes: Mapping[int, Sequence[Cargo]]) -> None:
-        """Bring each cargo from its source rank to its targets on all ranks; returns when it is there.
+        """Bring each cargo from its source rank to its targets on all ranks; returns when it has arrived.
 
         Args:
             cargoes: source rank (global) to its cargoes; the same, in the same order, on every rank.
@@ -89,68 +81,48 @@ class Transport:
         if not any(cargoes.values()):
             return
         if not self._pids:
-            self._find_way()
+            self._choose_way()
         with self.progress.stage("delivering weights") as stage:
-            if self.way != "messages":
+            if self.way == "memory":
                 cargoes = self._read_from_peers(cargoes, stage)
             if any(cargoes.values()):
                 self.moved += self._agreement.collectively(
                     "the delivery", lambda: deliver(cargoes, self._mesh, self._bucket_bytes, stage)
                 )
 
-    def _find_way(self) -> None:
-        """Find out, once, which ranks can read which.
+    def _choose_way(self) -> None:
+        """Find out, once, whether all ranks can read each other.
 
         Raises:
-            ParallelismRuntimeError: a way was asked for, and some rank cannot.
+            ParallelismRuntimeError: "memory" was asked for, and some rank cannot.
         """
         ranks = self._agreement.ranks
         self._pids = {self._agreement.rank: os.getpid()}
         if len(ranks) == 1 or self._asked == "messages":
             return
-        beacon = peer_memory.Beacon()
-        self._stack.enter_context(peer_memory.readable_by_siblings())
+        beacon = memory.Beacon()
+        self._stack.enter_context(memory.readable_by_siblings())
         shown = self._agreement.reach("the hosts", beacon.describe(), list)
         self._pids = {rank: each["pid"] for rank, each in zip(ranks, shown, strict=True)}
-        able = [rank for rank, each in zip(ranks, shown, strict=True) if peer_memory.can_read(each)]
-        chosen = self._agreement.reach("whose memory can be read", able, self._decide)
-        self.way, self._hosts = chosen["way"], [tuple(host) for host in chosen["hosts"]]
+        able = all(memory.can_read(each) for each in shown)
+        self.way = self._agreement.reach("whose memory can be read", able, self._decide)
 
-    def _decide(self, able: list[list[int]]) -> dict[str, Any]:
-        """The way, and the hosts, from the ranks that each rank can read."""
-        ranks = self._agreement.ranks
-        hosts = find_hosts(dict(zip(ranks, able, strict=True)))
-        on_cpu = self._mesh.device_type == "cpu"
-        possible: list[Way] = ["messages"]
-        if hosts and len(hosts) < len(ranks) and on_cpu:
-            possible.insert(0, "hosts")
-        if hosts and len(hosts) == 1:
-            possible.insert(0, "memory")
-        if self._asked == "auto":
-            return {"way": possible[0], "hosts": hosts or []}
-        if self._asked in possible:
-            return {"way": self._asked, "hosts": hosts or []}
-        if self._asked == "memory":
-            unable = [rank for rank, each in zip(ranks, able, strict=True) if len(each) < len(ranks)]
-            why = f"ranks {unable} cannot read the memory of all others"
-        elif not on_cpu:
-            why = f"the model lives on {self._mesh.device_type}"
-        elif hosts:
-            why = "no rank can read the memory of another"
-        else:
-            why = "some ranks can read others' memory that cannot read theirs"
-        raise ParallelismRuntimeError(
-            f"transport={self._asked!r} was asked for, but {why} (another host or container, or the kernel "
-            "refuses); use 'auto'."
-        )
+    def _decide(self, able: Sequence[bool]) -> Way:
+        unable = [rank for rank, each in zip(self._agreement.ranks, able, strict=True) if not each]
+        if unable and self._asked == "memory":
+            raise ParallelismRuntimeError(
+                f"transport='memory' was asked for, but ranks {unable} cannot read the memory of all others "
+                "(another host or container, or the kernel refuses); use 'auto'."
+            )
+        return "messages" if unable else "memory"
 
     def _read_from_peers(
         self, cargoes: Mapping[int, Sequence[Cargo]], stage: Stage
     ) -> dict[int, list[Cargo]]:
-        """Read what has an address; what has none is left, for messages."""
+        """Read what has an address; returns what has none, for messages."""
         me = self._agreement.rank
         mine = [
-            peer_memory.address_of(cargo.source, cargo.dtype) if cargo.source is not None else None
+            memory.address_of(cargo.source, cargo.dtype) if cargo.source is not None else None
             for cargo in cargoes.get(me, ())
         ]
         found: list[list[int | None]] = self._agreement.reach("the addresses", mine, list)
@@ -161,30 +133,21 @@ class Transport:
             pairs = list(zip(items, addresses[rank], strict=True))
             left[rank] = [cargo for cargo, address in pairs if address is None]
             near[rank] = [(cargo, address) for cargo, address in pairs if address is not None]
-        if self.way == "hosts":
-            relay = Relay(self._hosts, self._pids, self._table, me, self._bucket_bytes)
-            sent = {rank: [cargo for cargo, _ in known] for rank, known in near.items()}
-            self.moved += self._agreement.collectively("the delivery", lambda: relay.run(sent, stage))
-        host = next(host for host in self._hosts if me in host)
-        near = {rank: known for rank, known in near.items() if rank in host}
         stage.expect(sum(cargo.nbytes for known in near.values() for cargo, _ in known))
-        with self._agreement.together("the delivery"):  # nobody lets go of its tensors before all have read
+        with self._agreement.together("the delivery"):  # no rank frees its tensors before all have read
             for rank, known in near.items():
                 self.moved += self._copy(known, rank, stage)
         return left
 
     def _copy(self, pairs: Sequence[tuple[Cargo, int]], rank: int, stage: Stage) -> int:
-        """Fill this rank's parts of cargoes that lie at these addresses of a rank of this host.
+        """Fill this rank's parts of cargoes that lie at these addresses of a rank.
 
         Returns:
-            The bytes read: by this rank, or from this rank by the others of its host.
+            The bytes read: by this rank, or from this rank by the others.
         """
         mine = rank == self._agreement.rank
-        uploads: list[tuple[Cargo, int]] = []
-        direct: list[tuple[Cargo, int]] = []
-        for cargo, address in pairs:
-            on_device = self.staged or cargo.target.device.type != "cpu"
-            (uploads if on_device else direct).append((cargo, address))
+        uploads = [pair for pair in pairs if _needs_upload(pair[0].target)]
+        direct = [pair for pair in pairs if not _needs_upload(pair[0].target)]
         if uploads:
             self._upload(uploads, self._pids[rank], stage)
         if mine:
@@ -192,10 +155,9 @@ class Transport:
                 take_part(cargo, self._here)
                 stage.advance(cargo.nbytes)
         else:
-            peer_memory.read(self._pids[rank], [each for pair in direct for each in self._ranges(*pair)])
+            memory.read(self._pids[rank], [each for pair in direct for each in self._ranges(*pair)])
             stage.advance(sum(cargo.nbytes for cargo, _ in direct))
-        host = next(host for host in self._hosts if rank in host)
-        readers = [other for other in host if other != rank] if mine else [self._agreement.rank]
+        readers = [other for other in self._pids if other != rank] if mine else [self._agreement.rank]
         return sum(self._part(cargo, reader) for cargo, _ in pairs for reader in readers)
 
     def _upload(self, pairs: Sequence[tuple[Cargo, int]], pid: int, stage: Stage) -> None:
@@ -206,7 +168,7 @@ class Transport:
                 yield as_bytes(cargo.target.view(-1)), self._runs(cargo, address)
                 stage.advance(cargo.nbytes)
 
-        Staging(pairs[0][0].target.device, self._bucket_bytes).read(pid, parcels())
+        memory.Staging(pairs[0][0].target.device, self._bucket_bytes).read(pid, parcels())
 
     def _part(self, cargo: Cargo, rank: int) -> int:
         """Bytes of a rank's part."""
@@ -218,8 +180,12 @@ class Transport:
         for first, length in cargo.layout.part(self._here).runs():
             yield address + first * size, length * size
 
-    def _ranges(self, cargo: Cargo, address: int) -> Iterator[Range]:
+    def _ranges(self, cargo: Cargo, address: int) -> Iterator[memory.Range]:
         target = cargo.target.data_ptr()
         for theirs, nbytes in self._runs(cargo, address):
-            yield Range(theirs, target, nbytes)
+            yield memory.Range(theirs, target, nbytes)
             target += nbytes
+
+
+def _needs_upload(target: torch.Tensor) -> bool:
+    return target.device.type != "cpu"

@@ -25,7 +25,6 @@ from composer_dist.distributed.mesh.layout import Coordinate, Layout, chunk, ele
 from composer_dist.distributed.mesh.mesh import roles, submesh
 from composer_dist.distributed.moving.transfer import Freight, Piece, Ranks, in_buckets, pieces_of
 from composer_dist.distributed.ranks.process_group import world_and_rank
-from composer_dist.tensors import arena
 from composer_dist.tensors.codec import dense, inner_tensors, local_part, rebuild
 
 
@@ -253,7 +252,7 @@ def _copy(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A copy in host memory; of classes that only they themselves can copy, by themselves."""
     if type(value) not in (Tensor, torch.nn.Parameter):
         return value.detach().to(_CPU, _cast(value, dtype), copy=True)
-    return arena.empty(tuple(value.shape), _cast(value, dtype), _CPU).copy_(value)
+    return torch.empty(value.shape, dtype=_cast(value, dtype), device=_CPU).copy_(value)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -278,4 +277,4 @@ def _values(message: Tensor, offset: int, count: int, dtype: torch.dtype) -> Ten
 
 
 def _room(freight: Shards) -> Tensor:
-    return arena.empty(freight.layout.shape, freight.dtype, _CPU)
+    return torch.empty(freight.layout.shape, dtype=freight.dtype, device=_CPU)

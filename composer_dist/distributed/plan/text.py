@@ -74,7 +74,7 @@ def render_preparation(done: Preparation) -> str:
     table.add_row("replicated parameters", str(len(plan.plain)))
     if done.initialized:
         table.add_row("initialized", f"{len(done.initialized)}: {listed(done.initialized, 3)}")
-    ways = {"memory": "read from memory", "hosts": "once per host", "messages": "by messages"}
+    ways = {"memory": "read from memory", "messages": "by messages"}
     way = ways[done.transport]
     moved = f"{human_bytes(done.bytes_moved)} {way}" if done.bytes_moved else "none"
     table.add_row("bytes moved by this rank", moved)

@@ -29,7 +29,6 @@ from composer_dist.distributed.tensor_parallel.apply import apply_tensor_paralle
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Held, Structure
-from composer_dist.tensors.arena import Arena, padded_bytes
 from composer_dist.tensors.codec import empty_like
 
 
@@ -114,10 +113,7 @@ def shard(
 def _storages(params: Iterable[Any], device: torch.device, pin: bool) -> Iterator[torch.Tensor]:
     """Uninitialized memory for the shards of a unit's parameters, padded."""
     needed = [_torch.padded_shard(param) for param in params]
-    if device.type != "cpu" or pin:
-        return (torch.empty(size, dtype=dtype, device=device, pin_memory=pin) for size, dtype in needed)
-    arena = Arena(sum(padded_bytes(size, dtype) for size, dtype in needed))
-    return (arena.empty(size, dtype) for size, dtype in needed)
+    return (torch.empty(size, dtype=dtype, device=device, pin_memory=pin) for size, dtype in needed)
 
 
 def fsdp_params_by_place(module: nn.Module) -> dict[tuple[int, str], Any]:

@@ -42,7 +42,6 @@ from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan
 from composer_dist.distributed.tensor_parallel.styles import Style
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.structure import Held, Structure
-from composer_dist.tensors.arena import empty
 
 _FIRST = ("hidden_states", "x", "input", "inputs", "input_ids")
 """Keyword arguments by which a module may get its activation."""
@@ -77,7 +76,7 @@ def apply_tensor_parallel(structure: Structure, plan: TensorParallelPlan, mesh: 
 def materialize(held: Held, device: torch.device) -> tuple[nn.Parameter, Tensor]:
     """Give a cut parameter that no unit shards its storage: the parameter and its local tensor."""
     shadow = cast(DTensor, held.get())
-    part = empty(tuple(shadow.to_local().shape), shadow.dtype, device)
+    part = torch.empty(shadow.to_local().shape, dtype=shadow.dtype, device=device)
     parameter = nn.Parameter(_dtensor(part, shadow), requires_grad=held.info.requires_grad)
     held.put(parameter)
     return parameter, part

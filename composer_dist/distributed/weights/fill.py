@@ -21,7 +21,6 @@ from composer_dist.distributed.weights.disk import Pretrained, Target, fill_enco
 from composer_dist.distributed.weights.initialize import Component, peak_bytes, replace, run_component
 from composer_dist.distributed.weights.sources import Sources
 from composer_dist.structure.structure import Held, Structure
-from composer_dist.tensors.arena import Arena, empty
 from composer_dist.tensors.codec import empty_like
 
 
@@ -78,26 +77,20 @@ class Filling:
         owners = deal_out(components, self.agreement.ranks, real)
         limit = peak_bytes(components, self.bucket_bytes)
         rounds = {rank: list(_rounds(mine, limit)) for rank, mine in owners.items()}
-        scratch = Arena(limit + sum(len(component.tensors) for component in components) * 64, self.device)
         with self.transport.progress.stage("initializing") as stage:
             stage.expect(sum(component.nbytes for component in components))
             for number in range(max(map(len, rounds.values()), default=0)):
                 turn = {rank: mine[number] for rank, mine in rounds.items() if number < len(mine)}
-                self._initialize(turn, real, scratch)
+                self._initialize(turn, real)
                 stage.advance(sum(component.nbytes for mine in turn.values() for component in mine))
 
-    def _initialize(
-        self, turn: Mapping[int, Sequence[Component]], real: Mapping[str, torch.Tensor], scratch: Arena
-    ) -> None:
+    def _initialize(self, turn: Mapping[int, Sequence[Component]], real: Mapping[str, torch.Tensor]) -> None:
         """One round: each rank runs its components, and all of them are delivered."""
         made: dict[str, torch.Tensor] = {}
-        scratch.reuse()
         with self.agreement.together("initialization"):
             for component in turn.get(self.agreement.rank, ()):
                 seen = {**real, **self._read(component)}
-                made |= run_component(
-                    component, self.structure, self.sources.seed, self.device, seen, scratch
-                )
+                made |= run_component(component, self.structure, self.sources.seed, self.device, seen)
         self.transport.send(
             {
                 rank: [
@@ -167,7 +160,7 @@ class Filling:
         if held.info.inner:
             whole = empty_like(now, self.device)
         else:
-            whole = empty(held.info.shape, held.info.dtype, self.device)
+            whole = torch.empty(held.info.shape, dtype=held.info.dtype, device=self.device)
         replace(held, whole)
         return whole
 

@@ -28,7 +28,6 @@ from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.families import as_constructed
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Held, Structure, read_structure
-from composer_dist.tensors.arena import Arena
 from composer_dist.tensors.codec import dense
 
 _TOGETHER = 64 << 20
@@ -150,14 +149,12 @@ def run_component(
     seed: int,
     device: torch.device,
     real: Mapping[str, torch.Tensor],
-    scratch: Arena,
 ) -> dict[str, torch.Tensor]:
     """Run a component's initializers on full tensors; the model holds the same tensors after as before.
 
     Args:
         seed: the model's; each initializer's own is made of it and its module's name.
         real: tensors that have values already. Initializers see copies, and what they write is lost.
-        scratch: gives the tensors their memory, on `device`.
 
     Returns:
         The component's tensors, full, on `device`.
@@ -166,7 +163,7 @@ def run_component(
     before = {name: [place.get() for place in one.places] for name, one in held.items()}
     try:
         for name, one in held.items():
-            value = scratch.empty(one.info.shape, one.info.dtype)
+            value = torch.empty(one.info.shape, dtype=one.info.dtype, device=device)
             if name in real:
                 value.copy_(dense(real[name]))
             one.put(nn.Parameter(value, one.info.requires_grad) if one.info.kind == "parameter" else value)

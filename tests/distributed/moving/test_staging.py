@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from composer_dist.distributed import parallelize_model
+from composer_dist.distributed.moving import way
 from composer_dist.distributed.moving.memory import Staging
-from composer_dist.distributed.moving.way import Transport
 from composer_dist.errors import ParallelismRuntimeError
 from tests.distributed.moving.test_transfer import profiled
 from tests.kit.preparable import built, config, same, values
@@ -75,11 +75,11 @@ def test_memory_that_is_not_there_is_an_error() -> None:
 
 def prepared(staged: bool) -> dict[str, torch.Tensor]:
     model = built(device="meta" if dist.get_rank() else "cpu")
-    Transport.staged = staged
+    original, way._needs_upload = way._needs_upload, lambda target: staged
     try:
         done = parallelize_model(model, config(transport="memory", bucket_bytes=100))
     finally:
-        Transport.staged = False
+        way._needs_upload = original
     assert done.transport == "memory"
     assert done.bytes_moved > 0
     return values(model)

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.moving.transfer import Cargo, deliver, take_slice
-from composer_dist.tensors import arena
 from composer_dist.tensors.fingerprint import fingerprint
 from tests.kit.world import run
 
@@ -216,15 +215,11 @@ def delivery_peak(kind: str) -> int:
 
 
 def profiled(function: Any) -> int:
-    """The most bytes that torch's allocator held above what it held at the start: no arenas here."""
-    worth, arena._WORTH = arena._WORTH, 1 << 62
-    try:
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        ) as profile:
-            function()
-    finally:
-        arena._WORTH = worth
+    """The most bytes that torch's allocator held above what it held at the start."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
+        function()
     alive = peak = 0
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":

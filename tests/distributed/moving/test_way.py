@@ -1,18 +1,31 @@
-"""Weights arrive the same by either way, and the way taken is said."""
+"""Weights arrive the same by memory and by messages, and the preparation reports the way taken."""
 
 from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composer_dist.distributed import parallelize_model
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.moving import memory as peer_memory
+from composer_dist.distributed.moving.transfer import Cargo
+from composer_dist.distributed.moving.way import Transport
+from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismError
-from tests.distributed.moving.test_transfer import profiled
+from tests.distributed.moving.test_transfer import cargoes_of, profiled, tensors
 from tests.kit.preparable import built, config, values
-from tests.kit.world import run
+from tests.kit.worker import HOST
+from tests.kit.world import _host_store, run
 
 MIB = 1 << 20
 
@@ -94,5 +107,79 @@ def test_reading_takes_no_memory_beyond_the_shard() -> None:
 
 
 def test_a_way_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="transport"):
-        config(transport="pigeon")
+    for way in ("pigeon", "hosts"):
+        with pytest.raises(ValueError, match="transport is one of 'auto', 'memory', 'messages', not"):
+            config(transport=way)
+
+
+FULL = torch.arange(7.0 * 12).view(7, 12)
+WINDOWS = {"rows": (0, 1), "columns": (1, 1), "fused": (1, 3), "not cut": (None, 1)}
+MESHES = ["dp_shard", "dp_replicate", "dp_replicate dp_shard", "dp_shard tp", "dp_replicate tp"]
+
+
+@pytest.mark.parametrize("asked", ["memory", "messages"])
+def test_every_element_arrives_from_one_source_and_from_several_at_once(asked: str) -> None:
+    run(arrives, 4, asked)
+
+
+def arrives(asked: str) -> None:
+    """Awkward shapes and dtypes, tensor-parallel windows, and what has no address."""
+    everything = tensors((torch.float32, torch.bfloat16, torch.bool))
+    for names in MESHES:
+        dims = tuple(names.split())
+        mesh = init_device_mesh("cpu", (4,) if len(dims) == 1 else (2, 2), mesh_dim_names=dims)
+        here = Coordinate.of(mesh)
+        for lots, bucket_bytes in (
+            ({2: everything}, 1 << 30),
+            ({2: everything[:5]}, 100),
+            ({rank: everything[rank : rank + 9] for rank in range(4)}, 4000),
+        ):
+            cargoes = {source: cargoes_of(lot, mesh, source) for source, lot in lots.items()}
+            windows = windows_of(mesh, source=3) if "tp" in names else []
+            with Transport(mesh, Agreement(), bucket_bytes, asked) as way:  # type: ignore[arg-type]
+                way.send(cargoes | {3: [*cargoes.get(3, ()), *windows]})
+            assert way.way == asked
+            expected = dict(everything) | dict.fromkeys(WINDOWS, FULL)
+            for cargo in [*windows, *(cargo for each in cargoes.values() for cargo in each)]:
+                part = cargo.layout.part(here).of(expected[cargo.name])
+                assert torch.equal(cargo.target.view(-1), part), (cargo.name, cargo.layout, mesh)
+
+
+def windows_of(mesh: Any, source: int) -> list[Cargo]:
+    rows, at = "dp_shard" in mesh.mesh_dim_names, Coordinate.of(mesh)
+    given = FULL if dist.get_rank() == source else None
+    cargoes = []
+    for name, (dim, groups) in WINDOWS.items():
+        layout = Layout((7, 12), rows, dim, groups)
+        cargoes.append(Cargo(name, layout, FULL.dtype, torch.full(layout.local_shape(at), -1.0), given))
+    return cargoes
+
+
+@pytest.mark.slow
+def test_ranks_in_different_pid_namespaces_send_messages() -> None:
+    """As in two containers: the pids are the same on both sides, and no rank reads across."""
+    separate = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*separate, "true"], check=False).returncode:
+        pytest.skip("needs the right to make pid namespaces")
+    store = _host_store()
+    environment = os.environ | {
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": "4",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    rank = f"{sys.executable} -m tests.kit.namespaced"
+    both = [
+        subprocess.Popen(
+            [*separate, "sh", "-c", f"{rank} {first} & {rank} {first + 1}; wait"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for first in (0, 2)
+    ]
+    lines = [line for each in both for line in each.communicate(timeout=240)[0].splitlines()]
+    found = sorted((json.loads(line) for line in lines), key=lambda each: each["rank"])
+    assert [each["way"] for each in found] == ["messages"] * 4
+    assert {each["pid"] for each in found[:2]} == {each["pid"] for each in found[2:]}
