@@ -36,3 +36,8 @@ def near_miss(name: str, candidates: Iterable[str]) -> str:
     """The sentence "Did you mean 'x'?" for the closest candidate, with a space before it, or nothing."""
     close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def dtype_name(dtype: object) -> str:
+    """A dtype's name without "torch."."""
+    return str(dtype).removeprefix("torch.")

@@ -30,9 +30,10 @@ from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointError, CheckpointKeyError, CheckpointValueError
 from composer_dist.files import manifest
-from composer_dist.files.index import Entry, Index, read_index
+from composer_dist.files.index import Entry, Index
 from composer_dist.files.match import match_names
 from composer_dist.files.read import Files, read_slabs
+from composer_dist.files.safetensors import read_index
 from composer_dist.files.slabs import plan_reads
 from composer_dist.files.transformers import revert, untied
 from composer_dist.files.write import Target, create, write_tensor

@@ -35,7 +35,7 @@ from composer_dist.distributed.weights.initialize import find_components
 from composer_dist.distributed.weights.storage import storage_of
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models.adapters import adapter_hosts, as_peft_names
-from composer_dist.structure.families import original_classes
+from composer_dist.structure.families import is_a, original_classes
 from composer_dist.structure.names import canonical_name
 from composer_dist.structure.structure import Structure, read_structure
 
@@ -229,7 +229,7 @@ def _adapters(saved: Any) -> Callable[[Path], None]:
                 stack.enter_context(summon_full_params(prompts, writeback=False))
             with Agreement().together("export_pretrained"):
                 if world_and_rank()[1] == 0:
-                    with original_classes(saved), written(directory.parent):
+                    with original_classes(saved.modules()), written(directory.parent):
                         saved.save_pretrained(directory, state_dict=state)
 
     return write
@@ -239,7 +239,7 @@ def _model(
     saved: Any, mesh: DeviceMesh | None, max_shard_size: int | str, hosts: Mapping[str, Any]
 ) -> Callable[[Path], None]:
     """What writes a model directory, with the adapters merged where there are hosts of any."""
-    base = saved.get_base_model() if _is_peft(saved) else saved
+    base = saved.get_base_model() if is_a(saved, "PeftModel") else saved
     with Agreement().together("export_pretrained"):
         check_mergeable(hosts)
         tensors, layers = merged_sources(base) if hosts else (_state(base), {})
@@ -256,12 +256,10 @@ def _model(
 
 def _pretrained(model: nn.Module) -> nn.Module:
     """The transformers or peft model itself."""
-    from transformers import PreTrainedModel
-
     from composer_dist.models.huggingface import HuggingFaceModel
 
     inner = model.model if isinstance(model, HuggingFaceModel) else model
-    if isinstance(inner, PreTrainedModel) or _is_peft(inner):
+    if is_a(inner, "PreTrainedModel", "PeftModel"):
         return inner
     raise ParallelismTypeError(
         "export_pretrained takes a HuggingFaceModel, a transformers or a peft model, not "
@@ -272,16 +270,6 @@ def _pretrained(model: nn.Module) -> nn.Module:
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """The model's own tensors under all their names."""
     return {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
-
-
-def _is_peft(model: nn.Module) -> bool:
-    import importlib.util
-
-    if importlib.util.find_spec("peft") is None:
-        return False
-    from peft import PeftModel
-
-    return isinstance(model, PeftModel)
 
 
 def _prompt_encoders(model: nn.Module) -> Iterator[nn.Module]:

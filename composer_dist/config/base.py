@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self, get_args, get_type_hints
 import torch
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.wording import near_miss
+from composer_dist.wording import dtype_name, near_miss
 
 ActivationCheckpointing = bool | str | tuple[str, Mapping[str, Any] | None] | list[Any] | None
 
@@ -84,7 +84,7 @@ def _plain(value: Any, path: str) -> Any:
         case type():
             return f"type:{value.__module__}.{value.__qualname__}"
         case torch.dtype():
-            return str(value).removeprefix("torch.")
+            return dtype_name(value)
         case StrEnum():
             return value.value
         case None | bool() | int() | float() | str():

@@ -7,7 +7,6 @@ the names from before, and an adapter's lack the adapter's name.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from composer_dist.errors import CheckpointValueError
+from composer_dist.structure.families import is_a
 from composer_dist.structure.names import canonical_name
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.blueprint import Blueprint
@@ -44,11 +44,8 @@ def base_models(structure: Structure) -> Iterator[tuple[str, nn.Module]]:
 
     The prefix is that of plain names: "" or ending in a dot.
     """
-    transformers, peft = sys.modules.get("transformers.modeling_utils"), sys.modules.get("peft")
-    kinds = [getattr(peft, "PeftModel", None), getattr(transformers, "PreTrainedModel", None)]
-    wanted = tuple(kind for kind in kinds if kind)
-    for name, module in _outermost(structure, lambda module: isinstance(module, wanted)):
-        if _is("PeftModel", module):
+    for name, module in _outermost(structure, lambda module: is_a(module, "PeftModel", "PreTrainedModel")):
+        if is_a(module, "PeftModel"):
             base = module.get_base_model()
             name = next(path for path, one in structure.modules.items() if one is base)
             yield f"{name}.", base
@@ -134,7 +131,7 @@ def _plain(
         grand, _, middle = parent.rpartition(".")
         if above is None:
             known[name] = None
-        elif middle == "modules_to_save" and _is("AuxiliaryTrainingWrapper", modules.get(grand)):
+        elif middle == "modules_to_save" and is_a(modules.get(grand), "AuxiliaryTrainingWrapper"):
             known[name] = (above[0], True)
         else:
             step = _step(modules[parent], key)
@@ -144,23 +141,15 @@ def _plain(
 
 def _step(module: nn.Module, key: str) -> str | None:
     """What a child adds to the plain name: its key, nothing below peft's layers, None for an adapter."""
-    if _is("BaseTunerLayer", module) and "base_layer" in module._modules:
+    if is_a(module, "BaseTunerLayer") and "base_layer" in module._modules:
         return "" if key == "base_layer" else None
-    if _is("AuxiliaryTrainingWrapper", module):
+    if is_a(module, "AuxiliaryTrainingWrapper"):
         return "" if key in ("original_module", "modules_to_save", "token_adapter") else None
-    if _is("PeftModel", module) and key != "base_model":
+    if is_a(module, "PeftModel") and key != "base_model":
         return None
-    if _is("BaseTuner", module) and key != "model":
+    if is_a(module, "BaseTuner") and key != "model":
         return None
     return key
-
-
-def _is(kind: str, module: nn.Module | None) -> bool:
-    """Whether a module is of one of peft's classes, which nobody has where peft is not imported."""
-    peft, tuners = sys.modules.get("peft"), sys.modules.get("peft.tuners.tuners_utils")
-    home = sys.modules.get("peft.utils.other") if kind == "AuxiliaryTrainingWrapper" else tuners
-    home = peft if kind == "PeftModel" else home
-    return home is not None and isinstance(module, getattr(home, kind))
 
 
 def _join(prefix: str, key: str) -> str:

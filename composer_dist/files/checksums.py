@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 from composer_dist.errors import CheckpointValueError
 from composer_dist.files.index import Entry
 from composer_dist.files.manifest import StoredFile
-from composer_dist.files.read import MIB, THREADS, Files
+from composer_dist.files.read import Files
+from composer_dist.files.slabs import MIB, THREADS, in_threads
 
 _PIECE = 4 * MIB
 """Bytes that a thread reads at one time."""
@@ -57,16 +57,11 @@ def verify(
             buffers.put(buffer)
         if checksum != file.checksums[block]:
             raise CheckpointValueError(
-                f"{files.paths[number]} is corrupt: its checksum does not fit in the bytes {first} to "
-                f"{last}. Load an earlier checkpoint."
+                f"{files.paths[number]} is corrupt (checksum mismatch in bytes {first}-{last}). Load an "
+                "earlier checkpoint."
             )
 
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="composer_dist-verify") as pool:
-        try:
-            for _ in pool.map(check, share):
-                pass
-        finally:
-            pool.shutdown(cancel_futures=True)
+    in_threads(check, share, "verify")
 
 
 def _all(stored: Sequence[StoredFile]) -> Iterator[tuple[int, int]]:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
 from composer_dist.files import manifest as manifests
-from composer_dist.files.index import Index, read_index
+from composer_dist.files.index import Index
 from composer_dist.files.manifest import Manifest, StoredFile
 from composer_dist.files.other_libraries import model_in, normalized
+from composer_dist.files.safetensors import read_index
 from composer_dist.files.torch_save import index_of, read_seal, read_torch_file
 
 Weights = tuple[Index, list[StoredFile]]

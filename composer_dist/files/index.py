@@ -1,58 +1,21 @@
-"""What lies where in safetensors files: headers are parsed and checked, no tensor is read.
+"""What lies where in weight files: every tensor's file, place, shape and dtype. No tensor is read.
 
-A file is eight bytes of header length (little endian), a JSON header that gives each tensor's dtype,
-shape and place, then the tensors, row-major, one after the other without holes
-(https://github.com/huggingface/safetensors, "Format"). Larger models are several files with an index
-that says which tensor lies in which. One rank reads all of this and hands it to the others.
+One rank reads the headers of the files and sends the index to the others.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import os
 import zlib
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
+from composer_dist.errors import CheckpointValueError
 from composer_dist.tensors.blueprint import Blueprint, Box, Dims
-
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}
-"""The format's names of dtypes that torch has; the rest have less than a byte per element."""
-
-
-_MAX_HEADER = 100_000_000
-"""Bytes; the limit of the format's own library."""
-
-
-_KNOWN = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
-"""What is looked for in a directory; of the first two transformers takes the first."""
+from composer_dist.wording import dtype_name
 
 
 @dataclass(frozen=True)
@@ -115,12 +78,8 @@ class Index:
 
     def pack(self) -> str:
         """Everything in one line of text, to send to other ranks."""
-        entries = {
-            name: [one.file, spell(one.dtype), one.shape, one.offset] for name, one in self.entries.items()
-        }
-        pieces = {
-            name: [shape, spell(dtype), parts] for name, (shape, dtype, parts) in (self.pieces or {}).items()
-        }
+        entries = {n: [e.file, dtype_name(e.dtype), e.shape, e.offset] for n, e in self.entries.items()}
+        pieces = {n: [shape, dtype_name(dtype), at] for n, (shape, dtype, at) in (self.pieces or {}).items()}
         text = json.dumps([self.root, self.files, entries, pieces])
         return base64.b85encode(zlib.compress(text.encode())).decode()
 
@@ -132,7 +91,7 @@ class Index:
             root,
             tuple((name, size) for name, size in files),
             {
-                name: Entry(file, unspell(dtype), tuple(shape), offset)
+                name: Entry(file, dtype_named(dtype), tuple(shape), offset)
                 for name, (file, dtype, shape, offset) in entries.items()
             },
             pieces=None
@@ -140,7 +99,7 @@ class Index:
             else {
                 name: (
                     tuple(shape),
-                    unspell(dtype),
+                    dtype_named(dtype),
                     [(tuple(start), tuple(strides), entry) for start, strides, entry in parts],
                 )
                 for name, (shape, dtype, parts) in pieces.items()
@@ -148,13 +107,8 @@ class Index:
         )
 
 
-def spell(dtype: torch.dtype) -> str:
-    """A dtype's name without "torch."."""
-    return str(dtype).removeprefix("torch.")
-
-
-def unspell(name: str) -> torch.dtype:
-    """The inverse of `spell`.
+def dtype_named(name: str) -> torch.dtype:
+    """The inverse of `dtype_name`.
 
     Raises:
         CheckpointValueError: this torch has no such dtype.
@@ -163,182 +117,3 @@ def unspell(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise CheckpointValueError(f"The checkpoint has tensors of dtype {name!r}, which this torch lacks.")
     return dtype
-
-
-def read_index(path: Path) -> Index:
-    """Find the files that `path` means, and read and check their headers.
-
-    Args:
-        path: a safetensors file, an index, or a directory with one of them, under the names that
-            transformers and peft use or as its only safetensors file.
-
-    Raises:
-        CheckpointValueError: there are no such files, or their contents contradict themselves; the
-            text names file and tensor.
-        CheckpointRuntimeError: a file cannot be read.
-    """
-    try:
-        found = _find(path)
-        if found.name.endswith(".index.json"):
-            return _read_sharded(found)
-        return _collect(found.parent, {found.name: None})
-    except OSError as error:
-        raise CheckpointRuntimeError(f"Cannot read {error.filename or path}: {error.strerror}.") from error
-
-
-def _find(path: Path) -> Path:
-    """The file, or the index of files, that `path` means."""
-    if path.is_file():
-        if path.suffix == ".safetensors" or path.name.endswith(".index.json"):
-            return path
-        raise CheckpointValueError(
-            f"{path} is no safetensors file. Load it on rank 0 (torch.load) and hand its state to "
-            "composer_dist.checkpoint.load_full_model_state."
-        )
-    if not path.is_dir():
-        raise CheckpointValueError(
-            f"There is no file or directory {path} here. Download a model of the Hugging Face hub first "
-            "(huggingface_hub.snapshot_download) and pass the directory."
-        )
-    known = [name for name in _KNOWN if (path / name).is_file()]
-    if len(known) > 1 and known[-1] == _KNOWN[-1]:
-        raise CheckpointValueError(
-            f"{path} has both {known[0]} and {known[-1]}; pass the path of the one to read."
-        )
-    others = sorted(file.name for file in path.glob("*.safetensors"))
-    if known or len(others) == 1:
-        return path / (known or others)[0]
-    raise CheckpointValueError(
-        f"{path} has neither {', '.join(_KNOWN)} nor a single other *.safetensors file; it has: "
-        f"{', '.join(others or sorted(file.name for file in path.iterdir())[:10]) or 'nothing'}."
-    )
-
-
-def _read_sharded(path: Path) -> Index:
-    """The files that an index names, and that each tensor lies where the index says."""
-    try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
-        places = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointValueError(f"{path} is no index of safetensors files: {error!r}.") from error
-    files: dict[str, set[str] | None] = {}
-    for name, file in places.items():
-        if Path(file).is_absolute() or ".." in Path(file).parts:
-            raise CheckpointValueError(f"{path} looks for {name!r} outside of its directory, in {file}.")
-        named = files.setdefault(file, set())
-        assert named is not None
-        named.add(name)
-    for file, named in files.items():
-        if not (path.parent / file).is_file():
-            raise CheckpointValueError(
-                f"{path} says that {_list(sorted(named or ()))} lie in {file}, but there is no such file."
-            )
-    if not files:
-        raise CheckpointValueError(f"{path} names no tensors.")
-    return _collect(path.parent, dict(sorted(files.items())), places)
-
-
-def _collect(
-    root: Path, files: Mapping[str, set[str] | None], places: Mapping[str, str] | None = None
-) -> Index:
-    """One index of several files; a tensor in two of them counts where `places` says."""
-    sizes: list[tuple[str, int]] = []
-    entries: dict[str, Entry] = {}
-    header_bytes = 0
-    for number, (file, named) in enumerate(files.items()):
-        found, size, read = _read_header(root / file, number)
-        if absent := sorted((named or set()) - found.keys()):
-            raise CheckpointValueError(f"The index says that {_list(absent)} lie in {file}, but they do not.")
-        for name, entry in found.items():
-            home = (places or {}).get(name, file)
-            if home == file and name in entries:
-                raise CheckpointValueError(
-                    f"{name!r} lies both in {sizes[entries[name].file][0]} and in {file}, and the index does "
-                    "not say which counts."
-                )
-            if home == file:
-                entries[name] = entry
-        sizes.append((file, size))
-        header_bytes += read
-    return Index(str(root), tuple(sizes), entries, header_bytes)
-
-
-def _read_header(path: Path, number: int) -> tuple[dict[str, Entry], int, int]:
-    """The tensors of one file, its size, and the bytes read."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    try:
-        size = os.fstat(descriptor).st_size
-        first = os.pread(descriptor, 8, 0)
-        length = int.from_bytes(first, "little")
-        if len(first) < 8 or length > min(_MAX_HEADER, size - 8):
-            raise CheckpointValueError(
-                f"{path} is corrupt or cut short: it has {size} bytes, and its header should have "
-                f"{length if len(first) == 8 else 'a length of 8'}."
-            )
-        text = b""
-        while len(text) < length and (more := os.pread(descriptor, length - len(text), 8 + len(text))):
-            text += more
-    finally:
-        os.close(descriptor)
-    try:
-        header = json.loads(text, object_pairs_hook=_once)
-        if not isinstance(header, dict):
-            raise ValueError("it is no object")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointValueError(f"{path} is corrupt: its header is no proper JSON: {error}.") from error
-    header.pop("__metadata__", None)
-    return dict(_check_header(path, header, number, 8 + length, size)), size, 8 + length
-
-
-def _check_header(
-    path: Path, header: Mapping[str, Any], number: int, start: int, size: int
-) -> Iterator[tuple[str, Entry]]:
-    """Every tensor with its absolute place; together they must fill the file from `start` to its end."""
-    spans: list[tuple[int, int, str]] = []
-    for name, fields in header.items():
-        try:
-            dtype, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
-            numbers = [begin, end, *shape]
-        except (TypeError, KeyError, ValueError):
-            raise CheckpointValueError(
-                f"{path} is corrupt: the header's entry of {name!r} lacks dtype, shape or data_offsets."
-            ) from None
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise CheckpointValueError(f"{path}: {name!r} is of dtype {dtype!r}, which torch does not have.")
-        if not all(type(one) is int and 0 <= one < 1 << 63 for one in numbers):
-            raise CheckpointValueError(f"{path} is corrupt: {name!r} is {shape}, at bytes {begin}:{end}.")
-        entry = Entry(number, DTYPES[dtype], tuple(shape), start + begin)
-        if end - begin != entry.nbytes:
-            raise CheckpointValueError(
-                f"{path} is corrupt: {name!r}, {dtype} of shape {tuple(shape)}, needs {entry.nbytes} bytes, "
-                f"but has {end - begin}."
-            )
-        spans.append((begin, end, name))
-        yield name, entry
-    at, before = 0, "the header"
-    for begin, end, name in sorted(spans):
-        if start + end > size:
-            raise CheckpointValueError(
-                f"{path} is corrupt or cut short: {name!r} should end at byte {start + end} of {size}."
-            )
-        if begin != at:
-            what = "overlaps with" if begin < at else "leaves a hole after"
-            raise CheckpointValueError(f"{path} is corrupt: {name!r} {what} {before}.")
-        at, before = end, repr(name)
-    if start + at != size:
-        raise CheckpointValueError(
-            f"{path} is corrupt: {size - start - at} bytes follow {before}, where it should end."
-        )
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys all differ."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key in found if [name for name, _ in pairs].count(key) > 1)
-        raise ValueError(f"{twice!r} stands there twice")
-    return found
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")

@@ -19,8 +19,9 @@ from typing import Any, Literal
 import torch
 
 from composer_dist.errors import CheckpointValueError
-from composer_dist.files.index import Entry, Index, Pieces, spell, unspell
+from composer_dist.files.index import Entry, Index, Pieces, dtype_named
 from composer_dist.tensors.blueprint import Dims, contiguous_strides
+from composer_dist.wording import dtype_name
 
 NAME = "checkpoint.json"
 """The file in the directory of a checkpoint."""
@@ -104,7 +105,7 @@ class Manifest:
             "kinds": self.kinds,
             "files": [[f.name, f.nbytes, f.checksums] for f in self.files],
             "tensors": {
-                name: [spell(t.dtype), t.shape, [[c.start, c.sizes, c.file, c.offset] for c in t.chunks]]
+                name: [dtype_name(t.dtype), t.shape, [[c.start, c.sizes, c.file, c.offset] for c in t.chunks]]
                 for name, t in self.tensors.items()
             },
             "objects": {name: [o.file, o.offset, o.nbytes] for name, o in self.objects.items()},
@@ -136,7 +137,7 @@ class Manifest:
             [StoredFile(name, nbytes, tuple(sums)) for name, nbytes, sums in body["files"]],
             {
                 name: StoredTensor(
-                    unspell(dtype),
+                    dtype_named(dtype),
                     tuple(shape),
                     tuple(Chunk(tuple(start), tuple(sizes), file, at) for start, sizes, file, at in chunks),
                 )

@@ -20,6 +20,7 @@ from composer_dist.files.transformers import convert, is_ignored
 from composer_dist.structure.names import canonical_name
 from composer_dist.structure.structure import Held, Structure
 from composer_dist.tensors.blueprint import Blueprint
+from composer_dist.wording import dtype_name
 
 _PREFIXES = ("", "module.", "base_model.model.")
 """What wrappers put before all names of a checkpoint: nothing, DDP, peft."""
@@ -237,7 +238,7 @@ def _misfits(
         yield f"{name} is {shape} in the checkpoint, {info.shape} in the model"
     for dtype in sorted({entries[box.source].dtype for box in blueprint.boxes}, key=str):
         if not castable(dtype, info.dtype):
-            yield f"{name} is {_spell(dtype)} in the checkpoint, {_spell(info.dtype)} in the model"
+            yield f"{name} is {dtype_name(dtype)} in the checkpoint, {dtype_name(info.dtype)} in the model"
 
 
 def castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
@@ -254,7 +255,3 @@ def castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
         return False
     narrow, wide = torch.iinfo(stored), torch.iinfo(wanted)
     return wide.min <= narrow.min and narrow.max <= wide.max
-
-
-def _spell(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,12 +1,10 @@
-"""Bytes from files into tensors: only what is wanted, in the order of the files, by several threads.
+"""Bytes from files into tensors: only the wanted ones, in the order of the files, by several threads.
 
-What is stored as the target holds it is read straight into the target's memory (`os.preadv`, which lets
-other threads run meanwhile). Whatever has to be cast, rearranged or sent to an accelerator goes through
-a staging buffer of fixed size, one per thread. Files are neither mapped nor opened for direct access,
-so that the page cache serves the ranks of a host together and network file systems work as well.
-
-
-MERGED: Files on a remote file system, read as local ones are: any that fsspec knows, by its URL.
+Data stored as the target holds it is read straight into the target's memory (`os.preadv`, which lets
+other threads run meanwhile). Data that must be cast, rearranged or sent to an accelerator passes through
+a staging buffer of fixed size, one per thread. Files are neither memory-mapped nor opened for direct
+access, so the page cache serves all ranks of a host, and network file systems work too. Files on a
+remote file system that fsspec knows are read by their URL in the same way.
 """
 
 from __future__ import annotations
@@ -14,35 +12,26 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
-from composer_dist.files.slabs import Slab
+from composer_dist.files.slabs import (
+    BATCH_BYTES,
+    STAGE_BYTES,
+    THREADS,
+    Slab,
+    batches,
+    in_threads,
+    staging_buffers,
+)
 from composer_dist.progress import Stage
-
-MIB = 1 << 20
-
-
-THREADS = 4
-"""More than there are cores, perhaps: over a network a thread mostly waits."""
-
-
-_STAGE = 3 * MIB
-"""Bytes of a staging buffer."""
-
-
-_BATCH = 16 * MIB
-"""Bytes of one piece of work."""
-
 
 _WORTH = 512
 """Bytes from which a row is worth a read of its own; below, the gaps between rows are read as well."""
@@ -126,7 +115,7 @@ class _Batch:
 
     def add(self, file: int, offset: int, address: int, nbytes: int) -> bool:
         """Take another range, if it follows in the file and there is room."""
-        if (file, offset) != (self.file, self.offset + self.nbytes) or self.nbytes + nbytes > _BATCH:
+        if (file, offset) != (self.file, self.offset + self.nbytes) or self.nbytes + nbytes > BATCH_BYTES:
             return False
         if self.memory and sum(self.memory[-1]) == address:
             self.memory[-1] = (self.memory[-1][0], self.memory[-1][1] + nbytes)
@@ -152,10 +141,7 @@ def read_slabs(
     """
     slabs = sorted(slabs, key=lambda slab: (slab.file, slab.offset))
     staged = [slab for slab in slabs if not _is_direct(slab)]
-    pin = any(slab.target.device.type != "cpu" for slab in staged)
-    buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
-    for _ in range(threads if staged else 0):
-        buffers.put(torch.empty(_STAGE, dtype=torch.uint8, device="cpu", pin_memory=pin))
+    buffers = staging_buffers(staged, threads)
 
     def work(pieces: list[_Batch | Slab]) -> int:
         total = 0
@@ -173,30 +159,21 @@ def read_slabs(
 
     if stage is not None:
         stage.expect(sum(slab.nbytes for slab in slabs))
-    with ThreadPoolExecutor(threads, thread_name_prefix="composer_dist-read") as pool:
-        tasks = [pool.submit(work, pieces) for pieces in _tasks(slabs)]
-        try:
-            wait(tasks, return_when=FIRST_EXCEPTION)
-        finally:
-            pool.shutdown(cancel_futures=True)  # whoever fails, or is interrupted, does not wait for all
-        failed = [task for task in tasks if not task.cancelled() and task.exception()]
-        return sum(task.result() for task in failed or tasks)
+    return sum(in_threads(work, batches(_reads(slabs)), "read", threads))
 
 
-def _tasks(slabs: Sequence[Slab]) -> Iterator[list[_Batch | Slab]]:
-    """The work in pieces of about a batch's size, in the order of the files."""
-    pieces: list[_Batch | Slab] = []
-    size = 0
+def _reads(slabs: Sequence[Slab]) -> Iterator[_Batch | Slab]:
+    """Every read, in the order of the files; neighbors in a file are joined."""
+    last: _Batch | Slab | None = None
     for slab in slabs:
-        for piece in _direct(slab) if _is_direct(slab) else _bands(slab, _STAGE):
-            if not (pieces and _joined(pieces[-1], piece)):
-                pieces.append(piece)
-            size += piece.nbytes
-            if size >= _BATCH:
-                yield pieces
-                pieces, size = [], 0
-    if pieces:
-        yield pieces
+        for piece in _direct(slab) if _is_direct(slab) else _bands(slab, STAGE_BYTES):
+            if last is not None and not _joined(last, piece):
+                yield last
+                last = piece
+            elif last is None:
+                last = piece
+    if last is not None:
+        yield last
 
 
 def _is_direct(slab: Slab) -> bool:
@@ -211,8 +188,8 @@ def _in_rows(slab: Slab) -> bool:
 def _direct(slab: Slab) -> Iterator[_Batch]:
     base, item = slab.target.data_ptr(), slab.dtype.itemsize
     for offset, start in slab.rows():
-        for at in range(0, slab.run, _BATCH):
-            size = min(_BATCH, slab.run - at)
+        for at in range(0, slab.run, BATCH_BYTES):
+            size = min(BATCH_BYTES, slab.run - at)
             yield _Batch(slab.file, offset + at, size, [(base + start * item + at, size)])
 
 

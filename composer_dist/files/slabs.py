@@ -1,10 +1,13 @@
-"""Which bytes of which file go where in a rank's part of a tensor."""
+"""Which bytes of which file belong where in a rank's part of a tensor, and the threads that move them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from math import prod
+from queue import SimpleQueue
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -156,3 +159,59 @@ def _rows(
         yield from _rows(sizes[1:], strides[1:], steps[1:], offset, start, dtype)
         offset += strides[0] * dtype.itemsize
         start += steps[0]
+
+
+MIB = 1 << 20
+THREADS = 4
+"""Possibly more than there are cores: over a network a thread mostly waits."""
+STAGE_BYTES = 3 * MIB
+"""Size of a staging buffer, and of one piece of work that needs it."""
+BATCH_BYTES = 16 * MIB
+"""Size of one piece of work that needs no staging."""
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+Piece = TypeVar("Piece", bound=_Sized)
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces of work in groups of about `BATCH_BYTES`, in their order."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += piece.nbytes
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def staging_buffers(slabs: Sequence[Slab], threads: int) -> SimpleQueue[torch.Tensor]:
+    """A buffer of `STAGE_BYTES` for each thread, if any of the slabs needs one; pinned for accelerators."""
+    buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
+    pin = any(slab.target.device.type != "cpu" for slab in slabs)
+    for _ in range(threads if slabs else 0):
+        buffers.put(torch.empty(STAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pin))
+    return buffers
+
+
+def in_threads(
+    work: Callable[[Task], Result], tasks: Iterable[Task], purpose: str, threads: int = THREADS
+) -> list[Result]:
+    """The results of `work` on every task, or the first error; then the tasks not yet begun are dropped."""
+    with ThreadPoolExecutor(threads, thread_name_prefix=f"composer_dist-{purpose}") as pool:
+        futures = [pool.submit(work, task) for task in tasks]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            pool.shutdown(cancel_futures=True)  # an error or Ctrl-C does not wait for all
+        failed = [future for future in futures if not future.cancelled() and future.exception()]
+        return [future.result() for future in failed or futures]

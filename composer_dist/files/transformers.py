@@ -49,7 +49,7 @@ def convert(model: Any, given: Mapping[str, Blueprint], shapes: dict[str, tuple[
         rename_source_key,
     )
 
-    with original_classes(model):
+    with original_classes(model.modules()):
         table = get_model_conversion_mapping(model)
     renamings = [one for one in table if isinstance(one, WeightRenaming)]
     converters = [one for one in table if isinstance(one, WeightConverter)]
@@ -118,7 +118,7 @@ def revert(model: Any, state: dict[str, Any]) -> dict[str, Any]:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    with original_classes(model):
+    with original_classes(model.modules()):
         made: dict[str, Any] = revert_weight_conversion(model, state)
     return made
 

@@ -1,7 +1,7 @@
 """Bytes from tensors into files, each to its place, by several threads and any number of ranks.
 
-What lies in host memory is written from there (`os.pwrite`, which lets other threads run meanwhile);
-the rest goes through a staging buffer of fixed size, one per thread.
+Data in host memory is written from there (`os.pwrite`, which lets other threads run meanwhile); the rest
+passes through a staging buffer of fixed size, one per thread.
 """
 
 from __future__ import annotations
@@ -9,29 +9,22 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 
 from composer_dist.errors import CheckpointRuntimeError
-from composer_dist.files.slabs import Slab
+from composer_dist.files.slabs import (
+    BATCH_BYTES,
+    STAGE_BYTES,
+    THREADS,
+    Slab,
+    batches,
+    in_threads,
+    staging_buffers,
+)
 from composer_dist.progress import Stage
-
-MIB = 1 << 20
-
-
-THREADS = 4
-
-
-_STAGE = 3 * MIB
-"""Bytes of a staging buffer, and of one piece of work that needs it."""
-
-
-_PIECE = 16 * MIB
-"""Bytes of one piece of work that needs none."""
 
 
 def create(path: Path, header: bytes, size: int) -> None:
@@ -70,7 +63,7 @@ class Target:
             os.close(descriptor)
 
     def flush(self) -> None:
-        """Return when all that was written is on the disk."""
+        """Wait until everything written is on the disk."""
         for number, descriptor in self._open.items():
             with _named(self.paths[number]):
                 os.fsync(descriptor)
@@ -85,7 +78,7 @@ class Target:
         """Write a piece of memory to its place.
 
         Raises:
-            CheckpointRuntimeError: the system reports an error: the disk is full, say.
+            CheckpointRuntimeError: the system reports an error, such as a full disk.
         """
         view = memoryview((ctypes.c_char * nbytes).from_address(address))
         with _named(self.paths[number]):
@@ -108,10 +101,7 @@ def write_slabs(slabs: Sequence[Slab], target: Target, stage: Stage) -> int:
     for number in {slab.file for slab in slabs}:
         target.open(number)
     staged = [slab for slab in slabs if not _is_direct(slab)]
-    buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
-    pin = any(slab.target.device.type != "cpu" for slab in staged)
-    for _ in range(THREADS if staged else 0):
-        buffers.put(torch.empty(_STAGE, dtype=torch.uint8, device="cpu", pin_memory=pin))
+    buffers = staging_buffers(staged, THREADS)
     stage.expect(sum(slab.nbytes for slab in slabs))
 
     def work(pieces: list[Slab]) -> None:
@@ -126,15 +116,7 @@ def write_slabs(slabs: Sequence[Slab], target: Target, stage: Stage) -> int:
                     buffers.put(buffer)
             stage.advance(piece.nbytes)
 
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="composer_dist-write") as pool:
-        tasks = [pool.submit(work, pieces) for pieces in _tasks(slabs)]
-        try:
-            wait(tasks, return_when=FIRST_EXCEPTION)
-        finally:
-            pool.shutdown(cancel_futures=True)
-        for task in tasks:
-            if not task.cancelled():
-                task.result()
+    in_threads(work, batches(_pieces(slabs)), "write")
     return sum(slab.nbytes for slab in slabs)
 
 
@@ -152,29 +134,19 @@ def _is_direct(slab: Slab) -> bool:
     return slab.target.device.type == "cpu" and slab.contiguous
 
 
-def _tasks(slabs: Sequence[Slab]) -> Iterator[list[Slab]]:
-    """The work in pieces of about equal size, in the order of the files."""
-    pieces: list[Slab] = []
-    size = 0
+def _pieces(slabs: Sequence[Slab]) -> Iterator[Slab]:
     for slab in slabs:
-        for piece in _pieces(slab, _PIECE if _is_direct(slab) else _STAGE):
-            pieces.append(piece)
-            size += piece.nbytes
-            if size >= _PIECE:
-                yield pieces
-                pieces, size = [], 0
-    if pieces:
-        yield pieces
+        yield from _cut(slab, BATCH_BYTES if _is_direct(slab) else STAGE_BYTES)
 
 
-def _pieces(slab: Slab, limit: int) -> Iterator[Slab]:
+def _cut(slab: Slab, limit: int) -> Iterator[Slab]:
     """The slab in pieces of at most `limit` bytes."""
     if slab.nbytes <= limit:
         yield slab
         return
     dim = next(dim for dim, size in enumerate(slab.sizes) if size > 1)
     for piece in slab.cut(dim, max(1, slab.sizes[dim] * limit // slab.nbytes)):
-        yield from _pieces(piece, limit)
+        yield from _cut(piece, limit)
 
 
 def _write(slab: Slab, target: Target, base: int, rows: Iterator[tuple[int, int]]) -> None:

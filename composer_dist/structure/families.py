@@ -1,10 +1,15 @@
-"""What initializers touch, found by running them on the meta device; and the random state around them."""
+"""Which library a module comes from. No other file asks whether a module is transformers' or peft's.
+
+A library that nobody has imported has no modules in the model, so it is looked up among the imported
+modules and never imported here.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -13,43 +18,67 @@ from composer_dist import _torch
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
 
+_HOMES = {
+    "PreTrainedModel": "transformers.modeling_utils",
+    "Conv1D": "transformers.pytorch_utils",
+    "PeftModel": "peft",
+    "BaseTuner": "peft.tuners.tuners_utils",
+    "BaseTunerLayer": "peft.tuners.tuners_utils",
+    "AuxiliaryTrainingWrapper": "peft.utils.other",
+    "ModulesToSaveWrapper": "peft.utils.other",
+    "Metric": "torchmetrics",
+    "MetricCollection": "torchmetrics",
+}
+"""Class name to the module that has it."""
 
-@contextmanager
-def as_constructed(structure: Structure) -> Iterator[None]:
-    """Sharded modules have their own classes again: initializers may look at a class's name."""
-    swapped: dict[nn.Module, type[nn.Module]] = {
-        module: type(module) for module in structure.modules.values() if isinstance(module, FSDPModule)
-    }
-    try:
-        for module, cls in swapped.items():
-            module.__class__ = _torch.original_class(cls)
-        yield
-    finally:
-        for module, cls in swapped.items():
-            module.__class__ = cls
+
+def is_a(module: object, *kinds: str) -> bool:
+    """Whether `module` is an instance of one of these classes of other libraries (the keys of `_HOMES`)."""
+    classes = (getattr(sys.modules.get(_HOMES[kind]), kind, None) for kind in kinds)
+    return isinstance(module, tuple(filter(None, classes)))
+
+
+def transformers_models(model: nn.Module) -> list[Any]:
+    """The transformers models in `model`, itself perhaps: the outermost of each configuration."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if is_a(module, "PreTrainedModel"):
+            found.setdefault(id(module.config), module)
+    return list(found.values())
+
+
+def transformers_owner(name: str, modules: Mapping[str, nn.Module]) -> Any:
+    """The innermost transformers model that the module `name` is or lies in, or None."""
+    around = (modules.get(above) for above in ancestors(name))
+    return next((module for module in around if is_a(module, "PreTrainedModel")), None)
 
 
 def architecture_of(structure: Structure, name: str) -> str | None:
-    """The innermost transformers model that contains all places of the module called `name`, if any."""
-    transformers = sys.modules.get("transformers.modeling_utils")
+    """The class of the innermost transformers model that contains all places of the module called `name`."""
     module = structure.modules[name]
     names = [other for other, known in structure.modules.items() if known is module]
     for above in ancestors(name):
         inside = all(above in ancestors(other) for other in names) and above not in names
-        if transformers and inside and isinstance(structure.modules[above], transformers.PreTrainedModel):
+        if inside and is_a(structure.modules[above], "PreTrainedModel"):
             return type(structure.modules[above]).__name__
     return None
 
 
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class as the user wrote it."""
+    kind = type(module)
+    return (_torch.original_class(kind) if isinstance(module, FSDPModule) else kind).__name__
+
+
 @contextmanager
-def original_classes(model: nn.Module) -> Iterator[None]:
+def original_classes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, modules have the classes that the user gave them, without FSDP2's or DDP's in front.
 
-    transformers and peft look tables up by class names, and write them into configurations.
+    transformers, peft and initializers look at class names; the first two write them into configurations.
     """
     prepared: list[tuple[nn.Module, type[nn.Module]]] = [
         (module, type(module))
-        for module in model.modules()
+        for module in modules
         if isinstance(module, FSDPModule) or _torch.is_replicated(module)
     ]
     for module, cls in prepared:

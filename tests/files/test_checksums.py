@@ -40,5 +40,5 @@ def test_the_blocks_that_count_and_no_others(tmp_path: Path) -> None:
     assert [refused(path, stored, part, 5) for part in range(5)] == [False, False, True, False, False]
     places = {0: False, 149: False, 150: False, 151: True, 250: True, 299: True, 300: False, 400: False}
     assert {at: refused(path, stored, at=at) for at in places} == places
-    with pytest.raises(CheckpointValueError, match="bytes 200 to 300"), Files(tmp_path, [("f", 450)]) as f:
+    with pytest.raises(CheckpointValueError, match="bytes 200-300"), Files(tmp_path, [("f", 450)]) as f:
         verify(f, [stored])

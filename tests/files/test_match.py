@@ -26,9 +26,9 @@ from transformers import (
 from composer_dist._torch import checkpoint_wrapper
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
-from composer_dist.files.index import read_index
 from composer_dist.files.match import Match, castable, match_names
 from composer_dist.files.read import Files, read_slabs
+from composer_dist.files.safetensors import read_index
 from composer_dist.files.slabs import plan_reads
 from composer_dist.models import HuggingFaceModel
 from composer_dist.structure.structure import read_structure

@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
 from composer_dist.files import read as reading
-from composer_dist.files.index import Index, read_index
+from composer_dist.files import slabs as slab_work
+from composer_dist.files.index import Index
 from composer_dist.files.read import Files, read_slabs
+from composer_dist.files.safetensors import read_index
 from composer_dist.files.slabs import Slab, plan_reads
 from composer_dist.progress import Stage
 from composer_dist.tensors.blueprint import Blueprint
@@ -43,8 +45,10 @@ def target(layout: Layout, at: Coordinate, dtype: torch.dtype) -> torch.Tensor:
 def test_parts_of_any_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, stage: int, worth: int
 ) -> None:
-    monkeypatch.setattr(reading, "_STAGE", stage)
-    monkeypatch.setattr(reading, "_BATCH", 64)
+    for module in (reading, slab_work):
+        monkeypatch.setattr(module, "STAGE_BYTES", stage)
+    for module in (reading, slab_work):
+        monkeypatch.setattr(module, "BATCH_BYTES", 64)
     monkeypatch.setattr(reading, "_WORTH", worth)
     values = {str(one.shape): NUMBERS[: torch.Size(one.shape).numel()].view(one.shape) for one in layouts()}
     index = write(tmp_path / "all.safetensors", **{name: value.to(stored) for name, value in values.items()})
@@ -69,7 +73,8 @@ def test_parts_of_any_layout(
 @pytest.mark.parametrize("stage", [64, 1 << 20])
 @pytest.mark.parametrize("worth", [1, 512])
 def test_rearranged_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, worth: int) -> None:
-    monkeypatch.setattr(reading, "_STAGE", stage)
+    for module in (reading, slab_work):
+        monkeypatch.setattr(module, "STAGE_BYTES", stage)
     monkeypatch.setattr(reading, "_WORTH", worth)
     values = {name: torch.randn(6, 8, dtype=torch.float64) for name in "abcd"}
     index = write(tmp_path / "all.safetensors", **values)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
-from composer_dist.files.index import read_index
 from composer_dist.files.match import match_names
 from composer_dist.files.read import Files, read_slabs
+from composer_dist.files.safetensors import read_index
 from composer_dist.files.slabs import plan_reads
 from composer_dist.structure.structure import read_structure
 from tests.zoo import toy

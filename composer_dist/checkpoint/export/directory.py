@@ -58,7 +58,7 @@ def write_settings(model: Any, directory: Path, separated: bool = False) -> None
     Args:
         separated: ties are undone in what is stored.
     """
-    with original_classes(model), _as_stored(model, separated), written(directory.parent):
+    with original_classes(model.modules()), _as_stored(model, separated), written(directory.parent):
         model.save_pretrained(directory, state_dict={})
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from composer_dist.distributed.moving.whole import gather
 from composer_dist.errors import CheckpointValueError
 from composer_dist.files.adapters import without_adapters
-from composer_dist.structure.families import original_classes
-from composer_dist.structure.names import canonical_name
+from composer_dist.structure.families import is_a, original_classes
+from composer_dist.structure.names import ancestors, canonical_name
 from composer_dist.structure.structure import read_structure
 from composer_dist.tensors.codec import dense
 
@@ -74,7 +74,7 @@ def merged_sources(base: nn.Module) -> tuple[dict[str, Tensor], dict[str, Layer]
         if key not in plain:
             continue  # the adapter's own
         name, copy = plain[key]
-        host = next((one for one in _ancestors(key) if one in layers), None)
+        host = next((one for one in ancestors(key) if one in layers), None)
         if host is None:
             tensors[name] = tensor
         elif (chosen := _chosen_copy(layers[host].module)) is not None:
@@ -112,35 +112,22 @@ def check_mergeable(hosts: Mapping[str, Any]) -> None:
 
 def _adapted(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Name and module of each layer of peft's that lies in no other one."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
     found: set[str] = set()
     for name, module in modules.items():
-        kinds = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
-        if kinds and found.isdisjoint(_ancestors(name)):
+        wraps = is_a(module, "BaseTunerLayer", "AuxiliaryTrainingWrapper")
+        if wraps and found.isdisjoint(ancestors(name)):
             found.add(name)
             yield name, module
 
 
-def _ancestors(name: str) -> Iterator[str]:
-    """The name itself and those of all modules around it, the innermost first."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-
-
 def _chosen_copy(layer: Any) -> str | None:
     """Where a layer under `modules_to_save` has the weights that count, if they are there as they are."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import ModulesToSaveWrapper
-
-    if not isinstance(layer, ModulesToSaveWrapper):
+    if not is_a(layer, "ModulesToSaveWrapper"):
         return None
     active = [name for name in layer.active_adapters if name in layer.modules_to_save]
     if not active:
         return "original_module"
-    adapted = isinstance(layer.modules_to_save[active[0]], BaseTunerLayer)
+    adapted = is_a(layer.modules_to_save[active[0]], "BaseTunerLayer")
     return None if adapted else f"modules_to_save.{active[0]}"
 
 
@@ -176,7 +163,7 @@ def _full_copies(layer: nn.Module) -> Iterator[None]:
         return copies[id(tensor)]
 
     try:
-        with original_classes(layer):
+        with original_classes(layer.modules()):
             for module in modules:
                 for registry in (module._parameters, module._buffers):
                     for key, tensor in registry.items():

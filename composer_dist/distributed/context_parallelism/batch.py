@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from composer_dist import _torch
 from composer_dist.distributed.context_parallelism.attention import Layout
 from composer_dist.distributed.prepared import named_buffers_canonical
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
+from composer_dist.structure.families import class_name, transformers_models
 from composer_dist.structure.names import canonical_name
 from composer_dist.tensors.nested import _tensors, map_tensors
 from composer_dist.wording import near_miss
@@ -266,20 +264,3 @@ class Splitter:
                 f"pass sequence_dims={{{name!r}: dimension}}, or None in its place if it has no sequence."
             )
         return dim
-
-
-def transformers_models(model: nn.Module) -> list[Any]:
-    """The transformers models in `model`, itself perhaps: the outermost of each configuration."""
-    library = sys.modules.get("transformers.modeling_utils")
-    kind: Any = getattr(library, "PreTrainedModel", ())
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        if isinstance(module, kind):
-            found.setdefault(id(module.config), module)
-    return list(found.values())
-
-
-def class_name(model: nn.Module) -> str:
-    """The name of a model's class as the user wrote it."""
-    kind = type(model)
-    return (_torch.original_class(kind) if isinstance(model, FSDPModule) else kind).__name__

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from composer_dist.distributed.context_parallelism.batch import class_name, transformers_models
 from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.families import class_name, transformers_models
 from composer_dist.structure.structure import Structure
 from composer_dist.wording import listed
 

@@ -23,9 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed.context_parallelism.attention import Layout, attention_as, check_call
-from composer_dist.distributed.context_parallelism.batch import IGNORED, Splitter, class_name
+from composer_dist.distributed.context_parallelism.batch import IGNORED, Splitter
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.families import class_name
 from composer_dist.structure.names import canonical_name
 from composer_dist.tensors.nested import map_tensors, tensors_in
 

@@ -23,6 +23,7 @@ from composer_dist.distributed.mesh.mesh import roles
 from composer_dist.distributed.moving.transfer import Cargo
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.codec import local_part, own_attributes
+from composer_dist.wording import dtype_name
 
 Description = dict[str, Any]
 """State in plain types: optimizer index and parameter name to key to what is held there."""
@@ -202,7 +203,7 @@ def names_by_id(structure: Structure) -> dict[int, str]:
 def _describe(value: Any) -> list[Any]:
     if not isinstance(value, torch.Tensor):
         return ["value", value]
-    dtype = str(value.dtype).removeprefix("torch.")
+    dtype = dtype_name(value.dtype)
     if value.ndim:
         return ["tensor", list(value.shape), dtype]
     return ["scalar", 0.0 if value.is_meta else value.item(), dtype]

@@ -6,7 +6,6 @@ structure speaks only where nobody else has chosen a unit.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +18,7 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed.wishes import merge_rules
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.blocks import has_forward, holds_parameters, structural_units
+from composer_dist.structure.families import is_a
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.select import children_of, container_text
 from composer_dist.structure.structure import Structure
@@ -220,10 +220,7 @@ def _metrics(structure: Structure) -> Iterator[tuple[str, str]]:
 
 
 def _is_metric(module: nn.Module) -> bool:
-    torchmetrics: Any = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(
-        module, (torchmetrics.Metric, torchmetrics.MetricCollection)
-    )
+    return is_a(module, "Metric", "MetricCollection")
 
 
 def composer_children(model: nn.Module) -> tuple[str, ...]:

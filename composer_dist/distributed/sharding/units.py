@@ -23,6 +23,7 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.blocks import has_forward
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure, TensorInfo
+from composer_dist.wording import dtype_name
 
 
 @dataclass(eq=False)
@@ -199,12 +200,12 @@ def _split_by_dtype(group: Group, structure: Structure, faults: list[str]) -> di
                 if fit:
                     parts[fit[-1]] = info.dtype
                 else:
-                    stuck.setdefault(main, []).append(f"{name} ({_short(info.dtype)})")
+                    stuck.setdefault(main, []).append(f"{name} ({dtype_name(info.dtype)})")
         if main not in stuck:
             return _cut(group, inside, parts, main)
     main = next(iter(stuck))
     faults.append(
-        f"{group.name} trains {_short(main)} parameters, and also {', '.join(stuck[main])}, which no "
+        f"{group.name} trains {dtype_name(main)} parameters, and also {', '.join(stuck[main])}, which no "
         "submodule holds apart. Convert them, freeze them, or leave their module replicated with "
         "Rule(..., shard=False)."
     )
@@ -223,7 +224,7 @@ def _cut(
             kept.append(name)
             continue
         if part not in cut:
-            reason = f"it trains {_short(parts[part])} where {group.name} trains {_short(main)}"
+            reason = f"it trains {dtype_name(parts[part])} where {group.name} trains {dtype_name(main)}"
             cut[part] = Group([part], Choice(True, reason, group.choice.options), split=True)
         cut[part].parameters.append(name)
     group.parameters = kept
@@ -238,7 +239,3 @@ def _modules_around(info: TensorInfo, group: Group, structure: Structure) -> Ite
             return
         if all(above in other for other in others):
             yield structure.first[above]
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

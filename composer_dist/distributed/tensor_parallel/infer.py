@@ -8,7 +8,6 @@ head. What it does not know it lists, rather than guess.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 
 from composer_dist.distributed.tensor_parallel.matrices import base_of, features, is_conv1d, is_matrix
 from composer_dist.distributed.tensor_parallel.styles import STYLES, TRANSFORMERS, Styled
+from composer_dist.structure.families import is_a
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
 
@@ -96,11 +96,10 @@ def infer_styles(structure: Structure) -> tuple[dict[str, Styled], dict[str, str
 
 def _with_own_plan(structure: Structure) -> list[str]:
     """The outermost transformers models that bring a plan."""
-    modeling = sys.modules.get("transformers.modeling_utils")
     found: list[str] = []
     for name, module in structure.modules.items():
-        known = modeling is not None and isinstance(module, modeling.PreTrainedModel)
-        if known and getattr(module, "_tp_plan", None) and not any(a in found for a in ancestors(name)):
+        own = is_a(module, "PreTrainedModel") and getattr(module, "_tp_plan", None)
+        if own and not any(above in found for above in ancestors(name)):
             found.append(name)
     return found
 

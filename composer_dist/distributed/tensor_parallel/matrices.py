@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from composer_dist.distributed.tensor_parallel.styles import Style
+from composer_dist.structure.families import is_a
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ def is_matrix(module: nn.Module) -> bool:
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether it is transformers' Conv1D: a Linear whose matrix is `(in, out)`."""
-    known = sys.modules.get("transformers.pytorch_utils")
-    return known is not None and isinstance(module, known.Conv1D)
+    return is_a(module, "Conv1D")
 
 
 def base_of(module: nn.Module) -> nn.Module:

@@ -37,8 +37,8 @@ from composer_dist.files.find import index_weights
 from composer_dist.files.index import Index
 from composer_dist.files.manifest import StoredFile
 from composer_dist.files.match import Match, match_names
-from composer_dist.files.read import MIB, Files, open_files, read_slabs
-from composer_dist.files.slabs import Slab, plan_reads
+from composer_dist.files.read import Files, open_files, read_slabs
+from composer_dist.files.slabs import MIB, Slab, plan_reads
 from composer_dist.progress import Progress
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.blueprint import Blueprint

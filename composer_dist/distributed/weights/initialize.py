@@ -11,7 +11,6 @@ module, so that neither the world size, nor the mesh, nor the order of component
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from composer_dist.distributed.optimizers.follow import carry_attributes
 from composer_dist.distributed.sharding.choose import inherited
 from composer_dist.distributed.weights.trace import Initializer, random_state_kept, seed_all, trace
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from composer_dist.structure.families import as_constructed
+from composer_dist.structure.families import original_classes, transformers_owner
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Held, Structure, read_structure
 from composer_dist.tensors.codec import dense
@@ -167,7 +166,7 @@ def run_component(
             if name in real:
                 value.copy_(dense(real[name]))
             one.put(nn.Parameter(value, one.info.requires_grad) if one.info.kind == "parameter" else value)
-        with random_state_kept(device), torch.no_grad(), as_constructed(structure):
+        with random_state_kept(device), torch.no_grad(), original_classes(set(structure.modules.values())):
             for initializer in component.initializers:
                 seed_all(f"{seed}/{initializer.module}")
                 with torch.device(device):
@@ -193,7 +192,7 @@ def _find_initializers(
             continue
         seen.add(id(module))
         own = param_init_fn or inherited(name, modules, "param_init_fn")
-        hugging_face = None if own else _hugging_face_owner(name, modules)
+        hugging_face = None if own else transformers_owner(name, modules)
         if own is not None:
             if name in bare:
                 yield Initializer(name, "param_init_fn", partial(own, module))
@@ -246,16 +245,6 @@ def _post_order(modules: Mapping[str, nn.Module]) -> Iterator[str]:
 
 def _is_below(name: str, ancestor: str) -> bool:
     return ancestor == "" or name.startswith(f"{ancestor}.")
-
-
-def _hugging_face_owner(name: str, modules: Mapping[str, nn.Module]) -> Any:
-    """The innermost transformers model that the module is, or lies in."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is not None:
-        for above in ancestors(name):
-            if isinstance(modules.get(above), modeling.PreTrainedModel):
-                return modules[above]
-    return None
 
 
 def _in_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:

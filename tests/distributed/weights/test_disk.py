@@ -34,9 +34,9 @@ from composer_dist.errors import (
     ParallelismRuntimeError,
     ParallelismValueError,
 )
-from composer_dist.files.index import read_index
 from composer_dist.files.match import Match
 from composer_dist.files.read import Files
+from composer_dist.files.safetensors import read_index
 from composer_dist.models import HuggingFaceModel
 from composer_dist.structure.structure import read_structure
 from composer_dist.tensors.blueprint import Blueprint

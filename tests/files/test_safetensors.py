@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
-from composer_dist.files.index import DTYPES, Index, read_index
+from composer_dist.files.index import Index
+from composer_dist.files.safetensors import DTYPES, read_index
 
 STATE = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(0, 4), "c": torch.ones(5, dtype=torch.int8)}
 
@@ -172,8 +173,8 @@ def test_of_a_tensor_in_two_files_the_index_says_which_counts(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"a": "two.safetensors"}, "The index says that a lie in two.safetensors, but they do not"),
-        ({"d": "one.safetensors"}, "The index says that d lie in one.safetensors, but they do not"),
+        ({"a": "two.safetensors"}, "The index puts a in two.safetensors, which does not have them"),
+        ({"d": "one.safetensors"}, "The index puts d in one.safetensors, which does not have them"),
         ({"a": "three.safetensors"}, "says that a lie in three.safetensors, but there is no such file"),
         ({"a": "../one.safetensors"}, "looks for 'a' outside of its directory"),
         ({"a": "/one.safetensors"}, "looks for 'a' outside of its directory"),
