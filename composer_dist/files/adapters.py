@@ -72,7 +72,7 @@ def adapter_entries(structure: Structure, directory: str) -> dict[str, str]:
     if len(hosts) > 1:
         raise CheckpointValueError(
             f"Several modules carry adapters: {', '.join(name or 'the model' for name, _ in hosts)}. Load "
-            "each of them by itself."
+            "each of them separately."
         )
     return {} if not hosts else _entries(*hosts[0], directory)
 

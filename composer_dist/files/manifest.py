@@ -128,7 +128,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError, RecursionError):
             sealed = False
         if not sealed:
-            raise CheckpointValueError(f"{source} is corrupt or cut short: its checksum does not fit.")
+            raise CheckpointValueError(f"{source} is corrupt or truncated: checksum mismatch.")
         if body["version"] > VERSION:
             raise CheckpointValueError(
                 f"{source} is of version {body['version']}, this composer_dist reads up to {VERSION}; update."

@@ -1,8 +1,8 @@
-"""Whose names are they: the tensors of a checkpoint, matched with those of a model.
+"""Matches the tensor names of a checkpoint with those of a model.
 
 A checkpoint may come from the model itself, from a part of it, or from before it was wrapped: by peft,
 DDP, a compiler, a checkpoint wrapper, a `ComposerModel`. A tied tensor may have any of its names, and
-transformers models have tables of older names. What is left over on either side is listed.
+transformers models have tables of older names. Names left over on either side are listed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Match:
             for name, blueprint in self.tensors.items()
             for fault in _misfits(structure.tensors[name], blueprint, entries, self.keys[name])
         ]
-        faults = [f"of other shape or dtype: {'; '.join(misfits)}"] if misfits else []
+        faults = [f"different shape or dtype: {'; '.join(misfits)}"] if misfits else []
         if strict and self.missing:
             faults.append(f"missing: {', '.join(self.missing)}")
         if strict and self.unexpected:
@@ -61,7 +61,7 @@ class Match:
         if faults:
             kind: type[CheckpointError] = CheckpointValueError if misfits else CheckpointKeyError
             hint = "" if misfits else " strict=False takes what fits."
-            raise kind(f"The checkpoint does not fit the model. {'. '.join(faults)}.{hint}")
+            raise kind(f"The checkpoint does not match the model. {'. '.join(faults)}.{hint}")
 
 
 def match_names(

@@ -35,7 +35,7 @@ _LIGHTNING = (
 
 
 def allowed() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """Types beyond torch's own list that these files hold, and that do nothing when they are unpickled."""
+    """Types beyond torch's own list that these files hold, which do nothing when they are unpickled."""
     plain = [
         Counter,
         OrderedDict,

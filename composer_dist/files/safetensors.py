@@ -79,7 +79,7 @@ def _find(path: Path) -> Path:
         if path.suffix == ".safetensors" or path.name.endswith(".index.json"):
             return path
         raise CheckpointValueError(
-            f"{path} is no safetensors file. Load it on rank 0 (torch.load) and hand its state to "
+            f"{path} is not a safetensors file. Load it on rank 0 (torch.load) and hand its state to "
             "composer_dist.checkpoint.load_full_model_state."
         )
     if not path.is_dir():
@@ -107,7 +107,7 @@ def _read_sharded(path: Path) -> Index:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         places = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointValueError(f"{path} is no index of safetensors files: {error!r}.") from error
+        raise CheckpointValueError(f"{path} is not an index of safetensors files: {error!r}.") from error
     files: dict[str, set[str] | None] = {}
     for name, file in places.items():
         if Path(file).is_absolute() or ".." in Path(file).parts:
@@ -118,7 +118,7 @@ def _read_sharded(path: Path) -> Index:
     for file, named in files.items():
         if not (path.parent / file).is_file():
             raise CheckpointValueError(
-                f"{path} says that {listed(sorted(named or ()))} lie in {file}, but there is no such file."
+                f"{path} says that {listed(sorted(named or ()))} are in {file}, but there is no such file."
             )
     if not files:
         raise CheckpointValueError(f"{path} names no tensors.")
@@ -142,7 +142,7 @@ def _collect(
             home = (places or {}).get(name, file)
             if home == file and name in entries:
                 raise CheckpointValueError(
-                    f"{name!r} lies both in {sizes[entries[name].file][0]} and in {file}, and the index does "
+                    f"{name!r} is both in {sizes[entries[name].file][0]} and in {file}, and the index does "
                     "not say which counts."
                 )
             if home == file:
@@ -161,7 +161,7 @@ def _read_header(path: Path, number: int) -> tuple[dict[str, Entry], int, int]:
         length = int.from_bytes(first, "little")
         if len(first) < 8 or length > min(_MAX_HEADER, size - 8):
             raise CheckpointValueError(
-                f"{path} is corrupt or cut short: it has {size} bytes, and its header should have "
+                f"{path} is corrupt or truncated: it has {size} bytes, and its header should have "
                 f"{length if len(first) == 8 else 'a length of 8'}."
             )
         text = b""
@@ -172,9 +172,9 @@ def _read_header(path: Path, number: int) -> tuple[dict[str, Entry], int, int]:
     try:
         header = json.loads(text, object_pairs_hook=_once)
         if not isinstance(header, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:
-        raise CheckpointValueError(f"{path} is corrupt: its header is no proper JSON: {error}.") from error
+        raise CheckpointValueError(f"{path} is corrupt: its header is not valid JSON: {error}.") from error
     header.pop("__metadata__", None)
     return dict(_check_header(path, header, number, 8 + length, size)), size, 8 + length
 
@@ -208,7 +208,7 @@ def _check_header(
     for begin, end, name in sorted(spans):
         if start + end > size:
             raise CheckpointValueError(
-                f"{path} is corrupt or cut short: {name!r} should end at byte {start + end} of {size}."
+                f"{path} is corrupt or truncated: {name!r} should end at byte {start + end} of {size}."
             )
         if begin != at:
             what = "overlaps with" if begin < at else "leaves a hole after"
@@ -225,5 +225,5 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key in found if [name for name, _ in pairs].count(key) > 1)
-        raise ValueError(f"{twice!r} stands there twice")
+        raise ValueError(f"{twice!r} appears twice")
     return found

@@ -73,7 +73,7 @@ def read_seal(path: Path) -> StoredFile | None:
         file.seek(max(0, size - 8192))
         tail = file.read()
     damaged = CheckpointValueError(
-        f"{path} is corrupt or cut short: its end is damaged. Load an earlier one."
+        f"{path} is corrupt or truncated: its end is damaged. Load an earlier one."
     )
     if tail.endswith(_MAGIC) and len(tail) >= _SEAL.size:
         nbytes, block, count, checksum, _ = _SEAL.unpack(tail[-_SEAL.size :])
@@ -127,7 +127,7 @@ def read_torch_file(path: Path, allow_pickle: bool = False, values: bool = False
         raise CheckpointRuntimeError(f"Cannot read {path}: {error.strerror or error}.") from error
     except Exception as error:
         raise CheckpointValueError(
-            f"{path} is no file of torch.save's, or is corrupt or cut short: {_first_line(error)}"
+            f"{path} is not a file of torch.save, or is corrupt or truncated: {_first_line(error)}"
         ) from error
     return contents
 

@@ -1,4 +1,4 @@
-"""transformers' own ways from the names, and fused tensors, of a checkpoint to those of its models.
+"""Conversion between the names and fused tensors of checkpoints and those of transformers models.
 
 transformers renames and rearranges what it loads by tables of its own (`conversion_mapping.py`; kept
 per architecture, and open to users). They are applied here as `from_pretrained` applies them

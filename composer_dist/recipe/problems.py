@@ -50,7 +50,7 @@ def _explain(schema: Any, values: Any, path: Path, error: pydantic.ValidationErr
         unnamed = one["type"] in _UNKNOWN | _MISSING
         where = _written(one["loc"], values, unnamed)
         known = _keys(schema, where[:-1], values) if unnamed else []
-        # That it is no object of Python's, which another alternative asks for, helps nobody.
+        # That it is not an object of Python's, which another alternative asks for, helps nobody.
         found = texts.setdefault(where, [])
         if one["type"] != "is_instance_of" or not found:
             found.append(_text(one, where, known))

@@ -1,9 +1,9 @@
-"""What would part ways when parameters become shards: memory that is shared behind the parameters' backs.
+"""Memory that parameters share with something that sharding would leave behind.
 
-A tie is one parameter under several names, and stays one. But a parameter may also share its memory
-with another tensor that is not the same object (a view kept as an attribute, a second Parameter over
-the same storage), or be more than a Parameter (a subclass with behavior of its own). After sharding
-the one would follow the optimizer and the other would not, without a word.
+A tie, one parameter under several names, remains one. But a parameter may also share its memory with
+another tensor object (a view kept as an attribute, a second Parameter over the same storage) or be a
+subclass with behavior of its own. After sharding, one of them would follow the optimizer and the other
+would silently not. One module under several names is checked here too.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Who holds which tensor: ties, duplicate modules, and every place a tensor is registered.
+"""A model as it is: its modules, its tensors, and every place where a tensor is registered.
 
-Vocabulary: a *place* is a module and the key under which it holds a tensor. A *tensor* of the model
-is one object with all of its places: a parameter with several places is a *tie*, a module with several
-names a *duplicate*. Besides parameters and buffers a module may keep a tensor as a plain attribute
-(rotary tables often do); it moves with the model all the same, so it is listed too.
+A *place* is a module and the key under which it holds a tensor. A *tensor* of the model is one object
+with all of its places: a parameter with several places is a *tie*, a module with several names is a
+*duplicate*. A module may also keep a tensor as a plain attribute, as rotary tables often do; it is listed
+too, because it moves with the model.
 
-Nothing here needs a process group, and a model on the meta device is as good as a real one.
+Nothing here needs a process group or real values: a model on the meta device works as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Kind = Literal["parameter", "buffer", "attribute"]
 
 
 @dataclass(frozen=True)
-class Place:
+class Registration:
     """One registration of a tensor: `module` holds it under `key`."""
 
     module: nn.Module
@@ -95,7 +95,7 @@ class Held:
     """A tensor of the model together with the places that hold it."""
 
     info: TensorInfo
-    places: tuple[Place, ...]
+    places: tuple[Registration, ...]
 
     def get(self) -> torch.Tensor:
         """The tensor as the first place holds it."""
@@ -141,12 +141,12 @@ def read_structure(model: nn.Module) -> Structure:
     """List the modules and tensors of `model`, names without wrapper segments."""
     modules: dict[str, nn.Module] = {}
     for name, module in _walk(model):
-        # A wrapper comes first, and stands for what it wraps.
+        # A wrapper comes before the module it wraps, and represents it.
         modules.setdefault(canonical_name(name), module)
     first_of: dict[int, str] = {}
     first = {name: first_of.setdefault(id(module), name) for name, module in modules.items()}
     names: dict[int, list[str]] = {}
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[Registration]] = {}
     tensors: dict[int, torch.Tensor] = {}
     owners: dict[int, list[str]] = {}
     for module_name, module in _walk(model):
@@ -194,19 +194,19 @@ def _walk(
             yield from _walk(child, f"{prefix}.{name}" if prefix else name, path | {id(module)})
 
 
-def _places(module: nn.Module) -> Iterator[Place]:
+def _places(module: nn.Module) -> Iterator[Registration]:
     for key, parameter in module._parameters.items():
         if parameter is not None:
-            yield Place(module, "parameter", key)
+            yield Registration(module, "parameter", key)
     for key, buffer in module._buffers.items():
         if buffer is not None:
-            yield Place(module, "buffer", key)
+            yield Registration(module, "buffer", key)
     for key, value in vars(module).items():
         if isinstance(value, torch.Tensor):
-            yield Place(module, "attribute", key)
+            yield Registration(module, "attribute", key)
 
 
-def _kind(places: list[Place]) -> Kind:
+def _kind(places: list[Registration]) -> Kind:
     kinds = {place.kind for place in places}
     return next(kind for kind in ("parameter", "buffer", "attribute") if kind in kinds)
 

@@ -147,7 +147,7 @@ def failing(path: Path, directory: Path) -> None:
     before = values(model)
     broken = directory / f"broken{dist.get_rank()}.safetensors"
     broken.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointValueError, match="broken0.safetensors is corrupt or cut short"):
+    with pytest.raises(CheckpointValueError, match="broken0.safetensors is corrupt or truncated"):
         load_pretrained(model, broken)
     save_file({"row": torch.zeros(2, 8)}, broken)
     with pytest.raises(

@@ -151,7 +151,7 @@ def test_what_cannot_be_converted_is_said_in_a_statement(tmp_path: Path) -> None
     status, text = refused(
         tmp_path / "there.pt", tmp_path / "target", "--to", "huggingface", "--like", tmp_path / "other"
     )
-    assert (status, "does not fit the model" in text) == (1, True), text
+    assert (status, "does not match the model" in text) == (1, True), text
     assert not (tmp_path / "target").exists()
 
 

@@ -79,17 +79,17 @@ def twice(path: Path) -> None:
 
 
 CORRUPT: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "empty": (lambda path: path.write_bytes(b""), "cut short: it has 0 bytes"),
-    "no header": (lambda path: path.write_bytes(b"\1\0\0"), "cut short: it has 3 bytes"),
+    "empty": (lambda path: path.write_bytes(b""), "truncated: it has 0 bytes"),
+    "no header": (lambda path: path.write_bytes(b"\1\0\0"), "truncated: it has 3 bytes"),
     "header longer than the file": (lengthened(1 << 20), "its header should have"),
     "header longer than any": (lengthened(1 << 62), "its header should have"),
-    "header longer by one": (lengthened(1), "no proper JSON|bytes follow|ends? at"),
-    "header shorter": (lengthened(-9), "no proper JSON"),
-    "no JSON": (raw(b"{" * 20), "no proper JSON"),
-    "no text": (raw(b"\xff\xfe"), "no proper JSON"),
-    "deep": (raw(b"[" * 200_000), "no proper JSON"),
-    "no object": (raw(b"[1]"), "no proper JSON: it is no object"),
-    "twice": (twice, "'c' stands there twice"),
+    "header longer by one": (lengthened(1), "not valid JSON|bytes follow|ends? at"),
+    "header shorter": (lengthened(-9), "not valid JSON"),
+    "no JSON": (raw(b"{" * 20), "not valid JSON"),
+    "no text": (raw(b"\xff\xfe"), "not valid JSON"),
+    "deep": (raw(b"[" * 200_000), "not valid JSON"),
+    "no object": (raw(b"[1]"), "not valid JSON: it is not an object"),
+    "twice": (twice, "'c' appears twice"),
     "entry of a number": (raw(b'{"c": 3}'), "entry of 'c' lacks"),
     "entry without offsets": (raw(b'{"c": {"dtype": "F32", "shape": [1]}}'), "entry of 'c' lacks"),
     "three offsets": (edited(data_offsets=[0, 1, 2]), "entry of 'c' lacks"),
@@ -107,7 +107,7 @@ CORRUPT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "out of the file": (edited(data_offsets=[1000, 1005]), "'c' should end at byte"),
     "cut short": (
         lambda path: os.truncate(path, path.stat().st_size - 3),
-        "corrupt or cut short: .* should end at",
+        "corrupt or truncated: .* should end at",
     ),
     "more": (
         lambda path: path.write_bytes(path.read_bytes() + b"12"),
@@ -166,7 +166,7 @@ def test_of_a_tensor_in_two_files_the_index_says_which_counts(tmp_path: Path) ->
     save_file({"a": STATE["a"], "c": STATE["c"]}, tmp_path / "one.safetensors")
     assert read_index(path).entries["c"].file == 1
     path.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
-    with pytest.raises(CheckpointValueError, match="'c' lies both in one.safetensors and in two.safetensors"):
+    with pytest.raises(CheckpointValueError, match="'c' is both in one.safetensors and in two.safetensors"):
         read_index(path)
 
 
@@ -175,7 +175,7 @@ def test_of_a_tensor_in_two_files_the_index_says_which_counts(tmp_path: Path) ->
     [
         ({"a": "two.safetensors"}, "The index puts a in two.safetensors, which does not have them"),
         ({"d": "one.safetensors"}, "The index puts d in one.safetensors, which does not have them"),
-        ({"a": "three.safetensors"}, "says that a lie in three.safetensors, but there is no such file"),
+        ({"a": "three.safetensors"}, "says that a are in three.safetensors, but there is no such file"),
         ({"a": "../one.safetensors"}, "looks for 'a' outside of its directory"),
         ({"a": "/one.safetensors"}, "looks for 'a' outside of its directory"),
         ({"a": None, "b": None, "c": None}, "names no tensors"),
@@ -187,7 +187,7 @@ def test_wrong_indices_are_refused_by_name(tmp_path: Path, changes: dict[str, An
         read_index(tmp_path)
     for broken in ("{", "[]", '{"weight_map": 3}', "{}"):
         path.write_text(broken)
-        with pytest.raises(CheckpointValueError, match="is no index of safetensors files"):
+        with pytest.raises(CheckpointValueError, match="is not an index of safetensors files"):
             read_index(tmp_path)
 
 
