@@ -142,6 +142,13 @@ class State:
             value += min(at.batch_in_epoch / self.train_length, 1.0)
         return value / self.max_duration.value
 
+    def has_passed(self, time: Time, since: Timestamp) -> bool:
+        """Whether at least `time` has passed since then."""
+        if time.unit is TimeUnit.DURATION:
+            now, then = self.elapsed_duration(), self.elapsed_duration(since)
+            return now is not None and then is not None and now - then >= time.value - 1e-9
+        return self.timestamp.get(time.unit) - since.get(time.unit) >= time
+
     def intervals(self, interval: Time, at: Timestamp | None = None) -> int:
         """How often `interval` has passed since the start of the run."""
         at = at or self.timestamp

@@ -1,14 +1,14 @@
-"""Ends a run that improves no more."""
+"""Ends a run that has stopped improving."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
-from composer_dist.trainer.clock import Time, Timestamp
+from composer_dist.trainer.clock import Time
+from composer_dist.trainer.improvement import Improvement, measured_on, no_such_metric
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
 
@@ -18,20 +18,20 @@ _SMALL_IS_GOOD = ("loss", "error", "perplexity")
 class EarlyStopping(Callback):
     """Stops training, on every rank, once a metric has not improved for long enough.
 
-    The metric is looked at when it is new: one of an evaluation after that, one of training
-    (`loss/train/...`, `metrics/train/...`) or of any other kind at the end of each epoch.
+    A metric of an evaluation is checked after each evaluation, one of training (`loss/train/...`,
+    `metrics/train/...`) or of any other kind at the end of each epoch.
 
     Args:
         monitor: the metric's name, such as "loss/eval/total" or "metrics/eval/MulticlassAccuracy".
-        patience: looks without improvement to bear (an integer), or time since the last improvement,
-            such as "2ep" or "500ba"; reaching it stops.
-        min_delta: a smaller change is no improvement.
+        patience: stop after this many checks in a row without improvement (an integer), or this much time
+            since the last improvement, such as "2ep" or "500ba".
+        min_delta: a smaller change is not an improvement.
         mode: whether "min" or "max" is good; None: "min" for a loss, an error or a perplexity.
 
     Raises:
-        ParallelismValueError: patience is not positive, min_delta negative, or the mode another one.
+        ParallelismValueError: patience is not positive, min_delta is negative, or there is no such mode.
         ParallelismTypeError: patience is neither a count nor a time.
-        ParallelismKeyError: from the run, on every rank: there is no such metric.
+        ParallelismKeyError: during the run, on every rank: there is no such metric.
     """
 
     def __init__(
@@ -45,83 +45,55 @@ class EarlyStopping(Callback):
             raise ParallelismTypeError(f"patience must be a count or a time such as '2ep', not {patience!r}.")
         if mode not in ("min", "max", None):
             raise ParallelismValueError(f"mode must be 'min' or 'max', not {mode!r}.")
-        self._monitor = monitor
         self._patience = patience if isinstance(patience, int) else Time.of(patience)
         count = patience if isinstance(patience, int) else Time.of(patience).value
         if count <= 0 or min_delta < 0:
             raise ParallelismValueError(
                 f"patience must be positive and min_delta not negative, not {patience!r} and {min_delta}."
             )
-        if mode is None:
-            mode = "min" if any(word in monitor.lower() for word in _SMALL_IS_GOOD) else "max"
-        self._sign = 1.0 if mode == "max" else -1.0
+        self._monitor, self._label = monitor, measured_on(monitor)
+        self._mode = mode or ("min" if any(word in monitor.lower() for word in _SMALL_IS_GOOD) else "max")
         self._min_delta = min_delta
-        of_a_loader = monitor.startswith(("loss/", "metrics/"))
-        self._label = monitor.split("/")[1] if of_a_loader else "train"
+        self._improvement = Improvement()
         self._is_new = False
-        self.best: float | None = None
+
+    @property
+    def best(self) -> float | None:
         """The best value so far."""
-        self._best_at = Timestamp()
-        self._waited = 0
+        return self._improvement.best
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Notes whether the evaluation gave the metric."""
         self._is_new = self._is_new or state.dataloader_label == self._label
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
-        """Looks at an evaluation's metric, where the evaluation is part of a fit."""
+        """Checks an evaluation's metric, if the evaluation is part of a fit."""
         if self._is_new and state.dataloader_label == "train":
-            self._look(state)
+            self._check(state)
         self._is_new = False
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Looks at any other metric."""
-        if self._label == "train":
-            self._look(state)
+        """Checks any other metric."""
+        if self._label is None:
+            self._check(state)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Complains if the metric never came."""
+        """Raises if the metric was never logged."""
         if self.best is None and self._monitor not in state.metric_values:
-            self._refuse(state)
+            raise no_such_metric("EarlyStopping", self._monitor, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, when it came, and the looks since."""
-        return {"best": self.best, "best_at": self._best_at.state_dict(), "waited": self._waited}
+        """The best value, when it was measured, and the checks since."""
+        return self._improvement.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
-        self.best, self._waited = state["best"], state["waited"]
-        self._best_at = Timestamp.from_state_dict(state["best_at"])
+        self._improvement = Improvement.from_state_dict(state)
 
-    def _look(self, state: State) -> None:
+    def _check(self, state: State) -> None:
         if self._monitor not in state.metric_values:
-            self._refuse(state)
+            raise no_such_metric("EarlyStopping", self._monitor, state)
         value = float(state.metric_values[self._monitor])
-        if self._is_better(value):
-            self.best, self._best_at, self._waited = value, state.timestamp, 0
-            return
-        self._waited += 1
-        if isinstance(self._patience, int):
-            over = self._waited >= self._patience
-        else:
-            over = _passed(state, self._best_at, self._patience)
-        if over:
+        better = self._improvement.add(value, state.timestamp, self._mode, self._min_delta)
+        if not better and self._improvement.has_stopped(self._patience, state):
             state.stop_training()
-
-    def _is_better(self, value: float) -> bool:
-        if math.isnan(value):
-            return False
-        return self.best is None or self._sign * (value - self.best) > self._min_delta
-
-    def _refuse(self, state: State) -> None:
-        known = ", ".join(sorted(state.metric_values)) or "nothing yet"
-        raise ParallelismKeyError(
-            f"EarlyStopping monitors {self._monitor!r}, which is not logged; there is: {known}."
-        )
-
-
-def _passed(state: State, since: Timestamp, patience: Time) -> bool:
-    if patience.unit == "dur":
-        share = (state.elapsed_duration() or 0.0) - (state.elapsed_duration(since) or 0.0)
-        return share >= patience.value
-    return state.timestamp.get(patience.unit) - since.get(patience.unit) >= patience

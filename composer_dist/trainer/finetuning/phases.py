@@ -17,7 +17,7 @@ from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.finetuning.batch_norm import fix_frozen
 from composer_dist.trainer.finetuning.best import Snapshot, put_back, take_snapshot
 from composer_dist.trainer.finetuning.groups import PhaseGroups
-from composer_dist.trainer.finetuning.progress import Progress
+from composer_dist.trainer.finetuning.progress import PhaseProgress
 from composer_dist.trainer.finetuning.schedule import (
     NoImprovement,
     Phase,
@@ -27,6 +27,7 @@ from composer_dist.trainer.finetuning.schedule import (
     phases_of,
 )
 from composer_dist.trainer.finetuning.selection import plan_phases, select_parameters
+from composer_dist.trainer.improvement import measured_on
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
 from composer_dist.wording import listed
@@ -91,7 +92,7 @@ class FineTuningPhases(Callback):
         """The names of the parameters that each phase adds; known when the Trainer is built."""
         self.phase = 0
         """The number of the present phase."""
-        self._progress = Progress()
+        self._progress = PhaseProgress()
         self._best: Snapshot | None = None
         self._is_best = False
         self._fitting = False
@@ -99,7 +100,7 @@ class FineTuningPhases(Callback):
 
     def init(self, state: State, logger: Logger) -> None:
         """Freezes what is not of phase 0."""
-        self._state, self.phase, self._progress, self._best = state, 0, Progress(), None
+        self._state, self.phase, self._progress, self._best = state, 0, PhaseProgress(), None
         self._is_best = False
         self.phases = self._schedule or tuple(default_phases(state.model))
         with Agreement().together("the phases of fine-tuning"):
@@ -208,7 +209,7 @@ class FineTuningPhases(Callback):
         while self.phase < reached:
             self._begin(self.phase + 1)
             self.phase += 1
-        self._progress = Progress.from_state_dict(state["progress"])
+        self._progress = PhaseProgress.from_state_dict(state["progress"])
         self._best = state["best"]
 
     def _freeze(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -239,7 +240,9 @@ class FineTuningPhases(Callback):
         goes_on = self._best is not None and _watch_alike(before, until)
         best = self._progress.best if goes_on else None
         self.phase = number
-        self._progress = Progress(self._state.timestamp, best, diverged=self._progress.diverged)
+        self._progress = PhaseProgress(
+            start=self._state.timestamp, best=best, diverged=self._progress.diverged
+        )
         # The weights are the best ones now, and those that have just been thawed belong to them.
         self._best = self._snapshot() if goes_on else None
 
@@ -253,7 +256,7 @@ class FineTuningPhases(Callback):
     def _measure(self, label: str | None) -> None:
         """Looks at the phase's metric, if it is one of the dataloader called `label`, or of none."""
         until, state = self.phases[self.phase].until, self._state
-        if not self._fitting or not isinstance(until, NoImprovement) or _label(until.metric) != label:
+        if not self._fitting or not isinstance(until, NoImprovement) or measured_on(until.metric) != label:
             return
         if self._progress.measured == state.timestamp.batch:
             return
@@ -329,10 +332,3 @@ def _watch_alike(one: Any, other: Any) -> bool:
         and isinstance(other, NoImprovement)
         and (one.metric, one.mode) == (other.metric, other.mode)
     )
-
-
-def _label(metric: str) -> str | None:
-    """The dataloader whose evaluation gives a metric; None for one of training, or of another kind."""
-    kind, _, rest = metric.partition("/")
-    label = rest.partition("/")[0]
-    return label if kind in ("loss", "metrics") and label != "train" else None

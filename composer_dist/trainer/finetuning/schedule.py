@@ -58,12 +58,6 @@ class NoImprovement(FromDict):
         values |= {"min_delta": self.min_delta} if self.min_delta else {}
         return values | ({"at_most": str(self.at_most)} if self.at_most is not None else {})
 
-    def is_better(self, value: float, best: float | None) -> bool:
-        """Whether `value` improves on `best`; nan never does."""
-        if math.isnan(value) or best is None:
-            return not math.isnan(value)
-        return (best - value if self.mode == "min" else value - best) > self.min_delta
-
 
 @dataclass(frozen=True)
 class Phase(FromDict):

@@ -128,15 +128,3 @@ def test_all_faults_come_at_once() -> None:
 def test_no_improvement_says_what_is_wrong(options: Any, message: str) -> None:
     with pytest.raises(ParallelismValueError, match=message):
         NoImprovement(**options)
-
-
-def test_no_improvement_judges() -> None:
-    less = NoImprovement(metric="loss/eval/total", min_delta=0.1)
-    assert less.is_better(2.0, None)
-    assert less.is_better(1.0, 2.0)
-    assert not less.is_better(1.95, 2.0)
-    assert not less.is_better(float("nan"), None)
-    more = NoImprovement(metric="metrics/eval/F1", mode="max")
-    assert more.is_better(2.0, 1.0)
-    assert not more.is_better(1.0, 1.0)
-    assert not more.is_better(float("nan"), 1.0)
