@@ -10,13 +10,13 @@ export OMP_NUM_THREADS ?= 1
 # Nothing here downloads a model or a data set.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test test-all zoo lint format types bench docs clean distclean
+.PHONY: help demo test test-all zoo lint format types bench docs floors clean distclean
 
 help:
 	@echo "make demo      train, fine-tune with LoRA, export and reload a small model on two processes"
 	@echo "make test      the default tests (test-all: the slow ones too; zoo: every architecture)"
 	@echo "make lint      ruff and the floors of the house (format: apply ruff);  make types: mypy"
-	@echo "make bench     the benchmarks;  make docs: the documentation, into site/"
+	@echo "make bench     the benchmarks;  make docs: the documentation, into site/ (floors: its drawing)"
 	@echo "make clean     remove what these made, all but .venv (distclean: .venv too)"
 
 $(BIN)/pip:
@@ -64,6 +64,10 @@ bench: $(VENV)/.dev
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Draws the floors of docs/architecture.md from the imports.
+floors: $(VENV)/.dev
+	$(BIN)/python docs/floors.py --write
 
 clean:
 	rm -rf build dist site runs .mypy_cache .pytest_cache .ruff_cache
