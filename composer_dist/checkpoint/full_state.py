@@ -27,7 +27,7 @@ from composer_dist.errors import (
 )
 from composer_dist.models.adapters import adapter_keys, whole_state
 from composer_dist.structure.names import canonical_name
-from composer_dist.tensors.codec import codec_of, empty_like, own_attributes
+from composer_dist.tensors.inner import codec_of, empty_like, own_attributes
 
 Select = Literal["trainable", "adapters"] | Callable[[str, Tensor], bool] | None
 

@@ -35,7 +35,7 @@ from composer_dist.distributed.weights.storage import _put, storage_of
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.precision import Precision
 from composer_dist.structure.structure import Held, Structure, read_structure
-from composer_dist.tensors.codec import encoded
+from composer_dist.tensors.inner import encoded
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from math import prod
 import torch
 
 from composer_dist.errors import CheckpointValueError
-from composer_dist.tensors.blueprint import Blueprint, Box, Dims
+from composer_dist.tensors.blueprint import Blueprint, Box
+from composer_dist.tensors.parts import Dims
 from composer_dist.wording import dtype_name
 
 

@@ -20,7 +20,7 @@ import torch
 
 from composer_dist.errors import CheckpointValueError
 from composer_dist.files.index import Entry, Index, Pieces, dtype_named
-from composer_dist.tensors.blueprint import Dims, contiguous_strides
+from composer_dist.tensors.parts import Dims, contiguous_strides
 from composer_dist.wording import dtype_name
 
 NAME = "checkpoint.json"

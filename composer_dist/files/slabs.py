@@ -11,9 +11,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from composer_dist.distributed.mesh.layout import Part
 from composer_dist.files.index import Entry
-from composer_dist.tensors.blueprint import Blueprint, Box, Dims, contiguous_strides, reshape
+from composer_dist.tensors.blueprint import Blueprint, Box, reshape
+from composer_dist.tensors.parts import Dims, Part, contiguous_strides, rectangles
 
 
 @dataclass(frozen=True)
@@ -112,27 +112,6 @@ def plan_reads(
                 sum((at - low) * step for at, low, step in places) - part.first,
                 _simplified(piece.sizes, piece.strides, steps)[2],
             )
-
-
-def rectangles(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[Dims, Dims]]:
-    """The elements [first, last) of a tensor in row-major order, as rectangles: (corner, extent)."""
-    if first >= last:
-        return
-    if not sizes:
-        yield (), ()
-        return
-    inner = prod(sizes[1:])
-    low, high = -(-first // inner), last // inner
-    if low > high:  # within one row
-        for corner, extent in rectangles(sizes[1:], first - high * inner, last - high * inner):
-            yield (high, *corner), (1, *extent)
-        return
-    for corner, extent in rectangles(sizes[1:], first - (low - 1) * inner, inner) if first % inner else ():
-        yield (low - 1, *corner), (1, *extent)
-    if low < high:
-        yield (low, *(0,) * (len(sizes) - 1)), (high - low, *sizes[1:])
-    for corner, extent in rectangles(sizes[1:], 0, last - high * inner):
-        yield (high, *corner), (1, *extent)
 
 
 def _simplified(sizes: Dims, strides: Dims, steps: Dims) -> tuple[Dims, Dims, Dims]:

@@ -21,7 +21,7 @@ from torch import nn
 
 from composer_dist.errors import ParallelismTypeError
 from composer_dist.structure.names import canonical_name
-from composer_dist.tensors.codec import Inner, describe_inner
+from composer_dist.tensors.inner import Inner, describe_inner
 
 Kind = Literal["parameter", "buffer", "attribute"]
 

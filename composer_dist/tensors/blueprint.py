@@ -17,8 +17,7 @@ from typing import Any, Self
 import torch
 
 from composer_dist.errors import CheckpointValueError
-
-Dims = tuple[int, ...]
+from composer_dist.tensors.parts import Dims, contiguous_strides
 
 
 @dataclass(frozen=True)
@@ -123,11 +122,6 @@ def _sources(operands: Sequence[Any]) -> Iterator[str]:
             yield from (box.source for box in operand.boxes)
         elif isinstance(operand, (list, tuple)):
             yield from _sources(operand)
-
-
-def contiguous_strides(shape: Dims) -> Dims:
-    """Strides of a tensor in row-major order, in elements."""
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def reshape(boxes: Sequence[Box], old: Dims, new: Dims) -> list[Box]:

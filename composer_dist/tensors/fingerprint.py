@@ -6,8 +6,11 @@ from functools import lru_cache
 
 import torch
 
-from composer_dist.distributed.mesh.layout import elements
-from composer_dist.distributed.moving.transfer import LARGE, as_bytes
+from composer_dist.tensors.parts import as_bytes, elements
+
+_STEP = 1 << 20
+"""Bytes that are hashed at a time."""
+
 
 _MASK = (1 << 64) - 1
 
@@ -21,7 +24,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
     """
     tensor, total = tensor.detach(), hash(tuple(tensor.shape))
     weights = _weights(tensor.device)
-    step = LARGE // tensor.dtype.itemsize
+    step = _STEP // tensor.dtype.itemsize
     for start in range(0, tensor.numel(), step):
         part = as_bytes(elements(tensor, start, min(start + step, tensor.numel())))
         words, rest = part[: len(part) // 8 * 8], part[len(part) // 8 * 8 :]
@@ -35,5 +38,5 @@ def fingerprint(tensor: torch.Tensor) -> int:
 @lru_cache(maxsize=2)
 def _weights(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(1 << 62, (LARGE // 8,), generator=generator, device="cpu")
+    numbers = torch.randint(1 << 62, (_STEP // 8,), generator=generator, device="cpu")
     return numbers.mul_(2).add_(1).to(device)

@@ -1,9 +1,4 @@
-"""Gradients after backward: when they are synchronized, and who averages the rest.
-
-FSDP2 and DDP reduce the gradients that they manage. What stays a plain parameter on purpose (a
-scalar, `Rule(shard=False)`) is averaged here, by `average_plain_gradients`. `no_sync` governs all
-of them.
-"""
+"""The tensors in nested data: batches, and the outputs of modules."""
 
 from __future__ import annotations
 
@@ -47,14 +42,3 @@ def map_tensors(fn: Callable[[str, Tensor], Tensor], batch: Any, name: str = "")
         ]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def collect(name: str, tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(collect, batch)
-    return found

@@ -1,22 +1,69 @@
-"""State of torchao's optimizers: 8- or 4-bit codes in blocks, each with a scale, of one rank's part alone.
+"""The codecs of torchao's classes: NF4 weights, and the 8-bit, 4-bit and float8 state of its optimizers.
 
-A code stands for an entry of a table, times its block's scale. torchao finds the scale as the largest
-magnitude, though its signed tables do not reach from -1 to 1; so what it has made of floats, given as
-floats again, would shrink. Here the scale is found by the table, and such floats give the same bits.
+Optimizer state consists of codes in blocks, each block with a scale, of one rank's part alone. A code
+stands for an entry of a table, times its block's scale. torchao takes the largest magnitude as the scale,
+though its signed tables do not reach from -1 to 1, so what it has made of floats would shrink when it is
+given as floats again. Here the scale is found by the table, and such floats give the same bits.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from composer_dist.tensors.codec import TensorCodec, dense, local_part, made_by, made_of
+from composer_dist.tensors.codec import TensorCodec, made_by, made_of
+from composer_dist.tensors.parts import contiguous_strides
 
 
-def optimizer_state_codec(cls: Any) -> TensorCodec:
+def torchao_codec(cls: type[Tensor]) -> TensorCodec | None:
+    """The codec of one of torchao's classes; None for any other class."""
+    if not cls.__module__.startswith("torchao."):
+        return None
+    if cls.__name__ == "NF4Tensor":
+        return _nf4_codec(cls)
+    if cls.__name__ in ("OptimState8bit", "OptimState4bit", "OptimStateFp8"):
+        return _optimizer_state_codec(cls)
+    return None
+
+
+def _nf4_codec(cls: Any) -> TensorCodec:
+    """NF4: 4-bit integers in blocks, whose scales are 8-bit integers in blocks of blocks (QLoRA).
+
+    torchao moved the class between versions (torchao/dtypes/nf4tensor.py, then
+    torchao/quantization/quantize_/workflows/nf4/nf4_tensor.py), so it is known by the tensor at hand. Its
+    own `__tensor_unflatten__` makes the shape that was flattened, whatever it is asked for.
+    """
+
+    def unflatten(inner: Mapping[str, Tensor], context: Any, shape: torch.Size) -> Tensor:
+        meta = dataclasses.replace(
+            context["tensor_meta"],
+            original_shape=shape,
+            original_strides=contiguous_strides(shape),
+            storage_offset=0,
+            device=inner["quantized_data"].device,
+            requires_grad=False,
+        )
+        made: Tensor = cls.__tensor_unflatten__(dict(inner), context | {"tensor_meta": meta}, None, None)
+        return made
+
+    def from_dense(tensor: Tensor, like: Any) -> Tensor:
+        made: Tensor = cls.from_tensor(tensor.contiguous(), like.block_size, like.scaler_block_size)
+        return made
+
+    return TensorCodec(
+        rows=frozenset({"quantized_data", "quantized_scalers", "quantization_factor"}),
+        to_dense=lambda tensor: tensor.get_original_weight(),  # type: ignore[attr-defined]
+        from_dense=from_dense,
+        flatten=made_of,
+        unflatten=unflatten,
+    )
+
+
+def _optimizer_state_codec(cls: Any) -> TensorCodec:
     """The codec of one of torchao's classes, for parts that each rank has made by itself."""
 
     def from_dense(dense: Tensor, like: Any) -> Tensor:
@@ -42,23 +89,6 @@ def optimizer_state_codec(cls: Any) -> TensorCodec:
         from_dense=from_dense,
         flatten=made_of,
         unflatten=made_by(cls),
-    )
-
-
-def as_floats(tensor: Tensor) -> Tensor:
-    """State of such an optimizer in float32, cut as it is; some ranks' parts may be quantized, others not."""
-    if not tensor.is_floating_point():
-        return tensor
-    local = dense(local_part(tensor)).float()
-    if not isinstance(tensor, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
     )
 
 

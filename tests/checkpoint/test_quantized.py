@@ -21,7 +21,7 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_model, prepare_fully_shard
 from composer_dist.distributed.moving.whole import gather
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
-from composer_dist.tensors.codec import dense, inner_tensors
+from composer_dist.tensors.inner import dense, inner_tensors
 from tests.kit.preparable import built
 from tests.kit.quantized import Stack, quantize
 from tests.kit.world import World

@@ -5,7 +5,7 @@ Every test of the machinery runs on an 8-bit class of its own; those of NF4 need
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from composer_dist.distributed import (
     sync_module_states,
 )
 from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
-from composer_dist.tensors.codec import dense, empty_like, encoded
+from composer_dist.tensors.codec import codecs as known_codecs
+from composer_dist.tensors.inner import dense, empty_like, encoded
 from tests.kit.preparable import built, close, config, same, train
 from tests.kit.quantized import Adapted, Int8Rows, Stack, quantize
 from tests.kit.world import run
@@ -263,11 +264,12 @@ def hold(weight: Tensor, requires_grad: bool = False) -> Callable[[], Stack]:
 
 
 @pytest.fixture
-def codecs(monkeypatch: pytest.MonkeyPatch) -> None:
+def codecs() -> Iterator[None]:
     """Codecs that a test registers are gone after it."""
-    from composer_dist.tensors import codec as codecs
-
-    monkeypatch.setattr(codecs, "_codecs", dict(codecs._codecs))
+    before = dict(known_codecs)
+    yield
+    known_codecs.clear()
+    known_codecs.update(before)
 
 
 def as_other(values: Tensor) -> Any:

@@ -21,7 +21,7 @@ from composer_dist.files.adapters import without_adapters
 from composer_dist.structure.families import is_a, original_classes
 from composer_dist.structure.names import ancestors, canonical_name
 from composer_dist.structure.structure import read_structure
-from composer_dist.tensors.codec import dense
+from composer_dist.tensors.inner import dense
 
 
 @dataclass(frozen=True)

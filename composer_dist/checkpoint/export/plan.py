@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from composer_dist.distributed.mesh.layout import Part
 from composer_dist.errors import CheckpointValueError
 from composer_dist.files.index import Entry, Index
 from composer_dist.files.safetensors import DTYPES
 from composer_dist.files.slabs import plan_reads
 from composer_dist.files.transformers import convert, revert
-from composer_dist.tensors.blueprint import Blueprint, Box, Dims, Trace, contiguous_strides
+from composer_dist.tensors.blueprint import Blueprint, Box, Trace
+from composer_dist.tensors.parts import Dims, Part, contiguous_strides
 
 _WEIGHTS = "model{suffix}.safetensors"
 

@@ -24,7 +24,7 @@ from composer_dist.files.slabs import Slab, plan_reads
 from composer_dist.files.transformers import revert, untied
 from composer_dist.files.write import Target, create, write_slabs, write_tensor
 from composer_dist.progress import Progress, Stage
-from composer_dist.tensors.codec import codec_of, dense
+from composer_dist.tensors.inner import codec_of, dense
 
 _SMALL = 1 << 20
 """Bytes of a part below which one of the ranks that hold it writes all of it."""

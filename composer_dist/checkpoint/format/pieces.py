@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
-from composer_dist.distributed.mesh.layout import Coordinate, Layout, Part
-from composer_dist.files.slabs import rectangles
-from composer_dist.tensors.blueprint import Dims
-from composer_dist.tensors.codec import dense, local_part
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.tensors.inner import dense, local_part
+from composer_dist.tensors.parts import Dims, Part, rectangles
 
 
 @dataclass(frozen=True)

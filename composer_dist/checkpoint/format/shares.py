@@ -15,7 +15,7 @@ from typing import Any
 from composer_dist.checkpoint.format.pieces import Piece
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError
-from composer_dist.tensors.blueprint import Dims
+from composer_dist.tensors.parts import Dims
 
 _KEPT = 8
 """Plans that are remembered: a run has few kinds of checkpoints."""

@@ -21,8 +21,7 @@ from composer_dist.checkpoint.kinds.optimizer import (
 from composer_dist.distributed.prepared import mesh_of
 from composer_dist.errors import CheckpointError, CheckpointValueError
 from composer_dist.files.manifest import Kind
-from composer_dist.tensors.codec import inner_tensors
-from composer_dist.tensors.torchao import as_floats
+from composer_dist.tensors.inner import as_floats, inner_tensors
 
 Filter = Callable[[str, Any], bool]
 

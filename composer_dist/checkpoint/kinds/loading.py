@@ -30,7 +30,7 @@ from composer_dist.models.adapters import whole_state
 from composer_dist.structure.names import canonical_name
 from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.blueprint import Blueprint
-from composer_dist.tensors.codec import codec_of, encode_into, inner_tensors, local_part
+from composer_dist.tensors.inner import codec_of, encode_into, inner_tensors, local_part
 
 
 @dataclass

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from composer_dist.distributed.optimizers.follow import empty_state, scalar_device
 from composer_dist.distributed.prepared import check_usable, named_parameters_canonical
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
-from composer_dist.tensors.codec import local_part
+from composer_dist.tensors.inner import local_part
 
 
 def check_group_count(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:

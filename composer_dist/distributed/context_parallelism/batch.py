@@ -21,7 +21,7 @@ from composer_dist.distributed.prepared import named_buffers_canonical
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.structure.families import class_name, transformers_models
 from composer_dist.structure.names import canonical_name
-from composer_dist.tensors.nested import _tensors, map_tensors
+from composer_dist.tensors.nested import map_tensors
 from composer_dist.wording import near_miss
 
 IGNORED = -100
@@ -264,3 +264,15 @@ class Splitter:
                 f"pass sequence_dims={{{name!r}: dimension}}, or None in its place if it has no sequence."
             )
         return dim
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    """The tensors that `map_tensors` would replace."""
+    found: list[Tensor] = []
+
+    def collect(name: str, tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(collect, batch)
+    return found

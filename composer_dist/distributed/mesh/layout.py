@@ -9,7 +9,6 @@ piece; in the full tensor it is one *run* of elements, or many of equal length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Self
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from composer_dist.distributed.mesh.mesh import roles
 from composer_dist.errors import ParallelismValueError
+from composer_dist.tensors.parts import Part, chunk
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,6 @@ def grid(mesh: DeviceMesh) -> torch.Tensor:
     """The mesh as a table of global ranks: `(replicas, shards, tp)`, int."""
     sizes = {name: mesh.size(index) for name, index in roles(mesh).items()}
     return mesh.mesh.reshape(sizes.get("dp_replicate", 1), -1, sizes.get("tp", 1))
-
-
-def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
-    """The indices [first, last) of one part of a dimension, as `torch.chunk` cuts it."""
-    step = -(-size // parts)
-    return min(part * step, size), min((part + 1) * step, size)
 
 
 @dataclass(frozen=True)
@@ -141,113 +135,3 @@ class Layout:
         first, last = chunk(rows, at.shards, at.shard)
         row = numel // rows if rows else 0
         return Part(shape, tuple(window), first * row, last * row)
-
-
-@dataclass(frozen=True)
-class Part:
-    """The elements [first, last), in row-major order, of a window on a tensor."""
-
-    shape: tuple[int, ...]
-    """Of the full tensor, a dimension with groups counted as two."""
-    window: tuple[tuple[int, int], ...]
-    """[start, stop) in each dimension of `shape`."""
-    first: int
-    last: int
-
-    @property
-    def numel(self) -> int:
-        """How many elements."""
-        return self.last - self.first
-
-    def of(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """The elements [start, stop) of the part, flat: a view where the tensor's layout allows, else a copy.
-
-        Args:
-            tensor: the full one; strides, device and dtype as they may be.
-        """
-        view = tensor.detach().view(self.shape) if tensor.is_contiguous() else _split(tensor, self.shape)
-        for dim, (low, high) in enumerate(self.window):
-            view = view.narrow(dim, low, high - low)
-        stop = self.numel if stop is None else min(stop, self.numel)
-        return elements(view, self.first + min(start, stop), self.first + stop)
-
-    def put(self, tensor: torch.Tensor, values: torch.Tensor, start: int = 0) -> None:
-        """Write the part's elements from `start` on, flat, into the full tensor.
-
-        Args:
-            tensor: contiguous; device and dtype as they may be.
-        """
-        view = tensor.view(self.shape)
-        for dim, (low, high) in enumerate(self.window):
-            view = view.narrow(dim, low, high - low)
-        put_elements(view, self.first + start, values)
-
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """The contiguous runs of the part in the full tensor, in order: (first element, length)."""
-        if not self.numel:
-            return
-        sizes = [high - low for low, high in self.window]
-        outer = len(sizes)
-        while outer and sizes[outer - 1] == self.shape[outer - 1]:
-            outer -= 1
-        outer = max(outer - 1, 0)  # dimensions before the one that is cut last, over which runs repeat
-        length = prod(sizes[outer:])
-        strides = [prod(self.shape[dim + 1 :]) for dim in range(len(sizes))]
-        base = sum(low * stride for (low, _), stride in zip(self.window, strides, strict=True))
-        for number in range(self.first // length, -(-self.last // length)):
-            offset, rest = base, number
-            for dim in reversed(range(outer)):
-                rest, index = divmod(rest, sizes[dim])
-                offset += index * strides[dim]
-            start = max(self.first - number * length, 0)
-            stop = min(self.last - number * length, length)
-            yield offset + start, stop - start
-
-
-def elements(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """The elements [start, stop) in row-major order: a view where the layout allows, else a copy."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)[start:stop]
-    if start >= stop:
-        return tensor.new_empty(0)
-    row = tensor.numel() // tensor.shape[0]
-    first, last = -(-start // row), stop // row
-    if first > last:  # within one row
-        return elements(tensor[last], start - last * row, stop - last * row)
-    parts = [tensor[first:last].reshape(-1).contiguous()]
-    if start < first * row:
-        parts.insert(0, elements(tensor[first - 1], start - (first - 1) * row, row))
-    if stop > last * row:
-        parts.append(elements(tensor[last], 0, stop - last * row))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def put_elements(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
-    """Write elements in row-major order, from number `start` on, into a tensor of any layout."""
-    stop = start + values.numel()
-    if tensor.is_contiguous():
-        tensor.view(-1)[start:stop].copy_(values)
-        return
-    if start >= stop:
-        return
-    row = tensor.numel() // tensor.shape[0]
-    first, last = -(-start // row), stop // row
-    if first > last:  # within one row
-        put_elements(tensor[last], start - last * row, values)
-        return
-    head, rows, tail = values.tensor_split((first * row - start, last * row - start))
-    if head.numel():
-        put_elements(tensor[first - 1], row - head.numel(), head)
-    tensor[first:last].copy_(rows.view(tensor[first:last].shape))
-    if tail.numel():
-        put_elements(tensor[last], 0, tail)
-
-
-def _split(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A view with one dimension unflattened, if `shape` has one more."""
-    tensor = tensor.detach()
-    if tensor.ndim == len(shape):
-        return tensor
-    dim = next((d for d, size in enumerate(tensor.shape) if size != shape[d]), tensor.ndim - 1)
-    split: torch.Tensor = tensor.unflatten(dim, shape[dim : dim + 2])
-    return split

@@ -19,7 +19,7 @@ from composer_dist.distributed.moving.whole import gather
 from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import device_of_group, world_and_rank
-from composer_dist.tensors.codec import (
+from composer_dist.tensors.inner import (
     codec_of,
     dense,
     describe_inner,

@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_dist.distributed.mesh.layout import Coordinate, Layout, grid
 from composer_dist.distributed.mesh.mesh import device_of
 from composer_dist.progress import Stage
-from composer_dist.tensors.codec import local_part, parts
+from composer_dist.tensors.inner import local_part, parts
+from composer_dist.tensors.parts import as_bytes
 
 LARGE = 1 << 20
 """Bytes from which a piece is worth a message of its own."""
@@ -314,8 +315,3 @@ def _source(piece: Piece[Cargo], at: Coordinate) -> torch.Tensor:
     cargo = piece.cargo
     assert cargo.source is not None
     return cargo.layout.part(at).of(cargo.source, piece.start, piece.stop).to(cargo.dtype)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat, contiguous tensor's bytes."""
-    return tensor.view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)

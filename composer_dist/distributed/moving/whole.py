@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
-from composer_dist.distributed.mesh.layout import Coordinate, Layout, chunk, elements
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import roles, submesh
 from composer_dist.distributed.moving.transfer import Freight, Piece, Ranks, in_buckets, pieces_of
 from composer_dist.distributed.ranks.process_group import world_and_rank
-from composer_dist.tensors.codec import dense, inner_tensors, local_part, rebuild
+from composer_dist.tensors.inner import dense, inner_tensors, local_part, rebuild
+from composer_dist.tensors.parts import chunk, elements
 
 
 def gather(tensor: Tensor) -> Tensor:

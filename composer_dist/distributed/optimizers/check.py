@@ -14,7 +14,7 @@ from composer_dist._torch import optimizers_were_made
 from composer_dist.distributed.optimizers.follow import is_made_at_construction, names_by_id
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.structure import Structure
-from composer_dist.tensors.codec import codec_of
+from composer_dist.tensors.inner import codec_of
 
 _UNABLE: dict[str, tuple[int, str]] = {
     "LBFGS": (1, "it steps along one flat vector of all parameters"),

@@ -46,7 +46,7 @@ from composer_dist.structure.families import architecture_of
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.shared import check_duplicates
 from composer_dist.structure.structure import Held, Structure, read_structure
-from composer_dist.tensors.codec import codec_of, empty_like, inner_tensors
+from composer_dist.tensors.inner import codec_of, empty_like, inner_tensors
 from composer_dist.wording import kind_in_words
 
 _UNCUT = "cannot go with tensor parallelism, which cuts plain tensors. Use tp=1."

@@ -29,7 +29,7 @@ from composer_dist.distributed.tensor_parallel.apply import apply_tensor_paralle
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Held, Structure
-from composer_dist.tensors.codec import empty_like
+from composer_dist.tensors.inner import empty_like
 
 
 @dataclass(frozen=True)

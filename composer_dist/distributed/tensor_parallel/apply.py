@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from composer_dist import _torch
-from composer_dist.distributed.mesh.layout import Coordinate, Layout, chunk
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import submesh
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.tensor_parallel.collectives import (
@@ -42,6 +42,7 @@ from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan
 from composer_dist.distributed.tensor_parallel.styles import Style
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.structure import Held, Structure
+from composer_dist.tensors.parts import chunk
 
 _FIRST = ("hidden_states", "x", "input", "inputs", "input_ids")
 """Keyword arguments by which a module may get its activation."""

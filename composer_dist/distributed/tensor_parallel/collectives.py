@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
-from composer_dist.distributed.mesh.layout import chunk
 from composer_dist.errors import ParallelismValueError
+from composer_dist.tensors.parts import chunk
 
 SEQUENCE = -2
 """The dimension of positions in an activation `(..., positions, features)`."""

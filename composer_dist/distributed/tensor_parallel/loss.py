@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed.mesh.layout import chunk
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
+from composer_dist.tensors.parts import chunk
 
 
 def parallel_cross_entropy(

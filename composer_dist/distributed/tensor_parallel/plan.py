@@ -12,7 +12,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.tensor_parallel import TPConfig
-from composer_dist.distributed.mesh.layout import chunk
 from composer_dist.distributed.tensor_parallel.adapters import with_adapters
 from composer_dist.distributed.tensor_parallel.heads import Division, plan_divisions
 from composer_dist.distributed.tensor_parallel.infer import infer_styles
@@ -23,6 +22,7 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.select import select, spell
 from composer_dist.structure.structure import Structure
+from composer_dist.tensors.parts import chunk
 from composer_dist.wording import near_miss
 
 

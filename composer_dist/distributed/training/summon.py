@@ -21,7 +21,7 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import world_and_rank
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.names import canonical_name
-from composer_dist.tensors.codec import encoded, parts
+from composer_dist.tensors.inner import encoded, parts
 
 
 @dataclass

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.distributed.mesh.layout import Coordinate, Layout, Part
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import roles
 from composer_dist.distributed.moving.transfer import Cargo, inner_cargoes
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -42,7 +42,8 @@ from composer_dist.files.slabs import MIB, Slab, plan_reads
 from composer_dist.progress import Progress
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.blueprint import Blueprint
-from composer_dist.tensors.codec import encoded
+from composer_dist.tensors.inner import encoded
+from composer_dist.tensors.parts import Part
 
 _SMALL = MIB
 """Bytes of a part below which every rank that holds it reads all of it."""

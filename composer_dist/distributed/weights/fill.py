@@ -21,7 +21,7 @@ from composer_dist.distributed.weights.disk import Pretrained, Target, fill_enco
 from composer_dist.distributed.weights.initialize import Component, peak_bytes, replace, run_component
 from composer_dist.distributed.weights.sources import Sources
 from composer_dist.structure.structure import Held, Structure
-from composer_dist.tensors.codec import empty_like
+from composer_dist.tensors.inner import empty_like
 
 
 @dataclass

@@ -27,7 +27,7 @@ from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.families import original_classes, transformers_owner
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Held, Structure, read_structure
-from composer_dist.tensors.codec import dense
+from composer_dist.tensors.inner import dense
 
 _TOGETHER = 64 << 20
 """Bytes of components that are initialized before they are delivered: few deliveries, little memory."""

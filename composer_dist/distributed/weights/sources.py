@@ -25,8 +25,8 @@ from composer_dist.distributed.plan.plan import ParallelPlan
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.structure import Structure, describe
-from composer_dist.tensors.codec import parts
 from composer_dist.tensors.fingerprint import fingerprint
+from composer_dist.tensors.inner import parts
 
 _SHOWN = 5
 """How many differences an error lists."""

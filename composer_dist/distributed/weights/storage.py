@@ -19,7 +19,7 @@ from composer_dist.distributed.optimizers.follow import carry_attributes
 from composer_dist.distributed.sharding.apply import fsdp_params_by_place
 from composer_dist.distributed.weights.initialize import replace
 from composer_dist.structure.structure import Held
-from composer_dist.tensors.codec import empty_like, local_part
+from composer_dist.tensors.inner import empty_like, local_part
 
 
 def storage_of(model: nn.Module, held: Held, device: torch.device) -> torch.Tensor:

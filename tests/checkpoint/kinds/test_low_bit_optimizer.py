@@ -24,7 +24,7 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismValueError
-from composer_dist.tensors.codec import inner_tensors, local_part
+from composer_dist.tensors.inner import inner_tensors, local_part
 from composer_dist.tensors.torchao import quantize
 from tests.kit.meshes import equal, train
 from tests.kit.toys import messages

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from composer_dist._torch import _StridedShard
-from composer_dist.distributed.mesh.layout import Coordinate, Layout, chunk
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.tensors.parts import chunk
 
 SHAPES = [(12, 8), (7, 5), (3, 6), (6,), (1, 4), (4, 6, 5), (2, 0), (0, 3)]
 

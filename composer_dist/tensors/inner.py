@@ -1,0 +1,195 @@
+"""What a tensor is made of: inner tensors where its class has a codec, else the tensor itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from composer_dist import _torch
+from composer_dist.errors import ParallelismValueError
+from composer_dist.tensors.codec import TensorCodec, codecs
+from composer_dist.tensors.torchao import torchao_codec
+
+
+@dataclass(frozen=True)
+class Inner:
+    """An inner tensor as pure data."""
+
+    name: str
+    shape: tuple[int, ...]
+    """In the whole tensor, not in a shard."""
+    dtype: torch.dtype
+    rows: bool
+    """Whether it follows the rows."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def codec_of(tensor: Tensor) -> TensorCodec | None:
+    """The codec of a tensor, or of a DTensor's shards; None for plain tensors and classes without one."""
+    cls = type(tensor)
+    if cls is Tensor or cls is nn.Parameter:
+        return None
+    if issubclass(cls, DTensor):
+        return codec_of(local_part(tensor))
+    if cls not in codecs and (known := torchao_codec(cls)) is not None:
+        codecs[cls] = known
+    return codecs.get(cls)
+
+
+def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """What a tensor is made of, sharing its memory: DTensors for a DTensor; {} where it has no codec."""
+    codec = codec_of(tensor)
+    if codec is None:
+        return {}
+    found = codec.flatten(local_part(tensor))[0]
+    if not isinstance(tensor, DTensor):
+        return {name: inner.detach() for name, inner in found.items()}
+    whole = [Replicate()] * tensor.device_mesh.ndim
+    return {
+        name: _torch.as_dtensor(inner.detach(), tensor.device_mesh, tensor.placements, _rows(tensor))
+        if name in codec.rows
+        else _torch.as_dtensor(inner.detach(), tensor.device_mesh, whole, 1)
+        for name, inner in found.items()
+    }
+
+
+def describe_inner(tensor: Tensor) -> tuple[Inner, ...]:
+    """What a tensor is made of, as data; () where it has no codec."""
+    codec = codec_of(tensor)
+    if codec is None:
+        return ()
+    return tuple(
+        Inner(name, tuple(inner.shape), inner.dtype, name in codec.rows)
+        for name, inner in inner_tensors(tensor).items()
+    )
+
+
+@torch.no_grad()
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rebuild(tensor: Tensor, inner: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
+    """A tensor like `tensor` (which has a codec, or whose shards have) made of other inner tensors."""
+    codec = _known(tensor)
+    return codec.unflatten(inner, codec.flatten(local_part(tensor))[1], shape)
+
+
+def empty_like(
+    tensor: Tensor, device: torch.device | str, parts: int = 1, pin_memory: bool = False
+) -> Tensor:
+    """A tensor of the same class, uninitialized: all of it, or one of `parts` equal parts of its rows."""
+    rows, inner = _known(tensor).rows, {}
+    for name, value in inner_tensors(tensor).items():
+        size = _part(value.shape, parts) if name in rows else value.shape
+        inner[name] = torch.empty(size, dtype=value.dtype, device=device, pin_memory=pin_memory)
+    return rebuild(tensor, inner, _part(tensor.shape, parts))
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The value of a tensor as a plain one; the tensor itself where it has no codec."""
+    codec = codec_of(tensor)
+    return tensor.detach() if codec is None else codec.to_dense(tensor.detach())
+
+
+def encoded(full: Tensor, like: Tensor) -> Tensor:
+    """A full tensor, dense or not, in the class and with the settings of `like`.
+
+    Args:
+        full: the value, on any device; as it is where `like` has no codec.
+        like: a tensor of the model: full, or sharded.
+
+    Raises:
+        ParallelismValueError: `from_dense` gives other inner tensors than `like` is made of.
+    """
+    codec = codec_of(like)
+    if codec is None:
+        return full
+    wanted, local = describe_inner(like), local_part(like)
+    if describe_inner(full) != wanted or type(full) is not type(local):
+        device = full.device if local.device.type in {"meta", "cpu"} else local.device
+        full = codec.from_dense(dense(full).to(device, like.dtype), local)
+        if (got := describe_inner(full)) != wanted:
+            raise ParallelismValueError(
+                f"The codec's from_dense makes a {type(full).__name__} of {list(got)}, where the model has "
+                f"a {type(local).__name__} of {list(wanted)}."
+            )
+    return full
+
+
+@torch.no_grad()
+def encode_into(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor the value of a plain one, in place; by its codec, where it has one."""
+    if codec_of(tensor) is None:
+        tensor.copy_(value)
+        return
+    made = _known(tensor).from_dense(value, tensor)
+    for mine, new in zip(inner_tensors(tensor).values(), inner_tensors(made).values(), strict=True):
+        mine.copy_(new)
+
+
+def parts(name: str, tensor: Tensor, full: Tensor | None) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """What has to be filled to fill a tensor, each part by name, with its full value where there is one.
+
+    Args:
+        tensor: of the model; itself the only part, unless it has a codec.
+        full: its value, of the same class.
+    """
+    inner = inner_tensors(tensor)
+    if not inner:
+        yield name, tensor, full
+    values = {} if full is None else inner_tensors(full)
+    for key, part in inner.items():
+        yield f"{name}.{key}", part, values.get(key)
+
+
+def as_floats(tensor: Tensor) -> Tensor:
+    """A tensor in float32, dense, cut as it is; some ranks' parts may be quantized, and others not."""
+    if not tensor.is_floating_point():
+        return tensor
+    local = dense(local_part(tensor)).float()
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def own_attributes(tensor: Tensor) -> dict[str, Any]:
+    """The Python attributes that somebody has put on a tensor, without those that its class is made of."""
+    attributes = dict(vars(tensor))
+    if attributes and not isinstance(tensor, DTensor) and codec_of(tensor) is not None:
+        made = vars(rebuild(tensor, inner_tensors(tensor), tensor.shape))
+        attributes = {name: value for name, value in attributes.items() if name not in made}
+    return attributes
+
+
+def _rows(tensor: DTensor) -> int:
+    """Into how many parts a DTensor's rows are cut."""
+    rows = local_part(tensor).shape[0]
+    return tensor.shape[0] // rows if rows else 1
+
+
+def _part(shape: torch.Size, parts: int) -> torch.Size:
+    return torch.Size((shape[0] // parts, *shape[1:]))
+
+
+def _known(tensor: Tensor) -> TensorCodec:
+    codec = codec_of(tensor)
+    assert codec is not None
+    return codec
