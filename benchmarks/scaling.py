@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from composer_dist import FSDP2Config
 from composer_dist.config.resolve import resolve_config
 from composer_dist.distributed import init_context
-from composer_dist.distributed.mesh.mesh import mesh_for
+from composer_dist.distributed.mesh.build import mesh_for
 from composer_dist.distributed.plan.build import build_plan
 from composer_dist.distributed.sharding.apply import shard
 from composer_dist.structure.structure import read_structure
@@ -76,9 +76,9 @@ def seconds_for(model: nn.Module) -> tuple[float, float]:
     mesh = mesh_for(config)
     start = time.perf_counter()
     structure = read_structure(model)
-    plan = build_plan(structure, config, world_size=mesh.size())
+    plan = build_plan(structure, config, world_size=mesh.size)
     planned = time.perf_counter()
-    shard(structure, plan, mesh, torch.device("cpu"), only_real=True)
+    shard(structure, plan, mesh, only_real=True)
     return planned - start, time.perf_counter() - planned
 
 

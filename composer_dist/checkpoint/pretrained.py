@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint.export.directory import staged, write_settings, written
@@ -23,9 +21,15 @@ from composer_dist.checkpoint.export.weights import Export
 from composer_dist.checkpoint.full_state import LoadResult, full_model_state
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed.mesh.layout import Layout
-from composer_dist.distributed.mesh.mesh import device_of
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.transfer import Cargo, deliver
-from composer_dist.distributed.prepared import check_usable, mesh_of, reshard, usable_or_marked
+from composer_dist.distributed.prepared import (
+    check_usable,
+    mesh_of_world,
+    prepared_mesh,
+    reshard,
+    usable_or_marked,
+)
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import device_of_group, world_and_rank
 from composer_dist.distributed.steps import meta_init
@@ -66,8 +70,8 @@ def load_pretrained(
     """
     reshard(model)
     structure = read_structure(model)
-    mesh = mesh_of(model) or _mesh_of(structure)
-    agreement = Agreement(mesh.mesh.flatten().tolist() if mesh is not None else None)
+    mesh = mesh_of_world(model)
+    agreement = Agreement(mesh.ranks if mesh is not None else None)
     pretrained = Pretrained.open(path, structure, agreement, strict, verify)
     if pretrained is None:
         raise ParallelismValueError(
@@ -96,8 +100,8 @@ def fill_model(
     Raises:
         CheckpointRuntimeError: a file cannot be read; the model is unusable from then on.
     """
-    agreement, mesh = pretrained.agreement, mesh_of(model) or _mesh_of(structure)
-    device = device_of_group() if mesh is None else device_of(mesh)
+    agreement, mesh = pretrained.agreement, mesh_of_world(model)
+    device = device_of_group() if mesh is None else mesh.device
     with usable_or_marked(model):
         limit, tensors = ParallelismConfig().bucket_bytes, structure.tensors
         names = sorted(name for name in pretrained.names if not tensors[name].info.inner)
@@ -117,18 +121,8 @@ def fill_model(
                 meta_init(model)
 
 
-def _mesh_of(structure: Structure) -> DeviceMesh | None:
-    """The largest mesh that anything in the model is sharded over; without any, all ranks hold it alike."""
-    tensors = [held.get() for held in structure.tensors.values()]
-    meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
-    if not meshes and dist.is_initialized() and dist.get_world_size() > 1:
-        size = (dist.get_world_size(),)
-        return init_device_mesh(device_of_group().type, size, mesh_dim_names=("dp_replicate",))
-    return max(meshes, key=lambda mesh: mesh.size(), default=None)
-
-
 def _target(
-    name: str, model: nn.Module, structure: Structure, mesh: DeviceMesh | None, device: torch.device
+    name: str, model: nn.Module, structure: Structure, mesh: Mesh | None, device: torch.device
 ) -> Target:
     """Where a tensor's values go: its own memory, if that is contiguous."""
     held = structure.tensors[name]
@@ -140,15 +134,15 @@ def _target(
     now = held.get()
     if isinstance(now, DTensor):
         return Target(name, Layout.of(now), local, now.device_mesh)
-    return Target(name, Layout(held.info.shape), local, mesh)
+    return Target(name, Layout(held.info.shape), local, None if mesh is None else mesh.device_mesh)
 
 
 def _send(
-    cargoes: Mapping[int, Sequence[Cargo]], mesh: DeviceMesh | None, agreement: Agreement, limit: int
+    cargoes: Mapping[int, Sequence[Cargo]], mesh: Mesh | None, agreement: Agreement, limit: int
 ) -> None:
     """Deliver over the mesh, or, where this rank is alone, copy."""
     if mesh is not None:
-        agreement.collectively("the delivery", lambda: deliver(cargoes, mesh, limit))
+        agreement.collectively("the delivery", lambda: deliver(cargoes, mesh.device_mesh, limit))
         return
     for cargo in (cargo for mine in cargoes.values() for cargo in mine):
         assert cargo.source is not None
@@ -209,7 +203,7 @@ def export_pretrained(
     if adapted and not merge_adapters:
         write = _adapters(saved)
     else:
-        write = _model(saved, mesh_of(model), max_shard_size, hosts if merge_adapters else {})
+        write = _model(saved, prepared_mesh(model), max_shard_size, hosts if merge_adapters else {})
     with staged(path) as directory:
         write(directory)
         with Agreement().together("export_pretrained"):
@@ -236,7 +230,7 @@ def _adapters(saved: Any) -> Callable[[Path], None]:
 
 
 def _model(
-    saved: Any, mesh: DeviceMesh | None, max_shard_size: int | str, hosts: Mapping[str, Any]
+    saved: Any, mesh: Mesh | None, max_shard_size: int | str, hosts: Mapping[str, Any]
 ) -> Callable[[Path], None]:
     """What writes a model directory, with the adapters merged where there are hosts of any."""
     base = saved.get_base_model() if is_a(saved, "PeftModel") else saved

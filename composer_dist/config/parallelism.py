@@ -35,7 +35,7 @@ class ParallelismConfig(FromDict):
     """Everything about how a model is made parallel; the one home of what several modes need."""
 
     mesh: MeshConfig | DeviceMesh = _ALL_RANKS
-    """The sizes of the mesh, or a mesh of your own: see `composer_dist.distributed.mesh.mesh.roles`."""
+    """The sizes of the mesh, or a mesh of your own: see `composer_dist.distributed.mesh.dimensions.roles`."""
     fsdp2: FSDP2Config | None = None
     """None means the defaults."""
     tp: TPConfig | None = None

@@ -1,7 +1,7 @@
 from .account import Preparation as Preparation
 from .activations.recompute import apply_ac as apply_ac
 from .context_parallelism.context import context_parallel as context_parallel
-from .mesh.mesh import build_mesh as build_mesh
+from .mesh.build import build_mesh as build_mesh
 from .mesh.mesh import fsdp_mesh as fsdp_mesh
 from .mesh.mesh import sampler_kwargs as sampler_kwargs
 from .mesh.mesh import submesh as submesh

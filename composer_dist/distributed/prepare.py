@@ -25,7 +25,8 @@ from composer_dist.distributed.activations.plan import apply_checkpointing, chec
 from composer_dist.distributed.compiling.apply import compile_modules
 from composer_dist.distributed.compiling.float8 import convert_linears
 from composer_dist.distributed.context_parallelism.context import expect_context
-from composer_dist.distributed.mesh.mesh import agree_on_mesh, device_of, fsdp_mesh
+from composer_dist.distributed.mesh.build import agree_on_mesh
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.optimizers.check import (
     check_hooks,
@@ -160,23 +161,23 @@ def _prepare(
         return config.config if isinstance(config, ParallelPlan) else resolve_config(config)
 
     agreement, mesh, settings = agree_on_mesh(read_config)
-    device = device_of(mesh)
+    device = mesh.device
     reset_peak(device)
     if parallelize_fn is not None:
-        model = _run_first(parallelize_fn, model, mesh, agreement)
+        model = _run_first(parallelize_fn, model, mesh.device_mesh, agreement)
 
     with agreement.together("the plan of the model"):
         check_weights(weights, settings)
         optimizers = as_tuple(optimizer)
         structure = read_structure(model)
         if isinstance(config, ParallelPlan):
-            plan = check_plan(config, structure, mesh.size())
+            plan = check_plan(config, structure, mesh.size)
             check_optimizers(optimizers, structure, plan.plain)
         else:
             plan = build_plan(
                 structure,
                 settings,
-                world_size=mesh.size(),
+                world_size=mesh.size,
                 optimizers=optimizers,
                 precision=precision,
                 policy=policy,
@@ -191,7 +192,7 @@ def _prepare(
         check_hooks(structure, plan.plain)
         if plan.replica:
             check_replica(plan.replica, structure, optimizers, mesh)
-    done = Preparation(model, plan, mesh)
+    done = Preparation(model, plan, mesh.device_mesh)
     with done.step("agree"):
         disk = Pretrained.open(weights, structure, agreement, settings.strict) if weights else None
         names = disk.names if disk else frozenset()
@@ -212,7 +213,7 @@ def _prepare(
         warnings.warn(warning, UserWarning, stacklevel=3)
 
     with usable_or_marked(model, agreement=agreement):
-        _execute(done, structure, sources, components, optimizers, agreement, disk)
+        _execute(done, mesh, structure, sources, components, optimizers, agreement, disk)
     done.peak_memory = peak(device)
     if settings.fsdp2 is not None and settings.fsdp2.verbose and agreement.rank == agreement.ranks[0]:
         print(plan, done, sep="\n")
@@ -221,6 +222,7 @@ def _prepare(
 
 def _execute(
     done: Preparation,
+    mesh: Mesh,
     structure: Structure,
     sources: Sources,
     components: Sequence[Component],
@@ -229,7 +231,7 @@ def _execute(
     disk: Pretrained | None,
 ) -> None:
     """Carry out the plan; from here on the model changes."""
-    plan, mesh = done.plan, done.mesh
+    plan = done.plan
     with agreement.together("sharding"), done.step("shard"):
         follower = Follower(optimizers, structure, sources.states, sources.states_here, sources.init)
         if plan.float8:
@@ -238,9 +240,9 @@ def _execute(
             apply_checkpointing(done.model, plan.checkpointing)
             structure = read_structure(done.model)
         compile_modules(structure.modules, plan.compiled)
-        shards = shard(structure, plan, mesh, device_of(mesh))
+        shards = shard(structure, plan, mesh)
     limit = plan.config.bucket_bytes
-    with Transport(mesh, agreement, limit, plan.config.transport) as transport:
+    with Transport(mesh.device_mesh, agreement, limit, plan.config.transport) as transport:
         filling = Filling(structure, shards, sources, mesh, agreement, transport, limit, disk)
         with done.step("weights"):
             filling.deliver_weights()
@@ -263,15 +265,14 @@ def _execute(
         for name, parameter in shards.sharded.items():
             carry_attributes(shards.originals[name], parameter)
         done.plain_parameters = {name: new[name] for name in plan.plain}  # type: ignore[misc]
-        data_parallel = fsdp_mesh(mesh)
         trainable = {n: p for n, p in done.plain_parameters.items() if p.requires_grad}
-        if trainable and not plan.replica and data_parallel is not None:
-            average_plain_gradients(done.model, trainable, data_parallel)
+        if trainable and not plan.replica and mesh.fsdp is not None:
+            average_plain_gradients(done.model, trainable, mesh.fsdp)
         assert_no_meta(done.model)
         finish(structure, plan)
         hook_units(structure, plan, mesh)
-        record(done.model).mesh = done.mesh
-        expect_context(done.model, done.mesh)
+        record(done.model).mesh = mesh
+        expect_context(done.model, mesh)
     if plan.tensor_parallel is not None:
         finish_tensor_parallel(structure, plan.tensor_parallel, mesh, agreement)
 

@@ -18,10 +18,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointRuntimeError, ParallelismRuntimeError, ParallelismTypeError
 from composer_dist.structure.names import canonical_name
@@ -45,7 +48,7 @@ class Prepared:
     """Why it must not be used any more."""
     original_class: type[nn.Module] | None = None
     """The class of a batch norm before it was synchronized."""
-    mesh: DeviceMesh | None = None
+    mesh: Mesh | None = None
     """The whole mesh of the model, of which its parameters know only a part."""
     averagings: list[Averaging] = field(default_factory=list)
     """They average the gradients of parameters that nothing shards."""
@@ -76,15 +79,29 @@ def tidy(thing: nn.Module) -> None:
         del vars(thing)[_RECORD]
 
 
-def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The mesh that `model` was prepared for by this library; None if it was not."""
-    found = of(model)
-    return None if found is None else found.mesh
+def prepared_mesh(model: nn.Module) -> Mesh | None:
+    """The mesh for which this library has prepared `model`, or the first prepared module inside it."""
+    known = (of(module) for module in model.modules())
+    return next((one.mesh for one in known if one is not None and one.mesh is not None), None)
 
 
-def find_mesh(model: nn.Module) -> DeviceMesh | None:
-    """The mesh for which `model`, or the one that it wraps, was prepared; None if it was not."""
-    return next((mesh for module in model.modules() if (mesh := mesh_of(module)) is not None), None)
+def mesh_of(model: nn.Module) -> Mesh | None:
+    """The mesh that `model` was prepared for, or else the largest over which its user has sharded it."""
+    if (mesh := prepared_mesh(model)) is not None:
+        return mesh
+    tensors = (*model.parameters(), *model.buffers())
+    meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+    return Mesh(max(meshes, key=lambda mesh: mesh.size())) if meshes else None
+
+
+def mesh_of_world(model: nn.Module) -> Mesh | None:
+    """The mesh of `model`, or one of replicas if it has none; None if this process is alone."""
+    world, _ = process_group.world_and_rank()
+    mesh = mesh_of(model)
+    if mesh is None and world > 1:
+        device_type = process_group.device_of_group().type
+        mesh = Mesh(init_device_mesh(device_type, (world,), mesh_dim_names=("dp_replicate",)))
+    return mesh
 
 
 @contextmanager

@@ -11,20 +11,20 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.resolve import resolve_config
 from composer_dist.distributed.context_parallelism.context import expect_context
-from composer_dist.distributed.mesh.mesh import device_of, fsdp_mesh, mesh_for
+from composer_dist.distributed.mesh.build import mesh_for
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.transfer import deliver, inner_cargoes, take_slice
 from composer_dist.distributed.optimizers.check import check_hooks
 from composer_dist.distributed.optimizers.follow import carry_attributes
 from composer_dist.distributed.plan.build import build_plan
 from composer_dist.distributed.plan.plan import ParallelPlan
-from composer_dist.distributed.prepared import record
+from composer_dist.distributed.prepared import mesh_of, record
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.sharding.apply import check_offload, hook_units, shard
@@ -74,8 +74,8 @@ def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
     """
     structure = read_structure(module)
     needed = {name for name, held in structure.tensors.items() if held.get().is_meta}
-    mesh = _mesh_of(structure)
-    device = torch.get_default_device() if mesh is None else device_of(mesh)
+    mesh = mesh_of(module)
+    device = torch.get_default_device() if mesh is None else mesh.device
     real = {
         name: held.get()
         for name, held in structure.tensors.items()
@@ -104,15 +104,14 @@ def prepare_fully_shard(
     """
     process_group.init(reuse=True)
     config = resolve_config(fsdp2_config)
-    whole = mesh_for(config)
-    mesh = fsdp_mesh(whole) or whole
-    agreement = Agreement(whole.mesh.flatten().tolist())
+    mesh = mesh_for(config)
+    agreement = Agreement(mesh.ranks)
     with agreement.together("the plan of the model"):
         if config.ddp is not None:
             raise ParallelismValueError("prepare_fully_shard shards; DDP (ddp=) is for parallelize_model.")
         structure = read_structure(model)
         plan = build_plan(
-            structure, config, world_size=whole.size(), precision=precision, policy=auto_wrap_policy
+            structure, config, world_size=mesh.size, precision=precision, policy=auto_wrap_policy
         )
         if plan.tensor_parallel is not None:
             raise ParallelismValueError(
@@ -120,21 +119,21 @@ def prepare_fully_shard(
             )
         check_offload(plan)
         check_hooks(structure, plan.plain)
-    shards = shard(structure, plan, mesh, device_of(mesh), only_real=True)
+    shards = shard(structure, plan, mesh, only_real=True)
     for name, original in shards.originals.items():
         held = structure.tensors[name]
         carry_attributes(original, held.get())  # type: ignore[arg-type]
         if name in shards.local:
             for cargo in inner_cargoes(name, held.get(), original):
-                take_slice(cargo, mesh)
+                take_slice(cargo, mesh.device_mesh)
     for name in plan.plain:
         held = structure.tensors[name]
         if not held.get().is_contiguous():
             replace(held, held.get().detach().contiguous())
     _average_plain(model, structure, mesh, set(plan.plain))
     hook_units(structure, plan, mesh)
-    record(model).mesh = whole
-    expect_context(model, whole)
+    record(model).mesh = mesh
+    expect_context(model, mesh)
     return plan
 
 
@@ -151,10 +150,10 @@ def sync_module_states(model: nn.Module, full_state_dict: Mapping[str, torch.Ten
         ParallelismValueError: nothing in the model is sharded, or a shape differs.
     """
     structure = read_structure(model)
-    mesh = _mesh_of(structure)
-    if mesh is None:
+    mesh = mesh_of(model)
+    if mesh is None or not any(isinstance(held.get(), DTensor) for held in structure.parameters.values()):
         raise ParallelismValueError("The model is not sharded; call prepare_fully_shard first.")
-    agreement = Agreement(mesh.mesh.flatten().tolist())
+    agreement = Agreement(mesh.ranks)
     first = agreement.ranks[0]
     sources: dict[str, torch.Tensor] = {}
     agreement.reach("the model", structure.digest(), _check_same)
@@ -163,23 +162,15 @@ def sync_module_states(model: nn.Module, full_state_dict: Mapping[str, torch.Ten
             sources = {name: _find(held, full_state_dict) for name, held in structure.tensors.items()}
     on_meta = {name for name, held in structure.tensors.items() if held.get().is_meta}
     for held in structure.tensors.values():
-        storage_of(model, held, device_of(mesh))
+        storage_of(model, held, mesh.device)
     cargoes = [
         cargo
         for name, held in structure.tensors.items()
         for cargo in inner_cargoes(name, held.get(), sources.get(name))
     ]
     limit = ParallelismConfig().bucket_bytes
-    agreement.collectively("the delivery", lambda: deliver({first: cargoes}, mesh, limit))
+    agreement.collectively("the delivery", lambda: deliver({first: cargoes}, mesh.device_mesh, limit))
     _average_plain(model, structure, mesh, on_meta)
-
-
-def _mesh_of(structure: Structure) -> DeviceMesh | None:
-    """The mesh over which a model is sharded."""
-    for held in structure.parameters.values():
-        if isinstance(parameter := held.get(), DTensor):
-            return parameter.device_mesh
-    return None
 
 
 def _check_same(digests: Sequence[str]) -> None:
@@ -207,12 +198,13 @@ def _find(held: Held, full_state_dict: Mapping[str, torch.Tensor]) -> torch.Tens
     return encoded(value, held.get())
 
 
-def _average_plain(model: nn.Module, structure: Structure, mesh: DeviceMesh, changed: set[str]) -> None:
+def _average_plain(model: nn.Module, structure: Structure, mesh: Mesh, changed: set[str]) -> None:
     """Average the gradients of parameters that stay whole, once they have their values."""
     plain = {
         name: held.get()
         for name, held in structure.parameters.items()
         if held.info.requires_grad and not isinstance(held.get(), DTensor)
     }
-    if changed.intersection(plain) and not any(parameter.is_meta for parameter in plain.values()):
-        average_plain_gradients(model, plain, mesh)  # type: ignore[arg-type]
+    trains = mesh.fsdp is not None and changed.intersection(plain)
+    if trains and not any(parameter.is_meta for parameter in plain.values()):
+        average_plain_gradients(model, plain, mesh.fsdp)  # type: ignore[arg-type]

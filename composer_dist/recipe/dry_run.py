@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from composer_dist.distributed import plan_parallelism
-from composer_dist.distributed.mesh.mesh import mesh_sizes
+from composer_dist.distributed.mesh.build import mesh_sizes
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.sharding.choose import composer_children
 from composer_dist.errors import ParallelismError

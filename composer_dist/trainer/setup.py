@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed import prepared
-from composer_dist.distributed.mesh.mesh import sampler_kwargs
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.checks import check_no_meta
 
 
-def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The mesh of a model that has been prepared, here or by the user."""
-    meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    return prepared.mesh_of(model) or next(meshes, None)
-
-
-def data_part(mesh: DeviceMesh | None) -> dict[str, int]:
+def data_part(mesh: Mesh | None) -> dict[str, int]:
     """`num_replicas` and `rank` of this rank's data.
 
     Raises:
         ParallelismValueError: several ranks have no mesh in common.
     """
     if mesh is not None:
-        return sampler_kwargs(mesh)
+        return mesh.sampler_kwargs()
     world, _ = process_group.world_and_rank()
     if world > 1:
         raise ParallelismValueError(
@@ -37,7 +28,7 @@ def data_part(mesh: DeviceMesh | None) -> dict[str, int]:
     return {"num_replicas": 1, "rank": 0}
 
 
-def settle(model: nn.Module, mesh: DeviceMesh | None, device: str | torch.device | None) -> torch.device:
+def settle(model: nn.Module, mesh: Mesh | None, device: str | torch.device | None) -> torch.device:
     """The device to train on; a model that was not prepared is moved there.
 
     Raises:

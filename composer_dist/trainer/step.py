@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_dist.distributed.context_parallelism.context import context_parallel
-from composer_dist.distributed.mesh.mesh import submesh
-from composer_dist.distributed.prepared import find_mesh
+from composer_dist.distributed.prepared import prepared_mesh
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.training.gradients import Accumulate, accumulate
 from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_value
@@ -137,8 +136,8 @@ def _microbatches(state: State, fed: Fed, count: int) -> Iterator[tuple[Any, flo
 def _part(state: State, batch: Any, weight: float) -> Iterator[float]:
     """Set `state.batch`, with context parallelism to this rank's part of it, and give its weight."""
     state.batch = to_device(batch, state.device)
-    mesh = find_mesh(state.model)
-    cp = submesh(mesh, "cp") if mesh is not None else None
+    mesh = prepared_mesh(state.model)
+    cp = mesh.cp if mesh is not None else None
     if cp is None:
         yield weight
         return

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from composer_dist.composer_model import ComposerModel
 from composer_dist.distributed.account import Preparation
 from composer_dist.distributed.prepare import parallelize_composer_model
+from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.reports import told_to_all
 from composer_dist.distributed.training.gradients import Accumulate, accumulated_bytes
@@ -159,7 +160,7 @@ class Trainer:
             self.preparation = parallelize_composer_model(
                 model, optimizers or None, parallelism_config, self._precision
             )
-        mesh = self.preparation.mesh if self.preparation else setup.mesh_of(model)
+        mesh = mesh_of(model)
         self._data_part = setup.data_part(mesh)
         if seed is not None:
             seed_all(seed + self._data_part["rank"])

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint.export.merged import Layer
 from composer_dist.checkpoint.export.plan import ExportPlan, Group, plan_export
-from composer_dist.distributed.mesh.layout import Coordinate, Layout, grid
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.whole import gather
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
@@ -45,7 +45,7 @@ class Export:
     model: Any
     tensors: Mapping[str, Tensor]
     layers: Mapping[str, Layer]
-    mesh: DeviceMesh | None
+    mesh: Mesh | None
     max_shard_size: int | str
     agreement: Agreement = field(default_factory=Agreement)
 
@@ -153,11 +153,11 @@ class Export:
 
     def _share(self, tensor: Tensor, local: Tensor) -> tuple[int, int]:
         """The elements [first, last) of its part that this rank writes, and not another that holds them."""
-        mesh = self.mesh or (tensor.device_mesh if isinstance(tensor, DTensor) else None)
+        mesh = self.mesh or (Mesh(tensor.device_mesh) if isinstance(tensor, DTensor) else None)
         numel, rank = local.numel(), self.agreement.rank
         if mesh is None or not isinstance(tensor, DTensor | nn.Parameter):
             return (0, numel) if self.first else (0, 0)  # buffers may differ: the first rank's count
-        table, layout = grid(mesh), Layout.of(tensor)
+        table, layout = mesh.table, Layout.of(tensor)
         place = (table == rank).nonzero()[0].tolist()
         cut = (False, layout.rows, layout.tp_dim is not None)
         number, holders = 0, 1

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -160,6 +159,4 @@ def _live(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_parallel(model: nn.Module) -> bool:
-    if isinstance(model, DistributedDataParallel) or mesh_of(model) is not None:
-        return True
-    return any(isinstance(tensor, DTensor) for tensor in model.parameters())
+    return isinstance(model, DistributedDataParallel) or mesh_of(model) is not None

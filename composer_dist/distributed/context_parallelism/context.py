@@ -15,22 +15,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed import prepared
 from composer_dist.distributed.context_parallelism.attention import distributed_attention
 from composer_dist.distributed.context_parallelism.batch import Splitter
 from composer_dist.distributed.context_parallelism.proof import prove
-from composer_dist.distributed.mesh.mesh import submesh
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismRuntimeError
 
 _inside: ContextVar[bool] = ContextVar("context_parallel", default=False)
 
 
-def expect_context(model: nn.Module, mesh: DeviceMesh) -> None:
+def expect_context(model: nn.Module, mesh: Mesh) -> None:
     """Warn where the first training step of `model` is outside of `context_parallel`, on a mesh for it."""
-    cp = submesh(mesh, "cp")
+    cp = mesh.cp
     if cp is None:
         return
     ranks = cp.size()
@@ -99,21 +98,21 @@ def context_parallel(
             model that cannot be.
         ParallelismKeyError: a buffer that the model does not have.
     """
-    mesh = prepared.find_mesh(model)
+    mesh = prepared.prepared_mesh(model)
     if _inside.get():
         raise ParallelismRuntimeError("This is inside of context_parallel already, where batches are parts.")
     if mesh is None:
         raise ParallelismRuntimeError(
             f"context_parallel needs the model that parallelize_model prepared, not {type(model).__name__}."
         )
-    cp = submesh(mesh, "cp")
+    cp = mesh.cp
     if cp is None:
         yield batch
         return
     splitter = Splitter(model, sequence_dims, buffers, balanced, weighted)
     layout = splitter.layout(batch, cp.size(), cp.get_local_rank())
     if check and not prepared.record(model).proven:
-        prove(splitter, batch, layout, cp, Agreement(mesh.mesh.flatten().tolist()))
+        prove(splitter, batch, layout, cp, Agreement(mesh.ranks))
         prepared.record(model).proven = True
     part = splitter.split(batch, layout)
     token = _inside.set(True)

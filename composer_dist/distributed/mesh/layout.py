@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from composer_dist.distributed.mesh.mesh import roles
+from composer_dist.distributed.mesh.dimensions import roles
 from composer_dist.errors import ParallelismValueError
 from composer_dist.tensors.parts import Part, chunk
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
@@ -16,7 +15,7 @@ from composer_dist.distributed.moving import whole as collect
 from composer_dist.distributed.moving.transfer import Cargo, take_part
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.moving.whole import gather
-from composer_dist.distributed.prepared import mesh_of
+from composer_dist.distributed.prepared import mesh_of_world
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import device_of_group, world_and_rank
 from composer_dist.tensors.inner import (
@@ -103,8 +102,10 @@ def fill(
     """
     if not targets:
         return
-    agreement, mesh = Agreement(), _mesh_of_world(model, targets.values())
+    agreement, mesh = Agreement(), mesh_of_world(model)
     world, rank = world_and_rank()
+    if mesh is not None and mesh.size != world:
+        mesh = None
     source = full if everywhere or rank == 0 else {}
     alone = everywhere or world == 1
     usual = {n: t for n, t in targets.items() if (mesh or alone) and Layout.known(t) is not None}
@@ -112,12 +113,12 @@ def fill(
         with agreement.together("encoding a state"):
             freights = [f for n in batch for f in _freights(n, targets[n], source.get(n), by_part)]
             if alone:
-                here = Coordinate() if mesh is None else Coordinate.of(mesh)
+                here = Coordinate() if mesh is None else mesh.here
                 for cargo, _ in freights:
                     take_part(cargo, here)
         if not alone:
             assert mesh is not None
-            with Transport(mesh, agreement, collect.BUCKET_BYTES) as transport:
+            with Transport(mesh.device_mesh, agreement, collect.BUCKET_BYTES) as transport:
                 transport.send({0: [cargo for cargo, _ in freights]})
         with agreement.together("encoding a state"):
             for cargo, home in freights:
@@ -126,19 +127,6 @@ def fill(
     odd = {name: target for name, target in targets.items() if name not in usual}
     if odd:
         agreement.collectively("the delivery", lambda: _one_by_one(odd, source, not alone))
-
-
-def _mesh_of_world(model: nn.Module, tensors: Iterable[Tensor]) -> DeviceMesh | None:
-    """The mesh of all ranks that the tensors are sharded over, or would be; None if there is none."""
-    world, _ = world_and_rank()
-    meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
-    known = mesh_of(model)
-    for mesh in [known, *meshes] if known is not None else meshes:
-        if mesh.size() == world:
-            return mesh
-    if meshes or not dist.is_initialized():
-        return None
-    return init_device_mesh(device_of_group().type, (world,), mesh_dim_names=("dp_replicate",))
 
 
 def _batches(targets: Mapping[str, Tensor], by_part: bool) -> Iterator[list[str]]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.mesh.layout import Coordinate, Layout, grid
-from composer_dist.distributed.mesh.mesh import device_of
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.progress import Stage
 from composer_dist.tensors.inner import local_part, parts
 from composer_dist.tensors.parts import as_bytes
@@ -100,7 +100,7 @@ class Ranks:
     @property
     def device(self) -> torch.device:
         """Where the groups' messages must lie."""
-        return device_of(self.mesh)
+        return Mesh(self.mesh).device
 
     @property
     def parts(self) -> int:

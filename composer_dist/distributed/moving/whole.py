@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
+from composer_dist.distributed.mesh.dimensions import roles
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
-from composer_dist.distributed.mesh.mesh import roles, submesh
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.transfer import Freight, Piece, Ranks, in_buckets, pieces_of
 from composer_dist.distributed.ranks.process_group import world_and_rank
 from composer_dist.tensors.inner import dense, inner_tensors, local_part, rebuild
@@ -41,7 +42,7 @@ def gather(tensor: Tensor) -> Tensor:
         return tensor.clone()
     near: Any = tensor.to(tensor.device_mesh.device_type)
     if (layout := Layout.of(tensor)).tp_dim is not None:
-        return _join(near.to_local(), layout, tensor.device_mesh)
+        return _join(near.to_local(), layout, Mesh(tensor.device_mesh))
     full: Tensor = near.full_tensor()
     exact = full.untyped_storage().nbytes() == full.numel() * full.element_size()
     shared = full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
@@ -49,17 +50,16 @@ def gather(tensor: Tensor) -> Tensor:
     return full if exact and not shared else full.clone(memory_format=torch.contiguous_format)
 
 
-def _join(part: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
+def _join(part: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     """The full tensor from what the ranks have: their rows first, then the tensor-parallel windows.
 
     Uneven parts, and groups within a dimension, are beyond DTensor's `full_tensor`.
     """
-    here = Coordinate.of(mesh)
     if layout.rows:
-        whole = replace(layout, rows=False).local_shape(here)
-        part = _all_gather(part, whole, 0, 1, submesh(mesh, "dp_shard") or submesh(mesh, "cp"))
+        whole = replace(layout, rows=False).local_shape(mesh.here)
+        part = _all_gather(part, whole, 0, 1, mesh.along("dp_shard") or mesh.cp)
     assert layout.tp_dim is not None
-    return _all_gather(part, layout.shape, layout.tp_dim, layout.tp_groups, submesh(mesh, "tp"))
+    return _all_gather(part, layout.shape, layout.tp_dim, layout.tp_groups, mesh.tp)
 
 
 def _all_gather(

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from composer_dist.distributed.mesh.dimensions import roles
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
-from composer_dist.distributed.mesh.mesh import roles
 from composer_dist.distributed.moving.transfer import Cargo
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import local_part, own_attributes

@@ -27,7 +27,7 @@ from composer_dist.distributed.activations.plan import plan_checkpointing
 from composer_dist.distributed.compiling.float8 import plan_float8
 from composer_dist.distributed.compiling.plan import plan_compile
 from composer_dist.distributed.context_parallelism.check import check_context
-from composer_dist.distributed.mesh.mesh import mesh_sizes, own_mesh
+from composer_dist.distributed.mesh.build import mesh_sizes, own_mesh
 from composer_dist.distributed.optimizers.check import check_optimizers
 from composer_dist.distributed.plan.plan import ModulePlan, ParallelPlan
 from composer_dist.distributed.prepared import check_module

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from enum import StrEnum
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.replication.batch_norm import convert_sync_batch_norm
 from composer_dist.distributed.replication.plan import ReplicaPlan
-from composer_dist.distributed.replication.reducer import Replica, group_of
+from composer_dist.distributed.replication.reducer import Replica
 from composer_dist.distributed.sharding.hooks import gather_in_methods
 from composer_dist.distributed.training.averaging import average_gradients
 from composer_dist.distributed.training.gradients import no_sync
@@ -23,7 +23,7 @@ from composer_dist.structure.structure import Structure
 def replicate(
     structure: Structure,
     plan: ReplicaPlan,
-    mesh: DeviceMesh,
+    mesh: Mesh,
     optimizers: Sequence[Optimizer],
     forward_methods: Sequence[str] = (),
 ) -> None:
@@ -39,7 +39,7 @@ def replicate(
     """
     model = structure.modules[""]
     if plan.ddp.sync_batch_norm:
-        convert_sync_batch_norm(model, group_of(mesh))
+        convert_sync_batch_norm(model, mesh.replica_group)
     replica = Replica(
         model,
         plan,

@@ -9,7 +9,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import SyncBatchNorm
@@ -20,6 +19,7 @@ from composer_dist import _torch
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.rule import Rule
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.replication.batch_norm import find_batch_norms
 from composer_dist.distributed.replication.hooks import LOCAL_SGD, check_comm_hook, innermost, spell
 from composer_dist.distributed.sharding.choose import UNIT_FIELDS, Choices, is_sharded
@@ -177,7 +177,7 @@ def replicate_all(
 
 
 def check_replica(
-    replica: ReplicaPlan, structure: Structure, optimizers: Sequence[Optimizer], mesh: DeviceMesh
+    replica: ReplicaPlan, structure: Structure, optimizers: Sequence[Optimizer], mesh: Mesh
 ) -> None:
     """Refuse what depends on the device, or on optimizers; nothing has been changed.
 

@@ -14,13 +14,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from composer_dist import _torch
 from composer_dist.distributed import prepared
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, build_comm_hook
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.training.averaging import average_gradients
@@ -45,10 +44,10 @@ class Replica:
         plan: ReplicaPlan,
         parameters: Mapping[str, nn.Parameter],
         ignored: list[torch.Tensor],
-        mesh: DeviceMesh,
+        mesh: Mesh,
     ) -> None:
         self.mesh = mesh
-        self.group = group_of(mesh)
+        self.group = mesh.replica_group
         self._model, self._plan, self._parameters, self._ignored = model, plan, parameters, ignored
         self._ddp: _Averaging | None = None
         self._hook: CommHook | None = None
@@ -287,9 +286,3 @@ def replica_of(model: nn.Module) -> Replica | None:
     """What keeps copies of `model` alike, if DDP has been prepared for it."""
     found = prepared.of(model)
     return found.replica if found is not None and isinstance(found.replica, Replica) else None
-
-
-def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks that hold replicas: all of the mesh, whose other dimensions have size 1."""
-    names = mesh.mesh_dim_names or ()
-    return mesh.get_group("dp_replicate" if "dp_replicate" in names else 0)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from composer_dist import _torch
-from composer_dist.distributed.mesh.mesh import fsdp_mesh, submesh
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.plan.plan import ParallelPlan
 from composer_dist.distributed.sharding.hooks import gather_in_methods, own_outputs, reshard_after_evaluation
 from composer_dist.distributed.sharding.order import check_call_order
@@ -61,8 +61,7 @@ def check_offload(plan: ParallelPlan) -> None:
 def shard(
     structure: Structure,
     plan: ParallelPlan,
-    mesh: DeviceMesh,
-    device: torch.device,
+    mesh: Mesh,
     only_real: bool = False,
 ) -> Shards:
     """Shard a model's parameters as planned; their values are yet to come.
@@ -70,8 +69,6 @@ def shard(
     Args:
         structure: the model's.
         plan: made for this structure.
-        mesh: the whole one.
-        device: where shards live; those of units with offload live in host memory instead.
         only_real: parameters that are on the meta device stay there, as meta shards.
     """
     tensor_parallel = plan.tensor_parallel
@@ -81,14 +78,14 @@ def shard(
     originals = {name: held.get() for name, held in managed.items()}
     for held in managed.values():
         held.put(_shadow(held))
-    if tensor_parallel is not None and (tp_mesh := submesh(mesh, "tp")) is not None:
-        apply_tensor_parallel(structure, tensor_parallel, tp_mesh)
+    if tensor_parallel is not None and mesh.tp is not None:
+        apply_tensor_parallel(structure, tensor_parallel, mesh.tp)
     for unit in plan.units:
-        _shard_unit(unit, structure, fsdp_mesh(mesh) or mesh)
+        _shard_unit(unit, structure, mesh.fsdp or mesh.device_mesh)
     sharded: dict[str, nn.Parameter] = {}
     local: dict[str, torch.Tensor] = {}
     for unit in plan.units:
-        home = torch.device("cpu") if unit.offload else device
+        home = torch.device("cpu") if unit.offload else mesh.device
         known = fsdp_params_by_place(structure.modules[unit.name])
         params = {
             name: next(known[place.key_of] for place in managed[name].places if place.key_of in known)
@@ -106,7 +103,7 @@ def shard(
             sharded[name], local[name] = _torch.materialize_shard(params[name], storage)
     for name in alone:
         if name not in plan.parameter_units and not (only_real and originals[name].is_meta):
-            sharded[name], local[name] = materialize(managed[name], device)
+            sharded[name], local[name] = materialize(managed[name], mesh.device)
     return Shards(originals, sharded, local)
 
 
@@ -151,7 +148,7 @@ def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
     )
 
 
-def hook_units(structure: Structure, plan: ParallelPlan, mesh: DeviceMesh) -> None:
+def hook_units(structure: Structure, plan: ParallelPlan, mesh: Mesh) -> None:
     """What this library adds around the units' calls and collectives; see each function."""
     units = [(unit, structure.modules[unit.name]) for unit in plan.units]
     compiled = {one.module for one in plan.compiled}
@@ -163,12 +160,11 @@ def hook_units(structure: Structure, plan: ParallelPlan, mesh: DeviceMesh) -> No
         single = isinstance(module, FSDPModule) and len(unit.modules) == 1
         if single and unit.reshard_after_forward is not True:
             reshard_after_evaluation(module)  # type: ignore[arg-type]
-    data_parallel = fsdp_mesh(mesh)
-    if data_parallel is None:
+    if mesh.fsdp is None:
         return
-    let_skip(structure, plan.skippable, [n for u in plan.units for n in u.modules], data_parallel)
+    let_skip(structure, plan.skippable, [n for u in plan.units for n in u.modules], mesh.fsdp)
     wanted = plan.config.check_order
-    if mesh.size() > 1 and (mesh.device_type == "cpu" if wanted == "auto" else wanted):
+    if mesh.size > 1 and (mesh.device_type == "cpu" if wanted == "auto" else wanted):
         check_call_order({unit.name: module for unit, module in units})
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from composer_dist.config.fully_shard import FSDP2Config
-from composer_dist.distributed.mesh.mesh import roles
+from composer_dist.distributed.mesh.dimensions import roles
 from composer_dist.distributed.sharding.choose import UNIT_FIELDS, Choices
 from composer_dist.distributed.sharding.units import Assignment, Group
 from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan

@@ -16,8 +16,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed.mesh.mesh import submesh
-from composer_dist.distributed.prepared import mesh_of
+from composer_dist.distributed import prepared
 from composer_dist.distributed.sharding.choose import Choice, Choices, is_sharded
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.blocks import has_forward
@@ -107,8 +106,8 @@ def _already_sharded(structure: Structure, choices: Choices) -> tuple[dict[str, 
             "FullyShardedDataParallel, FSDP1, which FSDP2 replaces; prepare the plain module."
         )
     sharded = {name for name, module in structure.modules.items() if is_sharded(module)}
-    mesh = mesh_of(structure.modules[""])
-    if "" in sharded or (mesh is not None and submesh(mesh, "tp") is not None):
+    known = prepared.of(structure.modules[""])
+    if "" in sharded or (known is not None and known.mesh is not None and known.mesh.tp is not None):
         raise ParallelismValueError("The model is sharded already; prepare a model once, unsharded.")
     skipped = {
         name: "it is sharded already, or lies inside a module that is"

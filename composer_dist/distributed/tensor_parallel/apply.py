@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from composer_dist import _torch
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
-from composer_dist.distributed.mesh.mesh import submesh
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.tensor_parallel.collectives import (
     SEQUENCE,
@@ -84,23 +84,20 @@ def materialize(held: Held, device: torch.device) -> tuple[nn.Parameter, Tensor]
 
 
 def finish_tensor_parallel(
-    structure: Structure, plan: TensorParallelPlan, mesh: DeviceMesh, agreement: Agreement
+    structure: Structure, plan: TensorParallelPlan, mesh: Mesh, agreement: Agreement
 ) -> None:
     """The last steps, when all tensors have their values.
 
     Modules get this rank's number of heads and features (initializers read the whole number); the ranks
     that share matrices draw the same random numbers from now on, as dropout on whole activations must.
-
-    Args:
-        mesh: the whole one.
     """
     with agreement.together("the sizes of modules"):
         for one in plan.divisions:
             setattr(_torch.unwrapped(structure.modules[one.module]), one.attribute, one.after)
         if plan.logits is not None:
             give_loss(structure, plan.logits)
-    if (tp_mesh := submesh(mesh, "tp")) is not None:
-        agreement.collectively("the random state", lambda: _align_random_state(tp_mesh))
+    if (tp := mesh.tp) is not None:
+        agreement.collectively("the random state", lambda: _align_random_state(tp))
 
 
 def _align_random_state(mesh: DeviceMesh) -> None:

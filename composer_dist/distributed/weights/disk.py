@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.distributed.mesh.dimensions import roles
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
-from composer_dist.distributed.mesh.mesh import roles
 from composer_dist.distributed.moving.transfer import Cargo, inner_cargoes
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed.mesh.layout import Layout
-from composer_dist.distributed.mesh.mesh import device_of
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.transfer import Cargo, inner_cargoes, take_slice
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.optimizers.follow import Follower
@@ -31,7 +30,7 @@ class Filling:
     structure: Structure
     shards: Shards
     sources: Sources
-    mesh: DeviceMesh
+    mesh: Mesh
     agreement: Agreement
     transport: Transport
     bucket_bytes: int
@@ -39,7 +38,7 @@ class Filling:
     """Where the tensors in `sources.disk` are read from."""
 
     def __post_init__(self) -> None:
-        self.device = device_of(self.mesh)
+        self.device = self.mesh.device
         self.first = self.agreement.ranks[0]
         self.values = {
             name: self.shards.originals.get(name, held.get()) for name, held in self.structure.tensors.items()
@@ -63,7 +62,7 @@ class Filling:
         for name in sorted(self.sources.local):
             if name in self.shards.local:
                 for cargo in self._cargoes(name, self.values[name]):
-                    take_slice(cargo, self.mesh)
+                    take_slice(cargo, self.mesh.device_mesh)
             elif self.values[name].device.type != self.device.type:
                 replace(self.structure.tensors[name], self.values[name].detach().to(self.device))
 
@@ -110,7 +109,7 @@ class Filling:
             self.transport.send({self.first: cargoes})
         else:
             for cargo in cargoes:
-                take_slice(cargo, self.mesh)
+                take_slice(cargo, self.mesh.device_mesh)
 
     def _target(self, name: str) -> Target:
         """A tensor that is read from files, and where its part goes."""
@@ -119,7 +118,7 @@ class Filling:
             local = self.shards.local.get(name, now.to_local().detach())
             return Target(name, Layout.of(now), local, now.device_mesh)
         cargo = self._cargo(name, None)
-        return Target(name, cargo.layout, cargo.target, self.mesh)
+        return Target(name, cargo.layout, cargo.target, self.mesh.device_mesh)
 
     def _read(self, component: Component) -> dict[str, torch.Tensor]:
         """What files have of a component's tensors, whole, for initializers that look at them."""

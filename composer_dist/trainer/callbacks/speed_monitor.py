@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer_dist.distributed.compiling.plan import is_compiled
+from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
@@ -15,7 +16,7 @@ from composer_dist.trainer.callbacks.peak_flops import peak_flops as peak_of_dev
 from composer_dist.trainer.clock import Timestamp
 from composer_dist.trainer.data.batch import num_samples
 from composer_dist.trainer.logger import Logger
-from composer_dist.trainer.setup import data_part, mesh_of
+from composer_dist.trainer.setup import data_part
 from composer_dist.trainer.state import State
 
 

@@ -17,6 +17,7 @@ from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import build_mesh, context_parallel, parallelize_model, sampler_kwargs
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.prepared import named_parameters_canonical, record
 from composer_dist.errors import ParallelismKeyError, ParallelismRuntimeError, ParallelismValueError
 from tests.kit.structures import full
@@ -283,7 +284,7 @@ def test_without_context_parallel_ranks_the_batch_is_the_whole_one() -> None:
     model, batch = Plain(), {"ids": tokens(0)}
     with pytest.raises(ParallelismRuntimeError, match="prepared, not Plain"):
         context_parallel(model, batch).__enter__()
-    record(model).mesh = build_mesh(MeshConfig())
+    record(model).mesh = Mesh(build_mesh(MeshConfig()))
     before = F.scaled_dot_product_attention
     with context_parallel(nn.Sequential(model), batch) as part:
         assert part is batch

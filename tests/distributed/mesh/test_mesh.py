@@ -18,14 +18,9 @@ from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import build_mesh, sampler_kwargs
-from composer_dist.distributed.mesh.mesh import (
-    fsdp_mesh,
-    mesh_dim_names,
-    mesh_for,
-    mesh_sizes,
-    roles,
-    submesh,
-)
+from composer_dist.distributed.mesh.build import mesh_for, mesh_sizes
+from composer_dist.distributed.mesh.dimensions import mesh_dim_names, roles
+from composer_dist.distributed.mesh.mesh import Mesh, fsdp_mesh, submesh
 from composer_dist.distributed.prepared import mesh_of, record
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit.world import World
@@ -71,7 +66,7 @@ def test_dimensions_of_size_one_are_left_out() -> None:
 
 def _own_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> Any:
     own = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    mesh = mesh_for(ParallelismConfig(fsdp2=FSDP2Config(device_mesh=own)))
+    mesh = mesh_for(ParallelismConfig(fsdp2=FSDP2Config(device_mesh=own))).device_mesh
     same_groups = all(mesh.get_group(dim) is own.get_group(dim) for dim in range(mesh.ndim))
     return mesh.mesh_dim_names, tuple(mesh.shape), same_groups, sampler_kwargs(mesh)["rank"]
 
@@ -189,9 +184,9 @@ def test_a_mesh_of_the_user_s_own_is_read_by_its_names(
     _fake(8)
     own = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for config in (ParallelismConfig(mesh=own), ParallelismConfig(fsdp2=FSDP2Config(device_mesh=own))):
-        assert mesh_for(config) is own
+        assert mesh_for(config).device_mesh is own
         assert tuple(mesh_sizes(config, 8).values()) == sizes
-        found = fsdp_mesh(mesh_for(config))
+        found = mesh_for(config).fsdp
         assert (found and found.mesh_dim_names) == fsdp
 
 
@@ -230,11 +225,12 @@ def test_a_prepared_model_remembers_its_whole_mesh() -> None:
     _fake(4)
     model, mesh = nn.Linear(2, 2), build_mesh(MeshConfig(dp_shard=2, cp=2))
     assert mesh_of(model) is None
-    record(model).mesh = mesh
-    assert mesh_of(model) is mesh
+    record(model).mesh = whole = Mesh(mesh)
+    assert mesh_of(model) is whole
+    assert mesh_of(nn.Sequential(model)) is whole
     part = fsdp_mesh(mesh)
     assert part is not None
-    with pytest.raises(ParallelismValueError, match="take the whole mesh"):
+    with pytest.raises(ParallelismValueError, match="pass the whole mesh"):
         sampler_kwargs(part)
 
 

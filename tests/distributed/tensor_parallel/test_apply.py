@@ -19,8 +19,9 @@ from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
 from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist.distributed.mesh.build import mesh_for
 from composer_dist.distributed.mesh.layout import Layout
-from composer_dist.distributed.mesh.mesh import build_mesh, sampler_kwargs
+from composer_dist.distributed.mesh.mesh import sampler_kwargs
 from composer_dist.distributed.moving.whole import gather
 from composer_dist.distributed.plan.build import build_plan
 from composer_dist.distributed.prepare import parallelize_model
@@ -258,10 +259,10 @@ def test_eight_ranks_replicate_shard_and_cut() -> None:
     dist.init_process_group("fake", rank=5, world_size=8)
     try:
         settings = ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=2, tp=2), tp=TPConfig())
-        model, mesh = built(gpt2, device="meta"), build_mesh(settings.mesh)
+        model, mesh = built(gpt2, device="meta"), mesh_for(settings)
         structure = read_structure(model)
         plan = build_plan(structure, settings, world_size=8)
-        shards = shard(structure, plan, mesh, torch.device("cpu"))
+        shards = shard(structure, plan, mesh)
     finally:
         dist.destroy_process_group()
     fused = shards.sharded["transformer.h.0.attn.c_attn.bias"]

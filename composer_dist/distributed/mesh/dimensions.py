@@ -1,0 +1,58 @@
+"""The names of a mesh's dimensions, and what each is for.
+
+They are "dp_replicate", "dp_shard", "cp" and "tp", outermost first. A dimension of size 1 is left out,
+except that "dp_shard" stays beside "dp_replicate" (FSDP2 tells replication from sharding by the number of
+dimensions) and beside "tp" alone (FSDP2 casts and offloads).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_dist.errors import ParallelismValueError
+
+DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
+"""All dimensions, outermost first."""
+
+
+FLATTENED = "dp_shard_cp"
+""""dp_shard" and "cp" as one dimension: the ranks over which FSDP2 shards where a mesh has both."""
+
+
+SYNONYMS = {**{name: name for name in DIMENSIONS}, "context_parallel": "cp", "tensor_parallel": "tp"}
+"""Names of dimensions, Lightning's among them, to ours."""
+
+
+def mesh_dim_names(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The dimensions that a mesh of these sizes has."""
+    names = [name for name, size in sizes.items() if size > 1]
+    replicated = sizes["dp_replicate"] > 1 and sizes["cp"] == 1
+    if "dp_shard" not in names and (names in ([], ["tp"]) or replicated):
+        names.append("dp_shard")
+    return tuple(name for name in sizes if name in names)
+
+
+def roles(mesh: DeviceMesh) -> dict[str, int]:
+    """Each of `DIMENSIONS` that a mesh has to its index there; how a mesh of the user's own is read.
+
+    Dimensions go by their names. Up to two of other names, or of none, are (replicate, shard), a single
+    one shard.
+
+    Raises:
+        ParallelismValueError: more dimensions than that, or in an order that cannot be used.
+    """
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    found = {SYNONYMS[name]: index for index, name in enumerate(names) if name in SYNONYMS}
+    free = [name for name in ("dp_shard", "dp_replicate") if name not in found]
+    others = [index for index, name in enumerate(names) if name not in SYNONYMS]
+    found.update(zip(free, reversed(others), strict=False))
+    ordered = sorted(found, key=DIMENSIONS.index)
+    if len(found) < mesh.ndim or sorted(found, key=found.__getitem__) != ordered:
+        raise ParallelismValueError(
+            f"The mesh has the dimensions {', '.join(name or 'without a name' for name in names)}; name them "
+            f"{', '.join(DIMENSIONS)}, in this order, leaving out those that it lacks. (One or two of other "
+            "names are taken for shard, or replicate and shard.)"
+        )
+    return {name: found[name] for name in ordered}
