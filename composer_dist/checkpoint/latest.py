@@ -7,7 +7,7 @@ import warnings
 
 from composer_dist.checkpoint.background import finish_pending
 from composer_dist.checkpoint.format.opened import open_checkpoint
-from composer_dist.checkpoint.storage.place import beside
+from composer_dist.checkpoint.storage.place import place_of
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointError
 
@@ -24,7 +24,7 @@ def latest_checkpoint(directory: str | os.PathLike[str], *, verify: bool = True)
     finish_pending()
     agreement = Agreement()
     found: list[str] = agreement.reach(
-        "the checkpoints there are", os.fspath(directory), lambda asked: beside(asked[0])
+        "the checkpoints there are", os.fspath(directory), lambda asked: place_of(asked[0]).inside()
     )
     for path in found:
         try:

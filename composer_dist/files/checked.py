@@ -155,7 +155,7 @@ class CheckedFile:
     def _save(self, value: Any, through: Any = None) -> int:
         start = self.nbytes
         self._head.clear()
-        with self._named(), _without_zip_checksums():
+        with self._named():
             torch.save(value, cast(IO[bytes], through or self))
         return start
 
@@ -175,14 +175,3 @@ class CheckedFile:
                     f"This cannot be saved, as it cannot be pickled: {cause}."
                 ) from cause
             raise
-
-
-@contextmanager
-def _without_zip_checksums() -> Iterator[None]:
-    """Inside, `torch.save` leaves out checksums that nobody reads; ours cover the same bytes."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)

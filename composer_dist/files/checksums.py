@@ -20,6 +20,19 @@ from composer_dist.files.slabs import MIB, THREADS, in_threads
 _PIECE = 4 * MIB
 """Bytes that a thread reads at one time."""
 
+_SEAL = b"composer_dist crc32 "
+
+
+def seal(text: bytes) -> bytes:
+    """A small text followed by its own checksum."""
+    return text + _SEAL + b"%08x" % zlib.crc32(text)
+
+
+def unseal(sealed: bytes) -> bytes | None:
+    """The text that was sealed; None if any of it was changed or lost."""
+    text = sealed[: -len(_SEAL) - 8]
+    return text if sealed == seal(text) else None
+
 
 def verify(
     files: Files,

@@ -1,16 +1,18 @@
 """Single files of `torch.save`: what is in them and where, without reading tensors; and their seal.
 
-Such a file is a zip archive without compression, so that slices of its tensors can be read in place. The
-files that we write end in a seal: checksums, as the comment that a zip archive may have, which other readers
-skip. Pickles are read by torch's own restricted unpickler unless the user asks for more.
+Such a file is a zip archive without compression, so slices of its tensors can be read in place. The files
+that we write end in a seal: checksums in the archive's comment, which other readers skip. (The archive's own
+checksums cover neither its headers nor its directory.) Pickles are read by torch's restricted unpickler
+unless the user asks for more.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 import struct
 import zipfile
-import zlib
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,26 +22,21 @@ import torch
 
 from composer_dist import _torch
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
+from composer_dist.files.checksums import seal, unseal
 from composer_dist.files.index import Entry, Index, Pieces
 from composer_dist.files.manifest import BLOCK, StoredFile
 from composer_dist.files.other_libraries import allowed
 
-_MAGIC = b"composer"
-
-
-_SEAL = struct.Struct("<QQII8s")
-"""Bytes before the seal, bytes of a block, their number, CRC-32 of the seal up to here, the magic word."""
-
-
-_MOST = 960
+_MOST = 256
 """Checksums in a seal: torch 2.13 finds the archive's end only in the last 4096 bytes of a small file."""
 
-
 _END = struct.Struct("<4sHHHHIIH")
-"""A zip archive's last record; the last field is the length of the comment that follows."""
-
+"""A zip archive's last record; its last field is the length of the comment that follows."""
 
 _END_MARK = b"PK\x05\x06"
+
+LENGTH = struct.Struct("<H")
+"""The last field of a zip archive: how long the comment is that follows."""
 
 
 def block_for(nbytes: int) -> int:
@@ -50,50 +47,36 @@ def block_for(nbytes: int) -> int:
     return block
 
 
-def seal(file: StoredFile) -> bytes:
-    """What to append to a file that ends in the announcement of a comment of this length."""
-    sums = struct.pack(f"<{len(file.checksums)}I", *file.checksums)
-    head = struct.pack("<QQI", file.nbytes, file.block, len(file.checksums))
-    return sums + head + struct.pack("<I8s", zlib.crc32(sums + head), _MAGIC)
-
-
-def seal_length(nbytes: int, block: int) -> int:
-    """Bytes of the seal of a file of `nbytes`."""
-    return 4 * -(-nbytes // block) + _SEAL.size
+def seal_of(file: StoredFile) -> bytes:
+    """The end of a file of which everything up to the length of the comment has been written."""
+    comment = seal(json.dumps([file.nbytes, file.block, file.checksums]).encode())
+    return LENGTH.pack(len(comment)) + comment
 
 
 def read_seal(path: Path) -> StoredFile | None:
-    """The checksums of a file; None where it has no seal, as others' files have not.
+    """The checksums of a file; None if it has no seal, as other libraries' files have none.
 
     Raises:
         CheckpointValueError: there was a seal, but the file was cut short or changed at its end.
     """
-    size = path.stat().st_size
     with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 8192))
         tail = file.read()
-    damaged = CheckpointValueError(
-        f"{path} is corrupt or truncated: its end is damaged. Load an earlier one."
-    )
-    if tail.endswith(_MAGIC) and len(tail) >= _SEAL.size:
-        nbytes, block, count, checksum, _ = _SEAL.unpack(tail[-_SEAL.size :])
-        length = 4 * count + _SEAL.size
-        if nbytes + length != size or length > len(tail) or zlib.crc32(tail[-length:-12]) != checksum:
-            raise damaged
-        sums = struct.unpack(f"<{count}I", tail[-length : -_SEAL.size])
-        return StoredFile(path.name, nbytes, sums, block)
     at = tail.rfind(_END_MARK)
-    if at < 0 or at + _END.size > len(tail):
-        return None  # no archive at all: whoever reads it says so
-    if at + _END.size + _END.unpack_from(tail, at)[-1] != len(tail):
-        raise damaged
-    if len(tail) > at + _END.size:
-        raise damaged
-    return None
+    end = tail[at + _END.size - LENGTH.size :] if at >= 0 else b""
+    if end in (b"", LENGTH.pack(0)):
+        return None  # not ours, or not an archive at all: whoever reads it reports that
+    text = unseal(end[LENGTH.size :])
+    if text is not None and end[: LENGTH.size] == LENGTH.pack(len(end) - LENGTH.size):
+        nbytes, block, checksums = json.loads(text)
+        if nbytes + len(end) == size:
+            return StoredFile(path.name, nbytes, tuple(checksums), block)
+    raise CheckpointValueError(f"{path} is corrupt or truncated: its end is damaged. Load an earlier one.")
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether a file ends in a seal that fits."""
+    """Whether a file ends in an intact seal."""
     try:
         return read_seal(path) is not None
     except (CheckpointError, OSError):

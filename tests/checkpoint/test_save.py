@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from composer_dist.checkpoint import full_model_state, load_checkpoint, save_checkpoint
+from composer_dist.checkpoint import (
+    full_model_state,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from composer_dist.checkpoint.storage import local as commit
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.prepare import parallelize_model
@@ -84,6 +90,8 @@ def test_one_file_that_torch_reads(world2: World, tmp_path: Path) -> None:
     plain.load_state_dict(contents["model"])
     head = contents["model"]["head.weight"]
     assert head.data_ptr() == contents["model"]["embed.weight"].data_ptr(), "ties are stored once"
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None, "unzip does not warn"
 
 
 def save_into(path: str, sharded: bool) -> Any:
@@ -251,6 +259,26 @@ def test_a_crash_before_the_rename_leaves_the_old_one(tmp_path: Path) -> None:
     assert_same(run(load_run, 2, path, "fsdp2")[0], before)
     run(save_run, 2, path, "fsdp2")
     assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.promise(59)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_crash_between_the_renames_of_an_exchange_leaves_the_old_one(tmp_path: Path, sharded: bool) -> None:
+    state = {"model": toy()}
+    path, aside = tmp_path / "c", tmp_path / ".c.0badc0de.old"
+    save_checkpoint(path, {**state, "number": 1}, sharded=sharded)
+    path.rename(aside)
+    assert latest_checkpoint(tmp_path) == str(path)
+    assert load_checkpoint(path)["number"] == 1
+    save_checkpoint(tmp_path / "d", {**state, "number": 2}, keep=2)
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "d")
+    assert load_checkpoint(path)["number"] == 1, "retention counts it"
+    save_checkpoint(path, {**state, "number": 3}, sharded=not sharded)
+    assert load_checkpoint(path)["number"] == 3
+    assert sorted(os.listdir(tmp_path)) == ["c", "d"]
+    path.rename(aside)
+    save_checkpoint(tmp_path / "d", {**state, "number": 4}, keep=1)
+    assert os.listdir(tmp_path) == ["d"]
 
 
 def save_elsewhere(directory: str) -> list[str]:

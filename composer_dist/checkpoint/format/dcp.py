@@ -1,13 +1,12 @@
 """`.metadata`, by which torch.distributed.checkpoint's own `load` finds everything in our checkpoints.
 
-It is a pickle, as torch has it. We only write it: what we read ourselves is in `checkpoint.json`. It is
-replaced before the mark of the checkpoint is, so it carries its own checksum, after the pickle's end.
+It is a pickle, as torch has it. We only write it: what we read ourselves is in `checkpoint.json`. Its own
+checksum follows the end of the pickle, because `checkpoint.json` does not list it.
 """
 
 from __future__ import annotations
 
 import pickle
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,12 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from composer_dist import _torch
+from composer_dist.files.checksums import seal
 from composer_dist.files.manifest import Manifest, Path
 
 NAME = ".metadata"
-
-
-_SEAL = b"composer_dist crc32 "
 
 
 _VERSION = "1.0.0"
@@ -71,11 +68,4 @@ def dcp_metadata(
         storage_meta=StorageMeta(),
         version=_VERSION,
     )
-    text = pickle.dumps(metadata)
-    return text + _SEAL + b"%08x" % zlib.crc32(text)
-
-
-def is_intact(contents: bytes) -> bool:
-    """Whether nothing of a `.metadata` was changed or lost."""
-    text, checksum = contents[: -len(_SEAL) - 8], contents[-8:]
-    return contents[len(text) : -8] == _SEAL and checksum == b"%08x" % zlib.crc32(text)
+    return seal(pickle.dumps(metadata))

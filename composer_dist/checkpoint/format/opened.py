@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_dist.checkpoint.format import dcp as dcp_metadata
+from composer_dist.checkpoint.format import dcp
 from composer_dist.checkpoint.format.structure import Leaves, decode, encode, is_plain
 from composer_dist.checkpoint.storage.local import resolve
-from composer_dist.checkpoint.storage.place import beside, is_remote, local_path
+from composer_dist.checkpoint.storage.place import place_of
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
 from composer_dist.files import manifest as manifests
-from composer_dist.files.checksums import verify
+from composer_dist.files.checksums import unseal, verify
 from composer_dist.files.index import Index
 from composer_dist.files.manifest import Kind, Manifest, StoredFile, StoredObject
 from composer_dist.files.other_libraries import allowed, normalized
-from composer_dist.files.read import Files, file_system, open_files, read_slabs
+from composer_dist.files.read import Files, open_files, read_slabs
 from composer_dist.files.slabs import plan_reads
 from composer_dist.files.torch_save import index_of, read_seal, read_torch_file
 from composer_dist.tensors.blueprint import Blueprint
@@ -74,10 +74,10 @@ class Opened:
             CheckpointValueError: they differ; names the file.
         """
         if self.sharded and part == 0:
-            contents = _small_file(self.root, dcp_metadata.NAME)
-            if contents is None or not dcp_metadata.is_intact(contents):
+            metadata = place_of(self.where).read(dcp.NAME)
+            if metadata is None or unseal(metadata) is None:
                 raise CheckpointValueError(
-                    f"{self.where}/{dcp_metadata.NAME} is corrupt or cut short. Load an earlier checkpoint."
+                    f"{self.where}/{dcp.NAME} is corrupt or cut short. Load an earlier checkpoint."
                 )
         with self.files() as files:
             verify(files, self.stored, part, parts)
@@ -142,9 +142,10 @@ def open_checkpoint(where: str, allow_pickle: bool = False) -> Opened:
         CheckpointValueError: it is none, is not complete, or is damaged.
         CheckpointRuntimeError: it cannot be read.
     """
-    if is_remote(where):
+    place = place_of(where)
+    if not isinstance(place.path, Path):
         return _open_directory(where, where, allow_pickle)
-    path = resolve(local_path(where))
+    path = resolve(place.path)
     try:
         if path.is_dir():
             return _open_directory(str(path), path, allow_pickle)
@@ -156,15 +157,14 @@ def open_checkpoint(where: str, allow_pickle: bool = False) -> Opened:
 
 
 def _open_directory(where: str, root: Path | str, allow_pickle: bool) -> Opened:
-    mark = _small_file(root, manifests.NAME)
+    place = place_of(where)
+    mark = place.read(manifests.NAME)
     if mark is None:
+        hint = (
+            " It holds checkpoints; pass one of them, or latest_checkpoint of it." if place.inside() else ""
+        )
         raise CheckpointValueError(
-            f"{where} is not a valid checkpoint: it has no {manifests.NAME}, which is written last."
-            + (
-                " It holds checkpoints; give one of them, or latest_checkpoint of it."
-                if beside(where)
-                else ""
-            )
+            f"{where} is not a valid checkpoint: it has no {manifests.NAME}, which is written last.{hint}"
         )
     manifest = Manifest.of_text(mark, f"{where}/{manifests.NAME}")
     manifest.check_complete(where)
@@ -179,18 +179,6 @@ def _open_directory(where: str, root: Path | str, allow_pickle: bool) -> Opened:
         dict(manifest.objects),
         allow_pickle,
     )
-
-
-def _small_file(root: Path | str, name: str) -> bytes | None:
-    """All of a file, if it is there."""
-    try:
-        if isinstance(root, Path):
-            return (root / name).read_bytes()
-        system, path = file_system(root)
-        contents: bytes = system.cat_file(f"{path}/{name}")
-        return contents
-    except FileNotFoundError:
-        return None
 
 
 def _open_file(path: Path, allow_pickle: bool) -> Opened:

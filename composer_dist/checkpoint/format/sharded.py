@@ -19,7 +19,7 @@ from composer_dist.checkpoint.format.dcp import Item
 from composer_dist.checkpoint.format.pieces import Piece, own, pieces_of
 from composer_dist.checkpoint.format.shares import choose
 from composer_dist.checkpoint.format.structure import Leaves, encode
-from composer_dist.checkpoint.storage.place import Place, finish
+from composer_dist.checkpoint.storage.place import Place, complete
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.files import manifest as manifests
 from composer_dist.files.checked import CheckedFile
@@ -128,7 +128,7 @@ class Saving:
         manifest, items = self._describe(posts)
         metadata = dcp_metadata.dcp_metadata(manifest, items, self.leaves.paths)
         marks = {dcp_metadata.NAME: metadata, manifests.NAME: manifest.to_text().encode()}
-        finish(self.place, self.token, marks, self.keep)
+        complete(self.place, self.token, marks, self.keep)
 
     def _describe(
         self, posts: list[dict[str, Any]]

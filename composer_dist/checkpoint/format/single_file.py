@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -14,13 +13,10 @@ from torch import Tensor
 from composer_dist.checkpoint.background import Buffers
 from composer_dist.checkpoint.format.structure import Leaves, decode, encode
 from composer_dist.checkpoint.full_state import agree_on, gather_full
-from composer_dist.checkpoint.storage.place import Place, finish
+from composer_dist.checkpoint.storage.place import Place, complete
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.files.checked import CheckedFile, Sink
-from composer_dist.files.torch_save import block_for, seal, seal_length
-
-_LENGTH = struct.Struct("<H")
-"""The last field of a zip archive: how long its comment is."""
+from composer_dist.files.torch_save import LENGTH, block_for, seal_of
 
 
 @dataclass
@@ -65,7 +61,7 @@ class SavingFile:
                     write_single_file(
                         self.whole, self.place.sink(self.token, None), os.fspath(self.place.path)
                     )
-                    finish(self.place, self.token, {}, self.keep)
+                    complete(self.place, self.token, {}, self.keep)
         except BaseException:
             if here:
                 self.place.discard(self.token)
@@ -81,34 +77,27 @@ def write_single_file(contents: Any, sink: Sink, name: str) -> None:
     """
     file = CheckedFile(sink, name, block_for(2 * sum(tensor.nbytes for tensor in _tensors(contents))))
     with file:
-        tail = _HeldBack(file, _LENGTH.size)
-        file.save_object(contents, through=tail)
-        length = seal_length(file.nbytes + _LENGTH.size, file.block)
-        file.write(_LENGTH.pack(length))
-        file.append(seal(file.stored()))
+        file.save_object(contents, through=_WithoutLength(file))
+        file.append(seal_of(file.stored()))
 
 
-class _HeldBack:
-    """Passes on all that is written, but for the last bytes."""
+class _WithoutLength:
+    """Passes on everything but the archive's last field, which says how long its comment is."""
 
-    def __init__(self, file: CheckedFile, count: int) -> None:
-        self._file, self._count, self._rest = file, count, b""
+    def __init__(self, file: CheckedFile) -> None:
+        self._file, self._rest = file, b""
 
     def write(self, data: Any) -> int:
-        """Append bytes."""
+        """Append bytes, and hold back the last ones."""
         view = memoryview(data).cast("B")
-        if len(view) < self._count:
-            whole = self._rest + bytes(view)
-            self._file.write(whole[: -self._count])
-            self._rest = whole[-self._count :]
-        else:
-            self._file.write(self._rest)
-            self._file.write(view[: -self._count])
-            self._rest = bytes(view[-self._count :])
+        last = self._rest + bytes(view[-LENGTH.size :])
+        self._file.write(last[: -LENGTH.size])
+        self._file.write(view[: -LENGTH.size])
+        self._rest = last[-LENGTH.size :]
         return len(view)
 
     def flush(self) -> None:
-        """The rest stays."""
+        """What is held back stays so."""
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,123 +1,152 @@
-"""How a checkpoint comes to be all at once: written aside, then put in place by one step.
+"""Checkpoints in a local directory, each of which appears in one step.
 
-A new directory is written under another name beside its place and renamed. Over a checkpoint that is there,
-the new data files, whose names differ, are moved in beside the old ones; then `checkpoint.json` is replaced,
-which is one step for the file system, and only then the old data go. Whenever the process dies, the place
-holds nothing, or the old checkpoint, or the new one. A file replaces a file in the same way. Where a file and
-a directory change places, the two names are exchanged by the kernel; on a file system that cannot, the old
-one is kept under another name meanwhile, where `resolve` finds it.
+A checkpoint is written under another name beside its place (`.name.token.tmp`) and renamed when complete.
+
+- A new directory, or a file that replaces a file, needs one rename.
+- Over an existing directory the new data files, whose names differ, are moved in beside the old ones. Then
+  `checkpoint.json` is replaced, which is one step for the file system. The old data are removed last.
+- Where a file replaces a directory, or the reverse, the old one is first renamed to `.name.token.old`. It is
+  found there under its own name (`resolve`) until the new one is in place.
+
+Whenever the process is killed, the place holds nothing, the old checkpoint or the new one.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from composer_dist.errors import CheckpointError, CheckpointIsADirectoryError, CheckpointRuntimeError
+from composer_dist.files.checked import LocalSink, Sink
 from composer_dist.files.manifest import NAME, Manifest
 from composer_dist.files.torch_save import is_sealed
 
-_ASIDE, _OLD = "tmp", "old"
-
-
 DCP_METADATA = ".metadata"
-
 
 _DATA = re.compile(r"__\d+_[0-9a-f]{8}\.distcp")
 """Names of data files; the end is the token of one save."""
 
+_ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(tmp|old)")
+"""Names of what is written, or kept, beside its place."""
 
-_EXCHANGE, _CWD = 2, -100
+
+@dataclass(frozen=True)
+class LocalPlace:
+    """A `Place` in the local file system."""
+
+    path: Path
+
+    def reserve(self, sharded: bool) -> str:
+        """Check that a checkpoint may be put here and remove what earlier saves left unfinished.
+
+        Raises:
+            CheckpointIsADirectoryError: a single file was asked for, but the path is another directory.
+        """
+        path = self.path
+        if not sharded and path.is_dir() and not is_checkpoint(path):
+            raise CheckpointIsADirectoryError(
+                f"{path} is a directory, and not a checkpoint that could be replaced by a file; give a file "
+                "name in it, or save sharded."
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for old in _beside(path, "old"):
+            if path.exists():
+                _remove(old)
+            else:
+                old.rename(path)
+        for left in _beside(path, "tmp"):
+            _remove(left)
+        token = secrets.token_hex(4)
+        if sharded:
+            self._aside(token).mkdir()
+        return token
+
+    def sink(self, token: str, name: str | None) -> Sink:
+        """A new file of the checkpoint; None for the only one."""
+        aside = self._aside(token)
+        return LocalSink(aside if name is None else aside / name)
+
+    def finish(self, token: str, marks: dict[str, bytes]) -> None:
+        """Write the marks and rename."""
+        for name, contents in marks.items():
+            sink = self.sink(token, name)
+            sink.write(memoryview(contents))
+            sink.close()
+        put_in_place(self._aside(token), self.path)
+
+    def discard(self, token: str) -> None:
+        """Remove what was written, as far as possible."""
+        with suppress(OSError):
+            _remove(self._aside(token))
+
+    def read(self, name: str) -> bytes | None:
+        """All of a file of the checkpoint; None if it does not exist."""
+        with suppress(FileNotFoundError):
+            return (self.path / name).read_bytes()
+        return None
+
+    def inside(self) -> list[str]:
+        """The complete checkpoints in this directory, newest first."""
+        return [str(path) for path in _newest_first(self.path)]
+
+    def beside(self) -> list[str]:
+        """The other complete checkpoints in the same directory, newest first."""
+        return [str(path) for path in _newest_first(self.path.parent) if path != self.path]
+
+    def remove(self) -> None:
+        """Remove the checkpoint, its mark first, so that half of it is never taken for a checkpoint."""
+        path = resolve(self.path)
+        if path.is_dir():
+            (path / NAME).unlink()
+        _remove(path)
+
+    def _aside(self, token: str) -> Path:
+        return _named_aside(self.path, token, "tmp")
 
 
 def resolve(path: Path) -> Path:
-    """Where the checkpoint of this name is: there, or still aside, if a save ended in between."""
-    if not path.exists():
-        for old in _siblings(path, _OLD):
-            return old
-    return path
+    """Where the checkpoint of this name is: there, or still aside if a save was killed while replacing it."""
+    return path if path.exists() else next(_beside(path, "old"), path)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a complete checkpoint of ours lies there, judged by its mark."""
+    """Whether a complete checkpoint of this library is there, judged by its mark."""
     return (path / NAME).is_file() if path.is_dir() else path.is_file() and is_sealed(path)
-
-
-def aside(path: Path, token: str) -> Path:
-    """Where a checkpoint is written before it is put in its place."""
-    return path.parent / f".{path.name}.{token}.{_ASIDE}"
-
-
-def reserve(path: Path, aside: Path, sharded: bool) -> None:
-    """Check that a checkpoint may be put at a place, and make room to write it aside.
-
-    What earlier saves to this place have left there unfinished is removed.
-
-    Raises:
-        CheckpointIsADirectoryError: a single file was asked for where there is a directory of other things.
-    """
-    if not sharded and path.is_dir() and not is_checkpoint(path):
-        raise CheckpointIsADirectoryError(
-            f"{path} is a directory, and not a checkpoint that could be replaced by a file; give a file name "
-            "in it, or save sharded."
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for old in _siblings(path, _OLD):
-        if path.exists():
-            _remove(old)
-        else:
-            old.rename(path)
-    for left in _siblings(path, _ASIDE):
-        _remove(left)
-    if sharded:
-        aside.mkdir()
 
 
 def put_in_place(aside: Path, path: Path) -> None:
     """Make what was written under `aside`, every file of it on the disk already, the checkpoint `path`."""
     if aside.is_dir():
-        sync_directory(aside)
+        _sync(aside)
     if aside.is_dir() and path.is_dir():
         _replace_contents(aside, path)
-    elif aside.is_dir() != path.is_dir() and path.exists():
-        _exchange(aside, path)
+    elif path.exists() and aside.is_dir() != path.is_dir():
+        old = _named_aside(path, secrets.token_hex(4), "old")
+        path.rename(old)
+        aside.rename(path)
+        _sync(path.parent)
+        _remove(old)
     else:
         os.replace(aside, path)
-    sync_directory(path.parent)
-
-
-def discard(aside: Path) -> None:
-    """Remove what was written, as far as possible."""
-    with suppress(OSError):
-        _remove(aside)
-
-
-def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _sync(path.parent)
 
 
 def _replace_contents(aside: Path, path: Path) -> None:
-    """Move a new checkpoint into the directory of an old one, in whose place it is once its mark is there."""
+    """Move a new checkpoint into the directory of an old one, which it replaces once its mark is there."""
     before = _files_of(path)
     last = [DCP_METADATA, NAME]
     new = sorted((file.name for file in aside.iterdir()), key=lambda name: (name in last, name == NAME))
     for name in new:
         if name == NAME:
-            sync_directory(path)
+            _sync(path)
         os.replace(aside / name, path / name)
-    sync_directory(path)
+    _sync(path)
     for name in before.difference(new):
         with suppress(FileNotFoundError):
             os.unlink(path / name)
@@ -134,34 +163,43 @@ def _files_of(path: Path) -> set[str]:
     return left.union(file.name for file in manifest.files)
 
 
-def _exchange(aside: Path, path: Path) -> None:
-    """Put a file in the place of a directory, or the reverse."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    names = os.fsencode(aside), os.fsencode(path)
+def _newest_first(directory: Path) -> list[Path]:
+    """Complete checkpoints in a directory, by the time at which they were completed, newest first."""
     try:
-        done = libc.renameat2(_CWD, names[0], _CWD, names[1], _EXCHANGE) == 0
-    except AttributeError:  # not Linux, or an old C library
-        done = False
-    if done:
-        _remove(aside)
-        return
-    old = path.parent / f".{path.name}.{secrets.token_hex(4)}.{_OLD}"
-    path.rename(old)
-    aside.rename(path)
-    sync_directory(path.parent)
-    _remove(old)
-
-
-def _siblings(path: Path, kind: str) -> Iterator[Path]:
-    """What is called after `path` and put aside for some purpose."""
-    try:
-        names = sorted(os.listdir(path.parent))
-    except OSError:
-        return
+        names = set(os.listdir(directory))
+    except FileNotFoundError:
+        return []
+    names |= {match[1] for name in names if (match := _ASIDE.fullmatch(name)) and match[2] == "old"}
+    found: list[tuple[int, str, Path]] = []
     for name in names:
-        middle = name.removeprefix(f".{path.name}.").removesuffix(f".{kind}")
-        if name == f".{path.name}.{middle}.{kind}" and len(middle) == 8:
-            yield path.parent / name
+        path = resolve(directory / name)
+        if name.startswith(".") or path.is_symlink() or not is_checkpoint(path):
+            continue
+        with suppress(FileNotFoundError):  # removed meanwhile
+            mark = path / NAME if path.is_dir() else path
+            found.append((mark.stat().st_mtime_ns, name, directory / name))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def _named_aside(path: Path, token: str, purpose: str) -> Path:
+    return path.parent / f".{path.name}.{token}.{purpose}"
+
+
+def _beside(path: Path, purpose: str) -> Iterator[Path]:
+    """What is kept beside a path for some purpose."""
+    with suppress(OSError):
+        for name in sorted(os.listdir(path.parent)):
+            if (match := _ASIDE.fullmatch(name)) and match.groups() == (path.name, purpose):
+                yield path.parent / name
+
+
+def _sync(directory: Path) -> None:
+    """Wait until the names in a directory are on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:
@@ -169,7 +207,8 @@ def _remove(path: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)
+    except FileNotFoundError:
+        pass
     except OSError as error:
-        if error.errno != errno.ENOENT:
-            raise CheckpointRuntimeError(f"Cannot remove {path}: {error.strerror}.") from error
+        raise CheckpointRuntimeError(f"Cannot remove {path}: {error.strerror}.") from error

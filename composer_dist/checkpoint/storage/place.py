@@ -1,24 +1,26 @@
-"""Where a checkpoint goes: a path of this machine, or a URL of any file system that fsspec knows."""
+"""Where a checkpoint goes: a local path, or a URL of a file system that fsspec knows (`s3://`, `gs://`).
+
+`Place` is the interface between checkpoints and stores. `local` and `remote` implement it.
+"""
 
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 from typing import Protocol
 
-from composer_dist.checkpoint.storage import local as commit
-from composer_dist.checkpoint.storage.retention import checkpoints_in, prune
+from composer_dist.checkpoint.storage.local import LocalPlace
+from composer_dist.checkpoint.storage.remote import RemotePlace
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
-from composer_dist.files.checked import LocalSink, Sink
+from composer_dist.files.checked import Sink
 
 
 class Place(Protocol):
     """The place of one checkpoint. The first rank reserves it and finishes; every rank may write files."""
 
     @property
-    def path(self) -> str | os.PathLike[str]:
-        """What it is called."""
+    def path(self) -> Path | str:
+        """Its path or URL."""
 
     def reserve(self, sharded: bool) -> str:
         """Check that a checkpoint may be put here; returns a token of this save."""
@@ -36,30 +38,21 @@ class Place(Protocol):
     def discard(self, token: str) -> None:
         """Remove what was written."""
 
-    def keep(self, count: int) -> None:
-        """Remove all but the newest of the checkpoints beside this one, itself included."""
+    def read(self, name: str) -> bytes | None:
+        """All of a file of the checkpoint; None if it does not exist."""
 
+    def inside(self) -> list[str]:
+        """The complete checkpoints in this directory, newest first."""
 
-def finish(place: Place, token: str, marks: dict[str, bytes], keep: int | None) -> None:
-    """Complete the checkpoint, and remove those that are not kept.
+    def beside(self) -> list[str]:
+        """The other complete checkpoints in the same directory, newest first."""
 
-    Raises:
-        CheckpointRuntimeError: the file system reports an error: the disk is full, say.
-    """
-    try:
-        place.finish(token, marks)
-        if keep is not None:
-            place.keep(keep)
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointRuntimeError(
-            f"Cannot write {os.fspath(place.path)}: {error.strerror or error}."
-        ) from error
+    def remove(self) -> None:
+        """Remove the checkpoint that is here."""
 
 
 def place_of(path: str | os.PathLike[str]) -> Place:
-    """The place that a path or URL means; `file://` is a path.
+    """The place of a path or URL; `file://` is a path.
 
     Raises:
         CheckpointValueError: it is empty.
@@ -67,66 +60,23 @@ def place_of(path: str | os.PathLike[str]) -> Place:
     text = os.fspath(path)
     if not text:
         raise CheckpointValueError("The path of the checkpoint is empty.")
-    if is_remote(text):
-        from composer_dist.checkpoint.storage.remote import RemotePlace
-
+    if "://" in text and not text.startswith("file://"):
         return RemotePlace(text)
-    return LocalPlace(local_path(text))
+    return LocalPlace(Path(os.path.abspath(text.removeprefix("file://"))))
 
 
-def beside(directory: str) -> list[str]:
-    """The complete checkpoints in a directory, newest first."""
-    if is_remote(directory):
-        from composer_dist.checkpoint.storage.remote import checkpoints_at
+def complete(place: Place, token: str, marks: dict[str, bytes], keep: int | None) -> None:
+    """Complete the checkpoint; with `keep`, remove all but the newest of those in the same directory.
 
-        return checkpoints_at(directory)
-    return [str(path) for path in checkpoints_in(local_path(directory))]
-
-
-def is_remote(path: str) -> bool:
-    """Whether it is a URL of somewhere else."""
-    return "://" in path and not path.startswith("file://")
-
-
-def local_path(path: str) -> Path:
-    """The path that a string means."""
-    return Path(os.path.abspath(path.removeprefix("file://")))
-
-
-class LocalPlace:
-    """A path; see `commit` for how it changes."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @property
-    def path(self) -> Path:
-        """What it is called."""
-        return self._path
-
-    def reserve(self, sharded: bool) -> str:
-        """Check that a checkpoint may be put here; returns a token of this save."""
-        token = secrets.token_hex(4)
-        commit.reserve(self.path, commit.aside(self.path, token), sharded)
-        return token
-
-    def sink(self, token: str, name: str | None) -> Sink:
-        """A new file of the checkpoint; None for the only one."""
-        aside = commit.aside(self.path, token)
-        return LocalSink(aside if name is None else aside / name)
-
-    def finish(self, token: str, marks: dict[str, bytes]) -> None:
-        """Write the marks and rename."""
-        for name, contents in marks.items():
-            sink = self.sink(token, name)
-            sink.write(memoryview(contents))
-            sink.close()
-        commit.put_in_place(commit.aside(self.path, token), self.path)
-
-    def discard(self, token: str) -> None:
-        """Remove what was written."""
-        commit.discard(commit.aside(self.path, token))
-
-    def keep(self, count: int) -> None:
-        """Remove all but the newest of the checkpoints beside this one."""
-        prune(self.path, count)
+    Raises:
+        CheckpointRuntimeError: the file system reports an error: the disk is full, say.
+    """
+    try:
+        place.finish(token, marks)
+        if keep is not None:
+            for old in place.beside()[max(keep - 1, 0) :]:
+                place_of(old).remove()
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointRuntimeError(f"Cannot write {place.path}: {error.strerror or error}.") from error

@@ -1,8 +1,7 @@
-"""Checkpoints at URLs: object stores and other file systems that fsspec knows.
+"""Checkpoints at URLs: S3 and other object stores, and whatever else fsspec knows.
 
-They cannot rename a directory. So data files have names that no other save has, and `checkpoint.json`,
-which these systems put in place all at once, is written last. What belonged to the checkpoint before is
-removed after that.
+They cannot rename a directory. So each save has data file names of its own, and `checkpoint.json`, which
+these systems replace in one step, is written last. Then the files of the previous checkpoint are removed.
 """
 
 from __future__ import annotations
@@ -32,30 +31,26 @@ class RemoteSink:
         self._file.close()
 
     def abort(self) -> None:
-        """Let go of it; what is there goes with the rest."""
+        """Close it; `discard` removes what is there."""
         with suppress(Exception):
             self._file.discard()
 
 
 class RemotePlace:
-    """A URL."""
+    """A `Place` at a URL."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self.path = url
         self._system, self._root = file_system(url)
-
-    @property
-    def path(self) -> str:
-        """What it is called."""
-        return self._url
+        self._parent, _, self._name = self._root.rpartition("/")
 
     def reserve(self, sharded: bool) -> str:
         """Check that a checkpoint may be put here; returns a token of this save."""
-        if not sharded and self._system.isdir(self._root) and not self._is_checkpoint(self._root):
+        if not sharded and self._system.isdir(self._root) and not self._system.exists(f"{self._root}/{NAME}"):
             raise CheckpointIsADirectoryError(
                 f"{self.path} is a directory, and not a checkpoint; give a file name in it, or save sharded."
             )
-        self._system.makedirs(self._root if sharded else self._parent(), exist_ok=True)
+        self._system.makedirs(self._root if sharded else self._parent, exist_ok=True)
         return secrets.token_hex(4)
 
     def sink(self, token: str, name: str | None) -> Sink:
@@ -64,7 +59,7 @@ class RemotePlace:
 
     def finish(self, token: str, marks: dict[str, bytes]) -> None:
         """Write the marks, the last of which counts; then remove what was there before."""
-        before = self._files()
+        manifest = _manifest(self._system, self._root)
         if not marks:
             if self._system.isdir(self._root):
                 self._system.rm(self._root, recursive=True)
@@ -72,9 +67,9 @@ class RemotePlace:
             return
         for name, contents in marks.items():
             self._system.pipe_file(f"{self._root}/{name}", contents)
-        for name in before:
+        for file in manifest.files if manifest else ():
             with suppress(FileNotFoundError):
-                self._system.rm(f"{self._root}/{name}")
+                self._system.rm(f"{self._root}/{file.name}")
 
     def discard(self, token: str) -> None:
         """Remove what was written."""
@@ -85,45 +80,41 @@ class RemotePlace:
                 if name.endswith(f"_{token}.distcp"):
                     self._system.rm(name)
 
-    def keep(self, count: int) -> None:
-        """Remove all but the newest of the checkpoints beside this one."""
-        own = f"{self._root}"
-        others = [path for path in _newest_first(self._system, self._parent()) if path != own]
-        for path in others[max(count - 1, 0) :]:
-            self._system.rm(f"{path}/{NAME}")
-            self._system.rm(path, recursive=True)
+    def read(self, name: str) -> bytes | None:
+        """All of a file of the checkpoint; None if it does not exist."""
+        try:
+            contents: bytes = self._system.cat_file(f"{self._root}/{name}")
+        except FileNotFoundError:
+            return None
+        return contents
 
-    def _parent(self) -> str:
-        return self._root.rpartition("/")[0]
+    def inside(self) -> list[str]:
+        """URLs of the complete sharded checkpoints below this one, newest first."""
+        return _newest_first(self._system, self._root)
+
+    def beside(self) -> list[str]:
+        """URLs of the other complete sharded checkpoints in the same directory, newest first."""
+        return _newest_first(self._system, self._parent, but=self._root)
+
+    def remove(self) -> None:
+        """Remove the checkpoint, its mark first."""
+        self._system.rm(f"{self._root}/{NAME}")
+        self._system.rm(self._root, recursive=True)
 
     def _aside(self, token: str) -> str:
-        return f"{self._parent()}/.{self._root.rpartition('/')[2]}.{token}.tmp"
-
-    def _is_checkpoint(self, path: str) -> bool:
-        return bool(self._system.exists(f"{path}/{NAME}"))
-
-    def _files(self) -> list[str]:
-        manifest = _manifest(self._system, self._root)
-        return [] if manifest is None else [file.name for file in manifest.files]
+        return f"{self._parent}/.{self._name}.{token}.tmp"
 
 
-def checkpoints_at(url: str) -> list[str]:
-    """URLs of the complete sharded checkpoints below one, newest first."""
-    system, root = file_system(url)
-    return [system.unstrip_protocol(path) for path in _newest_first(system, root)]
-
-
-def _newest_first(system: Any, directory: str) -> list[str]:
+def _newest_first(system: Any, directory: str, but: str = "") -> list[str]:
     found: list[tuple[float, str]] = []
     try:
-        paths = system.ls(directory, detail=False)
+        paths = [path.rstrip("/") for path in system.ls(directory, detail=False)]
     except FileNotFoundError:
         return []
     for path in paths:
-        manifest = _manifest(system, path.rstrip("/"))
-        if manifest is not None:
-            found.append((manifest.facts.get("time", 0.0), path.rstrip("/")))
-    return [path for _, path in sorted(found, reverse=True)]
+        if path != but and (manifest := _manifest(system, path)) is not None:
+            found.append((manifest.facts.get("time", 0.0), path))
+    return [system.unstrip_protocol(path) for _, path in sorted(found, reverse=True)]
 
 
 def _manifest(system: Any, path: str) -> Manifest | None:

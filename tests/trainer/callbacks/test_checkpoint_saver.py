@@ -91,7 +91,7 @@ def test_latest_is_a_file_where_links_are_impossible(tmp_path: Path, monkeypatch
 
 
 def test_an_asynchronous_save_that_fails_ends_the_run(tmp_path: Path, monkeypatch: Any) -> None:
-    from composer_dist.checkpoint.storage.place import LocalPlace
+    from composer_dist.checkpoint.storage.local import LocalPlace
 
     def fail(*args: Any) -> None:
         raise OSError(28, "No space left on device")
