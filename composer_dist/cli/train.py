@@ -107,7 +107,7 @@ def _told(launcher: int | None = None) -> Iterator[None]:
     except Exception as error:
         if ctrl_c.received:
             raise typer.Exit(interrupt.EXIT_STATUS) from None
-        from composer_dist.recipe.read import ConfigurationError
+        from composer_dist.recipe.problems import ConfigurationError
 
         wrong_input = isinstance(error, ConfigurationError)
         text = str(error) if wrong_input else _failure(error)

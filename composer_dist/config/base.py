@@ -6,12 +6,13 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, ClassVar, Self, get_args, get_type_hints
+from typing import Any, ClassVar, Self
 
 import torch
 
+from composer_dist.config.explain import explain
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.wording import dtype_name, near_miss
+from composer_dist.wording import dtype_name
 
 ActivationCheckpointing = bool | str | tuple[str, Mapping[str, Any] | None] | list[Any] | None
 
@@ -53,7 +54,11 @@ class FromDict:
         try:
             return pydantic.TypeAdapter(cls).validate_python(dict(values))
         except pydantic.ValidationError as error:
-            raise ParallelismValueError(_explain(cls, error.errors())) from None
+            lines = [
+                f"{'.'.join([cls.__name__, *map(str, path)])}: {text}"
+                for path, text in explain(cls, values, error)
+            ]
+            raise ParallelismValueError("\n".join(lines)) from None
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, in plain types, for YAML and JSON; `from_dict` reads it back.
@@ -95,28 +100,3 @@ def _plain(value: Any, path: str) -> Any:
 def _spell_flags(flags: int) -> str:
     letters = {re.I: "i", re.L: "L", re.M: "m", re.S: "s", re.X: "x", re.A: "a"}
     return "".join(letter for flag, letter in letters.items() if flags & flag)
-
-
-def _explain(cls: type, errors: Sequence[Any]) -> str:
-    """What pydantic has found, in our words: the path, the fault, the nearest known key."""
-    lines = []
-    for error in errors:
-        path = [str(part) for part in error["loc"] if part != "MeshConfig"]
-        if path[-1:] == ["is-instance[DeviceMesh]"] and len(errors) > 1:
-            continue  # `mesh` is no mesh but sizes, of which the other errors speak
-        if error["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
-            known = _field_names(cls, path[:-1])
-            lines.append(f"unknown key {'.'.join(path)!r}.{near_miss(path[-1], known)}")
-        elif error["type"] == "value_error":  # a dataclass's own words
-            lines.append(": ".join([*filter(None, [".".join(path)]), str(error["ctx"]["error"])]))
-        else:
-            lines.append(f"{'.'.join(path)}: {error['msg']} (got {error['input']!r})")
-    return f"{cls.__name__}: " + " ".join(lines)
-
-
-def _field_names(cls: Any, path: Sequence[str]) -> set[str]:
-    """The fields of the dataclass that lies at `path` below `cls`."""
-    for part in path:
-        hint = get_type_hints(cls).get(part)
-        cls = next((kind for kind in (hint, *get_args(hint)) if dataclasses.is_dataclass(kind)), cls)
-    return {field.name for field in dataclasses.fields(cls)}

@@ -11,24 +11,17 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from composer_dist.composer_model import ComposerModel
-from composer_dist.distributed.ranks import process_group
-from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist import ComposerModel, Trainer
+from composer_dist.distributed import process_group
 from composer_dist.errors import CheckpointError, CheckpointValueError, ParallelismValueError, kind_of
-from composer_dist.recipe import named as registry
+from composer_dist.recipe import named
 from composer_dist.recipe.data import datasets, loader
 from composer_dist.recipe.models import build_model
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import HubModel, Run
 from composer_dist.recipe.signature import known_names
 from composer_dist.recipe.tokenizer import tokenizer_named
-from composer_dist.trainer.callbacks import CheckpointSaver
-from composer_dist.trainer.clock import Time, TimeUnit
-from composer_dist.trainer.data.randomness import seed_all
-from composer_dist.trainer.finetuning.phases import FineTuningPhases
-from composer_dist.trainer.resume import Resume
-from composer_dist.trainer.schedulers import Schedule
-from composer_dist.trainer.trainer import Trainer
+from composer_dist.trainer import CheckpointSaver, FineTuningPhases, Resume, Time, TimeUnit, seed_all
 
 CHECKPOINTS = "checkpoints"
 """Where they are, in the run's folder."""
@@ -51,16 +44,15 @@ def build(configuration: Configuration) -> Session:
     """
     run, folder = configuration.run, configuration.folder
     process_group.init(device=run.trainer.get("device"), reuse=True)
-    together = Agreement().together
-    with together("the run's folder"):  # before anything that takes long
+    with process_group.together("the run's folder"):  # before anything that takes long
         _make(run.out)
     seed_all(run.seed)
-    with together("reading the data"):
+    with process_group.together("reading the data"):
         tokenizer = tokenizer_of(run)
         train, held_out = datasets(run, tokenizer, folder)
         train_loader = loader(train, run, training=True)
         eval_loader = None if held_out is None else loader(held_out, run, training=False)
-    with together("building the model"):
+    with process_group.together("building the model"):
         seed_all(run.seed)
         model = build_model(run, tokenizer, folder)
         configuration.phases(model)  # whose error has lines, unlike that of the callback
@@ -95,15 +87,13 @@ def tokenizer_of(run: Run) -> Any:
 
 def optimizer_of(run: Run, model: ComposerModel, configuration: Configuration) -> Optimizer:
     """An optimizer of the parameters that train."""
-    kind = registry.find("optimizer", registry.OPTIMIZERS, run.optimizer.name, configuration.folder)
+    kind = named.find("optimizer", named.OPTIMIZERS, run.optimizer.name, configuration.folder)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     made: Optimizer = kind(trainable, **run.optimizer.arguments)
     return made
 
 
-def scheduler_of(
-    run: Run, optimizer: Optimizer, configuration: Configuration, epoch: int
-) -> list[LRScheduler | Schedule]:
+def scheduler_of(run: Run, optimizer: Optimizer, configuration: Configuration, epoch: int) -> list[Any]:
     """The learning rate's schedule, if there is one; one of torch's steps once a batch.
 
     Raises:
@@ -111,11 +101,11 @@ def scheduler_of(
     """
     if run.scheduler is None:
         return []
-    kind = registry.find("scheduler", registry.SCHEDULERS, run.scheduler.name, configuration.folder)
+    kind = named.find("scheduler", named.SCHEDULERS, run.scheduler.name, configuration.folder)
     arguments = run.scheduler.arguments
-    if issubclass(kind, Schedule):
+    if not issubclass(kind, LRScheduler) and "optimizer" not in known_names(kind):
         return [kind(**arguments)]
-    for name in registry.WHOLE_RUN.intersection(known_names(kind)).difference(arguments):
+    for name in named.WHOLE_RUN.intersection(known_names(kind)).difference(arguments):
         arguments[name] = batches(run.trainer.get("max_duration"), epoch)
     return [kind(optimizer, **arguments)]
 
@@ -153,7 +143,7 @@ def _check_steps(trainer: Trainer, run: Run) -> None:
 def _callbacks(configuration: Configuration) -> list[Any]:
     run, folder = configuration.run, configuration.folder
     made = [
-        registry.find("callback", registry.CALLBACKS, name, folder)(**(arguments or {}))
+        named.find("callback", named.CALLBACKS, name, folder)(**(arguments or {}))
         for name, arguments in run.callbacks.items()
     ]
     if run.phases is not None:
@@ -182,8 +172,8 @@ def _resume(run: Run) -> Resume | None:
 
 def _loggers(configuration: Configuration) -> list[Any]:
     return [
-        registry.find("logger", registry.LOGGERS, name, configuration.folder)(
-            **registry.placed(name, arguments, configuration.run.out)
+        named.find("logger", named.LOGGERS, name, configuration.folder)(
+            **named.placed(name, arguments, configuration.run.out)
         )
         for name, arguments in configuration.run.loggers.items()
     ]

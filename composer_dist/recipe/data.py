@@ -13,7 +13,7 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.recipe import text
 from composer_dist.recipe.named import resolve
 from composer_dist.recipe.schema import FunctionData, LabeledData, Run, TextData
-from composer_dist.trainer.data.loader import DistributedDataLoader
+from composer_dist.trainer import DistributedDataLoader
 
 Datasets = tuple[Dataset[Any], Dataset[Any] | None]
 

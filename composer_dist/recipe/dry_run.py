@@ -1,4 +1,4 @@
-"""What a run would do, without a process group and without the model's memory."""
+"""What a run would do: needs no process group and no memory for the model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from composer_dist.distributed import plan_parallelism
-from composer_dist.distributed.mesh.build import mesh_sizes
-from composer_dist.distributed.prepared import named_parameters_canonical
-from composer_dist.distributed.sharding.choose import composer_children
+from composer_dist.distributed import ParallelPlan, named_parameters_canonical, plan_parallelism
 from composer_dist.errors import ParallelismError
 from composer_dist.recipe.build import batches, optimizer_of, scheduler_of, tokenizer_of
 from composer_dist.recipe.data import datasets, loader
 from composer_dist.recipe.models import build_model
 from composer_dist.recipe.read import Configuration
-from composer_dist.trainer.data.randomness import seed_all
-from composer_dist.trainer.finetuning.schedule import NoImprovement, Phase
+from composer_dist.trainer import NoImprovement, Phase, seed_all
 
 
 def describe(configuration: Configuration, world: int) -> str:
@@ -36,6 +32,16 @@ def describe(configuration: Configuration, world: int) -> str:
     phases = configuration.phases(model)
     optimizer = optimizer_of(run, model, configuration)
     scheduler_of(run, optimizer, configuration, len(train_loader))
+    plan: ParallelPlan | None = None
+    if configuration.parallelism is not None:
+        plan = plan_parallelism(
+            model,
+            configuration.parallelism,
+            world_size=world,
+            optimizer=optimizer,
+            precision=run.trainer.get("precision"),
+            composer=True,
+        )
     parameters = list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     rows = {
@@ -44,24 +50,13 @@ def describe(configuration: Configuration, world: int) -> str:
         "parameters": f"{sum(p.numel() for p in parameters):,}, of which {trained:,} train",
         "samples to train on": f"{len(train):,}",  # type: ignore[arg-type]
         "samples to evaluate on": f"{len(held_out):,}" if held_out is not None else "none",  # type: ignore[arg-type]
-        "samples in a step": _shares(configuration, world),
+        "samples in a step": _shares(run.data.batch_size, plan),
         "steps in an epoch": f"{len(train_loader):,}",
         "steps": _steps(run.trainer.get("max_duration"), len(train_loader)),
         **_phases(phases, dict(named_parameters_canonical(model))),
         "writes to": run.out,
     }
-    parts = [_table(rows)]
-    if configuration.parallelism is not None:
-        plan = plan_parallelism(
-            model,
-            configuration.parallelism,
-            world_size=world,
-            optimizer=optimizer,
-            precision=run.trainer.get("precision"),
-            children=composer_children(model),
-        )
-        parts.append(str(plan))
-    return "\n".join(parts)
+    return _table(rows) + ("" if plan is None else f"\n{plan}")
 
 
 def _phases(phases: list[tuple[Phase, list[str]]], parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
@@ -79,13 +74,11 @@ def _phases(phases: list[tuple[Phase, list[str]]], parameters: Mapping[str, nn.P
     return rows
 
 
-def _shares(configuration: Configuration, world: int) -> str:
-    """The batch, and what each rank has of it."""
-    size, replicas = configuration.run.data.batch_size, 1
-    if configuration.parallelism is not None:
-        sizes = mesh_sizes(configuration.parallelism, world)
-        replicas = sizes["dp_replicate"] * sizes["dp_shard"]
-    return f"{size}, {size / replicas:g} on each rank" if world > 1 else str(size)
+def _shares(size: int, plan: ParallelPlan | None) -> str:
+    """The batch, and each rank's share of it."""
+    if plan is None or plan.world_size == 1:
+        return str(size)
+    return f"{size}, {size / (plan.mesh['dp_replicate'] * plan.mesh['dp_shard']):g} on each rank"
 
 
 def _steps(duration: Any, epoch: int) -> str:

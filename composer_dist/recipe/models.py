@@ -1,7 +1,4 @@
-"""Peft's methods by name.
-
-MERGED: The model of a run, as preparation wants it: on the meta device, or real on rank 0 alone.
-"""
+"""Builds the model of a run for preparation: on the meta device, or with values on rank 0 only."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_dist.distributed import init_context, meta_init
-from composer_dist.distributed.ranks.process_group import world_and_rank
+from composer_dist.distributed import init_context, meta_init, process_group
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier, ComposerModel, HuggingFaceModel
 from composer_dist.recipe.named import resolve
@@ -63,7 +59,7 @@ def build_model(run: Run, tokenizer: Any, folder: Path, *, empty: bool = False) 
     if isinstance(run.model, ModuleModel):
         return _module(run.model, folder)
     model = run.model
-    real = not empty and world_and_rank()[1] == 0 and _needs_values(model)
+    real = not empty and process_group.world_and_rank()[1] == 0 and _needs_values(model)
     with _quiet():
         built = _hub_model(run, model, tokenizer, real)
         if model.adapter is None:

@@ -1,7 +1,4 @@
-"""Things that a configuration names: `package.module.Name`, or `file.py:Name` beside the configuration.
-
-MERGED: The short names that a configuration may use, and what they stand for.
-"""
+"""What a configuration names: `package.module.Name`, `file.py:Name` beside it, or a short name."""
 
 from __future__ import annotations
 

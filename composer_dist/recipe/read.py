@@ -1,46 +1,29 @@
-"""From a file and overrides to a run that is known to make sense, or to all that is wrong with it."""
+"""Reads a configuration with its overrides and checks it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist import ParallelismConfig, Trainer
 from composer_dist.config.resolve import resolve_config
-from composer_dist.errors import ParallelismValueError
-from composer_dist.recipe import named as registry
+from composer_dist.config.yaml import KeyPath
+from composer_dist.recipe import named
 from composer_dist.recipe.models import peft_class
-from composer_dist.recipe.named import resolve
-from composer_dist.recipe.phases import check_phases, check_schedule
-from composer_dist.recipe.problems import Faults
+from composer_dist.recipe.problems import ConfigurationError, Problems
 from composer_dist.recipe.schema import Run
 from composer_dist.recipe.signature import arguments_of
-from composer_dist.recipe.source import Document, Problem, override, parse
-from composer_dist.trainer.callbacks import CheckpointSaver
-from composer_dist.trainer.finetuning.phases import FineTuningPhases
-from composer_dist.trainer.finetuning.schedule import Phase
-from composer_dist.trainer.resume import Resume
-from composer_dist.trainer.trainer import Trainer
+from composer_dist.recipe.source import Document, Problem, override, read_document
+from composer_dist.trainer import CheckpointSaver, FineTuningPhases, NoImprovement, Phase, Resume
 from composer_dist.wording import near_miss
 
-OURS = frozenset(
-    {
-        "self",
-        "model",
-        "train_dataloader",
-        "eval_dataloader",
-        "optimizers",
-        "schedulers",
-        "parallelism_config",
-        "callbacks",
-        "loggers",
-        "seed",
-        "resume",
-    }
+_OURS = frozenset(
+    {"self", "model", "train_dataloader", "eval_dataloader", "optimizers", "schedulers"}
+    | {"parallelism_config", "callbacks", "loggers", "seed", "resume"}
 )
 """The Trainer's arguments that have sections of their own."""
 
@@ -56,13 +39,9 @@ _DATA_OF = {
 _DATA_KINDS = {"text", "labeled_text", "function"}
 
 
-class ConfigurationError(ParallelismValueError):
-    """A configuration that cannot be run; says all that is wrong with it, and where."""
-
-
 @dataclass(frozen=True)
 class Configuration:
-    """A run, and where its configuration came from."""
+    """A checked run, and where its configuration comes from."""
 
     run: Run
     folder: Path
@@ -71,37 +50,46 @@ class Configuration:
     document: Document
 
     def phases(self, model: nn.Module) -> list[tuple[Phase, list[str]]]:
-        """The phases, and the names of the parameters that each adds; none where the run has none.
+        """The phases, and the names of the parameters that each adds; none if the run has none.
 
         Raises:
-            ConfigurationError: some do not fit the model, each with its line.
+            ConfigurationError: some do not match the model, each with its line.
         """
         if self.run.phases is None:
             return []
-        faults = Faults()
-        phases = check_phases(self.run.phases, model, faults)
-        if faults.problems:
-            raise ConfigurationError(_told(self.document, faults.problems))
-        return phases
+        schedule = self.run.phases.get("schedule")
+        found = FineTuningPhases(**self.run.phases).select(model)
+        problems = Problems(self.document)
+        for wrong in found.mismatches:
+            if wrong.phase is None:
+                problems.add(wrong.text, "phases", "no_decay")
+            elif not isinstance(schedule, list | dict):  # a file, or the default
+                problems.add(f"{schedule}: {wrong}", "phases", "schedule")
+            else:
+                phase = wrong.phase if isinstance(schedule, list) else str(wrong.phase)
+                listed = isinstance(schedule[wrong.phase]["params"], list)
+                entry = (wrong.entry,) if listed and wrong.entry is not None else ()
+                problems.add(wrong.text, "phases", "schedule", phase, "params", *entry)
+        problems.settle()
+        return list(zip(found.phases, found.parts, strict=True))
 
 
 def read_configuration(file: Path, assignments: Sequence[str] = ()) -> Configuration:
     """Reads and checks a configuration with its overrides.
 
     Raises:
-        ConfigurationError: all that is wrong with it, each with its line and the nearest known key.
+        ConfigurationError: everything that is wrong with it, each with its line and the closest valid key.
     """
-    document, problems = _document(file)
-    faults = Faults(problems + override(document, assignments))
-    if not problems:
+    document, wrong = _document(file)
+    problems = Problems(document, wrong + override(document, assignments))
+    if not wrong:
         document.values.setdefault("out", f"runs/{file.stem}")
         for section in ("optimizer", "scheduler"):
             if isinstance(name := document.values.get(section), str):
                 document.values[section] = {"name": name}
-        run = faults.check(Run, document.values)
-        parallelism = _check_sections(document.values, file.parent, faults)
-    if faults.problems:
-        raise ConfigurationError(_told(document, faults.problems))
+        run = problems.check(Run, document.values)
+        parallelism = _check_sections(document.values, file.parent, problems)
+    problems.settle()
     return Configuration(run, file.parent, parallelism, document)
 
 
@@ -111,127 +99,131 @@ def _document(file: Path) -> tuple[Document, list[Problem]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ConfigurationError(f"{file}: {reason}. 'composer-dist init' writes a configuration.") from None
-    return parse(text, str(file))
+    return read_document(text, str(file))
 
 
-def _check_sections(values: dict[str, Any], folder: Path, faults: Faults) -> ParallelismConfig | None:
-    """What is named by a string, so that only its own signature knows its arguments."""
+def _check_sections(values: dict[str, Any], folder: Path, problems: Problems) -> ParallelismConfig | None:
+    """Checks what is named by a string: only its own signature knows its arguments."""
     if isinstance(model := values.get("model"), dict):
-        _check_model(model, folder, faults)
+        _check_model(model, folder, problems)
     if isinstance(data := values.get("data"), dict):
-        _check_data(data, model, folder, faults)
+        _check_data(data, model, folder, problems)
     if isinstance(trainer := values.get("trainer"), dict):
-        faults.check(arguments_of(Trainer, OURS), trainer, ("trainer",))
+        problems.check(arguments_of(Trainer, _OURS), trainer, "trainer")
         if trainer.get("max_duration") is None:
-            text = "'max_duration' is missing: how long the run is, such as '3ep' or '1000ba'"
-            faults.problems.append(Problem(("trainer",), text))
-    optimizer = values.get("optimizer")
-    if isinstance(optimizer, dict) and isinstance(optimizer.get("name"), str):
-        _check_named("optimizer", registry.OPTIMIZERS, optimizer, {"params"}, folder, faults)
-    scheduler = values.get("scheduler")
-    if isinstance(scheduler, dict) and isinstance(scheduler.get("name"), str):
-        _check_named("scheduler", registry.SCHEDULERS, scheduler, {"optimizer"}, folder, faults)
-    for section, known in (("callbacks", registry.CALLBACKS), ("loggers", registry.LOGGERS)):
-        if isinstance(given := values.get(section), dict):
-            _check_each(section, known, given, folder, faults)
+            problems.add(
+                "'max_duration' is missing: the length of the run, such as '3ep' or '1000ba'", "trainer"
+            )
+    for section, known, given in (
+        ("optimizer", named.OPTIMIZERS, {"params"}),
+        ("scheduler", named.SCHEDULERS, {"optimizer", *named.WHOLE_RUN}),
+    ):
+        value = values.get(section)
+        if isinstance(value, dict) and isinstance(value.get("name"), str):
+            with problems.at(section, "name"):
+                arguments = {key: inner for key, inner in value.items() if key != "name"}
+                ours = frozenset(given.difference(named.WHOLE_RUN.intersection(arguments)))
+                target = named.find(section, known, value["name"], folder)
+                problems.check(arguments_of(target, ours), arguments, section)
+    for section, known in (("callbacks", named.CALLBACKS), ("loggers", named.LOGGERS)):
+        if isinstance(entries := values.get(section), dict):
+            _check_each(section, known, entries, folder, problems)
     if isinstance(phases := values.get("phases"), dict):
-        faults.check(arguments_of(FineTuningPhases), phases, ("phases",))
-        check_schedule(phases.get("schedule"), faults)
+        problems.check(arguments_of(FineTuningPhases), phases, "phases")
+        _check_schedule(phases.get("schedule"), problems)
     if isinstance(checkpoints := values.get("checkpoints"), dict):
-        faults.check(arguments_of(CheckpointSaver, frozenset({"folder"})), checkpoints, ("checkpoints",))
+        problems.check(arguments_of(CheckpointSaver, frozenset({"folder"})), checkpoints, "checkpoints")
     if isinstance(resume := values.get("resume"), dict):
-        faults.check(arguments_of(Resume), resume, ("resume",))
-    return _parallelism(values.get("parallelism", "fsdp"), faults)
+        problems.check(arguments_of(Resume), resume, "resume")
+    return _parallelism(values.get("parallelism", "fsdp"), problems)
 
 
 def _check_each(
-    section: str, known: dict[str, str], given: dict[Any, Any], folder: Path, faults: Faults
+    section: str, known: dict[str, str], entries: dict[Any, Any], folder: Path, problems: Problems
 ) -> None:
-    """Callbacks or loggers by name; that arguments are a mapping is the schema's to say."""
-    for name, arguments in given.items():
-        with faults.at(section, name):
-            target = registry.find(section.removesuffix("s"), known, str(name), folder)
+    """Callbacks or loggers by name; the schema reports arguments that are not a mapping."""
+    for name, arguments in entries.items():
+        with problems.at(section, name):
+            target = named.find(section.removesuffix("s"), known, str(name), folder)
             if isinstance(arguments, dict | None):
-                ours = frozenset(registry.PLACES.get(name, {})).difference(arguments or {})
-                faults.check(arguments_of(target, ours), arguments or {}, (section, name))
+                ours = frozenset(named.PLACES.get(name, {})).difference(arguments or {})
+                problems.check(arguments_of(target, ours), arguments or {}, section, name)
 
 
-def _check_named(
-    section: str, known: dict[str, str], values: dict[str, Any], given: set[str], folder: Path, faults: Faults
-) -> None:
-    with faults.at(section, "name"):
-        target = registry.find(section, known, values["name"], folder)
-        arguments = {key: value for key, value in values.items() if key != "name"}
-        ours = registry.WHOLE_RUN.difference(arguments) if section == "scheduler" else frozenset()
-        faults.check(arguments_of(target, frozenset(given | ours)), arguments, (section,))
+def _check_schedule(schedule: Any, problems: Problems) -> None:
+    """The phases, as far as that needs no model."""
+    known = len(problems)
+    written: Iterable[Any] = enumerate(schedule) if isinstance(schedule, list) else ()
+    if isinstance(schedule, dict):
+        written = ((str(key), phase) for key, phase in schedule.items())
+    for number, phase in written:
+        if isinstance(phase, dict):
+            rest = dict(phase)
+            if isinstance(rest.get("until"), dict):
+                problems.check(NoImprovement, rest.pop("until"), "phases", "schedule", number, "until")
+            problems.check(Phase, rest, "phases", "schedule", number)
+    if isinstance(schedule, list | dict | str) and len(problems) == known:
+        with problems.at("phases", "schedule"):
+            FineTuningPhases(schedule)
 
 
-def _parallelism(value: Any, faults: Faults) -> ParallelismConfig | None:
+def _parallelism(value: Any, problems: Problems) -> ParallelismConfig | None:
     if value is None:
         return None
-    path: tuple[str, ...] = ("parallelism",)
+    path: KeyPath = ("parallelism",)
     if isinstance(value, dict):
         fields = {key: inner for key, inner in value.items() if key != "strategy"}
-        if faults.check(ParallelismConfig, fields, path) is None:
+        if problems.check(ParallelismConfig, fields, *path) is None:
             return None
         path = ("parallelism", "strategy")
-    with faults.at(*path):
+    with problems.at(*path):
         return resolve_config(value)
     return None
 
 
-def _check_model(model: dict[str, Any], folder: Path, faults: Faults) -> None:
+def _check_model(model: dict[str, Any], folder: Path, problems: Problems) -> None:
     """What the model's section names, as far as that can be known without building it."""
-    if isinstance(model.get("name"), str):
-        with faults.at("model", "name"):
-            arguments = model.get("arguments") or {}
-            faults.check(arguments_of(resolve(model["name"], folder)), arguments, ("model", "arguments"))
+    _check_function(model, "model", folder, problems)
     if isinstance(model.get("config"), dict):
-        _check_transformers(model["config"], faults)
-    if isinstance(model.get("adapter"), dict):
-        with faults.at("model", "adapter", "method"):
-            arguments = {key: value for key, value in model["adapter"].items() if key != "method"}
+        _check_transformers(model["config"], problems)
+    if isinstance(adapter := model.get("adapter"), dict):
+        with problems.at("model", "adapter", "method"):
+            arguments = {key: value for key, value in adapter.items() if key != "method"}
             given = frozenset({"task_type", "peft_type", "inference_mode"})
-            kind = peft_class(model["adapter"].get("method", "lora"))
-            faults.check(arguments_of(kind, given), arguments, ("model", "adapter"))
+            target = peft_class(adapter.get("method", "lora"))
+            problems.check(arguments_of(target, given), arguments, "model", "adapter")
 
 
-def _check_data(data: dict[str, Any], model: Any, folder: Path, faults: Faults) -> None:
-    if isinstance(data.get("name"), str):
-        with faults.at("data", "name"):
-            arguments = data.get("arguments") or {}
-            faults.check(arguments_of(resolve(data["name"], folder)), arguments, ("data", "arguments"))
+def _check_data(data: dict[str, Any], model: Any, folder: Path, problems: Problems) -> None:
+    _check_function(data, "data", folder, problems)
     kinds = _DATA_OF.get(model.get("kind", "") if isinstance(model, dict) else "", ())
     if kinds and data.get("kind") in _DATA_KINDS.difference(kinds):
         text = f"a model of kind {model['kind']} needs data of kind {' or '.join(kinds)}"
-        faults.problems.append(Problem(("data", "kind"), text))
+        problems.add(text, "data", "kind")
 
 
-def _check_transformers(config: dict[str, Any], faults: Faults) -> None:
-    """Transformers takes any key; a misspelt one would be lost in silence."""
+def _check_function(values: dict[str, Any], section: str, folder: Path, problems: Problems) -> None:
+    if isinstance(values.get("name"), str):
+        with problems.at(section, "name"):
+            target = named.resolve(values["name"], folder)
+            problems.check(arguments_of(target), values.get("arguments") or {}, section, "arguments")
+
+
+def _check_transformers(config: dict[str, Any], problems: Problems) -> None:
+    """Transformers takes any key and would ignore a misspelt one."""
     from transformers import CONFIG_MAPPING
 
     path = ("model", "config")
     kind = config.get("model_type")
     if kind is None:
-        faults.problems.append(Problem(path, "'model_type' is missing: 'llama', 'bert', 'qwen3', ..."))
+        problems.add("'model_type' is missing: 'llama', 'bert', 'qwen3', ...", *path)
     elif kind not in CONFIG_MAPPING:
         near = near_miss(str(kind), CONFIG_MAPPING.keys())
-        faults.problems.append(Problem((*path, "model_type"), f"transformers has no model {kind!r}.{near}"))
+        problems.add(f"transformers has no model {kind!r}.{near}", *path, "model_type")
     else:
         cls = CONFIG_MAPPING[kind]
         known = {field for base in cls.__mro__ for field in getattr(base, "__annotations__", {})}
         known |= cls.attribute_map.keys()
         for key in config.keys() - known - {"model_type"}:
-            text = f"unknown key {key!r}; {cls.__name__} has none of this name.{near_miss(key, known)}"
-            faults.problems.append(Problem((*path, key), text))
-
-
-def _told(document: Document, problems: Sequence[Problem]) -> str:
-    lines = []
-    for problem in sorted(problems, key=document.order):
-        path = ".".join(map(str, problem.path))
-        lines.append(
-            f"{document.place(problem)}: {f'{path}: ' if path else ''}{problem.text.removesuffix('.')}"
-        )
-    return "\n".join(lines)
+            text = f"unknown key {key!r}: {cls.__name__} does not have it.{near_miss(key, known)}"
+            problems.add(text, *path, key)

@@ -8,14 +8,12 @@ from contextlib import nullcontext
 import torch
 
 from composer_dist.checkpoint import export_pretrained, full_model_state
-from composer_dist.distributed.ranks import process_group
-from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed import process_group
 from composer_dist.models import ComposerClassifier
 from composer_dist.recipe.build import Session, build
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import HubModel, ModuleModel
-from composer_dist.trainer.callbacks import EMA
-from composer_dist.trainer.clock import Time
+from composer_dist.trainer import EMA, Time
 
 
 def run(configuration: Configuration) -> None:
@@ -65,7 +63,7 @@ def _write_module(session: Session) -> None:
     inner = model.module if isinstance(model, ComposerClassifier) else model
     state = full_model_state(inner)
     path = session.run.out / "model.pt"
-    with Agreement().together("writing the model"):
+    with process_group.together("writing the model"):
         if process_group.world_and_rank()[1] == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(state, path)

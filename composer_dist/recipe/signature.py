@@ -62,7 +62,7 @@ def _hints(target: Any) -> dict[str, Any]:
 def _checked(hint: Any) -> Any:
     """The hint; where it is of a kind that strings stand for, only those that do."""
     from composer_dist.precision import Precision, as_precision
-    from composer_dist.trainer.clock import Time
+    from composer_dist.trainer import Time
 
     kinds = (hint, *typing.get_args(hint))
     for kind, read in ((Time, Time.of), (Precision, as_precision)):

@@ -117,7 +117,7 @@ def test_a_sharding_strategy_that_is_overruled_or_unknown_warns() -> None:
 def test_a_misspelt_key_names_itself_and_its_neighbor() -> None:
     with pytest.raises(ParallelismValueError) as caught:
         ParallelismConfig.from_dict({"fsdp": {}, "sync": "rank0"})
-    assert str(caught.value) == "ParallelismConfig: unknown key 'fsdp'. Did you mean 'fsdp2'?"
+    assert str(caught.value) == "ParallelismConfig.fsdp: unknown key 'fsdp'. Did you mean 'fsdp2'?"
 
 
 @pytest.mark.promise(91)
@@ -131,11 +131,11 @@ def test_nested_keys_too_and_all_at_once() -> None:
     with pytest.raises(ParallelismValueError) as caught:
         ParallelismConfig.from_dict(values)
     for part in (
-        "unknown key 'mesh.dp_shards'. Did you mean 'dp_shard'?",
-        "unknown key 'fsdp2.reshard_after_forwards'. Did you mean 'reshard_after_forward'?",
-        "unknown key 'rules.0.shrad'. Did you mean 'shard'?",
-        "sync:",
-        "(got 'rank1')",
+        "ParallelismConfig.mesh.dp_shards: unknown key 'dp_shards'. Did you mean 'dp_shard'?\n",
+        "fsdp2.reshard_after_forwards: unknown key 'reshard_after_forwards'. Did you mean "
+        "'reshard_after_forward'?\n",
+        "rules.0.shrad: unknown key 'shrad'. Did you mean 'shard'?\n",
+        "sync: expected 'auto', 'rank0' or 'verify', got 'rank1'",
     ):
         assert part in str(caught.value)
 

@@ -11,7 +11,8 @@ import torch
 
 from composer_dist import ParallelismConfig
 from composer_dist.config.resolve import register_strategy, strategy_named
-from composer_dist.recipe.read import ConfigurationError, read_configuration
+from composer_dist.recipe.problems import ConfigurationError
+from composer_dist.recipe.read import read_configuration
 from composer_dist.recipe.schema import TextData
 
 GOOD = """\
@@ -64,13 +65,13 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
         .replace("max_duration: 2ba", "max_duration: 2bax\n  gradient_cliping: 1.0")
     )
     assert problems(write(text + "resum: false\n")) == [
-        ":5: model.config.hiden_size: unknown key 'hiden_size'; LlamaConfig has none of this name. "
+        ":5: model.config.hiden_size: unknown key 'hiden_size': LlamaConfig does not have it. "
         "Did you mean 'hidden_size'?",
         ":6: data.source: 'source' is missing",
         ":8: data.sorce: unknown key 'sorce'. Did you mean 'source'?",
-        ":11: optimizer.leaning_rate: unknown key 'leaning_rate'. There are lr, betas, eps, weight_decay, "
+        ":11: optimizer.leaning_rate: unknown key 'leaning_rate'. Valid keys: lr, betas, eps, weight_decay, "
         "amsgrad, maximize, foreach, capturable, differentiable, fused",
-        ":12: optimizer.weight_decay: weight_decay must be a valid number, not 'much'",
+        ":12: optimizer.weight_decay: expected a number, got 'much'",
         ":14: trainer.max_duration: '2bax' is no time. Write a number and a unit: '3ep' (epochs), '100ba' "
         "(batches), '5000sp' (samples), '3e4tok' (tokens), '0.5dur' (share of the training), '90sec', "
         "'1h30m'",
@@ -82,7 +83,7 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("model:\n  kind: causal_lm", "model:\n  kind: causal", ":1: model: there is no kind 'causal'."),
+        ("model:\n  kind: causal_lm", "model:\n  kind: causal", ":1: model: unknown kind 'causal'."),
         ("  kind: text\n", "", ":6: data: 'kind' is missing"),
         ("model_type: llama", "model_type: lama", "no model 'lama'. Did you mean 'llama'?"),
         ("    model_type: llama\n", "", ":3: model.config: 'model_type' is missing"),
@@ -91,7 +92,7 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
         (
             "  lr: 1e-3",
             "  lr: 1e-3\n  lr: 2e-3",
-            ":12: optimizer.lr: optimizer.lr comes twice; first on line 11",
+            ":12: optimizer.lr: duplicate key 'lr', first on line 11",
         ),
         ("trainer:", "precision: amp_bf16\ntrainer:", ":12: precision: unknown key 'precision'."),
         ("max_duration: 2ba", "precision: bf16", ":13: trainer.precision: "),
@@ -128,17 +129,17 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
         (
             "data:",
             "callbacks:\n- lr_monitor\ndata:",
-            ":6: callbacks: callbacks must be a mapping, key: value, not",
+            ":6: callbacks: expected a mapping, got",
         ),
         (
             "data:",
             "callbacks: {ema: 3}\ndata:",
-            ":6: callbacks.ema: ema must be a mapping, key: value, not 3",
+            ":6: callbacks.ema: expected a mapping, got 3",
         ),
         (
             "optimizer:",
             "resume: 3\noptimizer: 3\nscheduler:",
-            ":10: optimizer: optimizer must be a mapping, key",
+            ":10: optimizer: expected a mapping, got 3",
         ),
         ("data:", "callbacks: {ema: {}}\ndata:", ":6: callbacks.ema.half_life: 'half_life' is missing"),
         (
@@ -189,10 +190,10 @@ def test_overrides_are_read_as_yaml_and_named_as_the_place_of_what_is_wrong(writ
     assert (run.out, run.resume) == (Path("elsewhere"), False)
     assert run.data == TextData(kind="text", source=["a.txt", "b.txt"])
     assert problems(file, "optimizer.lr=fast", "seed", "model.kind.x=1") == [
-        "'optimizer.lr=fast': optimizer.lr: lr must be a valid number, not 'fast'",
-        "command line: 'seed' is no override; write key=value, as in optimizer.lr=1e-3",
+        "'optimizer.lr=fast': optimizer.lr: expected a number, got 'fast'",
+        "command line: 'seed' is not an override: expected key=value, as in optimizer.lr=1e-3",
         "command line: 'model.kind.x=1': model.kind is 'causal_lm', which has no keys; "
-        "give all of it, as in model.kind='{x: ...}'",
+        "replace all of it: model.kind='{x: ...}'",
     ]
 
 

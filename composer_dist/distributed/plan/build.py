@@ -32,7 +32,7 @@ from composer_dist.distributed.optimizers.check import check_optimizers
 from composer_dist.distributed.plan.plan import ModulePlan, ParallelPlan
 from composer_dist.distributed.prepared import check_module
 from composer_dist.distributed.replication.plan import check_unprepared, replicate_all
-from composer_dist.distributed.sharding.choose import Choices, WrapPolicy, choose_units
+from composer_dist.distributed.sharding.choose import Choices, WrapPolicy, choose_units, composer_children
 from composer_dist.distributed.sharding.hooks import check_forward_methods
 from composer_dist.distributed.sharding.plan import Unit, idle_rules, plan_unit, with_tensor_parallel
 from composer_dist.distributed.sharding.skip import plan_skippable
@@ -131,7 +131,7 @@ def plan_parallelism(
     precision: str | Precision | None = None,
     fsdp_wrap_policy: WrapPolicy | None = None,
     activation_checkpointing_check_fn: Callable[[nn.Module], bool] | None = None,
-    children: tuple[str, ...] = (),
+    composer: bool = False,
 ) -> ParallelPlan:
     """Plan how `model` is made parallel, without changing it and without a process group.
 
@@ -143,7 +143,7 @@ def plan_parallelism(
         precision: see `composer_dist.precision`.
         fsdp_wrap_policy: `module -> bool | dict of options`, or a `CustomPolicy`.
         activation_checkpointing_check_fn: `module -> bool`, the modules to checkpoint.
-        children: modules that are units unless somebody says no.
+        composer: plan as `parallelize_composer_model` and the Trainer prepare a `ComposerModel`.
 
     Raises:
         ParallelismError: everything that can be known beforehand; see the errors of the steps.
@@ -159,7 +159,7 @@ def plan_parallelism(
         precision=precision,
         policy=fsdp_wrap_policy,
         check_fn=activation_checkpointing_check_fn,
-        children=children,
+        children=composer_children(model) if composer else (),
     )
     on_meta = {name for name, held in structure.tensors.items() if held.get().is_meta}
     components: list[Component] = []

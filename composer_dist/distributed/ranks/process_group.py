@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -240,6 +241,15 @@ def all_ranks(flag: bool) -> bool:
 def any_rank(flag: bool) -> bool:
     """Whether `flag` is true on at least one rank; the same answer on all of them."""
     return bool(all_reduce(int(bool(flag)), "max"))
+
+
+def together(step: str) -> AbstractContextManager[None]:
+    """Every rank runs the body, which has no collectives: it succeeds on all of them, or all raise the same.
+
+    Args:
+        step: what the body does, for the error of a rank that is elsewhere.
+    """
+    return Agreement().together(step)
 
 
 def _active() -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from composer_dist.distributed.prepared import named_parameters_canonical
+from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
@@ -26,7 +27,7 @@ from composer_dist.trainer.finetuning.schedule import (
     dump_schedule,
     phases_of,
 )
-from composer_dist.trainer.finetuning.selection import plan_phases, select_parameters
+from composer_dist.trainer.finetuning.selection import Selection, select
 from composer_dist.trainer.improvement import measured_on
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
@@ -98,21 +99,32 @@ class FineTuningPhases(Callback):
         self._fitting = False
         self._fixed: list[nn.Module] = []
 
+    def select(self, model: nn.Module) -> Selection:
+        """The parameters that each phase would add, and what in the schedule does not match the model.
+
+        Args:
+            model: prepared or not, also on the meta device.
+
+        Raises:
+            ParallelismValueError: there is no schedule, and the model has no trainable parameter.
+        """
+        return select(self._schedule or default_phases(model), model, self._no_decay)
+
     def init(self, state: State, logger: Logger) -> None:
         """Freezes what is not of phase 0."""
         self._state, self.phase, self._progress, self._best = state, 0, PhaseProgress(), None
         self._is_best = False
-        self.phases = self._schedule or tuple(default_phases(state.model))
-        with Agreement().together("the phases of fine-tuning"):
-            self.parameters = plan_phases(self.phases, state.model)
-            no_decay = select_parameters(state.model, self._no_decay)
+        with process_group.together("the phases of fine-tuning"):
+            selection = self.select(state.model)
+            selection.check()
+            self.phases, self.parameters = tuple(selection.phases), selection.parts
             if self._write_to is not None and state.rank == 0:
                 dump_schedule(self.phases, self._write_to)
         Agreement().reach("the phases of fine-tuning", self.parameters, _alike)
         by_name = dict(named_parameters_canonical(state.model))
         scheduled = {name: by_name[name] for part in self.parameters for name in part}
         self._groups = PhaseGroups(
-            state.optimizers, state.schedulers, scheduled, no_decay, self._apply_lambdas
+            state.optimizers, state.schedulers, scheduled, selection.no_decay, self._apply_lambdas
         )
         idle = [name for name, p in by_name.items() if p.requires_grad and name not in scheduled]
         self._freeze([by_name[name] for name in (*scheduled, *idle)])

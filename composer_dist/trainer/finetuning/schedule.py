@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -12,8 +12,9 @@ import yaml
 from torch import nn
 
 from composer_dist.config.base import FromDict
+from composer_dist.config.yaml import parse
 from composer_dist.distributed.prepared import named_parameters_canonical
-from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.clock import Time
 
 REST = "rest"
@@ -37,17 +38,15 @@ class NoImprovement(FromDict):
     """The phase ends after this time, even if the metric still improves."""
 
     def __post_init__(self) -> None:
-        faults = []
-        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
-            faults.append(f"patience is a positive number of measurements, not {self.patience!r}")
-        if self.mode not in ("min", "max", None):
-            faults.append(f"mode is 'min' or 'max', not {self.mode!r}")
-        if self.mode is None and not self.metric.startswith("loss/"):
-            faults.append(f"is a greater {self.metric} better (mode='max') or a smaller one (mode='min')?")
-        if not 0 <= self.min_delta < math.inf:
-            faults.append(f"min_delta is a number from 0, not {self.min_delta!r}")
-        if faults:
-            raise ParallelismValueError(f"NoImprovement: {'; '.join(faults)}.")
+        with Faults("NoImprovement: ", ".", "; ") as faults:
+            if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
+                faults.append(f"patience is a positive number of measurements, not {self.patience!r}")
+            if self.mode not in ("min", "max", None):
+                faults.append(f"mode is 'min' or 'max', not {self.mode!r}")
+            if self.mode is None and not self.metric.startswith("loss/"):
+                faults.append(f"mode is missing: 'max' if a greater {self.metric} is better, else 'min'")
+            if not 0 <= self.min_delta < math.inf:
+                faults.append(f"min_delta is a number from 0, not {self.min_delta!r}")
         object.__setattr__(self, "mode", self.mode or "min")
         if self.at_most is not None:
             object.__setattr__(self, "at_most", _duration(self.at_most))
@@ -74,14 +73,12 @@ class Phase(FromDict):
 
     def __post_init__(self) -> None:
         params = (self.params,) if isinstance(self.params, str) else tuple(self.params)
-        faults = []
-        if not params or not all(isinstance(name, str) and name for name in params):
-            faults.append("params needs names, 're:...' patterns or 'rest'")
-        number = isinstance(self.lr, int | float) and not isinstance(self.lr, bool)
-        if self.lr is not None and not (number and 0 < self.lr < math.inf):
-            faults.append(f"lr is a positive number, not {self.lr!r}")
-        if faults:
-            raise ParallelismValueError(f"{'; '.join(faults)}.")
+        with Faults(after=".", between="; ") as faults:
+            if not params or not all(isinstance(name, str) and name for name in params):
+                faults.append("params needs names, 're:...' patterns or 'rest'")
+            number = isinstance(self.lr, int | float) and not isinstance(self.lr, bool)
+            if self.lr is not None and not (number and 0 < self.lr < math.inf):
+                faults.append(f"lr is a positive number, not {self.lr!r}")
         object.__setattr__(self, "params", params)
         if isinstance(self.until, Time | str):
             object.__setattr__(self, "until", _duration(self.until))
@@ -128,19 +125,18 @@ def phases_of(schedule: Schedule) -> tuple[Phase, ...]:
             )
         schedule = [schedule[number] for number in range(len(schedule))]
     phases: list[Phase] = []
-    faults = [] if schedule else ["A schedule needs at least one phase."]
-    for number, given in enumerate(schedule):
-        try:
-            if not isinstance(given, Phase | Mapping):
-                raise ParallelismTypeError(f"a phase is a mapping with params, lr and until, not {given!r}.")
-            phases.append(given if isinstance(given, Phase) else Phase.from_dict(given))
-        except (ParallelismValueError, ParallelismTypeError) as error:
-            faults.append(f"phase {number}: {error}")
-            continue
-        if phases[-1].until is None and number < len(schedule) - 1:
-            faults.append(f"phase {number} has no 'until', so phase {number + 1} would never begin.")
-    if faults:
-        raise ParallelismValueError("\n".join(faults))
+    with Faults() as faults:
+        if not schedule:
+            faults.append("A schedule needs at least one phase.")
+        for number, given in enumerate(schedule):
+            with faults.catching(before=f"phase {number}: "):
+                if not isinstance(given, Phase | Mapping):
+                    raise ParallelismTypeError(
+                        f"a phase is a mapping with params, lr and until, not {given!r}."
+                    )
+                phases.append(given if isinstance(given, Phase) else Phase.from_dict(given))
+                if phases[-1].until is None and number < len(schedule) - 1:
+                    faults.append(f"phase {number} has no 'until', so phase {number + 1} would never begin.")
     return tuple(phases)
 
 
@@ -178,28 +174,19 @@ def load_schedule(path: str | Path) -> tuple[Phase, ...]:
             the file.
     """
     try:
-        values = yaml.load(Path(path).read_text(), _Loader)
-        if not isinstance(values, list | Mapping):
-            raise ParallelismValueError("a schedule is a list of phases, or a mapping of numbers to phases.")
-        return phases_of(values)
+        found = parse(Path(path).read_text())
     except OSError as error:
         raise ParallelismValueError(f"{path}: {error.strerror}.") from None
-    except (ParallelismValueError, yaml.YAMLError) as error:
+    with Faults() as faults:
+        faults += (f"{path}{f':{line}' if line else ''}: {text}" for _, line, text in found.faults)
+    if not isinstance(found.values, list | Mapping):
+        raise ParallelismValueError(
+            f"{path}: a schedule is a list of phases or a mapping of numbers to phases."
+        )
+    try:
+        return phases_of(found.values)
+    except ParallelismValueError as error:
         raise ParallelismValueError(f"{path}: {error}") from None
-
-
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML in which no key may stand twice; plain YAML lets the last one win."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        lines: dict[Any, int] = {}
-        for key, _ in node.value:
-            name, line = self.construct_object(key, deep=True), key.start_mark.line + 1
-            if name in lines:
-                raise ParallelismValueError(f"{name!r} stands twice, in lines {lines[name]} and {line}.")
-            lines[name] = line
-        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
-        return mapping
 
 
 def _duration(time: Time | str) -> Time:

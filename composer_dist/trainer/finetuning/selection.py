@@ -1,7 +1,6 @@
-"""Which parameters each phase trains: names and patterns, looked up in a model of any kind.
+"""Which parameters each phase trains: looks up names and patterns in a model.
 
-Names are the clean ones, without the segments of wrappers, so that a schedule fits the model before
-and after its preparation.
+Names have no segments of wrappers, so that a schedule matches the model before and after its preparation.
 """
 
 from __future__ import annotations
@@ -13,89 +12,92 @@ from dataclasses import dataclass
 from torch import nn
 
 from composer_dist.distributed.prepared import named_parameters_canonical
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import Faults, ParallelismValueError
 from composer_dist.trainer.finetuning.schedule import REST, Phase
 from composer_dist.wording import listed, near_miss
 
 
 @dataclass(frozen=True)
-class Fault:
-    """Why a schedule does not fit a model."""
+class Mismatch:
+    """Why a schedule does not match a model."""
 
-    phase: int
+    phase: int | None
+    """The phase, or None where `no_decay` is wrong."""
     text: str
     entry: int | None = None
     """Which of the phase's `params`; None for the phase as a whole."""
 
     def __str__(self) -> str:
+        if self.phase is None:
+            return f"no_decay: {self.text}"
         return self.text if self.entry is None else f"phase {self.phase}: {self.text}"
 
 
-def plan_phases(phases: Sequence[Phase], model: nn.Module) -> list[list[str]]:
-    """The names of the parameters that each phase adds, in the model's order.
+@dataclass
+class Selection:
+    """The parameters of a model that a schedule selects."""
 
-    Phases choose among the parameters that are trainable now: what an adapter or the user has frozen
-    stays frozen. A tied parameter may be called by any of its names; here it comes by its first.
+    phases: Sequence[Phase]
+    parts: list[list[str]]
+    """The names of the parameters that each phase adds, in the model's order. A tied parameter has its first
+    name."""
+    no_decay: set[str]
+    mismatches: list[Mismatch]
+    """Names or patterns that match nothing, or only frozen parameters; a parameter in several phases; several
+    phases with "rest", or nothing left for it."""
 
-    Raises:
-        ParallelismValueError: all faults at once, see `fit`.
+    def check(self) -> None:
+        """Raises if the schedule does not match the model.
+
+        Raises:
+            ParallelismValueError: all mismatches at once.
+        """
+        with Faults("The phases do not match the model:\n") as faults:
+            faults += map(str, self.mismatches)
+
+
+def select(phases: Sequence[Phase], model: nn.Module, no_decay: Sequence[str] = ()) -> Selection:
+    """Looks up the parameters of the phases, and those without weight decay, in a model.
+
+    Only parameters that are trainable now can be selected: what an adapter or the user has frozen stays
+    frozen. A tied parameter may be called by any of its names.
     """
-    parts, faults = fit(phases, model)
-    if faults:
-        raise ParallelismValueError("The phases do not fit the model:\n" + "\n".join(map(str, faults)))
-    return parts
-
-
-def fit(phases: Sequence[Phase], model: nn.Module) -> tuple[list[list[str]], list[Fault]]:
-    """What `plan_phases` returns, and what is wrong with it.
-
-    That is: a name or pattern that matches nothing, or only frozen parameters; a parameter in several
-    phases; several phases with "rest", or nothing left for it.
-    """
-    names = _Names(model)
-    chosen: list[set[str]] = []
-    faults: list[Fault] = []
+    names = _NamedParameters(model)
+    chosen: list[set[str]] = [set() for _ in phases]
+    rests: list[tuple[int, int]] = []
+    wrong: list[Mismatch] = []
     for number, phase in enumerate(phases):
-        chosen.append(set())
         for index, entry in enumerate(phase.params):
             if entry == REST:
+                rests.append((number, index))
                 continue
             try:
-                chosen[-1] |= names.select(entry)
+                chosen[number] |= names.select(entry)
             except ParallelismValueError as error:
-                faults.append(Fault(number, str(error), index))
-    faults += _overlaps(chosen)
-    rests = [
-        (number, list(phase.params).index(REST))
-        for number, phase in enumerate(phases)
-        if REST in phase.params
-    ]
-    if len(rests) > 1:
-        listing = ", ".join(str(number) for number, _ in rests)
-        faults.append(Fault(rests[-1][0], f"'rest' stands in phases {listing}; it may stand in one."))
-    elif rests and not faults:
+                wrong.append(Mismatch(number, str(error), index))
+    wrong += _overlaps(chosen)
+    if len(several := sorted({number for number, _ in rests})) > 1:
+        listing = ", ".join(map(str, several))
+        wrong.append(Mismatch(rests[-1][0], f"'rest' is in phases {listing}; only one phase may have it."))
+    elif rests and not wrong:
         (number, index), rest = rests[0], names.trainable.difference(*chosen)
         if not rest:
             frozen = f", and {names.frozen} are frozen" if names.frozen else ""
-            faults.append(
-                Fault(number, f"nothing is left for 'rest': phases name all others{frozen}.", index)
-            )
+            text = f"nothing is left for 'rest': phases name all other parameters{frozen}."
+            wrong.append(Mismatch(number, text, index))
         chosen[number] |= rest
-    return [[name for name in names.first if name in part] for part in chosen], faults
+    without: set[str] = set()
+    for entry in no_decay:
+        try:
+            without |= names.select(entry)
+        except ParallelismValueError as error:
+            wrong.append(Mismatch(None, str(error)))
+    parts = [[name for name in names.first if name in part] for part in chosen]
+    return Selection(phases, parts, without, wrong)
 
 
-def select_parameters(model: nn.Module, entries: Sequence[str]) -> set[str]:
-    """The first names of the trainable parameters that names or patterns choose.
-
-    Raises:
-        ParallelismValueError: one matches nothing.
-    """
-    names = _Names(model)
-    return set().union(*(names.select(entry) for entry in entries))
-
-
-class _Names:
-    """The parameters of a model, by all names of theirs and of the modules that hold them."""
+class _NamedParameters:
+    """The parameters of a model, by each of their names and by the names of the modules that hold them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.first: dict[str, nn.Parameter] = {}
@@ -118,7 +120,7 @@ class _Names:
             try:
                 pattern = re.compile(entry.removeprefix("re:"))
             except re.error as error:
-                raise ParallelismValueError(f"{entry!r} is no regular expression: {error}.") from None
+                raise ParallelismValueError(f"{entry!r} is not a regular expression: {error}.") from None
             found = {
                 first for name in self._owners if pattern.fullmatch(name) for first in self._owners[name]
             }
@@ -136,11 +138,11 @@ class _Names:
         return found & self.trainable
 
 
-def _overlaps(chosen: Sequence[set[str]]) -> Iterator[Fault]:
+def _overlaps(chosen: Sequence[set[str]]) -> Iterator[Mismatch]:
     for later, mine in enumerate(chosen):
         for earlier in range(later):
             if both := sorted(mine & chosen[earlier]):
-                yield Fault(
+                yield Mismatch(
                     later,
                     f"phases {earlier} and {later} both name {listed(both)}. Phases add to each other: name "
                     "a parameter in the first one that trains it, and 'rest' for everything else.",

@@ -8,7 +8,7 @@ from torch import nn
 from composer_dist import _torch
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import Phase
-from composer_dist.trainer.finetuning.selection import plan_phases
+from composer_dist.trainer.finetuning.selection import select
 
 
 def model() -> nn.Module:
@@ -20,7 +20,9 @@ def model() -> nn.Module:
 
 
 def plan(*params: str | list[str], tree: nn.Module | None = None) -> list[list[str]]:
-    return plan_phases([Phase(entry, until="1ep") for entry in params], tree or model())
+    selection = select([Phase(entry, until="1ep") for entry in params], tree or model())
+    selection.check()
+    return selection.parts
 
 
 @pytest.mark.promise(71)
@@ -59,8 +61,8 @@ def test_rest_is_everything_else() -> None:
             r"phases 0 and 2 both name layers\.0\.bias, layers\.0\.weight.*'rest'",
         ),
         (["hed"], "phase 0: 'hed' matches no parameter.* Did you mean 'head'"),
-        (["re:("], "phase 0: 're:\\(' is no regular expression"),
-        (["rest", "rest"], "'rest' stands in phases 0, 1"),
+        (["re:("], "phase 0: 're:\\(' is not a regular expression"),
+        (["rest", "rest"], "'rest' is in phases 0, 1"),
         (["head", ["embed", "layers"], "rest"], "phase 2: nothing is left for 'rest'"),
     ],
 )

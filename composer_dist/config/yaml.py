@@ -1,0 +1,99 @@
+"""Reads YAML, and knows on which line each value is and what is wrong with the text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+KeyPath = tuple[str | int, ...]
+"""The keys and indices that lead to a value."""
+
+
+@dataclass
+class Parsed:
+    """A YAML text after reading."""
+
+    values: Any = None
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    """The line of each value, from 1; for a value of a mapping the line of its key."""
+    faults: list[tuple[KeyPath, int | None, str]] = field(default_factory=list)
+    """Syntax errors and duplicate keys: where, on which line if that is known, and what."""
+
+
+def parse(text: str) -> Parsed:
+    """The values of a YAML text, their lines, and what is wrong with it."""
+    found = Parsed()
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+        if root is not None:
+            for path, node, key in _walk(root, (), found):
+                found.lines[path] = (key or node).start_mark.line + 1
+            found.values = _Loader("").construct_document(root)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        text = str(getattr(error, "problem", None) or error)
+        found.faults.append(
+            ((), None if mark is None else mark.line + 1, f"not valid YAML: {text}{_hint(text)}")
+        )
+    return found
+
+
+def parse_value(text: str) -> Any:
+    """The value that `text` has in YAML.
+
+    Raises:
+        yaml.YAMLError: it is not valid YAML.
+    """
+    return yaml.load(text, Loader=_Loader)
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML 1.1, except that 1e-3 is a number and that on, off, yes and no are strings."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+"),
+    list("-+.0123456789"),
+)
+
+
+def _walk(
+    node: yaml.Node, path: KeyPath, found: Parsed
+) -> Iterator[tuple[KeyPath, yaml.Node, yaml.Node | None]]:
+    """Every value below `node`, with its key in a mapping; YAML would keep the last of duplicate keys."""
+    if isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield (*path, index), value, None
+            yield from _walk(value, (*path, index), found)
+    elif isinstance(node, yaml.MappingNode):
+        first: dict[str, int] = {}
+        for key, value in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in first and name != "<<":
+                found.faults.append(
+                    ((*path, name), line, f"duplicate key {name!r}, first on line {first[name]}")
+                )
+            first.setdefault(name, line)
+            yield (*path, name), value, key
+            yield from _walk(value, (*path, name), found)
+
+
+def _hint(problem: str) -> str:
+    """The most frequent cause of a message of the scanner."""
+    if "'\\t'" in problem:
+        return " (a tab: YAML indents with spaces)"
+    if "mapping values are not allowed here" in problem:
+        return " (one space too many at the start of the line, or a value with ': ' in it that needs quotes)"
+    return ""
