@@ -8,12 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from composer_dist.errors import ParallelismValueError
 from composer_dist.precision import Precision, mixed_precision_policy, require_fp8
+from tests.kit.measure import record
 from tests.kit.world import World
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -132,18 +132,6 @@ def test_fp8_gathers_bf16_and_runs_on_hopper() -> None:
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
     ):
         require_fp8(torch.device("cuda"))
-
-
-def record(calls: set[torch.dtype], *names: str) -> Any:
-    """Patches the collective that torch uses, by its newest or older name, to note its dtype."""
-    name = next(name for name in names if hasattr(dist, name))
-    original = getattr(dist, name)
-
-    def recording(*args: Any, **kwargs: Any) -> Any:
-        calls.update(value.dtype for value in (*args, *kwargs.values()) if torch.is_tensor(value))
-        return original(*args, **kwargs)
-
-    return mock.patch.object(dist, name, recording)
 
 
 def travelling_dtypes(precision: str | None, mixed_precision: Any, dtype: torch.dtype) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from composer_dist import FSDP2Config
 from composer_dist.distributed import clip_grad_norm, parallelize_model
-from tests.kit import structures
+from tests.kit import models
 from tests.kit.world import run
 
 
@@ -31,9 +31,9 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
 
 def both(reshard: bool | int) -> tuple[list[float], list[float]]:
     torch.manual_seed(3)
-    model = structures.B()
+    model = models.B()
     torch.manual_seed(3)
-    reference = structures.B()
+    reference = models.B()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, reference)]
     parallelize_model(model, FSDP2Config(reshard_after_forward=reshard), optimizers[0])
     return steps(model, optimizers[0]), steps(reference, optimizers[1])

@@ -30,9 +30,9 @@ from composer_dist.distributed import (
 from composer_dist.errors import ParallelismError, ParallelismKeyError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
 from composer_dist.trainer.evaluation import fresh_metrics
-from tests.kit import structures
-from tests.kit.structures import assert_same_training, full
-from tests.kit.trainer_models import quiet, same, weights
+from tests.kit import models
+from tests.kit.compare import assert_same_training, close, full, weights
+from tests.kit.training import quiet
 from tests.kit.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
@@ -312,7 +312,7 @@ def trained(parallel: bool) -> dict[str, Tensor]:
 def test_mixed_initialization_trains_like_one_process(world2: World) -> None:
     expected = trained(False)
     for found in world2(trained, True):
-        same(found, expected)
+        close(found, expected)
 
 
 def measured(on_meta: str) -> list[str]:
@@ -503,7 +503,7 @@ def test_checkpointed_modules_of_a_composer_model_run_twice(
     twice = 2 if recompute else 1
     for found, parameters in world2(counted, how, recompute, offload):
         assert found == [twice, twice if how == "function" else 1]
-        same(parameters, expected)
+        close(parameters, expected)
 
 
 # test_fsdp_summon_full_params, through a prepared ComposerModel
@@ -580,8 +580,8 @@ def test_without_recursion_units_below_stay_sharded(world2: World, recurse: bool
 # test_fsdp2_wrap_fsdp_attribute; ties that Composer refuses train
 
 
-def _composers(ties: tuple[tuple[str, str], ...]) -> structures.Composers:
-    model = structures.Composers()
+def _composers(ties: tuple[tuple[str, str], ...]) -> models.Composers:
+    model = models.Composers()
     for target, source in ties:
         owner, _, key = target.rpartition(".")
         setattr(model.get_submodule(owner), key, model.get_parameter(source))
@@ -647,7 +647,7 @@ def test_wrapping_by_attribute_and_function_trains_like_one_process(
 
 
 def unknown_key() -> str:
-    model = structures.Composers()
+    model = models.Composers()
     model.fsdp_wrap_fn = lambda module: {"tacos": False}
     with pytest.raises(ParallelismKeyError) as error:
         parallelize_model(model, FSDP2Config())

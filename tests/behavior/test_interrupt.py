@@ -28,7 +28,7 @@ def launch(rank: int, port: int, group: int, way: str, stderr: int | None) -> su
         "COLUMNS": "200",
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.kit.interrupted", way],
+        [sys.executable, "-m", "tests.kit.scripts.interrupted", way],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE if stderr is None else stderr,

@@ -18,8 +18,9 @@ from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import clip_grad_norm, context_parallel, parallelize_model, sampler_kwargs
 from composer_dist.distributed.moving.whole import gather
 from composer_dist.distributed.prepared import named_parameters_canonical
-from tests.kit.preparable import built
-from tests.kit.tp_models import batch, gpt2, llama, lora_llama
+from tests.kit.decoder import token_batch
+from tests.kit.huggingface import gpt2, llama, lora_llama
+from tests.kit.toy import built
 from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
@@ -71,7 +72,7 @@ def train(kind: str, dtype: torch.dtype, mode: str | None = None) -> Trained:
         rows = sampler_kwargs(parallelize_model(model, MODES[mode], optimizer).mesh)
     losses = []
     for step in range(3):
-        mine = batch(step).chunk(rows["num_replicas"])[rows["rank"]]
+        mine = token_batch(step).chunk(rows["num_replicas"])[rows["rank"]]
         inputs = {"input_ids": mine} | ({"next": mine.roll(-1, 1)} if kind == "mlp" else {"labels": mine})
         with context_parallel(model, inputs) if "cp" in (mode or "") else nullcontext(inputs) as part:
             loss = loss_of(model, part)

@@ -1,4 +1,4 @@
-"""What PARITY.md promises of values, through `parallelize_model` itself, on two and four gloo ranks."""
+"""What docs/promises.md says of values, through `parallelize_model` itself, on two and four gloo ranks."""
 
 from __future__ import annotations
 
@@ -34,23 +34,20 @@ from composer_dist.distributed import (
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models import ComposerModel
 from tests.distributed.test_prepare import fails_later, wrong_on_one_rank
-from tests.kit import structures
-from tests.kit.preparable import Toy, built, values
-from tests.kit.pretrained import llama
-from tests.kit.structures import batch, full
+from tests.kit import models
+from tests.kit.compare import full, values
+from tests.kit.huggingface import pretrained_llama
+from tests.kit.measure import record
+from tests.kit.models import batch
+from tests.kit.toy import Toy, built
 from tests.kit.world import World
-from tests.test_precision import record
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
 
 
 def twins(build: Callable[[], nn.Module]) -> tuple[Any, Any]:
     """One model twice: the reference, and the one to prepare."""
-    models = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        models.append(build())
-    return models[0], models[1]
+    return built(build, 3), built(build, 3)
 
 
 def close(found: Tensor, expected: Tensor, name: str = "") -> None:
@@ -83,7 +80,7 @@ def mine(x: Tensor, mesh: Any) -> Tensor:
 
 
 def leftovers() -> list[str]:
-    reference, model = twins(structures.B)
+    reference, model = twins(models.B)
     config = ParallelismConfig(rules=[Rule("layers.0", shard=True), Rule("layers.2", shard=True)])
     done = parallelize_model(model, config)
     x = batch(model)
@@ -98,7 +95,7 @@ def leftovers() -> list[str]:
 
 @pytest.mark.promise(19)
 def test_leftovers_are_listed_and_their_gradients_averaged(world2: World) -> None:
-    names = [name for name, _ in structures.B().named_parameters()]
+    names = [name for name, _ in models.B().named_parameters()]
     expected = [name for name in names if not name.startswith(("layers.0", "layers.2"))]
     assert world2(leftovers) == [expected] * 2
 
@@ -107,7 +104,7 @@ def test_leftovers_are_listed_and_their_gradients_averaged(world2: World) -> Non
 
 
 def clip_and_accumulate() -> float:
-    reference, model = twins(structures.scalar)
+    reference, model = twins(models.scalar)
     done = parallelize_model(model, ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=2)))
     assert len(done.plain_parameters) == 3
     batches = [batch(model, step) for step in range(3)]
@@ -180,9 +177,9 @@ class Distance(torchmetrics.Metric):
 class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([structures.Block(), structures.Block()])
+        self.blocks = nn.ModuleList([models.Block(), models.Block()])
         self.fsdp_wrap_fn = lambda module: (
-            {"reshard_after_forward": False} if isinstance(module, structures.Mlp) else False
+            {"reshard_after_forward": False} if isinstance(module, models.Mlp) else False
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -256,7 +253,7 @@ def test_a_composer_model_trains_like_one_process_with_parameters_of_its_own(wor
 # P86: activation checkpointing, asked for in every way
 
 
-class Counting(structures.Block):
+class Counting(models.Block):
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -264,8 +261,8 @@ class Counting(structures.Block):
         return super().forward(x)
 
 
-def counting() -> structures.B:
-    return structures.B(block=Counting)
+def counting() -> models.B:
+    return models.B(block=Counting)
 
 
 def checkpoint(how: str) -> list[int]:
@@ -314,7 +311,7 @@ def test_what_is_checkpointed_runs_twice_and_trains_the_same(
 
 
 def check_without_checkpointing() -> str:
-    model = structures.B()
+    model = models.B()
     before = list(model.parameters())
     with pytest.raises(ParallelismValueError) as error:
         parallelize_model(model, "fsdp", activation_checkpointing_check_fn=lambda module: True)
@@ -335,7 +332,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def travels(precision: str | None, mixed: Any, rules: list[Rule]) -> dict[str, Any]:
-    model = structures.M()
+    model = models.M()
     config = ParallelismConfig(fsdp2=FSDP2Config(mixed_precision=mixed), rules=rules)
     parallelize_model(model, config, precision=precision)
     gathered: set[torch.dtype] = set()
@@ -383,7 +380,7 @@ def test_a_rule_sets_a_unit_apart(world2: World) -> None:
 
 
 def refused(precision: str | None, mixed: Any) -> str:
-    model = structures.M()
+    model = models.M()
     with pytest.raises(ParallelismValueError) as error:
         parallelize_model(model, FSDP2Config(mixed_precision=mixed), precision=precision)
     assert type(model) is nn.Sequential
@@ -442,7 +439,7 @@ def evaluated(models: tuple[Any, ...], x: Tensor) -> Iterator[None]:
 
 
 def after_evaluation(reshard: bool | int) -> bool:
-    reference, model = twins(structures.tied)
+    reference, model = twins(models.tied)
     pair = (reference, model)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in pair]
     done = parallelize_model(model, FSDP2Config(reshard_after_forward=reshard), optimizers[1])
@@ -506,7 +503,7 @@ def test_every_function_after_an_evaluation_on_a_smaller_shard(world4: World) ->
 
 def clip_what_the_model_shows(reshard: bool, by: str) -> tuple[float, float]:
     """The largest gradient after clipping `model.parameters()` right after an evaluation."""
-    reference, model = twins(structures.tied)
+    reference, model = twins(models.tied)
     parallelize_model(model, FSDP2Config(reshard_after_forward=reshard))
     x = batch(model)
     for one in (reference, model):
@@ -535,7 +532,7 @@ def test_clipping_what_the_model_shows_after_an_evaluation(world2: World, reshar
 
 
 def export_after_evaluation(reshard: bool | int, path: str) -> Tensor:
-    model = llama(tied=True)
+    model = pretrained_llama(tied=True)
     parallelize_model(model, FSDP2Config(reshard_after_forward=reshard))
     ids = torch.arange(12).view(2, 6)
     with torch.no_grad():
@@ -550,7 +547,7 @@ def exported(path: Path, logits: list[Tensor]) -> None:
     loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    expected = llama(tied=True).state_dict()
+    expected = pretrained_llama(tied=True).state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
     for found in logits:
         torch.testing.assert_close(loaded(torch.arange(12).view(2, 6)).logits, found)

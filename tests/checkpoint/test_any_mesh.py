@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.kit.checkpoint_runs import MESHES, assert_same, load_run, save_run
-from tests.kit.tp_models import gpt2, llama, phi3
+from tests.kit.huggingface import gpt2, llama, phi3
+from tests.kit.meshes import MESHES
+from tests.kit.runs import assert_same, load_run, save_run
 from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

@@ -15,8 +15,8 @@ from torch import nn
 from composer_dist.checkpoint import load_checkpoint, save_checkpoint
 from composer_dist.errors import CheckpointRuntimeError
 from composer_dist.files import checked as checked_file
-from tests.kit.checkpoint_runs import assert_same, load_run, snapshot, start, train
-from tests.kit.toys import toy
+from tests.kit.runs import assert_same, load_run, snapshot, start, train
+from tests.kit.toy import stateful
 from tests.kit.world import World
 
 
@@ -33,7 +33,7 @@ def train_meanwhile(path: str, sharded: bool) -> tuple[Any, bool]:
 
 
 def step_while_held(path: str, sharded: bool, held: threading.Event) -> tuple[Any, bool]:
-    model, optimizer = start("fsdp2", toy, 0)
+    model, optimizer = start("fsdp2", stateful, 0)
     train(model, optimizer)
     before = snapshot(model, optimizer)
     state = {"model": model, "optimizer": optimizer, "steps": 1}
@@ -57,7 +57,7 @@ def test_training_goes_on(world2: World, tmp_path: Path, sharded: bool) -> None:
 
 
 def save_thrice(directory: str) -> list[str]:
-    model, optimizer = start("fsdp2", toy, 0)
+    model, optimizer = start("fsdp2", stateful, 0)
     found = []
     for number in range(3):
         train(model, optimizer)
@@ -75,7 +75,7 @@ def test_at_most_one_is_under_way(world2: World, tmp_path: Path) -> None:
 
 
 def fail_on_one_rank(path: str) -> tuple[str, str]:
-    model, _ = start("fsdp2", toy, 0)
+    model, _ = start("fsdp2", stateful, 0)
 
     def write(self: Any, data: Any) -> None:
         if dist.get_rank() == 1:
@@ -111,7 +111,7 @@ def test_the_buffers_are_used_again(world2: World, tmp_path: Path) -> None:
 def count_buffers(path: str) -> None:
     from composer_dist.checkpoint.background import _buffers
 
-    model, _ = start("fsdp2", toy, 0)
+    model, _ = start("fsdp2", stateful, 0)
     places = []
     for _ in range(2):
         pending = save_checkpoint(path, {"model": model}, asynchronous=True)

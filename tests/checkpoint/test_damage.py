@@ -24,15 +24,16 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError
 from composer_dist.files import checked as checked_file
 from composer_dist.files.find import index_weights
-from tests.kit.checkpoint_runs import save_run
-from tests.kit.toys import assert_equal, toy
+from tests.kit.compare import equal
+from tests.kit.runs import save_run
+from tests.kit.toy import stateful
 from tests.kit.world import PRELOAD, World
 
 
 def is_refused(path: Path) -> str | None:
     """Why a plain process does not load it, None if it does."""
     try:
-        load_checkpoint(path, {"model": toy(1)})
+        load_checkpoint(path, {"model": stateful(1)})
     except CheckpointError as error:
         return str(error)
     return None
@@ -73,7 +74,7 @@ def test_every_truncation_and_every_flipped_bit_is_noticed(
 def as_weights(path: str) -> list[str]:
     """What a damaged checkpoint gives as weights, while preparing and later, and unverified."""
     texts = []
-    model = toy(1)
+    model = stateful(1)
     with pytest.raises(CheckpointError) as caught:
         parallelize_model(model, FSDP2Config(), weights=path)
     texts.append(str(caught.value))
@@ -83,7 +84,7 @@ def as_weights(path: str) -> list[str]:
     with pytest.raises(CheckpointError) as caught:
         load_pretrained(model, path)
     texts.append(str(caught.value))
-    assert_equal(full_model_state(model, ranks="all"), before)
+    equal(full_model_state(model, ranks="all"), before)
     load_pretrained(model, path, verify=False)
     return texts
 
@@ -169,7 +170,7 @@ def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
         assert contents["number"] >= number
         number = contents["number"]
         assert all(torch.all(value == number) for value in contents["model"].values())
-    save_checkpoint(tmp_path / "same", {"model": toy(), "number": 0})
+    save_checkpoint(tmp_path / "same", {"model": stateful(), "number": 0})
     assert not list(tmp_path.glob(".same.*")), "what the killed ones left under this name is gone"
 
 

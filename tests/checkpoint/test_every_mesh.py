@@ -15,7 +15,7 @@ from composer_dist.distributed import parallelize_model, summon_full_params
 from composer_dist.models import HuggingFaceModel
 from tests.checkpoint.export.test_export import MESHES
 from tests.checkpoint.export.test_merged import LORA
-from tests.kit.tp_models import gpt2, llama
+from tests.kit.huggingface import gpt2, llama
 from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

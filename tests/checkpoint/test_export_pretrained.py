@@ -16,14 +16,14 @@ from composer_dist.checkpoint import export_pretrained
 from composer_dist.distributed import init_context, parallelize_model
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, ParallelismTypeError
 from composer_dist.models import HuggingFaceModel
-from tests.kit.pretrained import (
+from tests.kit.huggingface import (
     ADAPTERS,
     adapter,
     base_for,
-    llama,
+    pretrained_llama,
+    pretrained_t5,
     prompt,
     sharded,
-    t5,
     tokenizer,
 )
 from tests.kit.world import World
@@ -56,7 +56,11 @@ def files(path: Path) -> set[str]:
 
 # Models
 
-BUILDS: dict[str, Callable[[], Any]] = {"llama": llama, "tied": lambda: llama(tied=True), "t5": t5}
+BUILDS: dict[str, Callable[[], Any]] = {
+    "llama": pretrained_llama,
+    "tied": lambda: pretrained_llama(tied=True),
+    "t5": pretrained_t5,
+}
 
 
 def export(kind: str, path: Path, wrapped: bool, max_shard_size: str) -> None:
@@ -94,7 +98,7 @@ def test_a_plain_model_without_a_process_group(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     export("llama", tmp_path, False, "5GB")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(llama()))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(pretrained_llama()))
 
 
 @pytest.mark.promise(96)
@@ -105,14 +109,14 @@ def test_nothing_of_an_earlier_export_is_read(tmp_path: Path, first: str, second
     (tmp_path / "notes.txt").write_text("mine")
     export("tied", tmp_path, False, first)
     export("llama", tmp_path, False, second)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(llama()))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(pretrained_llama()))
     assert ("model.safetensors" in files(tmp_path)) == (second == "5GB")
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert not [name for name in files(tmp_path) if ".export-" in name]
 
 
 def keeps_on_training(path: Path) -> tuple[str, bool]:
-    model = sharded(llama())
+    model = sharded(pretrained_llama())
     export_pretrained(model, path)
     model(input_ids=prompt(0), labels=prompt(0)).loss.backward()
     return type(model).__name__, all(p.grad is not None for p in model.parameters())
@@ -158,7 +162,7 @@ def reloaded(path: Path) -> Tensor:
     from peft import PeftConfig, PeftModel
 
     with init_context(empty=dist.get_rank() != 0):
-        base = llama()
+        base = pretrained_llama()
     if dist.get_rank() == 0:
         model = HuggingFaceModel(PeftModel.from_pretrained(base, path))
     else:
@@ -210,12 +214,12 @@ def test_several_adapters(world2: World, tmp_path: Path) -> None:
     reference = two_adapters().model
     for name, place in (("default", tmp_path), ("second", tmp_path / "second")):
         reference.set_adapter(name)
-        loaded = PeftModel.from_pretrained(llama(), place)
+        loaded = PeftModel.from_pretrained(pretrained_llama(), place)
         assert torch.equal(logits(loaded), logits(reference)), name
 
 
 def export_injected(path: Path) -> None:
-    model = llama()
+    model = pretrained_llama()
     torch.manual_seed(1)
     model.add_adapter(adapter("lora"))
     export_pretrained(sharded(model), path)
@@ -226,10 +230,10 @@ def test_adapters_without_a_peft_model(world2: World, tmp_path: Path) -> None:
     from peft import PeftModel
 
     world2(export_injected, tmp_path)
-    reference = llama()
+    reference = pretrained_llama()
     torch.manual_seed(1)
     reference.add_adapter(adapter("lora"))
-    assert torch.equal(logits(PeftModel.from_pretrained(llama(), tmp_path)), logits(reference))
+    assert torch.equal(logits(PeftModel.from_pretrained(pretrained_llama(), tmp_path)), logits(reference))
 
 
 # Errors
@@ -237,7 +241,7 @@ def test_adapters_without_a_peft_model(world2: World, tmp_path: Path) -> None:
 
 def export_fails(path: Path) -> tuple[str, str]:
     with pytest.raises(CheckpointRuntimeError) as failure:
-        export_pretrained(sharded(llama()), path)
+        export_pretrained(sharded(pretrained_llama()), path)
     return type(failure.value).__name__, str(failure.value)
 
 

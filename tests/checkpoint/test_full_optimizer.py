@@ -32,10 +32,13 @@ from composer_dist.errors import (
     CheckpointValueError,
     ParallelismValueError,
 )
-from tests.kit.meshes import MODES, equal, give_gradients, train
-from tests.kit.preparable import built
-from tests.kit.toys import messages
-from tests.kit.tp_models import Decoder, gpt2
+from tests.kit.compare import equal
+from tests.kit.decoder import Decoder
+from tests.kit.huggingface import gpt2
+from tests.kit.measure import messages
+from tests.kit.meshes import MODES
+from tests.kit.runs import give_gradients, train_by_name
+from tests.kit.toy import built
 from tests.kit.world import World
 
 State = dict[str, Any]
@@ -72,7 +75,7 @@ def reference(kind: str, name: str, steps: int, seed: int = 0) -> tuple[dict[str
     """The plain model's state, and the optimizer's with names for numbers, after some steps."""
     model = made(kind, seed)
     optimizer = OPTIMIZERS[name](model)
-    train(model, optimizer, 0, steps)
+    train_by_name(model, optimizer, 0, steps)
     return {n: v.clone() for n, v in model.state_dict().items()}, deepcopy(
         named_optimizer_state(model, optimizer)
     )
@@ -82,7 +85,7 @@ def there_and_back(config: ParallelismConfig, kind: str, name: str, bucket_bytes
     model = made(kind)
     optimizer = OPTIMIZERS[name](model)
     parallelize_model(model, config, optimizer)
-    train(model, optimizer, 0, 2)
+    train_by_name(model, optimizer, 0, 2)
     with messages(bucket_bytes) as sent:
         weights, state = full_model_state(model), full_optimizer_state(model, optimizer)
     found = [weights, deepcopy(state), sum(sent)]
@@ -93,7 +96,7 @@ def there_and_back(config: ParallelismConfig, kind: str, name: str, bucket_bytes
         results = [load_full_model_state(other, weights), load_full_optimizer_state(other, fresh, state)]
     assert results == [([], []), ([], [])]
     equal(state, found[1])
-    train(other, fresh, 2, 1)
+    train_by_name(other, fresh, 2, 1)
     return [*found, full_model_state(other), full_optimizer_state(other, fresh)]
 
 
@@ -164,7 +167,7 @@ def loaded(state: State, strict: bool, name: str, pending: bool) -> tuple[LoadRe
     parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
     optimizer = OPTIMIZERS[name](model)
     if pending:
-        train(model, optimizer, 7, 1)
+        train_by_name(model, optimizer, 7, 1)
         give_gradients(model, 0)
     result = load_full_optimizer_state(model, optimizer, state if dist.get_rank() == 0 else {}, strict=strict)
     grads = sum(p.grad is not None for p in model.parameters())
@@ -184,7 +187,7 @@ def loaded(state: State, strict: bool, name: str, pending: bool) -> tuple[LoadRe
 def test_states_of_one_process_are_rekeyed_by_name(world2: World, form: str, name: str) -> None:
     model = made()
     optimizer = OPTIMIZERS["adamw"](model)
-    train(model, optimizer, 0, 2)
+    train_by_name(model, optimizer, 0, 2)
     expected = deepcopy(named_optimizer_state(model, optimizer))
     given = one_process(model, optimizer, form)
     result, found, _ = world2(loaded, given, True, name, False)[0]
@@ -235,7 +238,7 @@ def refused(state: State, strict: bool) -> tuple[str, str, bool]:
     model = made()
     parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
     optimizer = OPTIMIZERS["adamw"](model)
-    train(model, optimizer, 0, 1)
+    train_by_name(model, optimizer, 0, 1)
     before = full_optimizer_state(model, optimizer)
     with pytest.raises(CheckpointError) as caught:
         load_full_optimizer_state(model, optimizer, state if dist.get_rank() == 0 else {}, strict=strict)
@@ -298,7 +301,7 @@ def test_what_does_not_fit_is_refused_everywhere(
 def test_numbers_that_do_not_fit_the_groups_are_refused() -> None:
     model = made()
     optimizer = OPTIMIZERS["adamw"](model)
-    train(model, optimizer, 0, 1)
+    train_by_name(model, optimizer, 0, 1)
     state = optimizer.state_dict()
     state["param_groups"][1]["params"].pop()
     with pytest.raises(CheckpointValueError, match=r"its group 1 has 20 parameters, the optimizer's 21"):
@@ -312,7 +315,7 @@ def test_numbers_that_do_not_fit_the_groups_are_refused() -> None:
 def test_a_plain_model_needs_no_process_group_and_keeps_its_own_ways() -> None:
     model, other = made(), made(seed=1)
     optimizer = torch.optim.AdamW(two_groups(model), foreach=True)
-    train(model, optimizer, 0, 2)
+    train_by_name(model, optimizer, 0, 2)
     state = full_optimizer_state(model, optimizer)
     before = deepcopy(state)
     fresh = torch.optim.AdamW(two_groups(other), lr=torch.tensor(0.5), foreach=False)
@@ -322,8 +325,8 @@ def test_a_plain_model_needs_no_process_group_and_keeps_its_own_ways() -> None:
     assert fresh.param_groups[0]["lr"] is rate, "a compiled step holds it"
     assert rate == torch.tensor(0.01)
     assert [group["foreach"] for group in fresh.param_groups] == [False, False]
-    train(model, optimizer, 2, 1)
-    train(other, fresh, 2, 1)
+    train_by_name(model, optimizer, 2, 1)
+    train_by_name(other, fresh, 2, 1)
     equal(other.state_dict(), dict(model.state_dict()))
     equal(state, before)  # a copy, on both sides
     assert torch.equal(full_optimizer_state(other, fresh)["state"]["head.weight"]["step"], torch.tensor(3.0))
@@ -334,7 +337,7 @@ def cast() -> State:
     parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
     optimizer = OPTIMIZERS["adamw"](model)
     load_full_optimizer_state(model, optimizer, reference("decoder", "adamw", 1)[1])
-    train(model, optimizer, 1, 1)
+    train_by_name(model, optimizer, 1, 1)
     return full_optimizer_state(model, optimizer)
 
 
@@ -375,7 +378,7 @@ def uneven(part: str) -> str:
     model = made()
     parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
     optimizer = OPTIMIZERS["momentum"](model)
-    train(model, optimizer, 0, 1)
+    train_by_name(model, optimizer, 0, 1)
     held = dict(model.named_parameters())
     if dist.get_rank() == 1:
         optimizer.state.pop(held["head.weight"])
@@ -396,7 +399,7 @@ def evaluated(reshard_after_forward: Any) -> State:
     parallelize_model(
         model, ParallelismConfig(fsdp2=FSDP2Config(reshard_after_forward=reshard_after_forward)), optimizer
     )
-    train(model, optimizer, 0, 1)
+    train_by_name(model, optimizer, 0, 1)
 
     def evaluate() -> None:
         with torch.no_grad():
@@ -406,7 +409,7 @@ def evaluated(reshard_after_forward: Any) -> State:
     state = full_optimizer_state(model, optimizer)
     evaluate()
     load_full_optimizer_state(model, optimizer, state)
-    train(model, optimizer, 1, 1)
+    train_by_name(model, optimizer, 1, 1)
     evaluate()
     return full_optimizer_state(model, optimizer)
 

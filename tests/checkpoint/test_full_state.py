@@ -21,39 +21,41 @@ from composer_dist.errors import (
     ParallelismRuntimeError,
     ParallelismValueError,
 )
-from tests.kit.checkpoint_runs import MESHES
-from tests.kit.toys import assert_equal, messages, sharded, tokens, toy, train_step
-from tests.kit.tp_models import gpt2
+from tests.kit.compare import equal
+from tests.kit.huggingface import gpt2
+from tests.kit.measure import messages
+from tests.kit.meshes import MESHES
+from tests.kit.toy import sharded, six_tokens, stateful, train_step
 from tests.kit.world import World, run
 
 # full_model_state
 
 
 def gathered(replicas: int, ranks: Any) -> dict[str, Any]:
-    return full_model_state(sharded(toy(), replicas=replicas), ranks=ranks)
+    return full_model_state(sharded(stateful(), replicas=replicas), ranks=ranks)
 
 
 @pytest.mark.promise(42)
 def test_rank_0_gets_the_plain_state_dict(world2: World) -> None:
     first, second = world2(gathered, 1, "zero")
-    assert_equal(first, toy().state_dict())
+    equal(first, stateful().state_dict())
     assert second == {}
 
 
 @pytest.mark.promise(42)
 def test_all_ranks_get_it_on_request(world2: World) -> None:
     for state in world2(gathered, 1, "all"):
-        assert_equal(state, toy().state_dict())
+        equal(state, stateful().state_dict())
 
 
 @pytest.mark.promise(42)
 def test_on_one_rank_and_on_two_replicas_of_two_shards(world1: World, world4: World) -> None:
-    assert_equal(world1(gathered, 1, "zero")[0], toy().state_dict())
-    assert_equal(world4(gathered, 2, "zero")[0], toy().state_dict())
+    equal(world1(gathered, 1, "zero")[0], stateful().state_dict())
+    equal(world4(gathered, 2, "zero")[0], stateful().state_dict())
 
 
 def tied_and_owned() -> tuple[bool, list[str], list[str]]:
-    model = sharded(toy())
+    model = sharded(stateful())
     state = full_model_state(model, ranks="all")
     tied = state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
     before = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
@@ -71,18 +73,18 @@ def test_a_state_is_a_copy_with_ties(world1: World, world2: World, size: int) ->
 
 
 def test_a_plain_model_needs_no_process_group() -> None:
-    model = toy()
+    model = stateful()
     state = full_model_state(model)
-    assert_equal(state, model.state_dict())
+    equal(state, model.state_dict())
     with torch.no_grad():
         model.scale.add_(1)
     assert not torch.equal(state["scale"], model.scale)
 
 
 def gathered_after_eval(reshard_after_forward: Any) -> tuple[dict[str, Any], bool]:
-    model = sharded(toy(), reshard_after_forward=reshard_after_forward).eval()
+    model = sharded(stateful(), reshard_after_forward=reshard_after_forward).eval()
     with torch.no_grad():
-        model(tokens())
+        model(six_tokens())
     state = full_model_state(model)
     return state, all(isinstance(p, DTensor) for p in model.parameters())
 
@@ -90,24 +92,24 @@ def gathered_after_eval(reshard_after_forward: Any) -> tuple[dict[str, Any], boo
 @pytest.mark.promise(103)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_after_an_eval_forward(world2: World, reshard_after_forward: bool) -> None:
-    reference = toy().eval()
-    reference(tokens())
+    reference = stateful().eval()
+    reference(six_tokens())
     (state, resharded), _ = world2(gathered_after_eval, reshard_after_forward)
-    assert_equal(state, reference.state_dict())
+    equal(state, reference.state_dict())
     assert resharded
 
 
 @pytest.mark.promise(103)
 def test_after_an_eval_forward_onto_a_smaller_shard(world4: World) -> None:
-    reference = toy().eval()
-    reference(tokens())
+    reference = stateful().eval()
+    reference(six_tokens())
     state, resharded = world4(gathered_after_eval, 2)[0]
-    assert_equal(state, reference.state_dict())
+    equal(state, reference.state_dict())
     assert resharded
 
 
 def count_gathers(select: Any, bucket_bytes: int) -> tuple[dict[str, Any], list[int]]:
-    model = sharded(toy())
+    model = sharded(stateful())
     with messages(bucket_bytes) as sent:
         state = full_model_state(model, select=select)
     return state, sent
@@ -115,13 +117,13 @@ def count_gathers(select: Any, bucket_bytes: int) -> tuple[dict[str, Any], list[
 
 @pytest.mark.promise(43)
 def test_what_is_not_selected_is_not_gathered(world2: World) -> None:
-    reference = toy().state_dict()
+    reference = stateful().state_dict()
     (state, everything), other = world2(count_gathers, None, 1 << 20)
-    assert_equal(state, reference)
+    equal(state, reference)
     assert other == ({}, everything)
     assert len(everything) == 1, "one collective per bucket"
     (state, some), _ = world2(count_gathers, "trainable", 1 << 20)
-    names = [name for name, p in toy().named_parameters(remove_duplicate=False) if p.requires_grad]
+    names = [name for name, p in stateful().named_parameters(remove_duplicate=False) if p.requires_grad]
     assert list(state) == [name for name in reference if name in names]
     assert everything[0] - some[0] == 8 * 4 // 2, "only the frozen scale is left out; ties go once"
     (state, few), _ = world2(count_gathers, uneven_matrices, 1 << 20)
@@ -138,12 +140,12 @@ def test_what_is_not_selected_is_not_gathered(world2: World) -> None:
 def test_buckets_of_any_size_give_the_same(world2: World, world4: World, bucket_bytes: int) -> None:
     for world in world2, world4:
         (state, sent), *_ = world(count_gathers, None, bucket_bytes)
-        assert_equal(state, toy().state_dict())
+        equal(state, stateful().state_dict())
         size = 2 if world is world2 else 4
         assert max(sent) <= max(bucket_bytes // size, 4) + 16 * len(state), "a share, and padding"
         assert (
             len(sent)
-            >= sum(p.nbytes for p in toy().parameters()) // size // max(bucket_bytes // size, 4) // 2
+            >= sum(p.nbytes for p in stateful().parameters()) // size // max(bucket_bytes // size, 4) // 2
         )
 
 
@@ -156,34 +158,34 @@ def uneven_matrices(name: str, tensor: Tensor) -> bool:
 
 
 def cast() -> dict[str, Any]:
-    return full_model_state(sharded(toy()), dtype=torch.bfloat16)
+    return full_model_state(sharded(stateful()), dtype=torch.bfloat16)
 
 
 def test_dtype_casts_floating_point_only(world2: World) -> None:
     expected = {
         name: value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in toy().state_dict().items()
+        for name, value in stateful().state_dict().items()
     }
-    assert_equal(world2(cast)[0], expected)
+    equal(world2(cast)[0], expected)
 
 
 def wrapped_names() -> dict[str, Any]:
-    model = toy()
+    model = stateful()
     model.layers[0] = checkpoint_wrapper(model.layers[0])
     return full_model_state(sharded(model))
 
 
 @pytest.mark.promise(28)
 def test_names_have_no_wrapper_segments(world2: World) -> None:
-    assert_equal(world2(wrapped_names)[0], toy().state_dict())
+    equal(world2(wrapped_names)[0], stateful().state_dict())
 
 
 def compiled_names() -> list[str]:
-    return list(full_model_state(torch.compile(toy(), backend="eager")))  # type: ignore[arg-type]
+    return list(full_model_state(torch.compile(stateful(), backend="eager")))  # type: ignore[arg-type]
 
 
 def test_a_compiled_model_has_the_plain_names() -> None:
-    assert compiled_names() == list(toy().state_dict())
+    assert compiled_names() == list(stateful().state_dict())
 
 
 def bad_selection(kind: str) -> str:
@@ -195,7 +197,7 @@ def bad_selection(kind: str) -> str:
         return name.startswith("layers") or rank == 0
 
     with pytest.raises(ParallelismValueError if kind == "differs" else Exception) as failure:
-        full_model_state(sharded(toy()), select=select)
+        full_model_state(sharded(stateful()), select=select)
     return str(failure.value)
 
 
@@ -210,11 +212,11 @@ def test_a_selection_that_differs_or_raises_does_so_on_every_rank(world2: World)
 
 def test_options_are_checked() -> None:
     with pytest.raises(ParallelismValueError, match="'some'"):
-        full_model_state(toy(), ranks="some")  # type: ignore[arg-type]
+        full_model_state(stateful(), ranks="some")  # type: ignore[arg-type]
     with pytest.raises(ParallelismValueError, match="'lora'"):
-        full_model_state(toy(), select="lora")  # type: ignore[arg-type]
+        full_model_state(stateful(), select="lora")  # type: ignore[arg-type]
     with pytest.raises(CheckpointValueError, match="no adapters"):
-        full_model_state(toy(), select="adapters")
+        full_model_state(stateful(), select="adapters")
     with torch.device("meta"), pytest.raises(CheckpointValueError, match=r"meta device: .*weight"):
         full_model_state(nn.Linear(2, 2))
 
@@ -225,20 +227,20 @@ def test_options_are_checked() -> None:
 def loaded(
     seed: int, replicas: int, meta: bool, source: Any, dtype: Any
 ) -> tuple[dict[str, Any], LoadResult, bool, bool]:
-    given = toy(seed).state_dict() if source == "all" or torch.distributed.get_rank() == 0 else {}
+    given = stateful(seed).state_dict() if source == "all" or torch.distributed.get_rank() == 0 else {}
     with torch.device("meta" if meta else "cpu"):
-        model = toy().to(dtype)
+        model = stateful().to(dtype)
     if not meta:
-        model = toy(7).to(dtype)
+        model = stateful(7).to(dtype)
     sharded(model, replicas=replicas)
     before = list(model.parameters())
     result = load_full_model_state(model, given, source=source)
     same = all(a is b for a, b in zip(before, model.parameters(), strict=True))
     if meta:
-        model.table = toy(seed).table
+        model.table = stateful(seed).table
     model.eval()
     state = full_model_state(model, ranks="all")
-    model(tokens())  # it runs, and a forward brings no other values
+    model(six_tokens())  # it runs, and a forward brings no other values
     again = full_model_state(model, ranks="all")
     unchanged = all(torch.equal(state[n], again[n]) for n in state if isinstance(state[n], Tensor))
     return state, result, same, unchanged
@@ -249,9 +251,9 @@ def loaded(
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_full_state_loads_into_shards(world2: World, source: str, meta: bool, dtype: torch.dtype) -> None:
-    expected = toy(3).to(dtype).state_dict()
+    expected = stateful(3).to(dtype).state_dict()
     for state, result, same, unchanged in world2(loaded, 3, 1, meta, source, dtype):
-        assert_equal(state, expected)
+        equal(state, expected)
         assert result == ([], [])
         assert same
         assert unchanged
@@ -260,9 +262,9 @@ def test_a_full_state_loads_into_shards(world2: World, source: str, meta: bool, 
 @pytest.mark.promise(44)
 @pytest.mark.parametrize("meta", [False, True])
 def test_into_two_replicas_of_two_shards(world4: World, meta: bool) -> None:
-    expected = toy(3).state_dict()
+    expected = stateful(3).state_dict()
     for state, _, same, unchanged in world4(loaded, 3, 2, meta, "rank0", torch.float32):
-        assert_equal(state, expected)
+        equal(state, expected)
         assert same
         assert unchanged
 
@@ -285,22 +287,22 @@ def decoder(seed: int) -> nn.Module:
 )
 def test_from_every_rank_s_own_copy_on_every_mesh(mesh: str) -> None:
     for state in run(everywhere, MESHES[mesh][0], mesh):
-        assert_equal(state, decoder(3).state_dict())
+        equal(state, decoder(3).state_dict())
 
 
 def trained_after_load() -> dict[str, Any]:
     """An optimizer that was there before the load moves what was loaded."""
-    model = sharded(toy(7))
+    model = sharded(stateful(7))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    load_full_model_state(model, toy(3).state_dict())
-    model(tokens()).logsumexp(-1).mean().backward()
+    load_full_model_state(model, stateful(3).state_dict())
+    model(six_tokens()).logsumexp(-1).mean().backward()
     optimizer.step()
     return full_model_state(model)
 
 
 @pytest.mark.promise(44)
 def test_training_goes_on_from_the_loaded_state(world2: World) -> None:
-    reference = toy(3)
+    reference = stateful(3)
     train_step(reference)
     state = world2(trained_after_load)[0]
     for name, expected in reference.state_dict().items():
@@ -309,53 +311,53 @@ def test_training_goes_on_from_the_loaded_state(world2: World) -> None:
 
 
 def offloaded() -> tuple[dict[str, Any], dict[str, Any], set[str]]:
-    model = toy(7)
+    model = stateful(7)
     for layer in model.layers:
         fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=False))
     fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     before = full_model_state(model, ranks="all")
-    load_full_model_state(model, toy(3).state_dict())
+    load_full_model_state(model, stateful(3).state_dict())
     return before, full_model_state(model, ranks="all"), {p.device.type for p in model.parameters()}
 
 
 @pytest.mark.promise(45)
 def test_offloaded_shards(world2: World) -> None:
     for before, after, devices in world2(offloaded):
-        assert_equal(before, toy(7).state_dict())
-        assert_equal(after, toy(3).state_dict())
+        equal(before, stateful(7).state_dict())
+        equal(after, stateful(3).state_dict())
         assert devices == {"cpu"}
 
 
 def loaded_leniently() -> tuple[LoadResult, dict[str, Any]]:
-    state: dict[str, Any] = toy(3).state_dict()
+    state: dict[str, Any] = stateful(3).state_dict()
     del state["embed.weight"], state["layers.0.up.weight"], state["shift"]
     state["nope"] = torch.zeros(1)
-    model = sharded(toy(7))
+    model = sharded(stateful(7))
     result = load_full_model_state(model, state, strict=False)
     return result, full_model_state(model, ranks="all")
 
 
 @pytest.mark.promise(44)
 def test_missing_and_unexpected_are_exact_and_ties_count_once(world2: World) -> None:
-    expected = toy(7).state_dict() | {
+    expected = stateful(7).state_dict() | {
         name: value
-        for name, value in toy(3).state_dict().items()
+        for name, value in stateful(3).state_dict().items()
         if name not in ("layers.0.up.weight", "shift")
     }
     for result, state in world2(loaded_leniently):
         assert result.missing == ["shift", "layers.0.up.weight"]
         assert result.unexpected == ["nope"]
-        assert_equal(state, expected)
+        equal(state, expected)
 
 
 def refused(change: str) -> tuple[str, str, bool]:
-    state: dict[str, Any] = toy(3).state_dict()
+    state: dict[str, Any] = stateful(3).state_dict()
     if change == "names":
         del state["layers.0.up.weight"]
         state["nope"] = torch.zeros(1)
     else:
         state["layers.0.up.weight"] = torch.zeros(8, 5)
-    model = sharded(toy(7))
+    model = sharded(stateful(7))
     before = full_model_state(model, ranks="all")
     with pytest.raises(CheckpointError) as failure:
         load_full_model_state(model, state if torch.distributed.get_rank() == 0 else {})
@@ -376,14 +378,14 @@ def test_what_does_not_fit_is_refused_by_name_everywhere(world2: World, change: 
 
 
 def fail_halfway() -> str:
-    model = sharded(toy())
+    model = sharded(stateful())
     with (
         mock.patch.object(state_module, "fill", side_effect=OSError("out of memory")),
         pytest.raises(OSError, match="out of memory"),
     ):
-        load_full_model_state(model, toy(1).state_dict())
+        load_full_model_state(model, stateful(1).state_dict())
     with pytest.raises(ParallelismRuntimeError) as caught:
-        model(tokens())
+        model(six_tokens())
     return str(caught.value)
 
 
@@ -393,11 +395,11 @@ def test_a_model_that_was_loaded_half_says_so(world2: World) -> None:
 
 
 def test_a_plain_model_loads_without_a_process_group() -> None:
-    model = toy(7)
-    assert load_full_model_state(model, toy(3).state_dict()) == ([], [])
-    assert_equal(full_model_state(model), toy(3).state_dict())
+    model = stateful(7)
+    assert load_full_model_state(model, stateful(3).state_dict()) == ([], [])
+    equal(full_model_state(model), stateful(3).state_dict())
     with torch.device("meta"):
-        model = toy()
-    load_full_model_state(model, toy(3).state_dict())
-    assert_equal(full_model_state(model), toy(3).state_dict())
+        model = stateful()
+    load_full_model_state(model, stateful(3).state_dict())
+    equal(full_model_state(model), stateful(3).state_dict())
     assert model.head.weight is model.embed.weight

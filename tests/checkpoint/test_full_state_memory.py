@@ -22,8 +22,7 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.ranks.agreement import Agreement
-from tests.distributed.moving.test_transfer import profiled
-from tests.kit.toys import messages
+from tests.kit.measure import messages, profiled
 from tests.kit.world import run
 
 MIB = 1 << 20

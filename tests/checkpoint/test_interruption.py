@@ -24,7 +24,7 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismError
 from composer_dist.files import checked as checked_file
-from tests.kit.toys import toy
+from tests.kit.toy import stateful
 from tests.kit.world import PRELOAD, World
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def program(rank: int, port: int, directory: str, how: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    model = toy()
+    model = stateful()
     parallelize_model(model, FSDP2Config())
     fill(model, 1)
     save_checkpoint(f"{directory}/before", {"model": model})
@@ -113,7 +113,7 @@ def started(*arguments: Any) -> list[int | None]:
 
 def values(path: Path) -> set[float]:
     """The values of the parameters in a checkpoint; it has to be whole."""
-    model = toy()
+    model = stateful()
     load_checkpoint(path, {"model": model})
     return {value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()}
 
@@ -150,7 +150,7 @@ def test_the_end_of_the_program_leaves_no_torn_checkpoint(
 
 
 def interrupt(directory: str, where: str, asynchronous: bool, ranks: list[int]) -> str:
-    model = toy()
+    model = stateful()
     parallelize_model(model, FSDP2Config())
     save_checkpoint(f"{directory}/c", {"model": model})
     place = {"copying": (async_save.Buffers, "copy"), "writing": (checked_file.LocalSink, "write")}[where]

@@ -30,13 +30,14 @@ from composer_dist.errors import (
     ParallelismError,
     ParallelismRuntimeError,
 )
-from tests.kit.checkpoint_runs import assert_same, save_run, snapshot, start, train
-from tests.kit.toys import Toy, assert_equal, sharded, toy
+from tests.kit.compare import equal
+from tests.kit.runs import assert_same, save_run, snapshot, start, train
+from tests.kit.toy import Stateful, sharded, stateful
 from tests.kit.world import World
 
 
 def ask_for_absent(path: str) -> tuple[str, dict[str, Any]]:
-    model, _ = start("fsdp2", toy, 1)
+    model, _ = start("fsdp2", stateful, 1)
     state: dict[str, Any] = {"model": model, "absent": 5}
     with pytest.raises(CheckpointKeyError) as caught:
         load_checkpoint(path, state)
@@ -57,7 +58,7 @@ def test_an_absent_key(world2: World, tmp_path: Path, sharded: bool) -> None:
 
 
 def restore_in_place(path: str, sharded: bool) -> None:
-    model, optimizer = start("fsdp2", toy, 0)
+    model, optimizer = start("fsdp2", stateful, 0)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
     train(model, optimizer)
     scheduler.step()
@@ -78,7 +79,7 @@ def test_stateful_objects_are_restored_in_place(world2: World, tmp_path: Path, s
     world2(restore_in_place, str(tmp_path / "c"), sharded)
 
 
-class Longer(Toy):
+class Longer(Stateful):
     """With a layer more than was saved, and without the scale."""
 
     def __init__(self) -> None:
@@ -118,16 +119,14 @@ def test_a_new_layer(world2: World, tmp_path: Path, sharded: bool) -> None:
             assert "unexpected: model.scale" in one
         assert len(messages) == 1
         assert kept
-        assert_equal(
-            {n: v for n, v in after.items() if n in saved}, {n: saved[n] for n in saved if n != "scale"}
-        )
+        equal({n: v for n, v in after.items() if n in saved}, {n: saved[n] for n in saved if n != "scale"})
 
 
 def load_raw(path: str) -> dict[str, str]:
     found = {}
-    model, _ = start("fsdp2", toy, 1)
+    model, _ = start("fsdp2", stateful, 1)
     load_checkpoint(path + "good", model)
-    assert_equal(full_model_state(model, ranks="all"), torch.load(path + "good", weights_only=True))
+    equal(full_model_state(model, ranks="all"), torch.load(path + "good", weights_only=True))
     for what in ("less", "more"):
         with pytest.raises(CheckpointKeyError) as caught:
             load_checkpoint(path + what, model)
@@ -138,7 +137,7 @@ def load_raw(path: str) -> dict[str, str]:
 
 @pytest.mark.promise(57)
 def test_a_raw_state(world2: World, tmp_path: Path) -> None:
-    state = toy(3).state_dict()
+    state = stateful(3).state_dict()
     for what, one in {
         "good": state,
         "less": {name: value for name, value in state.items() if name != "scale"},
@@ -152,7 +151,7 @@ def test_a_raw_state(world2: World, tmp_path: Path) -> None:
 
 
 def load_other_shape(path: str) -> str:
-    model = toy()
+    model = stateful()
     model.layers[0].up = nn.Linear(8, 6)  # type: ignore[union-attr]
     parallelize_model(model, FSDP2Config())
     with pytest.raises(CheckpointValueError) as caught:
@@ -170,7 +169,7 @@ def test_shapes_that_differ_are_named(world2: World, tmp_path: Path) -> None:
 
 def load_meta(path: str, how: str) -> dict[str, Any]:
     with torch.device("meta"):
-        model = Toy()
+        model = Stateful()
     model.table = torch.zeros(3)  # no checkpoint has it, and nothing initializes it
     if how == "weights":
         parallelize_model(model, FSDP2Config(), weights=path)
@@ -190,7 +189,7 @@ def test_into_a_model_from_meta(world2: World, tmp_path: Path, directory: bool, 
     path = str(tmp_path / "c")
     saved = world2(save_run, path, "fsdp2", sharded=directory)[0][0]
     for state in world2(load_meta, path, how):
-        assert_equal(state, {name: value for name, value in saved.items() if isinstance(value, Tensor)})
+        equal(state, {name: value for name, value in saved.items() if isinstance(value, Tensor)})
 
 
 class Evil:
@@ -201,7 +200,7 @@ class Evil:
 
 
 def load_evil(path: str) -> list[str]:
-    model, _ = start("fsdp2", toy, 1)
+    model, _ = start("fsdp2", stateful, 1)
     found = []
     for state in ({"model": model, "evil": None}, None):
         with pytest.raises(CheckpointValueError, match="allow_pickle"):
@@ -214,7 +213,7 @@ def load_evil(path: str) -> list[str]:
 
 
 def save_evil(path: str) -> None:
-    model, _ = start("fsdp2", toy, 0)
+    model, _ = start("fsdp2", stateful, 0)
     save_checkpoint(path, {"model": model, "evil": Evil()})
 
 
@@ -225,7 +224,7 @@ def test_no_pickle_runs_unless_asked_for(world2: World, tmp_path: Path) -> None:
 
 
 def sharded_values(path: str) -> None:
-    model, _ = start("fsdp2", toy, 0)
+    model, _ = start("fsdp2", stateful, 0)
     averages = {name: parameter.detach() * 2 for name, parameter in model.named_parameters()}
     expected = {name: value.full_tensor() for name, value in averages.items()}
     save_checkpoint(path, {"model": model, "ema": averages})
@@ -251,12 +250,12 @@ class Broken:
 
 
 def load_halfway(path: str) -> str:
-    model, optimizer = start("fsdp2", toy, 0)
+    model, optimizer = start("fsdp2", stateful, 0)
     state = {"model": model, "optimizer": optimizer, "data": Broken()}
     save_checkpoint(path, state)
     with pytest.raises(ParallelismRuntimeError, match="the disk is gone"):
         load_checkpoint(path, state)
-    _, other = start("fsdp2", toy, 0)
+    _, other = start("fsdp2", stateful, 0)
     other.step()
     for use in (optimizer.step, lambda: load_full_optimizer_state(model, optimizer, {})):
         with pytest.raises(CheckpointRuntimeError, match="AdamW is unusable.*the disk is gone"):
@@ -279,7 +278,7 @@ class Odd:
 
 
 def load_in_vain(path: str) -> str:
-    model, optimizer = start("fsdp2", toy, 0)
+    model, optimizer = start("fsdp2", stateful, 0)
     train(model, optimizer)
     save_checkpoint(path, {"model": model, "optimizer": optimizer, "odd": Odd()})
     train(model, optimizer)
@@ -298,14 +297,14 @@ def test_what_cannot_be_read_is_found_before_anything_changes(world2: World, tmp
 
 
 def load_differently(path: str) -> list[str]:
-    model, _ = start("fsdp2", toy, 0)
+    model, _ = start("fsdp2", stateful, 0)
     save_checkpoint(path, {"model": model, "steps": 1})
     rank, texts = dist.get_rank(), []
     calls: list[Callable[[], Any]] = [
         lambda: load_checkpoint(path, {"model": model} | ({"steps": 0} if rank else {})),
         lambda: load_checkpoint(path, {"model": model}, verify=bool(rank)),
         lambda: full_model_state(model, ranks="all" if rank else "zero"),
-        lambda: load_full_model_state(model, toy().state_dict(), source="all" if rank else "rank0"),
+        lambda: load_full_model_state(model, stateful().state_dict(), source="all" if rank else "rank0"),
         lambda: load_checkpoint(None if rank else path, {"model": model}),  # type: ignore[arg-type]
     ]
     for call in calls:

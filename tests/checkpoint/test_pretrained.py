@@ -27,7 +27,9 @@ from composer_dist.errors import (
 from composer_dist.files.read import Files
 from tests.distributed.weights.test_disk import saved
 from tests.files.test_match import llama, lora, random
-from tests.kit.preparable import Toy, built, config, same, tokens, train, values
+from tests.kit.compare import same, values
+from tests.kit.meshes import config
+from tests.kit.toy import Toy, built, tokens, train
 from tests.kit.world import run
 
 

@@ -22,8 +22,8 @@ from composer_dist.distributed import parallelize_model, prepare_fully_shard
 from composer_dist.distributed.moving.whole import gather
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
 from composer_dist.tensors.inner import dense, inner_tensors
-from tests.kit.preparable import built
 from tests.kit.quantized import Stack, quantize
+from tests.kit.toy import built
 from tests.kit.world import World
 
 BASES = [f"layers.{number}.base.weight" for number in range(2)]

@@ -25,13 +25,14 @@ from composer_dist.checkpoint.storage import local as commit
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.prepare import parallelize_model
 from composer_dist.errors import CheckpointIsADirectoryError, CheckpointRuntimeError, CheckpointValueError
-from tests.kit.checkpoint_runs import assert_same, load_run, save_run, snapshot, start, train
-from tests.kit.toys import assert_equal, toy
+from tests.kit.compare import equal
+from tests.kit.runs import assert_same, load_run, save_run, snapshot, start, train
+from tests.kit.toy import stateful
 from tests.kit.world import WorkerError, World, run
 
 
 def save_and_read_plainly(path: str) -> dict[str, Any]:
-    model, optimizer = start("fsdp2", toy, 0)
+    model, optimizer = start("fsdp2", stateful, 0)
     train(model, optimizer)
     save_checkpoint(path, {"model": model, "optimizer": optimizer, "steps": 3, "note": {"a": [1, "b"]}})
     full = full_model_state(model, ranks="all")
@@ -56,14 +57,14 @@ def test_plain_dcp_reads_it(world2: World, tmp_path: Path) -> None:
 
 
 def save_extra(path: str, sharded: bool) -> None:
-    model, _ = start("fsdp2", toy, 0)
+    model, _ = start("fsdp2", stateful, 0)
     save_checkpoint(
         path, {"model": model, "steps": 7, "rng": torch.arange(3), "d": {1: None}}, sharded=sharded
     )
 
 
 def load_part(path: str) -> dict[str, Any]:
-    model, _ = start("fsdp2", toy, 1)
+    model, _ = start("fsdp2", stateful, 1)
     state: dict[str, Any] = {"model": model, "steps": 0}
     rest = load_checkpoint(path, state)
     return {"steps": state["steps"], **rest}
@@ -85,8 +86,8 @@ def test_one_file_that_torch_reads(world2: World, tmp_path: Path) -> None:
     (before, *_), _ = world2(save_run, path, "fsdp2", sharded=False)
     contents = torch.load(path, weights_only=True)
     assert list(contents) == ["model", "optimizer", "steps"]
-    assert_equal(contents["model"], before)
-    plain = toy()
+    equal(contents["model"], before)
+    plain = stateful()
     plain.load_state_dict(contents["model"])
     head = contents["model"]["head.weight"]
     assert head.data_ptr() == contents["model"]["embed.weight"].data_ptr(), "ties are stored once"
@@ -95,7 +96,7 @@ def test_one_file_that_torch_reads(world2: World, tmp_path: Path) -> None:
 
 
 def save_into(path: str, sharded: bool) -> Any:
-    model, _ = start("fsdp2", toy, 0)
+    model, _ = start("fsdp2", stateful, 0)
     save_checkpoint(path, {"model": model}, sharded=sharded)
 
 
@@ -141,7 +142,7 @@ def test_each_form_replaces_the_other_and_foreign_files_stay(world2: World, tmp_
 
 
 def save_many(path: str) -> int:
-    model, _ = start("fsdp2", toy, 0)
+    model, _ = start("fsdp2", stateful, 0)
     for number in range(20):
         save_checkpoint(path, {"model": model, "number": number}, sharded=number % 3 > 0)
         assert load_checkpoint(path, {"number": None} | {"model": model}) == {}
@@ -159,7 +160,7 @@ def is_bias(name: str, value: Any) -> bool:
 
 
 def save_filtered(path: str, sharded: bool) -> list[str]:
-    model, _ = start("fsdp2", toy, 0)
+    model, _ = start("fsdp2", stateful, 0)
     save_checkpoint(path, {"model": model, "steps": 1}, sharded=sharded, filter=is_bias)
     save_checkpoint(path + "2", {"model": model, "steps": 1}, sharded=sharded, filter={"model": is_bias})
     assert list(load_checkpoint(path + "2")["model"]) == list(load_checkpoint(path)["model"])
@@ -169,7 +170,7 @@ def save_filtered(path: str, sharded: bool) -> list[str]:
 @pytest.mark.promise(53)
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_filter(world2: World, tmp_path: Path, sharded: bool) -> None:
-    expected = [name for name in toy().state_dict() if "bias" in name]
+    expected = [name for name in stateful().state_dict() if "bias" in name]
     assert world2(save_filtered, str(tmp_path / "c"), sharded) == [expected] * 2
 
 
@@ -182,7 +183,7 @@ def refused(path: str) -> dict[str, str]:
         assert isinstance(caught.value, ValueError)
         found[what] = str(caught.value)
 
-    model, optimizer = start("fsdp2", toy, 0)
+    model, optimizer = start("fsdp2", stateful, 0)
     attempt("empty", lambda: save_checkpoint(path, {}))
     attempt("no model", lambda: save_checkpoint(path, {"x": 1}))
     attempt("no parallel", lambda: save_checkpoint(path, {"model": nn.Linear(2, 2)}))
@@ -221,7 +222,7 @@ def test_what_is_refused(world2: World, tmp_path: Path) -> None:
 
 
 def save_two(path: str) -> None:
-    one, opt = start("fsdp2", toy, 0)
+    one, opt = start("fsdp2", stateful, 0)
     two = nn.Sequential(nn.Linear(4, 3))
     other = torch.optim.SGD(two.parameters(), lr=0.1, momentum=0.9)
     parallelize_model(two, FSDP2Config(), other)
@@ -234,7 +235,7 @@ def save_two(path: str) -> None:
         for parameter in two.parameters():
             parameter.zero_()
     load_checkpoint(path, state)
-    assert_equal(full_model_state(two, ranks="all"), before[0])
+    equal(full_model_state(two, ranks="all"), before[0])
     assert_same(snapshot(two, other), before[1])
 
 
@@ -244,7 +245,7 @@ def test_two_models_and_two_optimizers(world2: World, tmp_path: Path) -> None:
 
 
 def crash_before_rename(path: str) -> None:
-    model, _ = start("fsdp2", toy, 1)
+    model, _ = start("fsdp2", stateful, 1)
     commit.put_in_place = lambda aside, path: os._exit(9)  # type: ignore[assignment]
     save_checkpoint(path, {"model": model, "steps": 2})
 
@@ -283,7 +284,7 @@ def test_a_crash_between_the_renames_of_an_exchange_leaves_the_old_one(tmp_path:
 
 def save_elsewhere(directory: str) -> list[str]:
     rank = torch.distributed.get_rank()
-    model, _ = start("fsdp2", toy, 0)
+    model, _ = start("fsdp2", stateful, 0)
     save_checkpoint(f"{directory}/{rank}", {"model": model})
     load_checkpoint(f"{directory}/{rank}", {"model": model})
     return os.listdir(directory)
@@ -295,7 +296,7 @@ def test_rank_0_says_where(world2: World, tmp_path: Path) -> None:
 
 
 def save_differently(path: str) -> str:
-    model, _ = start("fsdp2", toy, 0)
+    model, _ = start("fsdp2", stateful, 0)
     extra = {"extra": 1} if torch.distributed.get_rank() else {}
     with pytest.raises(CheckpointValueError) as caught:
         save_checkpoint(path, {"model": model, **extra})
@@ -310,7 +311,7 @@ def test_ranks_that_save_differently_all_raise(world2: World, tmp_path: Path) ->
 
 
 def save_and_keep(directory: str) -> list[str]:
-    model, _ = start("fsdp2", toy, 0)
+    model, _ = start("fsdp2", stateful, 0)
     for number in range(4):
         sharded = number != 2
         save_checkpoint(f"{directory}/{number}", {"model": model}, keep=2, sharded=sharded)
@@ -325,7 +326,7 @@ def test_retention(world2: World, tmp_path: Path) -> None:
 
 
 def unwritable(path: str) -> str:
-    model, _ = start("fsdp2", toy, 0)
+    model, _ = start("fsdp2", stateful, 0)
     with pytest.raises(CheckpointRuntimeError) as caught:
         save_checkpoint(path, {"model": model})
     return str(caught.value)
@@ -356,8 +357,8 @@ def odd_values() -> dict[str, Any]:
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_values_of_every_kind_come_back(tmp_path: Path, sharded: bool) -> None:
-    save_checkpoint(tmp_path / "c", {"model": toy(), "odd": odd_values()}, sharded=sharded)
-    found, expected = load_checkpoint(tmp_path / "c", {"model": toy()})["odd"], odd_values()
+    save_checkpoint(tmp_path / "c", {"model": stateful(), "odd": odd_values()}, sharded=sharded)
+    found, expected = load_checkpoint(tmp_path / "c", {"model": stateful()})["odd"], odd_values()
     assert list(found) == list(expected)
     assert found["tuple"][0] == 1
     assert type(found["tuple"][1]) is Tensor, "with values"
@@ -378,21 +379,21 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path, sharded: bool) -> None:
         (lambda: 0, "cannot be pickled"),
     ):
         with pytest.raises(CheckpointValueError, match=text):
-            save_checkpoint(tmp_path / "c", {"model": toy(), "odd": value}, sharded=sharded)
+            save_checkpoint(tmp_path / "c", {"model": stateful(), "odd": value}, sharded=sharded)
     for given, options, text in (
-        (toy(), {}, "goes by keys, and is no Toy"),
-        ({"model": toy()}, {"filter": 3}, "takes functions"),
-        ({"model": toy()}, {"keep": 0}, "keep=0"),
+        (stateful(), {}, "goes by keys, and is no Toy"),
+        ({"model": stateful()}, {"filter": 3}, "takes functions"),
+        ({"model": stateful()}, {"keep": 0}, "keep=0"),
     ):
         with pytest.raises(CheckpointValueError, match=text):
             save_checkpoint(tmp_path / "c", given, sharded=sharded, **options)  # type: ignore[arg-type]
     with pytest.raises(CheckpointValueError, match="path of the checkpoint is empty"):
-        save_checkpoint("", {"model": toy()})
+        save_checkpoint("", {"model": stateful()})
     assert os.listdir(tmp_path) == []
 
 
 def hide_shards(path: str) -> str:
-    model, _ = start("fsdp2", toy, 0)
+    model, _ = start("fsdp2", stateful, 0)
     with pytest.raises(CheckpointValueError) as caught:
         save_checkpoint(path, {"model": model, "hidden": (1, model.scale.detach())})
     return str(caught.value)
@@ -404,7 +405,7 @@ def test_shards_within_what_is_kept_as_a_whole_are_refused(world2: World, tmp_pa
 
 
 def differ(path: str, sharded: bool) -> set[float]:
-    model, _ = start("fsdp2", toy, 0)
+    model, _ = start("fsdp2", stateful, 0)
     rank = float(dist.get_rank())
     model.shift.fill_(rank)
     own = {str(number): torch.full((9, number + 1), rank) for number in range(5)}

@@ -15,13 +15,14 @@ from composer_dist.checkpoint import export_pretrained, full_model_state, load_f
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import parallelize_model
 from tests.checkpoint.test_export_pretrained import logits
-from tests.kit.pretrained import llama
-from tests.kit.toys import assert_equal, toy
+from tests.kit.compare import equal
+from tests.kit.huggingface import pretrained_llama
+from tests.kit.toy import stateful
 from tests.kit.world import World
 
 
 def state_and_back() -> dict[str, Any]:
-    model = toy()
+    model = stateful()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     parallelize_model(model, DDPConfig(), optimizer)
     state = full_model_state(model, ranks="all")
@@ -32,18 +33,18 @@ def state_and_back() -> dict[str, Any]:
     result = load_full_model_state(model, changed if dist.get_rank() == 0 else {})
     assert result == ([], [])
     assert all(a is b for a, b in zip(model.parameters(), held, strict=True))
-    assert_equal(full_model_state(model, ranks="all"), changed)
+    equal(full_model_state(model, ranks="all"), changed)
     return state
 
 
 @pytest.mark.promise(61)
 def test_state_keys_and_values_are_the_plain_model_s(world2: World) -> None:
     for state in world2(state_and_back):
-        assert_equal(state, toy().state_dict())
+        equal(state, stateful().state_dict())
 
 
 def export(path: Path) -> None:
-    model = llama()
+    model = pretrained_llama()
     parallelize_model(model, DDPConfig())
     export_pretrained(model, path)
     assert type(model).__name__ == "DDPLlamaForCausalLM"  # as before the export
@@ -56,5 +57,5 @@ def test_transformers_loads_what_ddp_exports(world2: World, tmp_path: Path) -> N
     world2(export, tmp_path)
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
-    assert torch.equal(logits(model), logits(llama()))
+    assert torch.equal(logits(model), logits(pretrained_llama()))
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]

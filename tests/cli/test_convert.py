@@ -22,9 +22,9 @@ from composer_dist.models import HuggingFaceModel
 from composer_dist.progress import Progress
 from tests.checkpoint.export.test_export import mixtral, same_tensors, tensors
 from tests.checkpoint.test_export_pretrained import logits
-from tests.distributed.moving.test_transfer import profiled
 from tests.files.test_match import random
-from tests.kit.pretrained import llama, tokenizer
+from tests.kit.huggingface import pretrained_llama, tokenizer
+from tests.kit.measure import profiled
 from tests.kit.world import run
 
 
@@ -41,7 +41,7 @@ def refused(*arguments: object) -> tuple[int, str]:
 
 
 def trained() -> tuple[Any, torch.optim.Optimizer]:
-    model = HuggingFaceModel(llama(tied=True), tokenizer())
+    model = HuggingFaceModel(pretrained_llama(tied=True), tokenizer())
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.1)
@@ -60,7 +60,7 @@ def save(directory: Path) -> None:
 def same_run(path: Path) -> None:
     """A checkpoint loads as the run that was saved."""
     expected, its_optimizer = trained()
-    model = HuggingFaceModel(llama(tied=True).apply(zero), tokenizer())
+    model = HuggingFaceModel(pretrained_llama(tied=True).apply(zero), tokenizer())
     optimizer = torch.optim.AdamW(model.parameters())
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "steps": 0}
     assert load_checkpoint(path, state) == {"note": "a run"}
@@ -83,7 +83,7 @@ def test_runs_between_directories_files_and_models(tmp_path: Path) -> None:
     like = tmp_path / "like"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        llama(tied=True).save_pretrained(like)
+        pretrained_llama(tied=True).save_pretrained(like)
         tokenizer().save_pretrained(like)
     convert(tmp_path / "sharded", tmp_path / "made.pt")
     assert set(torch.load(tmp_path / "made.pt", weights_only=True)) == {"model", "optimizer", "steps", "note"}
@@ -121,7 +121,7 @@ def test_models_into_checkpoints_and_back(tmp_path: Path) -> None:
 def test_what_cannot_be_converted_is_said_in_a_statement(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        llama().save_pretrained(tmp_path / "model")
+        pretrained_llama().save_pretrained(tmp_path / "model")
     (tmp_path / "there.pt").write_bytes(b"torn")
     assert refused(tmp_path / "model", tmp_path / "target")[0] == 2  # into what?
     status, text = refused(tmp_path / "nowhere", tmp_path / "target.pt")

@@ -11,8 +11,8 @@ from composer_dist.config import presets
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import named_parameters_canonical, parallelize_model
-from tests.kit.pretrained import VOCABULARY, adapter, llama
-from tests.kit.structures import full
+from tests.kit.compare import full
+from tests.kit.huggingface import VOCABULARY, adapter, pretrained_llama
 from tests.kit.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -23,7 +23,7 @@ def _unsharded_adapters(kind: str) -> tuple[list[str], list[str]]:
 
     models = []
     for _ in range(2):
-        base = llama()
+        base = pretrained_llama()
         torch.manual_seed(1)
         models.append(peft.get_peft_model(base, adapter(kind)))
     reference, model = models

@@ -19,8 +19,8 @@ from composer_dist.config.resolve import resolve_config
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import plan_parallelism, register_strategy
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from tests.kit import structures
-from tests.kit.trainer_models import tagger
+from tests.kit import models
+from tests.kit.training import tagger
 
 LIGHTNING = [
     name + suffix
@@ -78,7 +78,7 @@ def test_users_register_their_own() -> None:
     register_strategy("dict", {"fsdp2": {"reshard_after_forward": False}, "sync": "rank0"})
     for name in ("mine", "also", "dict"):
         assert resolve_config(name) == mine
-    assert plan_parallelism(structures.B(), "mine", world_size=2).config is mine
+    assert plan_parallelism(models.B(), "mine", world_size=2).config is mine
     with pytest.raises(ParallelismValueError, match="strategy 'mine' already; pass replace=True"):
         register_strategy("mine", "fsdp")
     register_strategy("mine", "fsdp", replace=True)

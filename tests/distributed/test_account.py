@@ -7,7 +7,8 @@ import torch
 
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.account import Preparation, peak, reset_peak
-from tests.kit.preparable import Toy, built, config
+from tests.kit.meshes import config
+from tests.kit.toy import Toy, built
 
 CPU = torch.device("cpu")
 

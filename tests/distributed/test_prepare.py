@@ -34,7 +34,9 @@ from composer_dist.errors import (
     ParallelismTypeError,
     ParallelismValueError,
 )
-from tests.kit.preparable import Toy, built, config, full, same, tokens, train, values
+from tests.kit.compare import full, same, values
+from tests.kit.meshes import config
+from tests.kit.toy import Toy, built, tokens, train
 from tests.kit.world import WorkerError, run
 
 Outcome = tuple[type, str]

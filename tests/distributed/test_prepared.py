@@ -23,7 +23,7 @@ from composer_dist.distributed.prepared import (
 )
 from composer_dist.errors import CheckpointRuntimeError, ParallelismRuntimeError
 from composer_dist.structure.names import canonical_name
-from tests.kit import structures
+from tests.kit import models
 from tests.kit.world import World
 
 
@@ -34,7 +34,7 @@ def test_wrapper_segments_are_left_out() -> None:
 
 @pytest.mark.promise(28)
 def test_names_do_not_show_wrappers() -> None:
-    model = structures.tied()
+    model = models.tied()
     names = [name for name, _ in model.named_parameters()]
     model.layers[0] = checkpoint_wrapper(model.layers[0])
     model.layers[0].register_buffer("table", torch.zeros(1))
@@ -45,11 +45,11 @@ def test_names_do_not_show_wrappers() -> None:
 
 
 def _after_eval(reshard: bool | int) -> bool:
-    model = structures.B()
+    model = models.B()
     parallelize_model(model, FSDP2Config(reshard_after_forward=reshard))
     before = dict(model.named_parameters())
     with torch.no_grad():
-        model.eval()(structures.batch(model))
+        model.eval()(models.batch(model))
     now = dict(named_parameters_canonical(model))
     assert all(isinstance(parameter, DTensor) for parameter in now.values())
     return all(now[name] is before[name] for name in before)
@@ -62,7 +62,7 @@ def test_an_evaluation_leaves_the_optimizer_s_parameters(world4: World, reshard:
 
 
 def test_an_unusable_model_names_the_cause_in_every_call() -> None:
-    model = structures.M()
+    model = models.M()
     check_usable(model)
     mark_unusable(model, "rank 1 is lost")
     for call in (check_usable, lambda m: m(torch.zeros(1, 8)), lambda m: list(named_parameters_canonical(m))):

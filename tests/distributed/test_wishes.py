@@ -21,7 +21,7 @@ from composer_dist.errors import ParallelismError, ParallelismTypeError, Paralle
 from composer_dist.structure.select import select, spell
 from composer_dist.structure.structure import read_structure
 from tests.distributed.sharding.test_choose import BLOCKS, _choose
-from tests.kit import structures
+from tests.kit import models
 
 
 @pytest.mark.promise(10)
@@ -32,25 +32,25 @@ from tests.kit import structures
         ("", [""]),
         (r"re:layers\.\d", BLOCKS),
         (re.compile(r".*\.mlp\.up"), [f"{block}.mlp.up" for block in BLOCKS]),
-        (structures.Mlp, [f"{block}.mlp" for block in BLOCKS]),
+        (models.Mlp, [f"{block}.mlp" for block in BLOCKS]),
         (lambda name, module: name.endswith("norm") and "." not in name, ["norm"]),
         (["head", "embed", nn.Embedding], ["embed", "head"]),
         ("layers", ["layers"]),
         (r"re:layers\.1", ["layers.1"]),
         ("re:ayers", []),
         ("type:Mlp", [f"{block}.mlp" for block in BLOCKS]),
-        ("type:tests.kit.structures.Mlp", [f"{block}.mlp" for block in BLOCKS]),
+        ("type:tests.kit.models.Mlp", [f"{block}.mlp" for block in BLOCKS]),
         ("type:torch.nn.modules.sparse.Embedding", ["embed"]),
         (["type:Embedding", re.compile("head")], ["embed", "head"]),
     ],
 )
 def test_each_kind_of_match(match: Any, names: list[str]) -> None:
-    assert select(match, read_structure(structures.B()).modules) == names
+    assert select(match, read_structure(models.B()).modules) == names
 
 
 @pytest.mark.promise(11)
 def test_a_name_is_the_whole_name() -> None:
-    model = structures.B(blocks=12)
+    model = models.B(blocks=12)
     assert select("layers.1", read_structure(model).modules) == ["layers.1"]
     assert list(_choose(model, Rule("layers.1", shard=True)).units) == ["layers.1"]
 
@@ -71,9 +71,7 @@ def test_a_pattern_that_is_none_is_refused() -> None:
 @pytest.mark.promise(12)
 def test_unmatched_rules_are_all_named_with_a_neighbor() -> None:
     with pytest.raises(ParallelismValueError) as caught:
-        _choose(
-            structures.B(), Rule("layer.1", shard=True), Rule("re:x", shard=True), Rule("head", shard=True)
-        )
+        _choose(models.B(), Rule("layer.1", shard=True), Rule("re:x", shard=True), Rule("head", shard=True))
     assert "No module matches 'layer.1'. Did you mean 'layers.1'?" in str(caught.value)
     assert "No module matches 're:x'." in str(caught.value)
     assert "'head'" not in str(caught.value)
@@ -83,31 +81,31 @@ def test_unmatched_rules_are_all_named_with_a_neighbor() -> None:
 def test_every_part_of_a_list_matches() -> None:
     match = ["layers.0", ["layer.1", "type:Mlpp", nn.Conv1d]]
     with pytest.raises(ParallelismValueError) as caught:
-        _choose(structures.B(), Rule(match, shard=True))
+        _choose(models.B(), Rule(match, shard=True))
     allow = "(Rule(..., optional=True) allows that.)"
     assert str(caught.value).splitlines() == [
         f"No module matches 'layer.1'. Did you mean 'layers.1'? {allow}",
         f"No module matches 'type:Mlpp'. Did you mean 'type:Mlp'? {allow}",
         f"No module matches Conv1d. {allow}",
     ]
-    assert "layers.0" in _choose(structures.B(), Rule(match, shard=True, optional=True)).units
+    assert "layers.0" in _choose(models.B(), Rule(match, shard=True, optional=True)).units
 
 
 @pytest.mark.promise(12)
 def test_a_rule_that_sets_nothing_is_refused() -> None:
     with pytest.raises(ParallelismValueError, match="The rule 'head' sets nothing; give it one of shard, "):
-        _choose(structures.B(), Rule("head"))
+        _choose(models.B(), Rule("head"))
 
 
 @pytest.mark.promise(12)
 def test_optional_rules_may_match_nothing() -> None:
-    assert list(_choose(structures.B(), Rule("nope", shard=True, optional=True)).units) == ["", *BLOCKS]
+    assert list(_choose(models.B(), Rule("nope", shard=True, optional=True)).units) == ["", *BLOCKS]
 
 
 @pytest.mark.promise(13)
 def test_rules_merge_by_field_and_the_later_wins() -> None:
     choices = _choose(
-        structures.B(),
+        models.B(),
         Rule(r"re:layers\.\d", shard=True, reshard_after_forward=True, mixed_precision="FULL"),
         Rule("layers.1", reshard_after_forward=False),
         Rule("layers.1", offload=True),
@@ -129,13 +127,13 @@ def test_containers_in_containers() -> None:
 
 @pytest.mark.promise(14)
 def test_containers_can_be_skipped() -> None:
-    choices = _choose(structures.B(), Rule("layers", shard=True), Rule("head", shard=True), containers="skip")
+    choices = _choose(models.B(), Rule("layers", shard=True), Rule("head", shard=True), containers="skip")
     assert list(choices.units) == ["head"]
     assert choices.warnings == ("layers is a ModuleList, which has no forward of its own; it is skipped.",)
 
 
 def test_a_parameter_list_is_no_unit() -> None:
-    model = structures.B()
+    model = models.B()
     model.extra = nn.ParameterList([torch.ones(3)])
     choices = _choose(model, Rule("extra", shard=True), Rule("head", shard=True))
     assert list(choices.units) == ["head"]
@@ -148,11 +146,11 @@ def test_a_parameter_list_is_no_unit() -> None:
 @pytest.mark.promise(20)
 def test_a_pattern_for_numbered_layers() -> None:
     model = nn.Module()
-    model.layers = nn.ModuleList([structures.Block()])
+    model.layers = nn.ModuleList([models.Block()])
     model.decoder = nn.Module()
-    model.decoder.layers = nn.ModuleList([structures.Block(), structures.Block()])
+    model.decoder.layers = nn.ModuleList([models.Block(), models.Block()])
     model.encoder = nn.Module()
-    model.encoder.layers = nn.ModuleList([structures.Block()])
+    model.encoder.layers = nn.ModuleList([models.Block()])
     modules = read_structure(model).modules
     numbered = ["layers.0", "decoder.layers.0", "decoder.layers.1", "encoder.layers.0"]
     assert select(presets.layers(), modules) == numbered
@@ -184,7 +182,7 @@ def test_rules_are_spelt_alike_on_every_rank() -> None:
 
 
 def test_a_rule_for_any_name_of_a_module_counts() -> None:
-    model = structures.B()
+    model = models.B()
     model.last = model.layers[2]
     assert list(_choose(model, Rule("last", shard=True)).units) == ["layers.2"]
 
@@ -219,19 +217,17 @@ def test_everything_goes_through_yaml_and_back() -> None:
 def test_what_only_python_has_is_spelt_for_yaml() -> None:
     own = ParallelismConfig(
         fsdp2=FSDP2Config(mixed_precision={"param_dtype": torch.bfloat16, "reduce_dtype": Precision.FP32}),
-        rules=[Rule([re.compile("LAYERS.0", re.I), structures.Mlp], shard=True)],
+        rules=[Rule([re.compile("LAYERS.0", re.I), models.Mlp], shard=True)],
         activation_checkpointing=("composable", None),
     )
     values = yaml.safe_load(yaml.safe_dump(own.to_dict()))
     assert values == {
         "fsdp2": {"mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": "fp32"}},
-        "rules": [{"match": ["re:(?i)LAYERS.0", "type:tests.kit.structures.Mlp"], "shard": True}],
+        "rules": [{"match": ["re:(?i)LAYERS.0", "type:tests.kit.models.Mlp"], "shard": True}],
         "activation_checkpointing": ["composable", None],
     }
     read = ParallelismConfig.from_dict(values)
-    assert (
-        _choose(structures.B(), *read.rules).units.keys() == _choose(structures.B(), *own.rules).units.keys()
-    )
+    assert _choose(models.B(), *read.rules).units.keys() == _choose(models.B(), *own.rules).units.keys()
 
 
 @pytest.mark.promise(91)

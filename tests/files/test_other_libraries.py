@@ -13,8 +13,8 @@ import torch
 from composer_dist.checkpoint import load_checkpoint
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.prepare import parallelize_model
-from tests.kit.checkpoint_runs import Snapshot, assert_same, snapshot, start, train
-from tests.kit.toys import toy
+from tests.kit.runs import Snapshot, assert_same, snapshot, start, train
+from tests.kit.toy import stateful
 from tests.kit.world import World
 
 
@@ -40,7 +40,7 @@ def composer(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def load_into(path: str) -> tuple[Snapshot, list[str]]:
-    model, optimizer = start("fsdp2", toy, 1)
+    model, optimizer = start("fsdp2", stateful, 1)
     rest = load_checkpoint(path, {"model": model, "optimizer": optimizer})
     return snapshot(model, optimizer), sorted(rest)
 
@@ -54,7 +54,7 @@ REST = {
 
 @pytest.mark.parametrize("layout", [lightning, fabric, composer])
 def test_others_files(world2: World, tmp_path: Path, layout: Any) -> None:
-    model, optimizer = start("plain", toy, 0)
+    model, optimizer = start("plain", stateful, 0)
     train(model, optimizer)
     torch.save(layout(model.state_dict(), optimizer.state_dict()), tmp_path / "other.ckpt")
     for after, rest in world2(load_into, str(tmp_path / "other.ckpt")):
@@ -63,13 +63,13 @@ def test_others_files(world2: World, tmp_path: Path, layout: Any) -> None:
 
 
 def as_weights(path: str) -> torch.Tensor:
-    model = toy(4)
+    model = stateful(4)
     parallelize_model(model, FSDP2Config(), weights=path)
     return model.scale.full_tensor()  # type: ignore[attr-defined,no-any-return]
 
 
 def test_as_weights(world2: World, tmp_path: Path) -> None:
-    model, optimizer = start("plain", toy, 0)
+    model, optimizer = start("plain", stateful, 0)
     torch.save(lightning(model.state_dict(), optimizer.state_dict()), tmp_path / "other.ckpt")
     for scale in world2(as_weights, str(tmp_path / "other.ckpt")):
         assert torch.equal(scale, model.scale)

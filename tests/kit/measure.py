@@ -1,11 +1,20 @@
-"""Counting what ranks send."""
+"""Measures what ranks send and how much memory a call takes."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from composer_dist import _torch
+from composer_dist.distributed.moving import whole as collect
 
 
 class Collectives(TorchDispatchMode):
@@ -19,3 +28,51 @@ class Collectives(TorchDispatchMode):
         if func.namespace in {"c10d", "_c10d_functional"}:
             self.counts[func.__name__.partition(".")[0]] += 1
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def messages(bucket_bytes: int = collect.BUCKET_BYTES) -> Iterator[list[int]]:
+    """Inside, buckets have this size; the bytes of each message that this rank gives to be gathered."""
+    sent: list[int] = []
+    send_to, all_gather = collect._send_to, _torch.all_gather_single
+
+    def counted_send(root: int, ranks: Any, message: Tensor, joined: Any) -> None:
+        sent.append(message.nbytes)
+        send_to(root, ranks, message, joined)
+
+    def counted_gather(joined: Tensor, message: Tensor, group: Any) -> None:
+        sent.append(message.nbytes)
+        all_gather(joined, message, group=group)
+
+    with (
+        mock.patch.object(collect, "_send_to", counted_send),
+        mock.patch.object(_torch, "all_gather_single", counted_gather),
+        mock.patch.object(collect, "BUCKET_BYTES", bucket_bytes),
+    ):
+        yield sent
+
+
+def profiled(function: Any) -> int:
+    """The most bytes that torch's allocator held above what it held at the start."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
+        function()
+    alive = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            peak = max(peak, alive)
+    return peak
+
+
+def record(calls: set[torch.dtype], *names: str) -> Any:
+    """Patches the collective that torch uses, by its newest or older name, to note its dtype."""
+    name = next(name for name in names if hasattr(dist, name))
+    original = getattr(dist, name)
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        calls.update(value.dtype for value in (*args, *kwargs.values()) if torch.is_tensor(value))
+        return original(*args, **kwargs)
+
+    return mock.patch.object(dist, name, recording)

@@ -13,8 +13,8 @@ from torch import Tensor
 from composer_dist.checkpoint import export_pretrained, full_model_state, load_checkpoint, save_checkpoint
 from composer_dist.distributed import parallelize_model
 from composer_dist.models import HuggingFaceModel
-from tests.kit.checkpoint_runs import MESHES
-from tests.kit.toys import messages
+from tests.kit.measure import messages
+from tests.kit.meshes import MESHES
 from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

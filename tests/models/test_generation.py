@@ -14,7 +14,15 @@ from torch.distributed.fsdp import FSDPModule
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_composer_model
 from composer_dist.models import HuggingFaceModel
-from tests.kit.pretrained import adapter, gpt2, llama, prompt, sharded, t5, tokenizer
+from tests.kit.huggingface import (
+    adapter,
+    pretrained_gpt2,
+    pretrained_llama,
+    pretrained_t5,
+    prompt,
+    sharded,
+    tokenizer,
+)
 from tests.kit.world import World
 
 OPTIONS = {
@@ -22,11 +30,11 @@ OPTIONS = {
     "beams": {"max_new_tokens": 6, "num_beams": 3, "do_sample": False},
 }
 BUILDS: dict[str, Callable[[], Any]] = {
-    "llama": llama,
-    "gpt2": gpt2,
-    "t5": t5,
-    "lora": lambda: HuggingFaceModel(llama(), peft_config=adapter("lora")).model,
-    "prompt": lambda: HuggingFaceModel(llama(), peft_config=adapter("prompt")).model,
+    "llama": pretrained_llama,
+    "gpt2": pretrained_gpt2,
+    "t5": pretrained_t5,
+    "lora": lambda: HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora")).model,
+    "prompt": lambda: HuggingFaceModel(pretrained_llama(), peft_config=adapter("prompt")).model,
 }
 
 
@@ -89,6 +97,6 @@ def test_ranks_may_stop_at_other_lengths(world2: World) -> None:
 
 
 def test_generate_pads_with_the_tokenizers_token() -> None:
-    model = HuggingFaceModel(llama(), tokenizer())
+    model = HuggingFaceModel(pretrained_llama(), tokenizer())
     model.model.generation_config.pad_token_id = None
     assert model.generate(prompt(0), max_new_tokens=2, do_sample=False).shape == (2, 6)

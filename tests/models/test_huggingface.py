@@ -16,14 +16,14 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import init_context, parallelize_composer_model
 from composer_dist.errors import CheckpointError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerModel, HuggingFaceModel
-from tests.kit.pretrained import (
+from tests.kit.huggingface import (
     ADAPTERS,
     adapter,
     base_for,
-    llama,
+    pretrained_llama,
+    pretrained_t5,
     prompt,
     sharded,
-    t5,
     tokenizer,
 )
 from tests.kit.world import World
@@ -43,25 +43,25 @@ def batch() -> dict[str, Tensor]:
 
 
 def test_forward_and_loss_are_the_models_own() -> None:
-    model = HuggingFaceModel(llama())
+    model = HuggingFaceModel(pretrained_llama())
     assert isinstance(model, ComposerModel)
     given = batch() | {"of no use": torch.zeros(1)}
     before = dict(given)
     outputs = model(given)
-    expected = llama()(**batch())
+    expected = pretrained_llama()(**batch())
     assert torch.equal(outputs.logits, expected.logits)
     assert torch.equal(model.loss(outputs, given), expected.loss)
     assert given == before, "the batch is not changed"
 
 
 def test_the_loss_is_weighted_by_the_labels_that_count() -> None:
-    assert HuggingFaceModel(llama()).loss_weight(batch()) == 2 + 3
-    assert HuggingFaceModel(t5()).loss_weight(batch()) == 2 + 4
-    assert HuggingFaceModel(llama()).loss_weight({"input_ids": torch.ones(1, 2)}) is None
+    assert HuggingFaceModel(pretrained_llama()).loss_weight(batch()) == 2 + 3
+    assert HuggingFaceModel(pretrained_t5()).loss_weight(batch()) == 2 + 4
+    assert HuggingFaceModel(pretrained_llama()).loss_weight({"input_ids": torch.ones(1, 2)}) is None
 
 
 def test_batches_and_losses_are_checked() -> None:
-    model = HuggingFaceModel(llama())
+    model = HuggingFaceModel(pretrained_llama())
     with pytest.raises(ParallelismTypeError, match="tuple"):
         model((prompt(0),))
     outputs = model({"input_ids": prompt(0)})
@@ -69,7 +69,7 @@ def test_batches_and_losses_are_checked() -> None:
         model.loss(outputs, {"input_ids": prompt(0)})
 
 
-@pytest.mark.parametrize(("build", "shifts"), [(llama, True), (t5, False)])
+@pytest.mark.parametrize(("build", "shifts"), [(pretrained_llama, True), (pretrained_t5, False)])
 def test_metrics_see_logits_and_shifted_labels(build: Callable[[], Any], shifts: bool) -> None:
     from torchmetrics.text import Perplexity
 
@@ -93,8 +93,8 @@ def test_a_larger_tokenizer_needs_leave_to_resize() -> None:
     large = tokenizer()
     large.add_tokens([f"word{i}" for i in range(60)])
     with pytest.raises(ParallelismValueError, match=f"{len(large)} tokens, .* 64"):
-        HuggingFaceModel(llama(), large)
-    model = HuggingFaceModel(llama(), large, allow_embedding_resizing=True)
+        HuggingFaceModel(pretrained_llama(), large)
+    model = HuggingFaceModel(pretrained_llama(), large, allow_embedding_resizing=True)
     assert model.model.get_input_embeddings().num_embeddings == len(large)
     assert model.config.vocab_size == len(large)
 
@@ -141,7 +141,7 @@ class Outer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = HuggingFaceModel(llama(), peft_config=adapter("lora"))
+        self.policy = HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora"))
         self.critic = nn.ModuleDict({"inner": HuggingFaceModel(base_for("ia3"), peft_config=adapter("ia3"))})
         self.head = nn.Linear(2, 2)
 
@@ -162,7 +162,7 @@ def test_nested_anywhere() -> None:
 def test_several_adapters_of_any_name() -> None:
     from peft import LoraConfig
 
-    model = HuggingFaceModel(llama(), peft_config=adapter("lora"))
+    model = HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora"))
     model.model.add_adapter("second", LoraConfig(r=2, target_modules=["o_proj"]))
     names = list(model.state_dict())
     assert len([n for n in names if ".default." in n]) == 8
@@ -171,7 +171,7 @@ def test_several_adapters_of_any_name() -> None:
 
 @pytest.mark.promise(92)
 def test_peft_without_a_peft_model() -> None:
-    base = llama()
+    base = pretrained_llama()
     base.add_adapter(adapter("lora"))
     model = HuggingFaceModel(base)
     assert len(model.state_dict()) == 8
@@ -180,7 +180,7 @@ def test_peft_without_a_peft_model() -> None:
 
 @pytest.mark.promise(92)
 def test_everything_on_request() -> None:
-    model = HuggingFaceModel(llama(), peft_config=adapter("lora"), should_save_peft_only=False)
+    model = HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora"), should_save_peft_only=False)
     assert "model.base_model.model.lm_head.weight" in model.state_dict()
     with pytest.raises(RuntimeError, match=r"lm_head\.weight"):
         model.load_state_dict(full_model_state(model, select="adapters"))
@@ -190,7 +190,7 @@ def test_everything_on_request() -> None:
 
 @pytest.mark.promise(92)
 def test_an_empty_adapter_is_refused() -> None:
-    model = HuggingFaceModel(llama(), peft_config=adapter("lora"))
+    model = HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora"))
     for module in model.modules():
         if hasattr(module, "lora_A"):
             del module.lora_A["default"], module.lora_B["default"]
@@ -239,9 +239,9 @@ def test_the_same_from_shards(world2: World, kind: str, wrapped: bool) -> None:
 
 def loaded_adapters() -> tuple[Any, dict[str, Tensor]]:
     torch.manual_seed(1)
-    state = HuggingFaceModel(llama(), peft_config=adapter("lora")).state_dict()
+    state = HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora")).state_dict()
     torch.manual_seed(2)
-    model = sharded(HuggingFaceModel(llama(), peft_config=adapter("lora")))
+    model = sharded(HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora")))
     result = load_full_model_state(model, state if dist.get_rank() == 0 else {})
     return result, full_model_state(model, ranks="all")
 
@@ -249,7 +249,7 @@ def loaded_adapters() -> tuple[Any, dict[str, Tensor]]:
 @pytest.mark.promise(92)
 def test_adapters_load_into_shards_strictly(world2: World) -> None:
     torch.manual_seed(1)
-    expected = HuggingFaceModel(llama(), peft_config=adapter("lora")).state_dict()
+    expected = HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora")).state_dict()
     for result, state in world2(loaded_adapters):
         assert result == ([], [])
         assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
@@ -261,7 +261,7 @@ def test_adapters_load_into_shards_strictly(world2: World) -> None:
 def base_of(rank: int, dtype: torch.dtype) -> Any:
     """Real weights on rank 0, none elsewhere."""
     with init_context(empty=rank != 0, dtype=dtype):
-        return llama()
+        return pretrained_llama()
 
 
 def trained_adapters(base: Any) -> tuple[HuggingFaceModel, torch.optim.Optimizer]:

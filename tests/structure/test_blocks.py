@@ -8,7 +8,7 @@ from torch import nn
 
 from composer_dist.structure.blocks import has_forward, structural_units
 from composer_dist.structure.structure import read_structure
-from tests.kit import structures
+from tests.kit import models
 
 
 def _blocks(model: nn.Module) -> list[str]:
@@ -18,12 +18,12 @@ def _blocks(model: nn.Module) -> list[str]:
 @pytest.mark.parametrize(
     ("build", "blocks"),
     [
-        (structures.B, ["layers.0", "layers.1", "layers.2"]),
-        (structures.EncoderDecoder, [f"{half}.block.{i}" for half in ("encoder", "decoder") for i in (0, 1)]),
-        (structures.moe, ["layers.0", "layers.1", "layers.2"]),
-        (structures.M, ["0", "2"]),
-        (structures.Shell, ["net.0", "net.2", "net.4"]),
-        (structures.Composers, []),
+        (models.B, ["layers.0", "layers.1", "layers.2"]),
+        (models.EncoderDecoder, [f"{half}.block.{i}" for half in ("encoder", "decoder") for i in (0, 1)]),
+        (models.moe, ["layers.0", "layers.1", "layers.2"]),
+        (models.M, ["0", "2"]),
+        (models.Shell, ["net.0", "net.2", "net.4"]),
+        (models.Composers, []),
     ],
 )
 def test_repeated_blocks(build: type[nn.Module], blocks: list[str]) -> None:
@@ -31,7 +31,7 @@ def test_repeated_blocks(build: type[nn.Module], blocks: list[str]) -> None:
 
 
 def test_no_split_modules_count_alone_and_before_what_repeats_around_them() -> None:
-    model = nn.ModuleDict({"stages": nn.ModuleList([nn.Sequential(structures.Block()) for _ in range(2)])})
+    model = nn.ModuleDict({"stages": nn.ModuleList([nn.Sequential(models.Block()) for _ in range(2)])})
     assert _blocks(model) == ["stages.0", "stages.1"]
     model._no_split_modules = ["Block"]
     assert list(structural_units(read_structure(model))) == [
@@ -45,14 +45,14 @@ def test_bare_layers_in_a_list_may_be_indexed_and_are_no_blocks() -> None:
 
 def test_a_block_in_two_places_is_one() -> None:
     model = nn.Module()
-    block = structures.Block()
-    model.layers = nn.ModuleList([block, structures.Block(), block])
+    block = models.Block()
+    model.layers = nn.ModuleList([block, models.Block(), block])
     assert _blocks(model) == ["layers.0", "layers.1"]
 
 
 def test_the_reason_counts_the_siblings() -> None:
     with torch.device("meta"):
-        found = dict(structural_units(read_structure(structures.B())))
+        found = dict(structural_units(read_structure(models.B())))
     assert found["layers.1"] == "it is one of 3 Block in layers"
 
 

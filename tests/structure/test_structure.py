@@ -15,11 +15,11 @@ from composer_dist.structure.families import architecture_of
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.shared import check_duplicates
 from composer_dist.structure.structure import read_structure
-from tests.kit import structures
+from tests.kit import models
 
 
 def test_names_owners_and_ties() -> None:
-    structure = read_structure(structures.EncoderDecoder())
+    structure = read_structure(models.EncoderDecoder())
     shared = structure.tensors["shared.weight"].info
     assert shared.names == (
         "shared.weight",
@@ -34,7 +34,7 @@ def test_names_owners_and_ties() -> None:
 
 
 def test_buffers_and_plain_attributes_are_listed() -> None:
-    model = structures.B(blocks=1)
+    model = models.B(blocks=1)
     model.register_buffer("table", torch.zeros(2), persistent=False)
     model.scratch = torch.zeros(3)
     kinds = {name: held.info.kind for name, held in read_structure(model).tensors.items()}
@@ -44,14 +44,14 @@ def test_buffers_and_plain_attributes_are_listed() -> None:
 
 
 def test_putting_keeps_ties() -> None:
-    model = structures.tied()
+    model = models.tied()
     held = read_structure(model).tensors["embed.weight"]
     held.put(nn.Parameter(torch.ones(16, 8)))
     assert model.head.weight is model.embed.weight is held.get()
 
 
 def test_wrappers_do_not_show_in_names() -> None:
-    model = structures.B(blocks=2)
+    model = models.B(blocks=2)
     before = read_structure(model)
     model.layers[0] = checkpoint_wrapper(model.layers[0])
     after = read_structure(model)
@@ -64,7 +64,7 @@ def test_wrappers_do_not_show_in_names() -> None:
 def test_the_digest_sees_names_shapes_dtypes_freezing_and_ties() -> None:
     def digest(**changes: object) -> str:
         with torch.device("meta"):
-            model = structures.B(tied=bool(changes.get("tied")), blocks=1)
+            model = models.B(tied=bool(changes.get("tied")), blocks=1)
             if not changes.get("tied"):
                 model.head = nn.Linear(8, 16, bias=False)
         model.to(changes.get("dtype", torch.float32))  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def test_the_digest_sees_names_shapes_dtypes_freezing_and_ties() -> None:
 
 
 def test_a_module_below_itself_is_read_once() -> None:
-    model = structures.M()
+    model = models.M()
     model[0].parent = model
     assert list(read_structure(model).tensors) == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
@@ -92,8 +92,8 @@ class Twice(nn.Module):
 
     def __init__(self, base: type[nn.Module] = nn.Module) -> None:
         super().__init__()
-        self.first = structures.Block()
-        self.rest = nn.ModuleList([structures.Block(), self.first])
+        self.first = models.Block()
+        self.rest = nn.ModuleList([models.Block(), self.first])
 
 
 @pytest.mark.promise(82)
@@ -107,7 +107,7 @@ def test_duplicates_are_named_by_the_topmost_module_only() -> None:
 
 @pytest.mark.promise(82)
 def test_a_duplicate_within_a_duplicate_s_sibling_is_named_too() -> None:
-    model = nn.ModuleDict({"a": structures.Mlp(), "b": structures.Mlp(), "c": nn.Module()})
+    model = nn.ModuleDict({"a": models.Mlp(), "b": models.Mlp(), "c": nn.Module()})
     model["b"].down = model["a"].down
     model["c"].inner = model["b"]
     names = read_structure(model).duplicates

@@ -33,8 +33,10 @@ from composer_dist.distributed import (
 from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
 from composer_dist.tensors.codec import codecs as known_codecs
 from composer_dist.tensors.inner import dense, empty_like, encoded
-from tests.kit.preparable import built, close, config, same, train
+from tests.kit.compare import close, same
+from tests.kit.meshes import config
 from tests.kit.quantized import Adapted, Int8Rows, Stack, quantize
+from tests.kit.toy import built, train
 from tests.kit.world import run
 
 BASE = "layers.0.base.weight"

@@ -13,7 +13,8 @@ from torch.optim import SGD
 
 from composer_dist.models import ComposerModel
 from composer_dist.trainer import EMA, Callback, CheckpointSaver, FineTuningPhases, NoImprovement, Phase
-from tests.kit.trainer_models import PER_BATCH, batches, quiet, same, tagger, weights
+from tests.kit.compare import close, weights
+from tests.kit.training import PER_BATCH, batches, quiet, tagger
 from tests.kit.world import World
 from tests.trainer.test_parallel import llama, sentences
 
@@ -83,7 +84,7 @@ def test_phases_thaw_compiled_blocks(world2: World, config: Any) -> None:
     losses, expected, _ = in_phases(None)
     for found, final, graphs in world2(in_phases, config):
         assert found == pytest.approx(losses, rel=1e-5)
-        same(final, expected)
+        close(final, expected)
         assert 2 <= graphs <= 4  # frozen and thawed, with an input that has a gradient and without
 
 
@@ -142,11 +143,11 @@ def averaged(config: Any) -> tuple[list[dict[str, Tensor]], list[dict[str, Tenso
 def test_averages_return_to_the_best_with_the_weights(world2: World) -> None:
     expected, _ = averaged(None)
     for before, after in [averaged(None), *world2(averaged, {"fsdp2": {}})]:
-        same(before[4], after[1])
+        close(before[4], after[1])
         assert set(after[3]) == {"body/head/weight", "body/head/bias"}
         assert len(after[4]) == 7  # the others' begin with what they were at their first batch
         for one, other in zip(before, expected, strict=True):
-            same(one, other)
+            close(one, other)
 
 
 def short_of_memory(layer: nn.Module) -> None:
@@ -174,7 +175,7 @@ def fitted(config: Any) -> tuple[Any, Any, int]:
 def test_auto_finds_the_size_of_compiled_blocks_and_they_are_compiled_then(world2: World) -> None:
     for given, found, graphs in world2(fitted, COMPILED | {"fsdp2": {}}):
         assert found[0] == pytest.approx(given[0], rel=1e-5)
-        same(found[1], given[1])
+        close(found[1], given[1])
         assert graphs > 0
 
 
@@ -194,7 +195,7 @@ def fitted_on_parts_of_sentences() -> list[Any]:
 def test_auto_finds_the_size_under_context_parallelism(world2: World) -> None:
     for given, found in world2(fitted_on_parts_of_sentences):
         assert found[0] == pytest.approx(given[0], rel=1e-5)
-        same(found[1], given[1])
+        close(found[1], given[1])
 
 
 def resumed(folder: Any) -> None:

@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
 from composer_dist.trainer import Callback, Evaluator, Event
-from tests.kit.trainer_models import classifier, joined, loader, points, quiet, sgd, tagged, tagger
+from tests.kit.training import classifier, joined, loader, points, quiet, sgd, tagged, tagger
 from tests.kit.world import World
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from composer_dist.trainer import Callback, Event
-from tests.kit.trainer_models import classifier, loader, quiet
+from tests.kit.training import classifier, loader, quiet
 
 
 class Recorder(Callback):

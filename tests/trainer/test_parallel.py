@@ -20,17 +20,8 @@ from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed.prepare import parallelize_composer_model
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models import HuggingFaceModel
-from tests.kit.trainer_models import (
-    BATCHES,
-    IGNORED,
-    PER_BATCH,
-    batches,
-    classifier,
-    quiet,
-    same,
-    tagger,
-    weights,
-)
+from tests.kit.compare import close, weights
+from tests.kit.training import BATCHES, IGNORED, PER_BATCH, batches, classifier, quiet, tagger
 from tests.kit.world import World
 
 Result = tuple[list[float], dict[str, Tensor]]
@@ -78,7 +69,7 @@ def test_fsdp2_trains_as_one_process_on_the_whole_batch(
     losses, expected = train([PER_BATCH], **clipping)
     for found, parameters in world2(train, parts, "fsdp", **options):
         assert found == pytest.approx(losses, rel=1e-5)
-        same(parameters, expected)
+        close(parameters, expected)
 
 
 @pytest.mark.promise(98)
@@ -87,7 +78,7 @@ def test_hsdp_trains_as_one_process_on_the_whole_batch(world4: World) -> None:
     config = {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "fsdp2": {}}
     for found, parameters in world4(train, [1, 1, 3, 1], config, device_train_microbatch_size=1):
         assert found == pytest.approx(losses, rel=1e-5)
-        same(parameters, expected)
+        close(parameters, expected)
 
 
 DDP = {"ddp": {}}
@@ -105,7 +96,7 @@ def test_ddp_trains_as_one_process_on_the_whole_batch(
     losses, expected = train([PER_BATCH], **clipping)
     for found, parameters in world2(train, parts, DDP, **options):
         assert found == pytest.approx(losses, rel=1e-5)
-        same(parameters, expected)
+        close(parameters, expected)
 
 
 def in_pieces(config: Any = None) -> Result:
@@ -132,7 +123,7 @@ def test_fit_goes_on_where_it_ended_with_evaluations_in_between(world2: World) -
     losses, expected = train([PER_BATCH])
     for found, parameters in [in_pieces(), *world2(in_pieces, "fsdp"), *world2(in_pieces, DDP)]:
         assert found == pytest.approx(losses, rel=1e-5)
-        same(parameters, expected)
+        close(parameters, expected)
 
 
 def no_config() -> None:
@@ -162,7 +153,7 @@ def test_a_model_that_is_prepared_already_is_trained_as_it_is(world2: World) -> 
     losses, expected = train([PER_BATCH])
     for found, parameters in [*world2(prepared_before, "fsdp"), *world2(prepared_before, DDP)]:
         assert found == pytest.approx(losses, rel=1e-5)
-        same(parameters, expected)
+        close(parameters, expected)
 
 
 def llama() -> HuggingFaceModel:
@@ -211,7 +202,7 @@ def test_a_language_models_gradients_are_weighted_by_tokens(world2: World) -> No
     losses, expected = language_model([7])
     for found, parameters in world2(language_model, [5, 2], "fsdp", 2):
         assert found == pytest.approx(losses, rel=1e-5)
-        same(parameters, expected)
+        close(parameters, expected)
 
 
 def tagger_on_parts_of_sentences(config: Any = None) -> Result:
@@ -244,7 +235,7 @@ def test_context_parallelism_trains_as_one_process(world2: World) -> None:
     for results in world2(both_on_parts_of_sentences):
         for (found, parameters), (losses, whole) in zip(results, expected, strict=True):
             assert found == pytest.approx(losses, rel=1e-5)
-            same(parameters, whole)
+            close(parameters, whole)
 
 
 @pytest.mark.slow
@@ -252,7 +243,7 @@ def test_context_parallelism_beside_data_parallelism_trains_as_one_process(world
     losses, expected = language_model([7])
     for found, parameters in world4(language_model, [5, 2], {"mesh": {"cp": 2}}, 2, peers=2):
         assert found == pytest.approx(losses, rel=1e-5)
-        same(parameters, expected)
+        close(parameters, expected)
 
 
 def on_a_mesh_of_the_users(alias: bool) -> tuple[tuple[int, ...], Result]:
@@ -278,7 +269,7 @@ def test_a_mesh_of_the_users_stays_what_it_is(world4: World, alias: bool) -> Non
     for shape, (found, parameters) in world4(on_a_mesh_of_the_users, alias):
         assert shape == (2, 2)
         assert found == pytest.approx(losses, rel=1e-5)
-        same(parameters, expected)
+        close(parameters, expected)
 
 
 def with_evaluations(reshard: bool | int) -> tuple[list[float], list[float]]:

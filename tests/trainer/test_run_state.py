@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.trainer import Callback, Trainer
-from tests.kit.trainer_models import classifier, loader, quiet, sgd
+from tests.kit.training import classifier, loader, quiet, sgd
 
 
 class Counter(Callback):

@@ -14,7 +14,7 @@ from composer_dist.trainer import (
     CosineAnnealingWithWarmupScheduler,
     LinearWithWarmupScheduler,
 )
-from tests.kit.trainer_models import classifier, loader, quiet, sgd
+from tests.kit.training import classifier, loader, quiet, sgd
 
 BATCHES = 9  # three epochs of three
 

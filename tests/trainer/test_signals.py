@@ -20,8 +20,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from composer_dist.trainer import Callback, CheckpointSaver, Logger, State
 from composer_dist.trainer.signals import EXIT_STATUS
-from tests.kit.killable import GLOBAL_BATCH, SAMPLES, Ending, build
-from tests.kit.trainer_models import weights
+from tests.kit.compare import weights
+from tests.kit.scripts.killable import GLOBAL_BATCH, SAMPLES, Ending, build
 from tests.kit.world import World
 
 BATCHES = 18
@@ -142,7 +142,7 @@ def ended(process: subprocess.Popen[str]) -> int:
 @pytest.mark.promise(100)
 def test_killed_and_resumed_is_bit_equal(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    script = start(sys.executable, "-m", "tests.kit.killable", str(run), "7", "SIGKILL", "0")
+    script = start(sys.executable, "-m", "tests.kit.scripts.killable", str(run), "7", "SIGKILL", "0")
     assert ended(script) == -signal.SIGKILL
     again = build(run, parallel=False)
     assert again.state.timestamp.batch in (4, 6)  # the last one may not have been complete
@@ -159,7 +159,7 @@ def torchrun(*arguments: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_torchrun_starts_again_after_a_rank_was_killed(world2: World, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    options = "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "tests.kit.killable"
+    options = "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "tests.kit.scripts.killable"
     assert ended(torchrun(*options, str(run), "7", "SIGKILL", "1")) == 0
     equal(torch.load(run / "final.pt"), world2(whole, tmp_path / "whole", True)[0])
     check_samples(run)
@@ -178,7 +178,7 @@ def agents(endpoint: str, nodes: str, *arguments: str) -> Callable[[], subproces
     meeting = f"--rdzv-backend=c10d --rdzv-endpoint={endpoint} --rdzv-id=test"
     conf = "--rdzv-conf=is_host=false,last_call_timeout=3"
     options = *meeting.split(), conf, f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=2"
-    return partial(torchrun, *options, "-m", "tests.kit.killable", *arguments)
+    return partial(torchrun, *options, "-m", "tests.kit.scripts.killable", *arguments)
 
 
 @pytest.mark.promise(100)

@@ -7,7 +7,7 @@ import torch
 
 from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.state import State
-from tests.kit.trainer_models import classifier
+from tests.kit.training import classifier
 
 
 def state(duration: str | None, **fields: int) -> State:

@@ -13,8 +13,9 @@ from torch import Tensor
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import Callback, Event, GradientClipping
 from composer_dist.trainer.step import total_loss
+from tests.kit.compare import close, weights
 from tests.kit.measure import Collectives
-from tests.kit.trainer_models import (
+from tests.kit.training import (
     IGNORED,
     PER_BATCH,
     Tagger,
@@ -23,11 +24,9 @@ from tests.kit.trainer_models import (
     joined,
     loader,
     quiet,
-    same,
     sgd,
     tagged,
     tagger,
-    weights,
 )
 from tests.kit.world import World
 
@@ -65,7 +64,7 @@ def test_microbatches_give_the_whole_batchs_gradients(size: int | None) -> None:
         device="cpu",
     )
     trainer.fit(duration="1ba")
-    same(seen.kept[0], expected)
+    close(seen.kept[0], expected)
     assert log.values("loss/train/total") == [pytest.approx(loss, rel=1e-6)]
 
 
@@ -75,7 +74,7 @@ def test_gradients_start_from_zero_at_every_batch() -> None:
     model = tagger()
     trainer, _ = quiet(model, optimizers=sgd(model, lr=0.0), train_dataloader=[batch] * 2, callbacks=seen)
     trainer.fit(duration="1ep")
-    same(seen.kept[1], seen.kept[0])
+    close(seen.kept[1], seen.kept[0])
 
 
 @pytest.mark.promise(32)
@@ -89,7 +88,7 @@ def test_norm_clipping_scales_the_step_and_logs_the_norm() -> None:
     )
     trainer.fit(duration="1ba")
     assert log.values("l2_norm/grad/global") == [pytest.approx(norm.item(), rel=1e-6)]
-    same(weights(model), {k: before[k] - gradients[k] * 0.01 / norm for k in before})
+    close(weights(model), {k: before[k] - gradients[k] * 0.01 / norm for k in before})
 
 
 @pytest.mark.promise(32)
@@ -107,7 +106,7 @@ def test_values_are_clipped_before_the_norm() -> None:
     trainer.fit(duration="1ba")
     size = sum(gradient.abs().sum().item() for gradient in clamped.values())
     assert log.values("norm/grad/global") == [pytest.approx(size, rel=1e-5)]
-    same(weights(model), {name: before[name] - clamped[name] for name in before})
+    close(weights(model), {name: before[name] - clamped[name] for name in before})
 
 
 def test_a_batch_without_any_label_is_refused() -> None:

@@ -14,18 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
 from composer_dist.trainer import Callback, InMemoryLogger, LossScaling, Time, Trainer
-from tests.kit.trainer_models import (
-    classifier,
-    joined,
-    loader,
-    points,
-    quiet,
-    same,
-    sgd,
-    tagged,
-    tagger,
-    weights,
-)
+from tests.kit.compare import close, weights
+from tests.kit.training import classifier, joined, loader, points, quiet, sgd, tagged, tagger
 
 
 def by_hand(epochs: int) -> dict[str, torch.Tensor]:
@@ -45,7 +35,7 @@ def test_fit_is_plain_training() -> None:
     model = classifier()
     trainer, _ = quiet(model, train_dataloader=loader(), max_duration="2ep", device="cpu")
     trainer.fit()
-    same(weights(model), by_hand(2))
+    close(weights(model), by_hand(2))
     at = trainer.state.timestamp
     assert (at.epoch, at.batch, at.sample, at.batch_in_epoch) == (2, 6, 24, 0)
 
@@ -79,7 +69,7 @@ def test_fit_goes_on_in_the_middle_of_an_epoch() -> None:
         trainer.fit(duration=duration)
         seen.append((trainer.state.timestamp.epoch, trainer.state.timestamp.batch))
     assert seen == [(0, 2), (1, 4), (2, 6)]
-    same(weights(model), by_hand(2))
+    close(weights(model), by_hand(2))
 
 
 def test_an_epoch_that_a_fit_ends_with_is_over() -> None:
@@ -104,7 +94,7 @@ def test_a_stream_without_a_length_trains() -> None:
     model = classifier()
     trainer, _ = quiet(model, train_dataloader=DataLoader(Stream(), 4), max_duration="2ep")
     trainer.fit()
-    same(weights(model), by_hand(2))
+    close(weights(model), by_hand(2))
 
 
 def test_a_fit_needs_a_duration_data_and_optimizers() -> None:
@@ -272,7 +262,7 @@ def test_stopping_ends_the_fit_and_the_next_one_goes_on() -> None:
     trainer.fit()
     assert trainer.state.timestamp.batch == 2
     trainer.fit()
-    same(weights(model), by_hand(2))
+    close(weights(model), by_hand(2))
 
 
 @pytest.mark.promise(98)
@@ -293,5 +283,5 @@ def test_a_config_prepares_the_model_in_a_world_of_one() -> None:
     assert trainer.preparation is not None
     assert trainer.preparation.model is model
     trainer.fit()
-    same(weights(model), by_hand(2))
+    close(weights(model), by_hand(2))
     assert len(log.values("loss/train/total")) == 6

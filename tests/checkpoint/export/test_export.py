@@ -25,9 +25,9 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, ParallelismValueError
 from composer_dist.files.slabs import Slab
-from tests.distributed.moving.test_transfer import profiled
 from tests.files.test_match import random
-from tests.kit.tp_models import gpt2, phi3, qwen3, tied_llama
+from tests.kit.huggingface import gpt2, phi3, qwen3, tied_llama
+from tests.kit.measure import profiled
 from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

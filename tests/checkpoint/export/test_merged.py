@@ -15,8 +15,7 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.errors import CheckpointValueError
 from tests.checkpoint.export.test_export import MESHES, tensors
 from tests.checkpoint.test_export_pretrained import adapted, files, logits
-from tests.kit.pretrained import llama
-from tests.kit.tp_models import lora_gpt2, lora_llama
+from tests.kit.huggingface import lora_gpt2, lora_llama, pretrained_llama
 from tests.kit.world import run
 
 pytestmark = [
@@ -100,7 +99,7 @@ def refused() -> None:
     warnings.simplefilter("ignore")
     for model, text in (
         (adapted("prompt"), "The adapters default of the model learn prompts and not weights"),
-        (llama(), "merge_adapters has nothing to merge"),
+        (pretrained_llama(), "merge_adapters has nothing to merge"),
     ):
         parallelize_model(model, "fsdp")
         with pytest.raises(CheckpointValueError, match=text):
@@ -116,7 +115,7 @@ def tied_with_an_adapted_embedding() -> Any:
 
     torch.manual_seed(1)
     config = LoraConfig(r=4, target_modules=["embed_tokens"], init_lora_weights=False)
-    return get_peft_model(llama(tied=True), config).eval()
+    return get_peft_model(pretrained_llama(tied=True), config).eval()
 
 
 @pytest.mark.promise(96)

@@ -26,8 +26,9 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismValueError
 from composer_dist.tensors.inner import inner_tensors, local_part
 from composer_dist.tensors.torchao import quantize
-from tests.kit.meshes import equal, train
-from tests.kit.toys import messages
+from tests.kit.compare import equal
+from tests.kit.measure import messages
+from tests.kit.runs import train_by_name
 from tests.kit.world import World
 
 pytest.importorskip("torchao.optim", reason="low-bit optimizers are torchao's; it is an extra")
@@ -67,7 +68,7 @@ def goes_on(name: str) -> dict[str, Any]:
         model = model_of()
         parallelize_model(model, CONFIG)
         optimizer = optimizer_of(name, model)
-        train(model, optimizer, 0, 2)
+        train_by_name(model, optimizer, 0, 2)
         state = full_optimizer_state(model, optimizer)
         before = classes(model, optimizer)
         fresh = optimizer_of(name, model, lr=0.5)
@@ -80,7 +81,7 @@ def goes_on(name: str) -> dict[str, Any]:
             with torch.no_grad():
                 for p, value in zip(model.parameters(), start, strict=True):
                     p.copy_(value)
-            train(model, one, 2, 1)
+            train_by_name(model, one, 2, 1)
             ends.append(full_model_state(model))
         return {"state": state, "again": again, "classes": before, "ends": ends}
 
@@ -113,7 +114,7 @@ def test_the_state_dict_of_one_device_is_understood(world2: World) -> None:
     model = model_of()
     optimizer = optimizer_of("AdamW8bit", model)
     with uncompiled():
-        train(model, optimizer, 0, 2)
+        train_by_name(model, optimizer, 0, 2)
     expected = optimizer.state[model[0].weight]["exp_avg"]
     assert type(expected).__name__ == "OptimState8bit"
     found = world2(from_one_device, full_optimizer_state(model, optimizer))[0]
@@ -127,7 +128,7 @@ def prepared_too_late() -> str:
     model = model_of()
     optimizer = optimizer_of("AdamW8bit", model)
     with uncompiled():
-        train(model, optimizer, 0, 1)
+        train_by_name(model, optimizer, 0, 1)
     with pytest.raises(ParallelismValueError) as caught:
         parallelize_model(model, CONFIG, optimizer)
     return str(caught.value)
@@ -179,13 +180,13 @@ def save(path: str, name: str, dtype: torch.dtype, sharded: bool) -> dict[str, A
         parallelize_model(model, CONFIG)
         optimizer = optimizer_of(name, model)
         if dtype == torch.float32:
-            train(model, optimizer, 0, 2)
+            train_by_name(model, optimizer, 0, 2)
         else:
             begin(model, optimizer)
         save_checkpoint(path, {"model": model, "optimizer": optimizer}, sharded=sharded)
         found = {"bits": bits(model, optimizer), "state": full_optimizer_state(model, optimizer)}
         if dtype == torch.float32:
-            train(model, optimizer, 2, 1)
+            train_by_name(model, optimizer, 2, 1)
         return found | {"end": full_model_state(model)}
 
 
@@ -198,7 +199,7 @@ def load(path: str, name: str, dtype: torch.dtype, parallel: bool = True) -> dic
         load_checkpoint(path, {"model": model, "optimizer": optimizer})
         found = {"bits": bits(model, optimizer), "state": full_optimizer_state(model, optimizer)}
         if dtype == torch.float32:
-            train(model, optimizer, 2, 1)
+            train_by_name(model, optimizer, 2, 1)
         return found | {"end": full_model_state(model)}
 
 

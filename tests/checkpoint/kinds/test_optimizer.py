@@ -15,7 +15,8 @@ from composer_dist._torch import checkpoint_wrapper
 from composer_dist.checkpoint.kinds.optimizer import named_optimizer_state, prepare_optimizer_state
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
-from tests.kit.preparable import built, config, train
+from tests.kit.meshes import config
+from tests.kit.toy import built, train
 from tests.kit.world import World
 
 

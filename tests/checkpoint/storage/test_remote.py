@@ -10,8 +10,8 @@ import torch
 
 from composer_dist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from composer_dist.errors import CheckpointError
-from tests.kit.checkpoint_runs import assert_same, load_run, save_run
-from tests.kit.toys import toy
+from tests.kit.runs import assert_same, load_run, save_run
+from tests.kit.toy import stateful
 
 
 def test_in_memory() -> None:
@@ -19,7 +19,7 @@ def test_in_memory() -> None:
 
     before = save_run("memory://runs/a", "plain")
     assert_same(load_run("memory://runs/a", "plain"), before)
-    model = toy(2)
+    model = stateful(2)
     for name in ("b", "c", "c"):
         save_checkpoint(f"memory://runs/{name}", {"model": model, "name": name}, keep=2)
     assert latest_checkpoint("memory://runs") == "memory:///runs/c"
@@ -39,7 +39,7 @@ def test_in_memory() -> None:
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_file_url_is_a_path(tmp_path: Path, sharded: bool) -> None:
-    state: dict[str, Any] = {"model": toy(), "x": torch.ones(2)}
+    state: dict[str, Any] = {"model": stateful(), "x": torch.ones(2)}
     save_checkpoint(f"file://{tmp_path}/c", state, sharded=sharded)
     assert (tmp_path / "c").is_dir() == sharded
     assert list(load_checkpoint(f"file://{tmp_path}/c")) == ["model", "x"]
@@ -47,4 +47,4 @@ def test_a_file_url_is_a_path(tmp_path: Path, sharded: bool) -> None:
 
 def test_an_unknown_protocol() -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
-        save_checkpoint("nowhere://x", {"model": toy()})
+        save_checkpoint("nowhere://x", {"model": stateful()})

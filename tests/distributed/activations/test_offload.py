@@ -21,7 +21,7 @@ from composer_dist.distributed.activations import (
 from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.errors import ParallelismRuntimeError
 from tests.distributed.activations.test_recompute import BLOCKS, Model, checkpointed, gradients
-from tests.kit import structures
+from tests.kit import compare, models
 from tests.kit.world import World
 
 
@@ -148,7 +148,7 @@ def by_rule() -> list[tuple[bool, str | None]]:
         Rule("layers.1", act_ckpt=("selective", {"offload": True})),
         Rule("layers.2", offload=True, act_ckpt="composable"),
     ]
-    done = structures.assert_same_training(structures.B, ParallelismConfig(rules=rules))
+    done = compare.assert_same_training(models.B, ParallelismConfig(rules=rules))
     modes = {one.module: one.mode for one in done.plan.checkpointing}
     assert modes == {"layers.0": "offload", "layers.1": "composable", "layers.2": "composable"}
     layers: Any = done.model.layers

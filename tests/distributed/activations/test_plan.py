@@ -16,7 +16,7 @@ from composer_dist.distributed import parallelize_model, plan_parallelism
 from composer_dist.distributed.activations.plan import Checkpointed, apply_checkpointing
 from composer_dist.distributed.activations.recompute import apply_ac, is_checkpointed
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from tests.kit import structures
+from tests.kit import models
 
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
 
@@ -29,19 +29,19 @@ def _plan(model: nn.Module, check_fn: Any = None, **config: Any) -> tuple[Checkp
 
 @pytest.mark.promise(86)
 def test_nothing_is_checkpointed_unasked() -> None:
-    assert _plan(structures.B()) == ()
+    assert _plan(models.B()) == ()
 
 
 @pytest.mark.promise(86)
 def test_the_blocks_are_taken_where_nobody_has_chosen() -> None:
-    assert _plan(structures.B(), activation_checkpointing=True) == tuple(
+    assert _plan(models.B(), activation_checkpointing=True) == tuple(
         Checkpointed(name, "composable", "it is a block") for name in BLOCKS
     )
 
 
 @pytest.mark.promise(86)
 def test_units_split_by_dtype_are_no_blocks() -> None:
-    names = [one.module for one in _plan(structures.dtypes(), activation_checkpointing="wrapped")]
+    names = [one.module for one in _plan(models.dtypes(), activation_checkpointing="wrapped")]
     assert names == BLOCKS
 
 
@@ -55,7 +55,7 @@ def test_units_split_by_dtype_are_no_blocks() -> None:
     ],
 )
 def test_composer_s_flags(flags: dict[str, bool], mode: str, options: dict[str, Any]) -> None:
-    found = _plan(structures.B(), fsdp2=FSDP2Config(**flags))
+    found = _plan(models.B(), fsdp2=FSDP2Config(**flags))
     assert [(one.module, one.mode, dict(one.options)) for one in found] == [
         (n, mode, options) for n in BLOCKS
     ]
@@ -63,16 +63,14 @@ def test_composer_s_flags(flags: dict[str, bool], mode: str, options: dict[str, 
 
 @pytest.mark.promise(86)
 def test_a_check_function_chooses() -> None:
-    found = _plan(
-        structures.B(), lambda module: isinstance(module, structures.Mlp), activation_checkpointing=True
-    )
+    found = _plan(models.B(), lambda module: isinstance(module, models.Mlp), activation_checkpointing=True)
     assert [one.module for one in found] == [f"{name}.mlp" for name in BLOCKS]
     assert {one.reason for one in found} == {"activation_checkpointing_check_fn"}
 
 
 @pytest.mark.promise(86)
 def test_attributes_choose() -> None:
-    model = structures.B()
+    model = models.B()
     model.layers[1]._activation_checkpointing = True
     found = _plan(model, activation_checkpointing=True)
     assert [(one.module, one.reason) for one in found] == [
@@ -83,39 +81,39 @@ def test_attributes_choose() -> None:
 @pytest.mark.promise(86)
 def test_a_check_function_without_checkpointing_is_refused() -> None:
     with pytest.raises(ParallelismValueError, match="must be enabled"):
-        _plan(structures.B(), lambda module: True)
+        _plan(models.B(), lambda module: True)
 
 
 @pytest.mark.promise(86)
 def test_checkpointing_that_finds_no_module_is_refused_or_warned_about() -> None:
     with pytest.raises(ParallelismValueError, match="check_fn chooses no module"):
-        _plan(structures.B(), lambda module: False, activation_checkpointing=True)
+        _plan(models.B(), lambda module: False, activation_checkpointing=True)
     with pytest.raises(ParallelismValueError, match="no repeated block"):
-        _plan(structures.Composers(), activation_checkpointing=True)
+        _plan(models.Composers(), activation_checkpointing=True)
     with pytest.warns(UserWarning, match="no repeated block"):
-        assert _plan(structures.Composers(), activation_checkpointing=True, strict=False) == ()
+        assert _plan(models.Composers(), activation_checkpointing=True, strict=False) == ()
 
 
 def test_rules_come_first_and_can_say_no() -> None:
     rules = [Rule("layers.0", act_ckpt=False), Rule("layers.1", act_ckpt="wrapped")]
-    found = _plan(structures.B(), activation_checkpointing="composable", rules=rules)
+    found = _plan(models.B(), activation_checkpointing="composable", rules=rules)
     assert {one.module: (one.mode, one.reason) for one in found} == {
         "layers.1": ("wrapped", "rule 'layers.1'"),
         "layers.2": ("composable", "it is a block"),
     }
-    assert [one.module for one in _plan(structures.B(), rules=[Rule("layers", act_ckpt=True)][:0])] == []
+    assert [one.module for one in _plan(models.B(), rules=[Rule("layers", act_ckpt=True)][:0])] == []
 
 
 @pytest.mark.promise(27)
 def test_an_unknown_mode_lists_the_modes() -> None:
     with pytest.raises(ParallelismValueError, match="'composable', 'wrapped', 'offload'"):
-        _plan(structures.B(), activation_checkpointing="composible")
+        _plan(models.B(), activation_checkpointing="composible")
     with pytest.warns(UserWarning, match="Taking 'composable'"):
-        assert len(_plan(structures.B(), activation_checkpointing="composible", strict=False)) == 3
+        assert len(_plan(models.B(), activation_checkpointing="composible", strict=False)) == 3
 
 
 def test_the_plan_is_carried_out() -> None:
-    model = structures.B()
+    model = models.B()
     apply_checkpointing(
         model,
         [
@@ -129,20 +127,20 @@ def test_the_plan_is_carried_out() -> None:
 
 @pytest.mark.promise(26)
 def test_every_nth_block_beginning_with_the_first() -> None:
-    found = _plan(structures.B(), activation_checkpointing=("composable", {"every": 2, "early_stop": False}))
+    found = _plan(models.B(), activation_checkpointing=("composable", {"every": 2, "early_stop": False}))
     reason = "it is a block, every 2 of which the first is taken"
     assert found == tuple(
         Checkpointed(name, "composable", reason, {"early_stop": False}) for name in ("layers.0", "layers.2")
     )
-    assert [
-        one.module for one in _plan(structures.B(), activation_checkpointing=("offload", {"every": 3}))
-    ] == ["layers.0"]
+    assert [one.module for one in _plan(models.B(), activation_checkpointing=("offload", {"every": 3}))] == [
+        "layers.0"
+    ]
 
 
 @pytest.mark.promise(26)
 def test_a_rule_counts_its_own_modules() -> None:
     rules = [Rule("re:.*mlp", act_ckpt=("selective", {"every": 2})), Rule("layers.1", act_ckpt="offload")]
-    found = _plan(structures.B(), activation_checkpointing=("composable", {"every": 2}), rules=rules)
+    found = _plan(models.B(), activation_checkpointing=("composable", {"every": 2}), rules=rules)
     assert [(one.module, one.mode) for one in found] == [
         ("layers.0.mlp", "composable"),
         ("layers.2.mlp", "composable"),
@@ -158,7 +156,7 @@ def test_the_plan_explains_what_becomes_of_activations() -> None:
         Rule("layers.1", act_ckpt=("wrapped", {"save": ["aten.mm", "aten.tanh"], "offload": True})),
         Rule("layers.2", act_ckpt="offload"),
     ]
-    plan = plan_parallelism(structures.B(), ParallelismConfig(rules=rules))
+    plan = plan_parallelism(models.B(), ParallelismConfig(rules=rules))
     for name, said in {
         "layers.0": "recomputed (composable) but for the results of matrix products, attention and "
         "collectives",
@@ -171,7 +169,7 @@ def test_the_plan_explains_what_becomes_of_activations() -> None:
 
 def test_options_come_from_yaml() -> None:
     values = {"activation_checkpointing": ["selective", {"save": ["default", "aten.silu"], "every": 2}]}
-    found = plan_parallelism(structures.B(), values).checkpointing
+    found = plan_parallelism(models.B(), values).checkpointing
     assert [one.options["save"] for one in found] == [["default", "aten.silu"]] * 2
 
 
@@ -179,7 +177,7 @@ def test_functions_among_the_options_have_one_spelling_on_every_rank() -> None:
     def context() -> None: ...
 
     plan = plan_parallelism(
-        structures.B(), ParallelismConfig(activation_checkpointing=("composable", {"context_fn": context}))
+        models.B(), ParallelismConfig(activation_checkpointing=("composable", {"context_fn": context}))
     )
     (one, *_) = plan.to_dict()["checkpointing"]
     assert one[2] == {"context_fn": context.__qualname__}
@@ -195,12 +193,12 @@ def test_functions_among_the_options_have_one_spelling_on_every_rank() -> None:
 )
 def test_what_cannot_be_checkpointed_is_named_when_planned(rules: list[Rule], says: str) -> None:
     with pytest.raises(ParallelismValueError, match=says):
-        _plan(structures.B(), rules=rules)
+        _plan(models.B(), rules=rules)
 
 
 @pytest.mark.promise(27)
 def test_what_is_checkpointed_already_is_named_when_planned() -> None:
-    model = structures.B()
+    model = models.B()
     apply_ac(model, True, False, lambda module: module is model.layers[1])
     with pytest.raises(ParallelismValueError, match="'layers.1' is checkpointed already"):
         _plan(model, activation_checkpointing=True)
@@ -208,10 +206,10 @@ def test_what_is_checkpointed_already_is_named_when_planned() -> None:
 
 @pytest.mark.promise(29)
 def test_pinning_without_an_accelerator_is_refused_before_anything_changes() -> None:
-    model = structures.B()
+    model = models.B()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = ParallelismConfig(activation_checkpointing=("offload", {"pin_memory": True}))
     no_accelerator = mock.patch("torch.accelerator.is_available", return_value=False)
     with no_accelerator, pytest.raises(ParallelismRuntimeError, match="pin_memory=True needs an accelerator"):
         parallelize_model(model, config)
-    model(structures.batch(model))  # as usable as before
+    model(models.batch(model))  # as usable as before

@@ -31,7 +31,7 @@ from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.distributed.activations.selective import operators
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from tests.kit import structures
+from tests.kit import compare, models
 from tests.kit.world import World
 
 BLOCKS = ["0", "1"]
@@ -65,7 +65,7 @@ class Operations(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def models(value: Any, build: Callable[[], nn.Module] = Block) -> tuple[nn.Module, nn.Module]:
+def two_blocks(value: Any, build: Callable[[], nn.Module] = Block) -> tuple[nn.Module, nn.Module]:
     """Two blocks, checkpointed, and a copy that is not."""
     model = nn.Sequential(build(), build())
     plain = copy.deepcopy(model)
@@ -116,7 +116,7 @@ FORWARD = (
     ids=str,
 )
 def test_what_is_saved_is_not_computed_again(value: Any, recomputed: tuple[int, ...]) -> None:
-    model, plain = models(value)
+    model, plain = two_blocks(value)
     counts: Counter[str] = Counter()
     reference: Counter[str] = Counter()
     same(step(model, counts), step(plain, reference))
@@ -161,7 +161,7 @@ def test_selective_keeps_more_than_full_and_less_than_none() -> None:
     sizes = {}
     for value in ("composable", "selective"):
         with watched() as kept:
-            model, plain = models(value)
+            model, plain = two_blocks(value)
             sizes[value] = saved_bytes(model) + sum(kept)
     inputs = 2 * 4 * 6 * 8 * 4  # of each block, float32
     assert sizes["composable"] == inputs
@@ -174,7 +174,7 @@ def test_selective_keeps_more_than_full_and_less_than_none() -> None:
 @pytest.mark.promise(26)
 def test_backward_may_run_twice() -> None:
     results = []
-    for each in models("selective"):
+    for each in two_blocks("selective"):
         torch.manual_seed(5)
         output = each(torch.randn(4, 6, 8))
         output.mean().backward(retain_graph=True)
@@ -193,7 +193,7 @@ def test_a_saved_result_changed_in_place_is_noticed() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x).relu_().sin()
 
-    model, _ = models("selective", InPlace)
+    model, _ = two_blocks("selective", InPlace)
     with pytest.raises(ParallelismRuntimeError, match=r"shape \(24, 8\) .* changed in place"):
         step(model)
 
@@ -213,7 +213,7 @@ def test_a_module_that_does_more_the_second_time_is_refused() -> None:
                     y = self.linear(x)
             return self.linear(x + y).tanh()
 
-    model, _ = models(("selective", EXACT), Growing)
+    model, _ = two_blocks(("selective", EXACT), Growing)
     with pytest.raises(ParallelismRuntimeError, match="addmm.default ran more often in the recomputation"):
         step(model)
 
@@ -266,7 +266,7 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize(("dropout_p", "again"), [(0.0, 0), (0.5, 2)])
 def test_a_call_that_draws_random_numbers_is_repeated(dropout_p: float, again: int) -> None:
     save = {"save": ["default", "composer_dist_test.noise"], **EXACT}
-    model, plain = models(("selective", save), lambda: Noisy(dropout_p))
+    model, plain = two_blocks(("selective", save), lambda: Noisy(dropout_p))
     counts: Counter[str] = Counter()
     same(step(model, counts), step(plain))
     assert counts["composer_dist_test.noise"] == again
@@ -296,7 +296,7 @@ def test_a_call_that_draws_random_numbers_is_repeated(dropout_p: float, again: i
 def test_what_cannot_be_saved_is_named_when_planned(save: Any, says: str) -> None:
     config = ParallelismConfig(rules=[Rule("layers.0", act_ckpt=("selective", {"save": save}))])
     with pytest.raises(ParallelismValueError, match=says):
-        plan_parallelism(structures.B(), config)
+        plan_parallelism(models.B(), config)
 
 
 def test_a_name_stands_for_all_overloads_that_change_nothing() -> None:
@@ -327,7 +327,7 @@ class Communicating(nn.Module):
 def collectives() -> dict[str, int]:
     found = {}
     for value in ("composable", "selective"):
-        model, plain = models((value, EXACT), Communicating)
+        model, plain = two_blocks((value, EXACT), Communicating)
         counts: Counter[str] = Counter()
         reference: Counter[str] = Counter()
         same(step(model, counts), step(plain, reference))
@@ -337,9 +337,9 @@ def collectives() -> dict[str, int]:
 
 
 def sharded() -> dict[str, int]:
-    for build in (structures.B, structures.tied, structures.own_dtype):  # the last has a unit in a block
+    for build in (models.B, models.tied, models.own_dtype):  # the last has a unit in a block
         for value in ("selective", ("wrapped", {"save": ["aten.mm"]}), ("selective", {"offload": True})):
-            done = structures.assert_same_training(build, ParallelismConfig(activation_checkpointing=value))
+            done = compare.assert_same_training(build, ParallelismConfig(activation_checkpointing=value))
             names = [name for name, _ in named_parameters_canonical(done.model)]
             assert not any("_checkpoint_wrapped_module" in name for name in names)
     return collectives()

@@ -22,7 +22,7 @@ from composer_dist.distributed.activations.recompute import checkpoint_modules, 
 from composer_dist.distributed.compiling.apply import compile_modules
 from composer_dist.distributed.compiling.plan import Compiled, compile_options, is_compiled
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from tests.kit import structures, tp_models
+from tests.kit import compare, huggingface, models
 from tests.kit.world import World
 
 # Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.
@@ -104,7 +104,7 @@ def compiled(ac: Any = None, options: Any = None, blocks: int = 3) -> tuple[Mode
 
 def test_the_plan_lists_what_is_compiled_and_why() -> None:
     plan = plan_parallelism(
-        structures.B(),
+        models.B(),
         ParallelismConfig(
             compile=AOT,
             rules=[Rule("layers.1", compile=False), Rule("head", compile={"backend": "eager"})],
@@ -120,12 +120,12 @@ def test_the_plan_lists_what_is_compiled_and_why() -> None:
     assert "compiled" not in plan.explain("layers.1")
     assert "compiled: 3 modules, each by itself (aot_eager, eager)" in str(plan)
     assert [one[0] for one in plan.to_dict()["compiled"]] == ["layers.0", "layers.2", "head"]
-    assert plan.digest() != plan_parallelism(structures.B(), ParallelismConfig(compile=True)).digest()
+    assert plan.digest() != plan_parallelism(models.B(), ParallelismConfig(compile=True)).digest()
 
 
 def test_blocks_are_found_where_they_are_no_units() -> None:
     plan = plan_parallelism(
-        structures.B(), ParallelismConfig(compile=True, activation_checkpointing=True, rules=[Rule("", True)])
+        models.B(), ParallelismConfig(compile=True, activation_checkpointing=True, rules=[Rule("", True)])
     )
     assert [one.module for one in plan.compiled] == BLOCKS
     assert [one.module for one in plan.checkpointing] == BLOCKS
@@ -148,7 +148,7 @@ def test_every_spelling_of_compile(value: Any, expected: Any) -> None:
 
 def test_compile_comes_from_yaml() -> None:
     values = {"compile": {"backend": "aot_eager"}, "rules": [{"match": "head", "compile": True}]}
-    plan = plan_parallelism(structures.B(), values)
+    plan = plan_parallelism(models.B(), values)
     assert {one.options["backend"] for one in plan.compiled} == {"aot_eager"}
     assert [one.module for one in plan.compiled] == [*BLOCKS, "head"]
 
@@ -168,12 +168,12 @@ def test_compile_comes_from_yaml() -> None:
 )
 def test_bad_options_are_named_when_planned(value: Any, says: str) -> None:
     with pytest.raises(ParallelismValueError, match=says):
-        plan_parallelism(structures.B(), ParallelismConfig(compile=value))
+        plan_parallelism(models.B(), ParallelismConfig(compile=value))
 
 
 def test_other_kinds_of_values_are_refused() -> None:
     with pytest.raises(ParallelismTypeError, match="a bool or a mapping of options, not 'inductor'"):
-        plan_parallelism(structures.B(), ParallelismConfig(compile="inductor"))  # type: ignore[arg-type]
+        plan_parallelism(models.B(), ParallelismConfig(compile="inductor"))  # type: ignore[arg-type]
 
 
 BUDGET = ("memory_budget", {"budget": 0.5})
@@ -182,52 +182,52 @@ BUDGET = ("memory_budget", {"budget": 0.5})
 @pytest.mark.parametrize(
     ("build", "config", "says"),
     [
-        (structures.Composers, {"compile": True}, "no repeated block: choose .* Rule"),
+        (models.Composers, {"compile": True}, "no repeated block: choose .* Rule"),
         (
-            structures.B,
+            models.B,
             {"compile": True, "rules": [Rule("head", compile=False)]},
             "rule 'head' sets compile=False, but nothing there",
         ),
-        (structures.B, {"activation_checkpointing": BUDGET}, "budget of layers.0, .* set compile=True"),
+        (models.B, {"activation_checkpointing": BUDGET}, "budget of layers.0, .* set compile=True"),
         (
-            structures.B,
+            models.B,
             {"activation_checkpointing": BUDGET, "compile": {"backend": "eager"}},
             "layers.0, layers.1, layers.2: backend 'eager' knows no memory budget; inductor",
         ),
         (
-            structures.B,
+            models.B,
             {"activation_checkpointing": "selective", "compile": {"backend": "eager"}},
             r"other random numbers \(dropout\); use 'aot_eager'",
         ),
         (
-            structures.B,
+            models.B,
             {"activation_checkpointing": ("selective", {"offload": True}), "compile": AOT},
             "stays on the device; leave out save, or offload",
         ),
         (
-            structures.B,
+            models.B,
             {"rules": [Rule("layers.0", act_ckpt="selective"), Rule("layers.0.mlp", compile=AOT)]},
             "Cannot compile layers.0.mlp: .* compile and checkpoint the same module",
         ),
-        (structures.B, {"rules": [Rule("", True, compile=AOT), Rule("layers", True)]}, "root: units inside"),
+        (models.B, {"rules": [Rule("", True, compile=AOT), Rule("layers", True)]}, "root: units inside"),
         (
-            tp_models.llama,
+            huggingface.llama,
             {"compile": AOT, "mesh": MeshConfig(cp=2), "activation_checkpointing": True},
             r"(?s)\(cp=2\) takes attention out of the graphs, which activation.*which fullgraph=True does",
         ),
         (
-            tp_models.llama,
+            huggingface.llama,
             {"compile": AOT, "tp": TPConfig(), "mesh": MeshConfig(tp=2), "activation_checkpointing": True},
             "model.layers.0, model.layers.1: .* repeat the collectives of .*='selective'",
         ),
         (
-            tp_models.llama,
+            huggingface.llama,
             {"compile": AOT, "tp": TPConfig(), "mesh": MeshConfig(tp=2), "activation_checkpointing": BUDGET},
             "cannot repeat the collectives",
         ),
-        (structures.dtypes, {"compile": AOT}, "layers.0, layers.1, layers.2: .*which fullgraph=True"),
+        (models.dtypes, {"compile": AOT}, "layers.0, layers.1, layers.2: .*which fullgraph=True"),
         (
-            structures.dtypes,
+            models.dtypes,
             {"compile": True, "activation_checkpointing": True},
             "which activation checkpointing does not allow",
         ),
@@ -241,7 +241,7 @@ def test_what_does_not_go_together_is_refused_when_planned(
 
 
 def test_what_is_compiled_already_is_refused() -> None:
-    model = structures.B()
+    model = models.B()
     model.layers[1].compile(backend="eager")
     with pytest.raises(ParallelismValueError, match="compile layers.1: it is done already"):
         plan_parallelism(model, ParallelismConfig(compile=True))
@@ -367,7 +367,7 @@ def test_each_module_may_have_a_budget_of_its_own() -> None:
         Rule("layers.0", act_ckpt=("memory_budget", {"budget": 0.25})),
         Rule("layers.1", act_ckpt=BUDGET),
     ]
-    plan = plan_parallelism(structures.B(), ParallelismConfig(compile=AOT, rules=rules))
+    plan = plan_parallelism(models.B(), ParallelismConfig(compile=AOT, rules=rules))
     assert [one.budget for one in plan.compiled] == [0.25, 0.5, None]
     said = "Its activations are kept or recomputed by torch.compile within 25% of the memory"
     assert said in plan.explain("layers.0")
@@ -386,7 +386,7 @@ def test_torch_s_eager_backend_recomputes_with_other_random_numbers() -> None:
 
 def trained(build: Any, config: dict[str, Any]) -> tuple[int, int]:
     fresh()
-    done = structures.assert_same_training(build, ParallelismConfig(**config))
+    done = compare.assert_same_training(build, ParallelismConfig(**config))
     assert all(is_compiled(dict(done.model.named_modules())[one.module]) for one in done.plan.compiled)
     return graphs(), sum(counters["graph_break"].values())
 
@@ -394,13 +394,13 @@ def trained(build: Any, config: dict[str, Any]) -> tuple[int, int]:
 def train_all() -> list[tuple[int, int]]:
     aot = {"compile": AOT}
     return [
-        trained(structures.B, {"compile": {"backend": "eager", "fullgraph": True}}),
-        trained(structures.tied, aot | {"activation_checkpointing": "composable"}),
-        trained(structures.B, aot | {"activation_checkpointing": "selective"}),
-        trained(structures.B, aot | {"activation_checkpointing": "wrapped"}),
-        trained(structures.B, aot | {"activation_checkpointing": "offload"}),
-        trained(structures.bert, aot | {"activation_checkpointing": BUDGET}),
-        trained(structures.scalar, aot | {"rules": [Rule("layers.1", act_ckpt="selective")]}),
+        trained(models.B, {"compile": {"backend": "eager", "fullgraph": True}}),
+        trained(models.tied, aot | {"activation_checkpointing": "composable"}),
+        trained(models.B, aot | {"activation_checkpointing": "selective"}),
+        trained(models.B, aot | {"activation_checkpointing": "wrapped"}),
+        trained(models.B, aot | {"activation_checkpointing": "offload"}),
+        trained(models.bert, aot | {"activation_checkpointing": BUDGET}),
+        trained(models.scalar, aot | {"rules": [Rule("layers.1", act_ckpt="selective")]}),
     ]
 
 
@@ -412,7 +412,7 @@ def test_training_compiled_and_sharded_is_the_same(world2: World) -> None:
 
 def train_with_inner_units() -> list[tuple[int, int]]:
     config = {"compile": {"backend": "aot_eager"}, "fsdp2": FSDP2Config(reshard_after_forward=False)}
-    return [trained(structures.own_dtype, config), trained(structures.dtypes, config)]
+    return [trained(models.own_dtype, config), trained(models.dtypes, config)]
 
 
 def test_a_block_around_a_unit_breaks_its_graph_and_trains_the_same(world2: World) -> None:
@@ -423,14 +423,14 @@ def test_a_block_around_a_unit_breaks_its_graph_and_trains_the_same(world2: Worl
 def train_replicas() -> int:
     fresh()
     torch.manual_seed(3)
-    model = structures.B()
+    model = models.B()
     reference = copy.deepcopy(model)
     mesh = MeshConfig(dp_replicate=2, dp_shard=1)
     settings = ParallelismConfig(
         mesh=mesh, ddp=DDPConfig(), compile=AOT, activation_checkpointing="selective"
     )
     parallelize_model(model, settings)
-    x = structures.batch(model)
+    x = models.batch(model)
     model(x.chunk(2)[dist.get_rank()]).square().mean().backward()
     reference(x).square().mean().backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):

@@ -15,7 +15,7 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import plan_parallelism
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models import HuggingFaceModel
-from tests.kit import structures
+from tests.kit import models
 
 TINY = {
     "vocab_size": 32,
@@ -97,8 +97,8 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (below(nn.LSTM(8, 8)), "1: LSTM is recurrent"),
     (below(nn.Conv1d(8, 8, 3)), "1: Conv1d convolves neighboring positions"),
     (below(nn.BatchNorm1d(8)), "1: BatchNorm1d normalizes over all positions"),
-    (structures.mamba, "layers.0.conv1d, layers.1.conv1d, layers.2.conv1d: Conv1d convolves"),
-    (structures.B, r"layers.2.attention: Attention computes a softmax of its own; let it call torch"),
+    (models.mamba, "layers.0.conv1d, layers.1.conv1d, layers.2.conv1d: Conv1d convolves"),
+    (models.B, r"layers.2.attention: Attention computes a softmax of its own; let it call torch"),
 ]
 
 
@@ -124,7 +124,7 @@ def test_all_kinds_are_named() -> None:
         plan(model, 2)
 
 
-class Both(structures.Attention):
+class Both(models.Attention):
     """Attention with a choice."""
 
     def forward(self, x: torch.Tensor, fused: bool = True) -> torch.Tensor:
@@ -143,7 +143,7 @@ class Both(structures.Attention):
         gpt2,
         below(nn.MultiheadAttention(8, 2)),
         below(nn.Conv1d(8, 8, 1)),
-        lambda: structures.B(block=Both),
+        lambda: models.B(block=Both),
     ],
 )
 def test_the_plan_takes_what_meets_in_attention_only(build: Callable[[], nn.Module]) -> None:

@@ -20,7 +20,7 @@ from composer_dist.distributed import build_mesh, context_parallel, parallelize_
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.prepared import named_parameters_canonical, record
 from composer_dist.errors import ParallelismKeyError, ParallelismRuntimeError, ParallelismValueError
-from tests.kit.structures import full
+from tests.kit.compare import full
 from tests.kit.world import World
 
 VOCABULARY, WIDTH, LENGTH = 24, 16, 16

@@ -12,8 +12,10 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.moving import way
 from composer_dist.distributed.moving.memory import Staging
 from composer_dist.errors import ParallelismRuntimeError
-from tests.distributed.moving.test_transfer import profiled
-from tests.kit.preparable import built, config, same, values
+from tests.kit.compare import same, values
+from tests.kit.measure import profiled
+from tests.kit.meshes import config
+from tests.kit.toy import built
 from tests.kit.world import run
 
 MIB = 1 << 20

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.moving.transfer import Cargo, deliver, take_slice
 from composer_dist.tensors.fingerprint import fingerprint
+from tests.kit.measure import profiled
 from tests.kit.world import run
 
 MIB = 1 << 20
@@ -211,20 +212,6 @@ def delivery_peak(kind: str) -> int:
     cargoes = [c for c in cargoes_of(everything, mesh, 0) if c.cut is (kind != "whole")]
     peak = profiled(lambda: deliver({0: cargoes}, mesh, 8 * MIB))
     check(cargoes, everything, mesh)
-    return peak
-
-
-def profiled(function: Any) -> int:
-    """The most bytes that torch's allocator held above what it held at the start."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profile:
-        function()
-    alive = peak = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            alive += event.nbytes()
-            peak = max(peak, alive)
     return peak
 
 

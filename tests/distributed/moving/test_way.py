@@ -22,8 +22,11 @@ from composer_dist.distributed.moving.transfer import Cargo
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismError
-from tests.distributed.moving.test_transfer import cargoes_of, profiled, tensors
-from tests.kit.preparable import built, config, values
+from tests.distributed.moving.test_transfer import cargoes_of, tensors
+from tests.kit.compare import values
+from tests.kit.measure import profiled
+from tests.kit.meshes import config
+from tests.kit.toy import built
 from tests.kit.worker import HOST
 from tests.kit.world import _host_store, run
 

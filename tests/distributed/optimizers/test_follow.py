@@ -17,7 +17,9 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.optimizers.check import check_optimizers, forgotten_optimizers
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.structure import read_structure
-from tests.kit.preparable import Toy, built, close, config, full, same, tokens, train, values
+from tests.kit.compare import close, full, same, values
+from tests.kit.meshes import config
+from tests.kit.toy import Toy, built, tokens, train
 from tests.kit.world import run
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

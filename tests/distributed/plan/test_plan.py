@@ -27,7 +27,7 @@ from composer_dist.errors import (
     ParallelismValueError,
 )
 from composer_dist.structure.structure import read_structure
-from tests.kit import structures
+from tests.kit import models
 
 
 def _plan(model: nn.Module, world_size: int = 8, **options: Any) -> ParallelPlan:
@@ -41,8 +41,8 @@ def _reshard(plan: ParallelPlan) -> dict[str, bool | int]:
 
 @pytest.mark.promise(10)
 def test_the_plan_lists_every_module_with_action_and_reason() -> None:
-    plan = _plan(structures.tied())
-    assert list(plan.modules) == [name for name, _ in structures.tied().named_modules()]
+    plan = _plan(models.tied())
+    assert list(plan.modules) == [name for name, _ in models.tied().named_modules()]
     assert plan.modules["layers.1"].action == "unit"
     assert plan.modules["layers.1"].reason == "it is one of 3 Block in layers"
     assert plan.modules["layers.1.mlp.up"].action == "part of unit layers.1"
@@ -53,15 +53,15 @@ def test_the_plan_lists_every_module_with_action_and_reason() -> None:
 
 def test_a_plan_from_meta_is_the_plan_of_the_real_model() -> None:
     with torch.device("meta"):
-        empty = structures.B()
-    real = _plan(structures.B()).to_dict()
+        empty = models.B()
+    real = _plan(models.B()).to_dict()
     assert _plan(empty).to_dict() | {"init_peak": 0} == real
-    assert _plan(empty).digest() == _plan(structures.B()).digest()
+    assert _plan(empty).digest() == _plan(models.B()).digest()
     json.dumps(_plan(empty).to_dict())
 
 
 def test_planning_touches_nothing() -> None:
-    model = structures.tied()
+    model = models.tied()
     before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
     classes = [type(module) for module in model.modules()]
     _plan(model, activation_checkpointing=True, rules=[Rule("embed", shard=False)])
@@ -72,7 +72,7 @@ def test_planning_touches_nothing() -> None:
 
 
 def test_explain_says_what_and_why() -> None:
-    model = structures.bert()
+    model = models.bert()
     model.register_buffer("table", torch.zeros(2))
     model.gain = nn.Parameter(torch.tensor(1.0))
     plan = _plan(model, activation_checkpointing=True)
@@ -94,23 +94,23 @@ def test_explain_says_what_and_why() -> None:
 
 
 def test_explain_names_joined_skipped_and_replicated_modules() -> None:
-    plan = _plan(structures.tied(), rules=[Rule("embed", shard=True), Rule("head", shard=True)])
+    plan = _plan(models.tied(), rules=[Rule("embed", shard=True), Rule("head", shard=True)])
     assert plan.explain("head").startswith(
         "head: unit in one group with embed, because rule 'head'. It gathers 1 parameter, "
     )
     assert plan.explain("norm") == "norm: part of unit root, because it lies inside it."
-    plan = _plan(structures.tied(), rules=[Rule("layers.0.mlp", shard=False)])
+    plan = _plan(models.tied(), rules=[Rule("layers.0.mlp", shard=False)])
     assert plan.explain("layers.0.mlp.up") == (
         "layers.0.mlp.up: replicated, because rule 'layers.0.mlp' leaves it replicated."
     )
-    plan = _plan(structures.tied(), rules=[Rule("layers.0", shard=True)])
+    plan = _plan(models.tied(), rules=[Rule("layers.0", shard=True)])
     assert plan.explain("head") == "head: left alone, because no unit contains it."
 
 
 @pytest.mark.promise(13)
 def test_rules_override_the_configuration() -> None:
     plan = _plan(
-        structures.B(),
+        models.B(),
         fsdp2=FSDP2Config(reshard_after_forward=False),
         rules=[Rule("layers", shard=True), Rule("layers.1", reshard_after_forward=True)],
     )
@@ -118,16 +118,16 @@ def test_rules_override_the_configuration() -> None:
 
 
 def test_the_root_and_the_last_block_are_not_freed_unless_somebody_says_so() -> None:
-    assert _reshard(_plan(structures.B())) == {
+    assert _reshard(_plan(models.B())) == {
         "": False,
         "layers.0": True,
         "layers.1": True,
         "layers.2": False,
     }
     asked = _plan(
-        structures.B(),
+        models.B(),
         fsdp_wrap_policy=lambda m: (
-            {"reshard_after_forward": True} if isinstance(m, (structures.B, structures.Block)) else False
+            {"reshard_after_forward": True} if isinstance(m, (models.B, models.Block)) else False
         ),
     )
     assert set(_reshard(asked).values()) == {True}
@@ -135,7 +135,7 @@ def test_the_root_and_the_last_block_are_not_freed_unless_somebody_says_so() -> 
 
 @pytest.mark.parametrize(("wanted", "planned"), [(2, 2), (4, 4), (8, True), (1, False)])
 def test_an_int_reshards_to_that_many_ranks(wanted: int, planned: bool | int) -> None:
-    plan = _plan(structures.B(), fsdp2=FSDP2Config(reshard_after_forward=wanted))
+    plan = _plan(models.B(), fsdp2=FSDP2Config(reshard_after_forward=wanted))
     assert _reshard(plan) == dict.fromkeys(["", "layers.0", "layers.1", "layers.2"], planned)
     assert type(_reshard(plan)[""]) is type(planned)
 
@@ -143,32 +143,32 @@ def test_an_int_reshards_to_that_many_ranks(wanted: int, planned: bool | int) ->
 @pytest.mark.parametrize("wanted", [3, 0, -1, 16])
 def test_an_int_that_does_not_divide_is_refused(wanted: int) -> None:
     with pytest.raises(ParallelismValueError, match=f"reshard_after_forward={wanted}.*divides the 8 ranks"):
-        _plan(structures.B(), fsdp2=FSDP2Config(reshard_after_forward=wanted))
+        _plan(models.B(), fsdp2=FSDP2Config(reshard_after_forward=wanted))
 
 
 @pytest.mark.promise(12)
 def test_rules_are_checked_before_anything_else_happens() -> None:
     with pytest.raises(ParallelismValueError, match="No module matches 'heed'. Did you mean 'head'?"):
-        _plan(structures.B(), rules=[Rule("heed", shard=True)])
+        _plan(models.B(), rules=[Rule("heed", shard=True)])
 
 
 def test_a_rule_without_effect_is_refused_or_warned_about() -> None:
     rules = [Rule("layers.1.mlp", reshard_after_forward=False), Rule("norm", shard=False, offload=True)]
     with pytest.raises(ParallelismValueError) as caught:
-        _plan(structures.B(), rules=rules)
+        _plan(models.B(), rules=rules)
     assert str(caught.value) == (
         "rule 'layers.1.mlp' sets reshard_after_forward, but layers.1.mlp is no unit; add shard=True, or "
         "leave it out.\nrule 'norm' sets offload, but norm is no unit; add shard=True, or leave it out."
     )
-    assert len(_plan(structures.B(), rules=rules, strict=False).warnings) == 2
+    assert len(_plan(models.B(), rules=rules, strict=False).warnings) == 2
     everywhere = Rule("re:layers.*", reshard_after_forward=False)
-    assert _reshard(_plan(structures.B(), rules=[everywhere]))["layers.0"] is False
+    assert _reshard(_plan(models.B(), rules=[everywhere]))["layers.0"] is False
 
 
 @pytest.mark.promise(29)
 def test_where_shards_live() -> None:
     def offloads(**options: Any) -> set[str | None]:
-        return {unit.offload for unit in _plan(structures.B(), **options).units}
+        return {unit.offload for unit in _plan(models.B(), **options).units}
 
     assert offloads() == {None}
     assert offloads(fsdp2=FSDP2Config(cpu_offload=True)) == {"auto"}
@@ -179,15 +179,13 @@ def test_where_shards_live() -> None:
     }
     assert offloads(rules=[Rule("layers.0", offload=True)]) == {None, "auto"}
     pageable = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-    assert offloads(fsdp_wrap_policy=lambda m: pageable if isinstance(m, structures.B) else False) == {
-        "pageable"
-    }
+    assert offloads(fsdp_wrap_policy=lambda m: pageable if isinstance(m, models.B) else False) == {"pageable"}
 
 
 @pytest.mark.promise(88)
 def test_what_is_gathered_and_reduced() -> None:
     def policies(**options: Any) -> dict[str, tuple[Any, Any]]:
-        plan = _plan(structures.B(), **options)
+        plan = _plan(models.B(), **options)
         return {unit.name: (unit.mp_policy.param_dtype, unit.mp_policy.reduce_dtype) for unit in plan.units}
 
     assert set(policies().values()) == {(None, None)}
@@ -201,8 +199,8 @@ def test_what_is_gathered_and_reduced() -> None:
     assert mixed["layers.1"] == (torch.float32, torch.float32)
     own = MixedPrecisionPolicy(param_dtype=torch.float16)
     found = _plan(
-        structures.B(),
-        fsdp_wrap_policy=lambda m: {"mp_policy": own} if isinstance(m, structures.Mlp) else False,
+        models.B(),
+        fsdp_wrap_policy=lambda m: {"mp_policy": own} if isinstance(m, models.Mlp) else False,
     )
     assert {unit.mp_policy for unit in found.units if unit.name} == {own}
     with pytest.raises(ParallelismValueError, match="PURE"):
@@ -215,7 +213,7 @@ def test_what_is_sharded_already_is_left_alone() -> None:
 
     dist.init_process_group("fake", rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
-    model = structures.B()
+    model = models.B()
     fully_shard(model.layers[1], mesh=mesh)
     plan = plan_parallelism(
         model,
@@ -234,11 +232,11 @@ def test_what_is_sharded_already_is_left_alone() -> None:
 
 @pytest.mark.promise(82)
 def test_duplicates_are_refused_in_the_plan() -> None:
-    model = structures.B()
+    model = models.B()
     model.last = model.layers[2]
     with pytest.raises(ParallelismValueError, match="duplicate module references.*layers.2 = last"):
         _plan(model)
-    _plan(structures.Shell())
+    _plan(models.Shell())
 
 
 @pytest.mark.promise(82)
@@ -264,35 +262,35 @@ def test_an_architecture_that_shares_modules_is_explained() -> None:
 
 @pytest.mark.promise(83)
 def test_optimizers_are_checked() -> None:
-    other = torch.optim.SGD(structures.M().parameters(), lr=0.1)
+    other = torch.optim.SGD(models.M().parameters(), lr=0.1)
     with pytest.raises(ParallelismValueError, match="SGD holds 4 parameters"):
-        _plan(structures.M(), optimizer=other)
+        _plan(models.M(), optimizer=other)
 
 
 @pytest.mark.promise(94)
 def test_foreach_over_a_mixed_group_is_refused() -> None:
-    model = structures.scalar()
+    model = models.scalar()
     with pytest.raises(ParallelismValueError, match="foreach=True.*layers.0.gain"):
         _plan(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, foreach=True))
 
 
 def test_the_world_size_is_the_group_s_or_one() -> None:
-    assert plan_parallelism(structures.B(), "fsdp").world_size == 1
+    assert plan_parallelism(models.B(), "fsdp").world_size == 1
     dist.init_process_group("fake", rank=3, world_size=16)
-    plan = plan_parallelism(structures.B(), {"mesh": {"dp_replicate": 4}})
+    plan = plan_parallelism(models.B(), {"mesh": {"dp_replicate": 4}})
     assert plan.world_size == 16
     assert plan.mesh == {"dp_replicate": 4, "dp_shard": 4, "cp": 1, "tp": 1}
     own = init_device_mesh("cpu", (2, 8))
-    assert plan_parallelism(structures.B(), FSDP2Config(device_mesh=own)).mesh["dp_shard"] == 8
+    assert plan_parallelism(models.B(), FSDP2Config(device_mesh=own)).mesh["dp_shard"] == 8
     three = init_device_mesh("cpu", (2, 2, 4))
     with pytest.raises(ParallelismValueError, match="mesh has the dimensions without a name, without"):
-        plan_parallelism(structures.B(), FSDP2Config(device_mesh=three))
+        plan_parallelism(models.B(), FSDP2Config(device_mesh=three))
 
 
 def test_a_ready_plan_belongs_to_one_structure_and_world() -> None:
-    model = structures.B()
+    model = models.B()
     plan = _plan(model)
-    assert check_plan(plan, read_structure(structures.B()), 8) is plan
+    assert check_plan(plan, read_structure(models.B()), 8) is plan
     with pytest.raises(ParallelismValueError, match="made for 8 ranks, but there are 4"):
         check_plan(plan, read_structure(model), 4)
     model.head.requires_grad_(False)
@@ -308,13 +306,13 @@ def test_the_digest_is_the_same_for_functions_made_anew() -> None:
 
         return Rule(Match(), shard=True)
 
-    assert _plan(structures.B(), rules=[rule()]).digest() == _plan(structures.B(), rules=[rule()]).digest()
-    assert _plan(structures.B(), rules=[rule()]).digest() != _plan(structures.B()).digest()
+    assert _plan(models.B(), rules=[rule()]).digest() == _plan(models.B(), rules=[rule()]).digest()
+    assert _plan(models.B(), rules=[rule()]).digest() != _plan(models.B()).digest()
 
 
 def test_every_error_is_a_parallelism_error() -> None:
     with pytest.raises(ParallelismError):
-        _plan(structures.B(), world_size=3, mesh=MeshConfig(dp_shard=2))
+        _plan(models.B(), world_size=3, mesh=MeshConfig(dp_shard=2))
 
 
 @pytest.mark.parametrize("blocks", [100])
@@ -323,7 +321,7 @@ def test_plans_grow_linearly(blocks: int) -> None:
 
     def walks(count: int) -> float:
         with torch.device("meta"):
-            model = structures.B(blocks=count)
+            model = models.B(blocks=count)
         calls = 0
         modules = nn.Module.named_modules
 

@@ -11,7 +11,7 @@ from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import Preparation, plan_parallelism
 from composer_dist.wording import human_bytes
-from tests.kit import structures
+from tests.kit import models
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_bytes_for_people(count: int, text: str) -> None:
 
 
 def test_a_plan_prints_alike_units_in_one_row() -> None:
-    model = structures.B(tied=True, blocks=12)
+    model = models.B(tied=True, blocks=12)
     model.gain = torch.nn.Parameter(torch.tensor(1.0))
     config = ParallelismConfig(mesh=MeshConfig(dp_replicate=2), activation_checkpointing=True)
     text = str(plan_parallelism(model, config, world_size=8))
@@ -38,10 +38,8 @@ def test_a_plan_prints_alike_units_in_one_row() -> None:
 
 def test_a_preparation_prints_what_it_did() -> None:
     dist.init_process_group("fake", rank=0, world_size=2)
-    plan = plan_parallelism(structures.B(), "fsdp")
-    done = Preparation(
-        structures.B(), plan, init_device_mesh("cpu", (2,)), bytes_moved=2048, peak_memory=3 << 20
-    )
+    plan = plan_parallelism(models.B(), "fsdp")
+    done = Preparation(models.B(), plan, init_device_mesh("cpu", (2,)), bytes_moved=2048, peak_memory=3 << 20)
     assert "initialized" not in str(done)
     done.initialized = ("a", "b", "c", "d")
     done.timings.update(agree=0.25, shard=0.5)

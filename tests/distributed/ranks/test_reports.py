@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from composer_dist.distributed.ranks.reports import told_to_all
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from tests.kit.trainer_models import joined, quiet, tagged, tagger
+from tests.kit.training import joined, quiet, tagged, tagger
 from tests.kit.world import WorkerError, World
 
 

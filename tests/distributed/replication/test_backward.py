@@ -18,9 +18,10 @@ from composer_dist.distributed.replication.apply import DDPSyncStrategy, ddp_syn
 from composer_dist.distributed.replication.reducer import replica_of
 from composer_dist.errors import ParallelismRuntimeError
 from tests.distributed.replication.test_apply import EXPECTED, Choices, gradients
-from tests.kit.preparable import built, close, values
-from tests.kit.replicas import alike, ddp, fails, grads_equal, mine
-from tests.kit.structures import M
+from tests.kit.compare import alike, close, fails, grads_equal, values
+from tests.kit.meshes import ddp, mine
+from tests.kit.models import M
+from tests.kit.toy import built
 from tests.kit.world import World
 
 # Gradients

@@ -14,7 +14,7 @@ from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.replication.hooks import check_comm_hook, innermost, reduced_in
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from tests.kit import structures
+from tests.kit import models
 from tests.kit.world import World
 
 POWER = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "min_compression_rate": 1}
@@ -23,7 +23,7 @@ POWER = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "min_compress
 def compressed(hook: Any, options: dict[str, Any], precision: str | None = None) -> float:
     """Four steps beside one process; the largest relative distance of a parameter at their end."""
     torch.manual_seed(1)
-    model = structures.M()
+    model = models.M()
     single = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, single)]
     config = DDPConfig(comm_hook=hook, comm_hook_options=options)
@@ -74,11 +74,11 @@ del own.__annotations__["bucket"], own.__annotations__["return"]  # deferred one
 
 def function() -> None:
     state: list[int] = []
-    model = structures.M()
+    model = models.M()
     parallelize_model(model, DDPConfig(comm_hook=own, comm_hook_state=state))
     model(torch.ones(2, 8)).sum().backward()
     assert state == [0]
-    late = structures.M()
+    late = models.M()
     parallelize_model(late, DDPConfig())
     late.register_comm_hook(state, own)  # composable replicate's way
     late(torch.ones(2, 8)).sum().backward()

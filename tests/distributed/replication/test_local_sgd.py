@@ -14,7 +14,7 @@ from torch import Tensor
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import no_sync, parallelize_model, plan_parallelism
 from composer_dist.errors import ParallelismValueError
-from tests.kit import structures
+from tests.kit import models
 from tests.kit.world import World
 
 
@@ -29,7 +29,7 @@ def batch(step: int) -> Tensor:
 def local_steps(steps: int, period: int, microbatches: int = 1, **options: Any) -> list[Tensor]:
     """This rank's parameters after each step."""
     torch.manual_seed(1)
-    model = structures.M()
+    model = models.M()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     config = DDPConfig(
         comm_hook="post_local_sgd", averaging_period=period, comm_hook_options={"group_size": 1, **options}
@@ -51,15 +51,15 @@ def local_steps(steps: int, period: int, microbatches: int = 1, **options: Any) 
 def expected(steps: int, period: int, start: int, world: int) -> list[list[Tensor]]:
     """Step and rank to parameters, every rank being a model in this process."""
     torch.manual_seed(1)
-    models = [structures.M()]
-    models += [copy.deepcopy(models[0]) for _ in range(world - 1)]
-    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in models]
+    copies = [models.M()]
+    copies += [copy.deepcopy(copies[0]) for _ in range(world - 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in copies]
     seen = []
     for step in range(steps):
-        for model, x in zip(models, batch(step).chunk(world), strict=True):
+        for model, x in zip(copies, batch(step).chunk(world), strict=True):
             model(x).square().mean().backward()
         if step < start:
-            for same in zip(*(model.parameters() for model in models), strict=True):
+            for same in zip(*(model.parameters() for model in copies), strict=True):
                 mean = torch.stack([p.grad for p in same]).mean(0)
                 for p in same:
                     p.grad = mean.clone()
@@ -68,11 +68,11 @@ def expected(steps: int, period: int, start: int, world: int) -> list[list[Tenso
             optimizer.zero_grad()
         if step >= start and (step - start + 1) % period == 0:
             with torch.no_grad():
-                for same in zip(*(model.parameters() for model in models), strict=True):
+                for same in zip(*(model.parameters() for model in copies), strict=True):
                     mean = torch.stack(list(same)).mean(0)
                     for p in same:
                         p.copy_(mean)
-        seen.append([flat(model) for model in models])
+        seen.append([flat(model) for model in copies])
     return seen
 
 
@@ -112,7 +112,7 @@ def refusals() -> list[str]:
         ({}, lambda m: None),
         ({"group_size": 3}, lambda m: torch.optim.SGD(m.parameters(), 0.1)),
     ):
-        model = structures.M()
+        model = models.M()
         config = DDPConfig(comm_hook="post_local_sgd", averaging_period=2, comm_hook_options=options)
         with pytest.raises(ParallelismValueError) as error:
             parallelize_model(model, config, make(model))
@@ -130,7 +130,7 @@ def test_what_cannot_be_averaged_is_refused(world2: World) -> None:
 
 @pytest.mark.promise(63)
 def test_a_period_is_needed_and_needs_local_steps() -> None:
-    model = structures.M()
+    model = models.M()
     with pytest.raises(ParallelismValueError, match="needs averaging_period"):
         plan_parallelism(model, DDPConfig(comm_hook="post_local_sgd"), world_size=2)
     plan = plan_parallelism(model, DDPConfig(averaging_period=2), world_size=2)
@@ -139,7 +139,7 @@ def test_a_period_is_needed_and_needs_local_steps() -> None:
 
 def warned() -> list[str]:
     with pytest.warns(UserWarning, match="averaging_period=2 is ignored") as caught:
-        parallelize_model(structures.M(), DDPConfig(averaging_period=2, comm_hook="fp16"))
+        parallelize_model(models.M(), DDPConfig(averaging_period=2, comm_hook="fp16"))
     return [str(one.message) for one in caught]
 
 

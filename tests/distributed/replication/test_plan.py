@@ -20,8 +20,8 @@ from composer_dist.config.resolve import resolve_config
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import plan_parallelism, prepare_fully_shard
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from tests.kit import structures
-from tests.kit.preparable import Toy
+from tests.kit import models
+from tests.kit.toy import Toy
 
 
 def test_the_plan_says_what_every_module_and_tensor_gets() -> None:
@@ -54,7 +54,7 @@ def test_ddp_beside_the_default_mesh_replicates_on_every_rank() -> None:
     assert resolve_config({"ddp": {}}).mesh == MeshConfig(dp_replicate=-1, dp_shard=1)
     own = ParallelismConfig(ddp=DDPConfig(), mesh=MeshConfig(dp_replicate=2))
     assert resolve_config(own) is own
-    assert plan_parallelism(structures.M(), own, world_size=2).mesh["dp_replicate"] == 2
+    assert plan_parallelism(models.M(), own, world_size=2).mesh["dp_replicate"] == 2
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,14 @@ def test_ddp_beside_the_default_mesh_replicates_on_every_rank() -> None:
 def test_what_ddp_cannot_do_is_refused_by_name(options: dict[str, Any], text: str) -> None:
     own = {key: options.pop(key) for key in list(options) if key in DDPConfig.__dataclass_fields__}
     with pytest.raises(ParallelismValueError, match=re.escape(text)):
-        plan_parallelism(structures.B(), ParallelismConfig(ddp=DDPConfig(**own), **options), world_size=4)
+        plan_parallelism(models.B(), ParallelismConfig(ddp=DDPConfig(**own), **options), world_size=4)
 
 
 def test_policies_have_no_effect_and_are_warned_of_where_not_strict() -> None:
     with pytest.raises(ParallelismValueError, match="a wrap policy is given, which DDP"):
-        plan_parallelism(structures.B(), DDPConfig(), world_size=2, fsdp_wrap_policy=lambda module: True)
+        plan_parallelism(models.B(), DDPConfig(), world_size=2, fsdp_wrap_policy=lambda module: True)
     lenient = ParallelismConfig(ddp=DDPConfig(), fsdp2=FSDP2Config(), strict=False)
-    plan = plan_parallelism(structures.B(), lenient, world_size=2, fsdp_wrap_policy=lambda module: True)
+    plan = plan_parallelism(models.B(), lenient, world_size=2, fsdp_wrap_policy=lambda module: True)
     assert [text.split(",")[0] for text in plan.warnings] == ["fsdp2 is given", "a wrap policy is given"]
 
 
@@ -92,12 +92,12 @@ def test_checkpointing_is_planned_by_block_and_rule() -> None:
     config = ParallelismConfig(
         ddp=DDPConfig(), activation_checkpointing=True, rules=[Rule("layers.1", act_ckpt=False)]
     )
-    plan = plan_parallelism(structures.B(), config, world_size=2)
+    plan = plan_parallelism(models.B(), config, world_size=2)
     assert [one.module for one in plan.checkpointing] == ["layers.0", "layers.2"]
 
 
 def test_autocast_does_not_go_up() -> None:
-    model = structures.M()
+    model = models.M()
     model[0].bfloat16()
     with pytest.raises(ParallelismValueError, match="compute in torch.float32 with 0.weight, 0.bias"):
         plan_parallelism(model, DDPConfig(), world_size=2, precision="fp32")
@@ -105,7 +105,7 @@ def test_autocast_does_not_go_up() -> None:
 
 
 def test_a_tie_is_ignored_only_where_all_of_its_owners_are() -> None:
-    model = structures.tied()
+    model = models.tied()
     plan = plan_parallelism(model, DDPConfig(ignored="head"), world_size=2)
     assert plan.replica is not None
     assert plan.replica.ignored == ()
@@ -144,7 +144,7 @@ def test_field_values_are_checked() -> None:
 
 def test_dtensors_are_not_replicated() -> None:
     dist.init_process_group("fake", rank=0, world_size=2)
-    model = structures.M()
+    model = models.M()
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
     with pytest.raises(ParallelismTypeError, match="0.weight, 0.bias are DTensors"):
         plan_parallelism(model, DDPConfig(), world_size=2)
@@ -153,7 +153,7 @@ def test_dtensors_are_not_replicated() -> None:
 def test_prepare_fully_shard_does_not_replicate() -> None:
     dist.init_process_group("fake", rank=0, world_size=1)
     with pytest.raises(ParallelismValueError, match="prepare_fully_shard shards"):
-        prepare_fully_shard(structures.M(), ParallelismConfig(ddp=DDPConfig()))
+        prepare_fully_shard(models.M(), ParallelismConfig(ddp=DDPConfig()))
 
 
 def test_a_plan_is_made_on_meta() -> None:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.optim import Adam
 
 from composer_dist.distributed import parallelize_model
-from tests.kit import structures
-from tests.kit.preparable import close
-from tests.kit.replicas import alike, ddp, mine
-from tests.kit.structures import M
+from tests.kit import models
+from tests.kit.compare import alike, close
+from tests.kit.meshes import ddp, mine
+from tests.kit.models import M
 from tests.kit.world import World
 
 # Mixed precision
@@ -22,7 +22,7 @@ from tests.kit.world import World
 
 def half(precision: str, **options: Any) -> None:
     torch.manual_seed(2)
-    model = structures.tied()
+    model = models.tied()
     single = copy.deepcopy(model)
     optimizers = [Adam(one.parameters(), 0.01) for one in (model, single)]
     parallelize_model(model, ddp(**options), optimizers[0], precision)
@@ -30,7 +30,7 @@ def half(precision: str, **options: Any) -> None:
     model.layers[0].mlp.up.register_forward_hook(lambda m, args, out: dtypes.add(out.dtype))
     low = torch.float16 if "fp16" in precision else torch.bfloat16
     for step in range(3):
-        x = structures.batch(single, step)
+        x = models.batch(single, step)
         output = model(mine(x))
         with torch.autocast("cpu", low):
             expected = single(x)

@@ -20,10 +20,11 @@ from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.steps import meta_init
 from composer_dist.errors import ParallelismError, ParallelismRuntimeError, ParallelismTypeError
-from tests.kit import structures
-from tests.kit.preparable import Toy, built, close, same, train, values
-from tests.kit.replicas import alike, ddp, fails, mine
-from tests.kit.structures import M, assert_same_training
+from tests.kit import models
+from tests.kit.compare import alike, assert_same_training, close, fails, same, values
+from tests.kit.meshes import ddp, mine
+from tests.kit.models import M
+from tests.kit.toy import Toy, built, train
 from tests.kit.world import World
 
 # The same training
@@ -38,27 +39,27 @@ def same_training(builds: list[Callable[[], nn.Module]], config: Any) -> None:
         assert not done.plan.units
 
 
-BUILDS = [structures.M, structures.tied, structures.bert, structures.scalar, structures.dtypes]
+BUILDS = [models.M, models.tied, models.bert, models.scalar, models.dtypes]
 
 
 @pytest.mark.promise(61)
 def test_three_steps_equal_one_process_on_two_ranks(world2: World) -> None:
-    world2(same_training, [*BUILDS, structures.non_contiguous, structures.parent_child], DDPConfig())
+    world2(same_training, [*BUILDS, models.non_contiguous, models.parent_child], DDPConfig())
 
 
 @pytest.mark.promise(61)
 def test_three_steps_equal_one_process_on_four_ranks(world4: World) -> None:
-    world4(same_training, [structures.tied], {"mesh": {"dp_replicate": 4, "dp_shard": 1}, "ddp": {}})
+    world4(same_training, [models.tied], {"mesh": {"dp_replicate": 4, "dp_shard": 1}, "ddp": {}})
 
 
 @pytest.mark.promise(102)
 def test_by_the_strategy_s_name(world2: World) -> None:
-    world2(same_training, [structures.M], "ddp")
+    world2(same_training, [models.M], "ddp")
 
 
 @pytest.mark.promise(61)
 def test_one_rank_is_enough(world1: World) -> None:
-    world1(same_training, [structures.tied], DDPConfig())
+    world1(same_training, [models.tied], DDPConfig())
 
 
 @pytest.mark.promise(61)
@@ -75,7 +76,7 @@ def test_one_rank_is_enough(world1: World) -> None:
 )
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 def test_whatever_the_options(world2: World, options: dict[str, Any]) -> None:
-    world2(same_training, [structures.tied], ddp(**options))
+    world2(same_training, [models.tied], ddp(**options))
 
 
 def in_place() -> None:

@@ -26,8 +26,9 @@ from composer_dist.errors import (
     ParallelismRuntimeError,
     ParallelismValueError,
 )
-from tests.kit import structures
-from tests.kit.structures import assert_same_training, batch, full
+from tests.kit import models
+from tests.kit.compare import assert_same_training, full
+from tests.kit.models import batch
 from tests.kit.world import World
 
 # On a CPU the output of a biased linear layer over sequences is a view, which torch 2.13 warns about.
@@ -55,26 +56,26 @@ BLOCKS = ["layers.0", "layers.1", "layers.2"]
 @pytest.mark.parametrize(
     ("build", "units", "plain"),
     [
-        (structures.M, ["", "0", "2"], []),
-        (structures.B, ["", *BLOCKS], []),
-        (structures.tied, ["", *BLOCKS], []),
-        (structures.mamba, ["", *BLOCKS], []),
-        (structures.bert, ["", *BLOCKS], []),
+        (models.M, ["", "0", "2"], []),
+        (models.B, ["", *BLOCKS], []),
+        (models.tied, ["", *BLOCKS], []),
+        (models.mamba, ["", *BLOCKS], []),
+        (models.bert, ["", *BLOCKS], []),
         (
-            structures.EncoderDecoder,
+            models.EncoderDecoder,
             ["", *(f"{h}.block.{i}" for h in ("encoder", "decoder") for i in (0, 1))],
             [],
         ),
-        (structures.moe, ["", *BLOCKS], []),
-        (structures.tied_blocks, ["", *BLOCKS], []),
-        (structures.parent_child, ["", *BLOCKS], []),
-        (structures.scalar, ["", *BLOCKS], [f"{block}.gain" for block in BLOCKS]),
-        (structures.non_contiguous, ["", *BLOCKS], []),
-        (structures.dtypes, ["", *(f"{block}{end}" for block in BLOCKS for end in ("", ".norm"))], []),
-        (structures.own_dtype, ["", *(f"{block}{end}" for block in BLOCKS for end in ("", ".linear"))], []),
-        (structures.borrowed, ["", *BLOCKS], []),
-        (structures.Shell, ["", "net.0", "net.2", "net.4"], []),
-        (structures.Composers, [""], []),
+        (models.moe, ["", *BLOCKS], []),
+        (models.tied_blocks, ["", *BLOCKS], []),
+        (models.parent_child, ["", *BLOCKS], []),
+        (models.scalar, ["", *BLOCKS], [f"{block}.gain" for block in BLOCKS]),
+        (models.non_contiguous, ["", *BLOCKS], []),
+        (models.dtypes, ["", *(f"{block}{end}" for block in BLOCKS for end in ("", ".norm"))], []),
+        (models.own_dtype, ["", *(f"{block}{end}" for block in BLOCKS for end in ("", ".linear"))], []),
+        (models.borrowed, ["", *BLOCKS], []),
+        (models.Shell, ["", "net.0", "net.2", "net.4"], []),
+        (models.Composers, [""], []),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -88,13 +89,13 @@ def test_every_structure_trains_like_one_process(
 @pytest.mark.parametrize(
     ("build", "rules", "units", "plain"),
     [
-        (structures.B, [Rule("layers.0.mlp", shard=True), Rule("layers.0", shard=True)], 2, 25),
-        (structures.B, [Rule("re:layers.*mlp", shard=True), Rule("", shard=True)], 4, 0),
-        (structures.tied, [Rule("embed", shard=True), Rule("head", shard=True)], 2, 32),
-        (structures.tied, [Rule("embed", shard=True), Rule("head", shard=True), Rule("", shard=True)], 1, 0),
-        (structures.EncoderDecoder, [Rule("encoder", shard=False)], 3, 21),
-        (structures.Composers, [Rule("m2.a", shard=True, reshard_after_forward=False)], 1, 6),
-        (structures.moe, [Rule(structures.Mlp, shard=True), Rule("", shard=True)], 7, 0),
+        (models.B, [Rule("layers.0.mlp", shard=True), Rule("layers.0", shard=True)], 2, 25),
+        (models.B, [Rule("re:layers.*mlp", shard=True), Rule("", shard=True)], 4, 0),
+        (models.tied, [Rule("embed", shard=True), Rule("head", shard=True)], 2, 32),
+        (models.tied, [Rule("embed", shard=True), Rule("head", shard=True), Rule("", shard=True)], 1, 0),
+        (models.EncoderDecoder, [Rule("encoder", shard=False)], 3, 21),
+        (models.Composers, [Rule("m2.a", shard=True, reshard_after_forward=False)], 1, 6),
+        (models.moe, [Rule(models.Mlp, shard=True), Rule("", shard=True)], 7, 0),
     ],
 )
 def test_rules_train_like_one_process(
@@ -112,21 +113,18 @@ def _expect_warning(build: Build, config: Any, text: str, **options: Any) -> Any
 @pytest.mark.promise(14)
 def test_a_list_stands_for_its_blocks(world2: World) -> None:
     config = _rules(Rule("layers", shard=True), Rule("", shard=True))
-    assert (
-        world2(_expect_warning, structures.B, config, "its children stand for it")
-        == [(["", *BLOCKS], [])] * 2
-    )
+    assert world2(_expect_warning, models.B, config, "its children stand for it") == [(["", *BLOCKS], [])] * 2
 
 
 def _in_place() -> None:
-    model = structures.tied()
+    model = models.tied()
     modules = list(model.modules())
     names = list(model.state_dict())
     parallelize_model(model, "fsdp")
     assert all(now is before for now, before in zip(model.modules(), modules, strict=True))
     assert list(model.state_dict()) == names
     assert [isinstance(m, FSDPModule) for m in (model, model.layers[1], model.norm)] == [True, True, False]
-    assert isinstance(model.layers[1], structures.Block)
+    assert isinstance(model.layers[1], models.Block)
 
 
 @pytest.mark.promise(22)
@@ -135,7 +133,7 @@ def test_nothing_is_replaced_or_renamed(world2: World) -> None:
 
 
 def _attributes_and_hooks() -> list[str]:
-    model = structures.scalar()
+    model = models.scalar()
     calls: list[str] = []
     for name in ("layers.0.linear.weight", "layers.0.gain"):
         parameter = model.get_parameter(name)
@@ -154,7 +152,7 @@ def test_attributes_and_post_accumulate_hooks_survive(world2: World) -> None:
 
 
 def _gradient_hook() -> None:
-    model = structures.M()
+    model = models.M()
     model[0].weight.register_hook(lambda gradient: gradient)
     with pytest.raises(ParallelismValueError, match="Gradient hooks.*0.weight"):
         parallelize_model(model, "fsdp")
@@ -168,7 +166,7 @@ def test_gradient_hooks_are_refused_by_name(world2: World) -> None:
 
 def _step_after_eval(reshard: bool | int) -> None:
     torch.manual_seed(0)
-    reference, model = structures.B(), structures.B()
+    reference, model = models.B(), models.B()
     reference.load_state_dict(model.state_dict())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (reference, model)]
     parallelize_model(model, FSDP2Config(reshard_after_forward=reshard), optimizers[1])
@@ -198,7 +196,7 @@ def _shard_first(model: nn.Module) -> None:
 def _already_sharded() -> list[str]:
     config = _rules(Rule(r"re:layers\.\d(\.mlp)?", shard=True), Rule("", shard=True))
     with pytest.warns(UserWarning, match=r"Sharded already, left as it is: layers.1, layers.1.mlp\."):
-        done = assert_same_training(structures.B, config, first=_shard_first)
+        done = assert_same_training(models.B, config, first=_shard_first)
     return [unit.name for unit in done.plan.units]
 
 
@@ -215,7 +213,7 @@ def _own_mesh(shape: tuple[int, ...], names: Any) -> ParallelismConfig:
 
 
 def _on_own_mesh(shape: tuple[int, ...], names: Any) -> tuple[list[str], tuple[int, ...]]:
-    done = assert_same_training(structures.tied, lambda: _own_mesh(shape, names))
+    done = assert_same_training(models.tied, lambda: _own_mesh(shape, names))
     weight = done.model.get_parameter("embed.weight")
     assert isinstance(weight, DTensor)
     return [str(place) for place in weight.placements], tuple(weight.to_local().shape)
@@ -234,7 +232,7 @@ def test_a_1d_mesh_of_the_user_s_shards(world2: World, names: Any) -> None:
 
 
 @pytest.mark.promise(34, 89)
-@pytest.mark.parametrize("build", [structures.scalar, structures.EncoderDecoder])
+@pytest.mark.parametrize("build", [models.scalar, models.EncoderDecoder])
 def test_replicas_of_shards(world4: World, build: Build) -> None:
     config = ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=2))
     first, *others = world4(_units, build, config)
@@ -245,24 +243,24 @@ def test_replicas_of_shards(world4: World, build: Build) -> None:
 @pytest.mark.promise(34)
 def test_replicas_without_shards(world2: World) -> None:
     config = ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=1))
-    assert world2(_units, structures.tied, config) == [(["", *BLOCKS], [])] * 2
+    assert world2(_units, models.tied, config) == [(["", *BLOCKS], [])] * 2
 
 
 @pytest.mark.promise(24)
 def test_resharding_to_fewer_ranks(world4: World) -> None:
     config = FSDP2Config(reshard_after_forward=2)
-    assert world4(_units, structures.B, config) == [(["", *BLOCKS], [])] * 4
+    assert world4(_units, models.B, config) == [(["", *BLOCKS], [])] * 4
 
 
 def _options(module: nn.Module) -> Any:
-    return {"reshard_after_forward": False} if isinstance(module, structures.Pair) else False
+    return {"reshard_after_forward": False} if isinstance(module, models.Pair) else False
 
 
 def _tie(target: str, source: str) -> Build:
     """Composer's nested model with one tie."""
 
     def build() -> nn.Module:
-        model = structures.Composers()
+        model = models.Composers()
         owner, _, key = target.rpartition(".")
         setattr(model.get_submodule(owner), key, model.get_parameter(source))
         return model
@@ -271,7 +269,7 @@ def _tie(target: str, source: str) -> Build:
 
 
 def _wrap_attributes(tie: tuple[str, str] | None, wrapped: Sequence[str]) -> tuple[list[str], list[str]]:
-    plain = structures.Composers if tie is None else _tie(*tie)
+    plain = models.Composers if tie is None else _tie(*tie)
 
     def build() -> nn.Module:
         model = plain()
@@ -303,7 +301,7 @@ def test_composer_s_wrap_attributes(world2: World, tie: Any, wrapped: list[str],
 
 def _policy(kind: str) -> tuple[list[str], list[bool | int]]:
     policy = CustomPolicy(_options) if kind == "CustomPolicy" else _options
-    done = assert_same_training(structures.Composers, "fsdp", policy=policy)
+    done = assert_same_training(models.Composers, "fsdp", policy=policy)
     return [unit.name for unit in done.plan.units], [unit.reshard_after_forward for unit in done.plan.units]
 
 
@@ -325,7 +323,7 @@ def _refused(build: Build, config: Any, policy: Any, kind: type[Exception], text
 
 
 def _duplicated() -> nn.Module:
-    model = structures.B()
+    model = models.B()
     model.last = model.layers[2]
     return model
 
@@ -343,7 +341,7 @@ class Stuck(nn.Module):
 
 
 def _stuck_dtype() -> nn.Module:
-    return structures.B(block=Stuck)
+    return models.B(block=Stuck)
 
 
 def _no(module: nn.Module) -> bool:
@@ -358,13 +356,13 @@ def _tacos(module: nn.Module) -> dict[str, bool]:
 @pytest.mark.parametrize(
     ("build", "config", "policy", "kind", "text"),
     [
-        (structures.B, _rules(Rule("heed", shard=True)), None, ParallelismValueError, "Did you mean 'head'"),
-        (structures.B, "fsdp", _no, ParallelismValueError, "Nothing would be sharded"),
-        (structures.B, "fsdp", _tacos, ParallelismKeyError, "'tacos'"),
+        (models.B, _rules(Rule("heed", shard=True)), None, ParallelismValueError, "Did you mean 'head'"),
+        (models.B, "fsdp", _no, ParallelismValueError, "Nothing would be sharded"),
+        (models.B, "fsdp", _tacos, ParallelismKeyError, "'tacos'"),
         (_duplicated, "fsdp", None, ParallelismValueError, "layers.2 = last"),
         (_stuck_dtype, "fsdp", None, ParallelismValueError, r"layers.1.shift \(float64\)"),
         (
-            structures.tied,
+            models.tied,
             _rules(Rule("embed", shard=True, reshard_after_forward=False), Rule("head", shard=True)),
             None,
             ParallelismValueError,
@@ -379,7 +377,7 @@ def test_refusals_come_before_anything_is_touched(
 
 
 def _offloaded(cpu_offload: Any) -> set[str]:
-    done = assert_same_training(structures.B, FSDP2Config(cpu_offload=cpu_offload))
+    done = assert_same_training(models.B, FSDP2Config(cpu_offload=cpu_offload))
     return {str(p.device) for p in done.model.parameters()}
 
 
@@ -392,13 +390,13 @@ def test_offload_works_without_an_accelerator(world2: World, cpu_offload: Any) -
 @pytest.mark.promise(29)
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine that has no accelerator")
 def test_pinning_without_an_accelerator_is_refused() -> None:
-    plan = plan_parallelism(structures.B(), FSDP2Config(cpu_offload="pinned"))
+    plan = plan_parallelism(models.B(), FSDP2Config(cpu_offload="pinned"))
     with pytest.raises(ParallelismRuntimeError, match="cpu_offload='pinned'.*needs an accelerator"):
         check_offload(plan)
 
 
 def _dtypes_seen(precision: str, mixed: str) -> tuple[str, str]:
-    model = structures.M()
+    model = models.M()
     config = FSDP2Config(mixed_precision=mixed)
     parallelize_model(model, config, precision=precision)
     seen: list[torch.dtype] = []
@@ -426,7 +424,7 @@ def test_what_the_forward_computes_in(world2: World, precision: str, mixed: str,
 
 
 def _twice() -> None:
-    model = structures.M()
+    model = models.M()
     parallelize_model(model, "fsdp")
     with pytest.raises(ParallelismValueError, match="sharded already"):
         parallelize_model(model, "fsdp")

@@ -17,7 +17,7 @@ from composer_dist.distributed.sharding.choose import Choices, choose_units, com
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerModel
 from composer_dist.structure.structure import read_structure
-from tests.kit import structures
+from tests.kit import models
 
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
 
@@ -37,10 +37,10 @@ def test_a_rule_comes_before_a_policy() -> None:
             "mp_policy": mp,
             "offload_policy": CPUOffloadPolicy(pin_memory=False),
         }
-        return options if isinstance(module, structures.Block) else False
+        return options if isinstance(module, models.Block) else False
 
     choices = _choose(
-        structures.B(), Rule("layers.1", mixed_precision="PURE", reshard_after_forward=True), policy=policy
+        models.B(), Rule("layers.1", mixed_precision="PURE", reshard_after_forward=True), policy=policy
     )
     assert choices.units["layers.0"].options["mp_policy"] is mp
     assert "mp_policy" not in choices.units["layers.1"].options
@@ -52,7 +52,7 @@ def test_a_rule_comes_before_a_policy() -> None:
 @pytest.mark.promise(14)
 @pytest.mark.parametrize("how", ["rule", "policy", "attribute"])
 def test_a_container_stands_for_its_children(how: str) -> None:
-    model = structures.B()
+    model = models.B()
     if how == "attribute":
         model.layers._fsdp_wrap = True
     choices = _choose(
@@ -68,29 +68,29 @@ def test_a_container_stands_for_its_children(how: str) -> None:
 
 @pytest.mark.promise(14)
 def test_no_warning_where_the_children_are_chosen_themselves() -> None:
-    assert _choose(structures.B(), policy=lambda module: True).warnings == ()
-    assert _choose(structures.B(), Rule(r"re:layers.*", shard=True)).warnings == ()
+    assert _choose(models.B(), policy=lambda module: True).warnings == ()
+    assert _choose(models.B(), Rule(r"re:layers.*", shard=True)).warnings == ()
 
 
 @pytest.mark.promise(15)
 def test_parents_and_children_in_any_order() -> None:
     rules = [Rule("layers.0", shard=True), Rule("layers.0.mlp", shard=True)]
-    assert list(_choose(structures.B(), *rules).units) == ["layers.0", "layers.0.mlp"]
-    assert list(_choose(structures.B(), *reversed(rules)).units) == ["layers.0", "layers.0.mlp"]
+    assert list(_choose(models.B(), *rules).units) == ["layers.0", "layers.0.mlp"]
+    assert list(_choose(models.B(), *reversed(rules)).units) == ["layers.0", "layers.0.mlp"]
 
 
 @pytest.mark.promise(17)
 def test_the_same_config_serves_two_models() -> None:
     config = ParallelismConfig(rules=[Rule("layers", shard=True, mixed_precision={"param_dtype": "bf16"})])
     before = repr(config)
-    first, second = (choose_units(read_structure(structures.B()), config) for _ in range(2))
+    first, second = (choose_units(read_structure(models.B()), config) for _ in range(2))
     assert first == second
     assert repr(config) == before
 
 
 @pytest.mark.promise(18)
 def test_the_root_is_chosen_once() -> None:
-    choices = _choose(structures.B(), policy=lambda module: True)
+    choices = _choose(models.B(), policy=lambda module: True)
     assert next(iter(choices.units)) == ""
     assert choices.units[""].reason == "fsdp_wrap_policy"
 
@@ -98,8 +98,8 @@ def test_the_root_is_chosen_once() -> None:
 @pytest.mark.promise(18)
 def test_a_policy_that_chooses_nothing_is_refused() -> None:
     with pytest.raises(ParallelismValueError, match="Nothing would be sharded"):
-        _choose(structures.B(), policy=lambda module: False)
-    model = structures.B()
+        _choose(models.B(), policy=lambda module: False)
+    model = models.B()
     model.fsdp_wrap_fn = lambda module: False
     with pytest.raises(ParallelismValueError, match="Nothing would be sharded"):
         _choose(model)
@@ -107,10 +107,10 @@ def test_a_policy_that_chooses_nothing_is_refused() -> None:
 
 @pytest.mark.promise(19)
 def test_rules_leave_the_root_out_and_policies_do_not() -> None:
-    assert list(_choose(structures.B(), Rule("layers", shard=True)).units) == BLOCKS
-    both = _choose(structures.B(), Rule("layers", shard=True), Rule("", shard=True))
+    assert list(_choose(models.B(), Rule("layers", shard=True)).units) == BLOCKS
+    both = _choose(models.B(), Rule("layers", shard=True), Rule("", shard=True))
     assert list(both.units) == ["", *BLOCKS]
-    assert list(_choose(structures.B(), policy=lambda m: isinstance(m, structures.Block)).units) == [
+    assert list(_choose(models.B(), policy=lambda m: isinstance(m, models.Block)).units) == [
         "",
         *BLOCKS,
     ]
@@ -118,7 +118,7 @@ def test_rules_leave_the_root_out_and_policies_do_not() -> None:
 
 @pytest.mark.promise(84)
 def test_attributes_choose_and_refuse() -> None:
-    model = structures.Composers()
+    model = models.Composers()
     model._fsdp_wrap = model.m2._fsdp_wrap = model.m5._fsdp_wrap = True
     assert list(_choose(model).units) == ["", "m2", "m5"]
     model._fsdp_wrap = model.m5._fsdp_wrap = False
@@ -127,15 +127,15 @@ def test_attributes_choose_and_refuse() -> None:
 
 @pytest.mark.promise(84)
 def test_an_attribute_that_says_no_takes_a_block_out_of_the_structure() -> None:
-    model = structures.B()
+    model = models.B()
     model.layers[1]._fsdp_wrap = False
     assert list(_choose(model).units) == ["", "layers.0", "layers.2"]
 
 
 @pytest.mark.promise(84)
 def test_the_function_of_the_nearest_ancestor_decides() -> None:
-    model = structures.Composers()
-    model.fsdp_wrap_fn = lambda module: isinstance(module, structures.Pair)
+    model = models.Composers()
+    model.fsdp_wrap_fn = lambda module: isinstance(module, models.Pair)
     model.m5.fsdp_wrap_fn = lambda module: isinstance(module, nn.Linear)
     assert list(_choose(model).units) == ["", "m2", "m5.a", "m5.b"]
     model._fsdp_wrap = False
@@ -146,9 +146,9 @@ def test_the_function_of_the_nearest_ancestor_decides() -> None:
 @pytest.mark.parametrize("wrap", [CustomPolicy, lambda function: function])
 def test_policies_return_options_per_module(wrap: Any) -> None:
     def function(module: nn.Module) -> Any:
-        return {"reshard_after_forward": False} if isinstance(module, structures.Pair) else False
+        return {"reshard_after_forward": False} if isinstance(module, models.Pair) else False
 
-    choices = _choose(structures.Composers(), policy=wrap(function))
+    choices = _choose(models.Composers(), policy=wrap(function))
     assert choices.units["m2"].options == {"reshard_after_forward": False}
     assert choices.units[""].options == {}
 
@@ -156,14 +156,14 @@ def test_policies_return_options_per_module(wrap: Any) -> None:
 @pytest.mark.promise(84)
 def test_an_empty_dictionary_chooses_nothing_as_in_composer() -> None:
     with pytest.raises(ParallelismValueError, match="Nothing would be sharded"):
-        _choose(structures.B(), policy=lambda module: {})
+        _choose(models.B(), policy=lambda module: {})
 
 
 @pytest.mark.promise(23, 84)
 @pytest.mark.parametrize("key", ["tacos", "device_mesh", "verbose", "mesh"])
 @pytest.mark.parametrize("how", ["policy", "attribute"])
 def test_a_key_that_fully_shard_cannot_take_is_refused(how: str, key: str) -> None:
-    model = structures.Composers()
+    model = models.Composers()
     if how == "attribute":
         model.fsdp_wrap_fn = lambda module: {key: False}
     with pytest.raises(
@@ -184,14 +184,14 @@ def test_a_key_that_fully_shard_cannot_take_is_refused(how: str, key: str) -> No
 )
 def test_wrong_answers_are_refused(answer: Any, text: str) -> None:
     with pytest.raises(ParallelismTypeError, match=text):
-        _choose(structures.B(), policy=lambda module: answer)
+        _choose(models.B(), policy=lambda module: answer)
 
 
 def test_a_replicated_module_keeps_blocks_inside_it_whole() -> None:
-    choices = _choose(structures.EncoderDecoder(), Rule("encoder", shard=False))
+    choices = _choose(models.EncoderDecoder(), Rule("encoder", shard=False))
     assert list(choices.units) == ["", "decoder.block.0", "decoder.block.1"]
     deeper = _choose(
-        structures.EncoderDecoder(), Rule("encoder", shard=False), Rule("encoder.block.1", shard=True)
+        models.EncoderDecoder(), Rule("encoder", shard=False), Rule("encoder.block.1", shard=True)
     )
     assert list(deeper.units) == ["encoder.block.1"]
 
@@ -200,8 +200,8 @@ class Model(ComposerModel):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(3))
-        self.module = structures.M()
-        self.other = structures.Pair()
+        self.module = models.M()
+        self.other = models.Pair()
         self.listed = nn.ModuleList([nn.Linear(2, 2)])
         self.loss_metric = Distance()
         self.metrics = torchmetrics.MetricCollection([Distance()])
@@ -246,11 +246,11 @@ def test_a_child_s_attribute_counts_and_its_function_does_not_judge_the_child() 
 @pytest.mark.promise(85)
 def test_another_model_is_refused() -> None:
     with pytest.raises(ParallelismTypeError, match="not a Sequential"):
-        composer_children(structures.M())
+        composer_children(models.M())
 
 
 def test_attributes_are_inherited() -> None:
-    model = structures.Composers()
+    model = models.Composers()
     model.m2.color = "red"
     modules = read_structure(model).modules
     assert inherited("m2.a", modules, "color") == "red"

@@ -16,7 +16,7 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import named_parameters_canonical, parallelize_model, plan_parallelism
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from tests.kit.structures import full
+from tests.kit.compare import full
 from tests.kit.world import World
 
 

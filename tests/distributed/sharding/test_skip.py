@@ -20,7 +20,7 @@ from composer_dist.distributed import (
     prepare_fully_shard,
 )
 from composer_dist.errors import ParallelismValueError
-from tests.kit.structures import full
+from tests.kit.compare import full
 from tests.kit.world import World
 
 WIDTH = 4

@@ -18,7 +18,7 @@ from composer_dist.distributed.sharding.choose import choose_units
 from composer_dist.distributed.sharding.units import Assignment, assign
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
-from tests.kit import structures
+from tests.kit import models
 
 
 def _assign(model: nn.Module, *rules: Rule, policy: Any = None) -> Assignment:
@@ -33,7 +33,7 @@ def _units(model: nn.Module, *rules: Rule, policy: Any = None) -> dict[str, list
 
 def _composers(**ties: str) -> nn.Module:
     """Composer's nested model with `module_parameter="source.parameter"` ties."""
-    model = structures.Composers()
+    model = models.Composers()
     for target, source in ties.items():
         owner, _, key = target.replace("_", ".").rpartition(".")
         parameter = model.get_parameter(source)
@@ -43,11 +43,11 @@ def _composers(**ties: str) -> nn.Module:
 
 def test_every_parameter_has_one_home() -> None:
     for build in (
-        structures.B,
-        structures.tied,
-        structures.bert,
-        structures.EncoderDecoder,
-        structures.dtypes,
+        models.B,
+        models.tied,
+        models.bert,
+        models.EncoderDecoder,
+        models.dtypes,
     ):
         model = build()
         assignment = _assign(model)
@@ -58,7 +58,7 @@ def test_every_parameter_has_one_home() -> None:
 @pytest.mark.promise(21)
 def test_fsdp1_is_refused_by_name() -> None:
     dist.init_process_group("fake", rank=0, world_size=2)
-    model = structures.B()
+    model = models.B()
     model.layers[1] = FullyShardedDataParallel(model.layers[1], device_id=torch.device("cpu"))
     with pytest.raises(ParallelismTypeError, match=r"layers.1 is wrapped in .*, FSDP1, which FSDP2 replaces"):
         plan_parallelism(model, "fsdp")
@@ -66,23 +66,23 @@ def test_fsdp1_is_refused_by_name() -> None:
 
 @pytest.mark.promise(22)
 def test_a_tie_goes_to_the_nearest_common_unit() -> None:
-    units = _units(structures.tied())
+    units = _units(models.tied())
     assert units[""] == ["embed.weight", "norm.weight", "norm.bias"]
-    assert _units(structures.EncoderDecoder())[""] == ["shared.weight"]
-    bert = _units(structures.bert())
+    assert _units(models.EncoderDecoder())[""] == ["shared.weight"]
+    bert = _units(models.bert())
     assert {"embed.weight", "head.bias"} <= set(bert[""])
 
 
 @pytest.mark.promise(22)
 def test_ties_across_repeated_blocks_leave_the_blocks_alone() -> None:
-    units = _units(structures.tied_blocks())
+    units = _units(models.tied_blocks())
     assert {"layers.0.norm.weight", "layers.0.norm.bias"} <= set(units[""])
     assert len(units["layers.0"]) == len(units["layers.2"]) == len(units["layers.1"]) - 2
 
 
 @pytest.mark.promise(22)
 def test_without_a_common_unit_the_owners_units_become_one() -> None:
-    assignment = _assign(structures.tied(), Rule("embed", shard=True), Rule("head", shard=True))
+    assignment = _assign(models.tied(), Rule("embed", shard=True), Rule("head", shard=True))
     groups = {tuple(group.modules): group for group in assignment.groups}
     assert set(groups) == {("",), ("embed", "head")}
     assert groups["embed", "head"].parameters == ["embed.weight"]
@@ -95,14 +95,14 @@ def test_without_a_common_unit_the_owners_units_become_one() -> None:
 def test_units_with_other_options_are_not_joined() -> None:
     rules = [Rule("embed", shard=True, reshard_after_forward=False), Rule("head", shard=True)]
     with pytest.raises(ParallelismValueError) as caught:
-        _assign(structures.tied(), *rules)
+        _assign(models.tied(), *rules)
     assert "embed.weight and head.weight are one parameter" in str(caught.value)
     assert "units embed and head have different options" in str(caught.value)
 
 
 @pytest.mark.promise(22)
 def test_joined_units_absorb_what_lies_inside_them() -> None:
-    model = structures.Composers()
+    model = models.Composers()
     model.m5.b.weight = model.m2.a.weight
     model.m2.weight = nn.Parameter(torch.randn(10, 10))
     model.m5.weight = model.m2.weight
@@ -155,18 +155,18 @@ def test_a_model_without_parameters_is_refused() -> None:
     with pytest.raises(ParallelismValueError, match="the model has no parameters"):
         _assign(nn.Sequential(nn.ReLU()))
     with pytest.raises(ParallelismValueError, match="no unit gets a parameter"):
-        _assign(structures.B(), Rule("layers.0.mlp", shard=False), Rule("", shard=False))
+        _assign(models.B(), Rule("layers.0.mlp", shard=False), Rule("", shard=False))
 
 
 def test_parameterless_modules_are_skipped_with_the_reason() -> None:
-    assignment = _assign(structures.M(), policy=lambda module: isinstance(module, (nn.ReLU, nn.Linear)))
+    assignment = _assign(models.M(), policy=lambda module: isinstance(module, (nn.ReLU, nn.Linear)))
     assert dict(assignment.skipped) == {"1": "it has no parameters"}
-    assignment = _assign(structures.tied(), Rule("", shard=True), Rule("head", shard=True))
+    assignment = _assign(models.tied(), Rule("", shard=True), Rule("head", shard=True))
     assert assignment.skipped["head"] == "outer units hold all of its parameters, or they stay plain"
 
 
 def test_scalars_and_empty_parameters_stay_whole() -> None:
-    model = structures.scalar()
+    model = models.scalar()
     model.nothing = nn.Parameter(torch.empty(0, 3))
     plain = dict(_assign(model).plain)
     assert plain.pop("nothing") == "it is empty"
@@ -175,12 +175,12 @@ def test_scalars_and_empty_parameters_stay_whole() -> None:
 
 
 def test_a_tie_with_a_replicated_module_stays_whole() -> None:
-    assignment = _assign(structures.tied(), Rule("head", shard=False))
+    assignment = _assign(models.tied(), Rule("head", shard=False))
     assert dict(assignment.plain) == {"embed.weight": "rule 'head' leaves it replicated"}
 
 
 def test_dtypes_are_split_by_submodule() -> None:
-    assignment = _assign(structures.dtypes())
+    assignment = _assign(models.dtypes())
     groups = {group.modules[0]: group for group in assignment.groups}
     assert groups["layers.0"].parameters == ["layers.0.linear.weight", "layers.0.linear.bias"]
     inner = groups["layers.0.norm"]
@@ -192,25 +192,25 @@ def test_dtypes_are_split_by_submodule() -> None:
 
 
 def test_the_outermost_submodule_of_one_dtype_is_split_off() -> None:
-    model = structures.B(blocks=2)
+    model = models.B(blocks=2)
     model.layers[0].attention.bfloat16()
     assert "layers.0.attention" in _units(model)
 
 
 def test_a_module_s_own_parameter_keeps_its_module_and_the_others_move() -> None:
-    units = _units(structures.own_dtype())
+    units = _units(models.own_dtype())
     assert units["layers.0"] == ["layers.0.scale"]
     assert units["layers.0.linear"] == ["layers.0.linear.weight", "layers.0.linear.bias"]
 
 
 def test_options_follow_into_a_split() -> None:
     rule = Rule(r"re:layers\.\d", shard=True, reshard_after_forward=False)
-    groups = {group.modules[0]: group for group in _assign(structures.dtypes(), rule).groups}
+    groups = {group.modules[0]: group for group in _assign(models.dtypes(), rule).groups}
     assert groups["layers.1.norm"].choice.options == {"reshard_after_forward": False}
 
 
 def test_frozen_parameters_of_another_dtype_stay_in_the_unit() -> None:
-    model = structures.dtypes()
+    model = models.dtypes()
     for layer in model.layers:
         layer.norm.requires_grad_(False)
     assert _units(model)["layers.0"] == [
@@ -219,7 +219,7 @@ def test_frozen_parameters_of_another_dtype_stay_in_the_unit() -> None:
 
 
 def test_dtypes_that_no_submodule_holds_apart_are_refused_by_name() -> None:
-    model = structures.B(blocks=2)
+    model = models.B(blocks=2)
     model.layers[1].mlp.up.bias = nn.Parameter(torch.zeros(16, dtype=torch.float64))
     with pytest.raises(ParallelismValueError) as caught:
         _assign(model)
@@ -228,7 +228,7 @@ def test_dtypes_that_no_submodule_holds_apart_are_refused_by_name() -> None:
 
 
 def test_a_tie_of_another_dtype_is_split_off_with_the_module_around_it() -> None:
-    model = structures.Composers()
+    model = models.Composers()
     model.m2.bfloat16()
     model.m2.b.weight = model.m2.a.weight
     units = _units(model, Rule("", shard=True))
@@ -240,7 +240,7 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = structures.Mlp(), nn.Module()
+        self.a, self.b = models.Mlp(), nn.Module()
         self.b.inner = self.a.up
 
 
@@ -257,7 +257,7 @@ def test_a_duplicate_is_held_where_all_its_places_are(rules: list[str], home: st
 
 @pytest.mark.parametrize(
     "build",
-    [structures.mamba, structures.moe, structures.parent_child, structures.borrowed, structures.Shell],
+    [models.mamba, models.moe, models.parent_child, models.borrowed, models.Shell],
 )
 def test_odd_structures_have_plain_units(build: Callable[[], nn.Module]) -> None:
     with torch.device("meta"):

@@ -33,21 +33,11 @@ from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_v
 from composer_dist.distributed.training.summon import summon_full_params
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
+from tests.kit.compare import close, same
+from tests.kit.decoder import Decoder, UnevenMlp, loss_of, token_batch
+from tests.kit.huggingface import gpt2, llama, lora_gpt2, lora_llama, phi3, qwen3, tied_llama
 from tests.kit.measure import Collectives
-from tests.kit.preparable import built, close, same
-from tests.kit.tp_models import (
-    MLP,
-    Decoder,
-    batch,
-    gpt2,
-    llama,
-    lora_gpt2,
-    lora_llama,
-    loss_of,
-    phi3,
-    qwen3,
-    tied_llama,
-)
+from tests.kit.toy import built
 from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
@@ -87,13 +77,13 @@ def train(make: Make, settings: ParallelismConfig, before: int = 0, **options: A
     expected, optimizer = adam(reference), adam(model, **options)
     for step in range(before):
         for one, stepper in ((reference, expected), (model, optimizer)):
-            loss_of(one, batch(step)).backward()
+            loss_of(one, token_batch(step)).backward()
             stepper.step()
             stepper.zero_grad()
     done = parallelize_model(model, settings, optimizer)
     for step in range(3):
-        loss_of(reference, batch(step)).backward()
-        loss_of(model, part_of(batch(step), done.mesh)).backward()
+        loss_of(reference, token_batch(step)).backward()
+        loss_of(model, part_of(token_batch(step), done.mesh)).backward()
         named = named_parameters_canonical(model)
         gradients = {n: gather(p.grad) for n, p in named if p.grad is not None}
         wanted = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
@@ -120,7 +110,7 @@ def train(make: Make, settings: ParallelismConfig, before: int = 0, **options: A
 
 def check_mlp(tp: int, inner: int) -> dict[str, Any]:
     """Forward, backward and placements of a pair of matrices."""
-    reference, model = built(lambda: MLP(inner)), built(lambda: MLP(inner))
+    reference, model = built(lambda: UnevenMlp(inner)), built(lambda: UnevenMlp(inner))
     parallelize_model(model, config(tp=tp, plan={"up": "colwise", "down": "rowwise"}))
     x, y = (torch.arange(32.0).view(4, 8).sin().requires_grad_() for _ in range(2))
     out, expected = model(x), reference(y)
@@ -213,7 +203,7 @@ def deliver(make: Make, transport: Any) -> bool:
     torch.manual_seed(7)
     parallelize_model(model, config(transport=transport))
     same(full_model_state(model, ranks="all"), reference.state_dict())
-    batches = loss_of(model, batch()), loss_of(reference, batch())
+    batches = loss_of(model, token_batch()), loss_of(reference, token_batch())
     torch.testing.assert_close(*batches)
     return True
 
@@ -241,7 +231,7 @@ def test_weights_come_from_disk(tmp_path: Path) -> None:
 
 def lightnings_mesh() -> str:
     """A mesh of the user's own, whose dimensions have the names of Lightning's."""
-    reference, model = built(MLP), built(MLP)
+    reference, model = built(UnevenMlp), built(UnevenMlp)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
     plan = TPConfig(plan={"up": "colwise", "down": "rowwise"})
     parallelize_model(model, ParallelismConfig(mesh=mesh, tp=plan), torch.optim.SGD(model.parameters()))
@@ -278,7 +268,7 @@ def count() -> list[int]:
     model = built(Decoder)
     parallelize_model(model, config())
     with Collectives() as counted:
-        loss = loss_of(model, batch())
+        loss = loss_of(model, token_batch())
         forward = counted.counts["all_reduce"]
         loss.backward()
     return [forward, counted.counts["all_reduce"] - forward]
@@ -293,8 +283,8 @@ def low_precision() -> tuple[int, float]:
     """Gradients of a model that computes in bfloat16, against one that does not; their relative distance."""
     reference, model = built(Decoder), built(Decoder)
     done = parallelize_model(model, config(), precision="amp_bf16")
-    loss_of(reference, batch()).backward()
-    loss_of(model, part_of(batch(), done.mesh)).backward()
+    loss_of(reference, token_batch()).backward()
+    loss_of(model, part_of(token_batch(), done.mesh)).backward()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     far = [(gather(p.grad) - q.grad).norm() / q.grad.norm().clamp(min=1e-3) for p, q in pairs]  # type: ignore
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
@@ -313,7 +303,7 @@ def drop_out() -> tuple[Tensor, Tensor, Tensor]:
     model = built(lambda: Decoder(dropout=0.5))
     torch.manual_seed(dist.get_rank())
     parallelize_model(model, config())
-    first, second = (loss_of(model, batch()).detach() for _ in range(2))
+    first, second = (loss_of(model, token_batch()).detach() for _ in range(2))
     return first, second, torch.rand(1)
 
 
@@ -325,7 +315,7 @@ def test_dropout_draws_the_same_on_ranks_that_share_activations() -> None:
 
 def with_torch_styles() -> dict[str, Any]:
     """Torch's style objects, one of them by a rule; two micro-batches under no_sync."""
-    reference, model = built(MLP), built(MLP)
+    reference, model = built(UnevenMlp), built(UnevenMlp)
     sequence = SequenceParallel(sequence_dim=1, use_local_output=True)
     done = parallelize_model(
         model,
@@ -369,7 +359,7 @@ def misuse() -> list[str]:
     assert "forward" not in vars(model.head)
     model = built(Decoder)
     done = parallelize_model(model, config(sequence_parallel=True))
-    calls = [lambda: model.head(torch.ones(1, 16)), lambda: model(batch()[:, :7])]
+    calls = [lambda: model.head(torch.ones(1, 16)), lambda: model(token_batch()[:, :7])]
     if done.plan.units:
         calls = calls[:1]
     for call in calls:
@@ -404,7 +394,7 @@ def generate(make: Make) -> bool:
     """Greedy tokens of the prepared model and of the reference."""
     reference, model = built(make).eval(), built(make).eval()
     parallelize_model(model, config())
-    prompt, options = batch()[:, :4], {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    prompt, options = token_batch()[:, :4], {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     return torch.equal(model.generate(prompt, **options), reference.generate(prompt, **options))
 
 

@@ -17,18 +17,9 @@ from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import ParallelPlan, plan_parallelism
 from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan
 from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
-from tests.kit.preparable import built
-from tests.kit.tp_models import (
-    MLP,
-    Attention,
-    Decoder,
-    gpt2,
-    llama,
-    lora_gpt2,
-    lora_llama,
-    phi3,
-    qwen3,
-)
+from tests.kit.decoder import Decoder, GroupedAttention, UnevenMlp
+from tests.kit.huggingface import gpt2, llama, lora_gpt2, lora_llama, phi3, qwen3
+from tests.kit.toy import built
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
 
@@ -161,11 +152,11 @@ def test_copies_that_peft_trains_instead_get_the_style_too() -> None:
 
 @pytest.mark.promise(31)
 def test_heads_are_divided_for_all_or_none() -> None:
-    plan = planned(nn.ModuleDict({"attention": Attention()}))
+    plan = planned(nn.ModuleDict({"attention": GroupedAttention()}))
     found = {d.attribute: (d.before, d.after) for d in plan.tensor_parallel.divisions}  # type: ignore[union-attr]
     assert found == {"num_heads": (4, 2), "num_kv_heads": (2, 1), "embed_dim": (16, 8)}
 
-    model = nn.ModuleDict({"good": Attention(), "bad": Attention(3, 3, 12)})
+    model = nn.ModuleDict({"good": GroupedAttention(), "bad": GroupedAttention(3, 3, 12)})
     with pytest.raises(ParallelismValueError) as error:
         planned(model)
     text = "bad (Attention) has num_heads=3, which tp=2 does not divide; take a tp that does"
@@ -226,7 +217,7 @@ def test_a_rule_leaves_a_part_of_the_plan_whole() -> None:
 
 
 def test_whole_parameters_among_heads_are_named() -> None:
-    model = Attention()
+    model = GroupedAttention()
     model.temperature = nn.Parameter(torch.ones(1))
     with pytest.raises(
         ParallelismValueError, match="temperature stays whole inside the root, which works on"
@@ -235,7 +226,7 @@ def test_whole_parameters_among_heads_are_named() -> None:
 
 
 def test_explicit_styles_go_by_name_and_pattern() -> None:
-    plan = planned(MLP(), plan={"re:u.": "colwise", "down": "rowwise"})
+    plan = planned(UnevenMlp(), plan={"re:u.": "colwise", "down": "rowwise"})
     assert styles(plan) == {"up": "colwise", "down": "rowwise"}
     assert plan.tensor_parallel.cuts.keys() == {"up.weight", "up.bias", "down.weight"}  # type: ignore[union-attr]
 
@@ -244,7 +235,7 @@ TORCH = {"up": ColwiseParallel(), "down": RowwiseParallel(), "": PrepareModuleIn
 
 
 def test_torchs_style_objects_are_planned_like_the_others() -> None:
-    plan = planned(MLP(), plan=TORCH)
+    plan = planned(UnevenMlp(), plan=TORCH)
     assert styles(plan) == {"": "PrepareModuleInput", "up": "ColwiseParallel", "down": "RowwiseParallel"}
     assert plan.tensor_parallel.parameters == ("up.weight", "up.bias", "down.weight", "down.bias")  # type: ignore[union-attr]
     assert "cut along dimension 1" in plan.explain("down.weight")
@@ -258,31 +249,35 @@ def tied() -> nn.Module:
 
 
 FAULTS: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
-    (MLP, {"plan": {"upp": "colwise"}}, "no module matches 'upp'. Did you mean 'up'?"),
-    (MLP, {"plan": {"up": "columns"}}, "no tensor-parallel style 'columns'.*Did you mean 'colwise'?"),
-    (MLP, {"plan": {"up": "rowwise:3"}}, "no tensor-parallel style 'rowwise:3'"),
-    (MLP, {"plan": {"up": 3}}, "style of TPConfig.plan\\['up'\\] is int"),
+    (UnevenMlp, {"plan": {"upp": "colwise"}}, "no module matches 'upp'. Did you mean 'up'?"),
+    (UnevenMlp, {"plan": {"up": "columns"}}, "no tensor-parallel style 'columns'.*Did you mean 'colwise'?"),
+    (UnevenMlp, {"plan": {"up": "rowwise:3"}}, "no tensor-parallel style 'rowwise:3'"),
+    (UnevenMlp, {"plan": {"up": 3}}, "style of TPConfig.plan\\['up'\\] is int"),
     (
-        MLP,
+        UnevenMlp,
         {"plan": {"norm": "colwise"}},
         "norm cannot be colwise: that is for nn.Linear .*, not for LayerNorm",
     ),
-    (MLP, {"plan": {"up": "vocab"}}, "up cannot be vocab: that is for an embedding"),
-    (MLP, {"plan": {"up": "colwise:4"}}, "up.weight has 6 features, which are not 4 equal groups"),
+    (UnevenMlp, {"plan": {"up": "vocab"}}, "up cannot be vocab: that is for an embedding"),
+    (UnevenMlp, {"plan": {"up": "colwise:4"}}, "up.weight has 6 features, which are not 4 equal groups"),
     (
-        lambda: MLP(1),
+        lambda: UnevenMlp(1),
         {"plan": {"up": "colwise"}},
         "up.weight has 1 features along dimension 0, too few for tp=2",
     ),
-    (lambda: MLP(5), {"plan": {"up": ColwiseParallel()}}, "5 features.*torch's styles need that"),
+    (lambda: UnevenMlp(5), {"plan": {"up": ColwiseParallel()}}, "5 features.*torch's styles need that"),
     (lambda: nn.Embedding(8, 2, sparse=True), {"plan": {"": "vocab"}}, "an embedding with sparse needs all"),
     (
         tied,
         {"plan": {"embed": "colwise", "head": "colwise"}},
         "one parameter, which embed and head would cut",
     ),
-    (MLP, {"plan": {"up": "colwise"}, "loss_parallel": True}, "no module has the style 'colwise_gather'"),
-    (MLP, {"plan": {"up": "colwise"}, "sequence_parallel": True}, "no ModuleList holds cut matrices"),
+    (
+        UnevenMlp,
+        {"plan": {"up": "colwise"}, "loss_parallel": True},
+        "no module has the style 'colwise_gather'",
+    ),
+    (UnevenMlp, {"plan": {"up": "colwise"}, "sequence_parallel": True}, "no ModuleList holds cut matrices"),
     (nn.LayerNorm, {}, "nothing in the model is a matrix"),
 ]
 
@@ -313,12 +308,12 @@ def test_sequence_parallel_cuts_between_the_regions() -> None:
 
 def test_options_without_tensor_parallel_ranks_and_ranks_without_options_are_refused() -> None:
     with pytest.raises(ParallelismValueError, match="2 tensor-parallel ranks, but nothing says"):
-        plan_parallelism(MLP(), ParallelismConfig(mesh=MeshConfig(tp=2)), world_size=2)
+        plan_parallelism(UnevenMlp(), ParallelismConfig(mesh=MeshConfig(tp=2)), world_size=2)
     config = ParallelismConfig(tp=TPConfig(), rules=[Rule("up", tp="colwise")])
     with pytest.raises(ParallelismValueError, match=r"Rule\('up'\), tp=TPConfig.* but the mesh has tp=1"):
-        plan_parallelism(MLP(), config, world_size=2)
+        plan_parallelism(UnevenMlp(), config, world_size=2)
     lenient = ParallelismConfig(tp=TPConfig(), strict=False)
-    assert "the mesh has tp=1" in plan_parallelism(MLP(), lenient, world_size=2).warnings[0]
+    assert "the mesh has tp=1" in plan_parallelism(UnevenMlp(), lenient, world_size=2).warnings[0]
     with pytest.raises(ParallelismTypeError, match="'auto' or a mapping"):
         TPConfig(plan="colwise")  # type: ignore[arg-type]
 
@@ -327,15 +322,15 @@ def test_a_cut_parameter_in_no_unit_is_refused_where_gradients_differ() -> None:
     rules = [Rule("up", shard=False)]
     plan = {"up": "colwise", "down": "rowwise"}
     with pytest.raises(ParallelismValueError, match="up.weight, up.bias would be cut by tensor parallelism"):
-        planned(MLP(), *rules, plan=plan, world=4)
-    assert planned(MLP(), *rules, plan=plan).units == ()
+        planned(UnevenMlp(), *rules, plan=plan, world=4)
+    assert planned(UnevenMlp(), *rules, plan=plan).units == ()
 
 
 def test_styles_come_from_yaml() -> None:
     config = ParallelismConfig.from_dict(
         {"mesh": {"tp": 2}, "tp": {"plan": {"up": "colwise"}}, "rules": [{"match": "down", "tp": "rowwise"}]}
     )
-    assert styles(plan_parallelism(MLP(), config, world_size=2)) == {"up": "colwise", "down": "rowwise"}
+    assert styles(plan_parallelism(UnevenMlp(), config, world_size=2)) == {"up": "colwise", "down": "rowwise"}
 
 
 def test_a_plan_that_cuts_nothing_is_refused() -> None:

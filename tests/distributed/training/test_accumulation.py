@@ -17,7 +17,7 @@ from composer_dist.distributed import accumulate, accumulated_bytes, parallelize
 from composer_dist.distributed.moving.whole import gather
 from composer_dist.errors import ParallelismValueError
 from tests.kit.measure import Collectives
-from tests.kit.preparable import built
+from tests.kit.toy import built
 from tests.kit.world import run
 
 UNITS, PARTS = 3, 4

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from composer_dist.checkpoint import full_model_state
 from composer_dist.distributed.training.summon import summon_full_params
 from composer_dist.errors import ParallelismError
-from tests.kit.toys import sharded, tokens, toy
+from tests.kit.toy import sharded, six_tokens, stateful
 from tests.kit.world import World
 
 
@@ -29,7 +29,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def seen(**options: Any) -> tuple[dict[str, Tensor], list[str], bool, bool, bool]:
-    model = sharded(toy())
+    model = sharded(stateful())
     before = list(model.parameters())
     with summon_full_params(model, **options):
         values = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -43,7 +43,7 @@ def seen(**options: Any) -> tuple[dict[str, Tensor], list[str], bool, bool, bool
 @pytest.mark.promise(90)
 @pytest.mark.parametrize("options", [{}, {"offload_to_cpu": True}, {"writeback": False}])
 def test_inside_are_plain_full_parameters(world2: World, options: dict[str, bool]) -> None:
-    reference = {name: p.detach() for name, p in toy().named_parameters()}
+    reference = {name: p.detach() for name, p in stateful().named_parameters()}
     for values, kinds, tied, frozen, identical in world2(seen, **options):
         assert same(values, reference)
         assert kinds == ["Parameter"]
@@ -51,7 +51,7 @@ def test_inside_are_plain_full_parameters(world2: World, options: dict[str, bool
 
 
 def seen_on_rank_0_only() -> list[bool]:
-    model = sharded(toy())
+    model = sharded(stateful())
     with summon_full_params(model, rank0_only=True, writeback=False):
         return [isinstance(p, DTensor) for p in model.parameters()]
 
@@ -64,13 +64,13 @@ def test_rank0_only_leaves_the_others_their_shards(world2: World) -> None:
 
 
 def changed(writeback: bool, rank0_only: bool) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    model = sharded(toy()).eval()
+    model = sharded(stateful()).eval()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     with summon_full_params(model, writeback=writeback, rank0_only=rank0_only), torch.no_grad():
         if not rank0_only or torch.distributed.get_rank() == 0:
             model.embed.weight.mul_(2)
             model.layers[1].up.weight.fill_(3)
-    outputs = model(tokens())
+    outputs = model(six_tokens())
     outputs.logsumexp(-1).mean().backward()
     state = full(model)
     optimizer.step()
@@ -83,13 +83,13 @@ def changed(writeback: bool, rank0_only: bool) -> tuple[dict[str, Tensor], Tenso
 def test_changes_are_kept_or_dropped_and_training_goes_on(
     world2: World, writeback: bool, rank0_only: bool
 ) -> None:
-    reference = toy().eval()
+    reference = stateful().eval()
     if writeback:
         with torch.no_grad():
             reference.embed.weight.mul_(2)
             reference.layers[1].up.weight.fill_(3)
     expected = tensors(reference.state_dict())
-    outputs = reference(tokens())
+    outputs = reference(six_tokens())
     outputs.logsumexp(-1).mean().backward()
     weight = reference.layers[1].up.weight
     for state, got, stepped in world2(changed, writeback, rank0_only):
@@ -99,7 +99,7 @@ def test_changes_are_kept_or_dropped_and_training_goes_on(
 
 
 def leaf_and_root_only() -> tuple[list[tuple[int, ...]], Tensor, list[str], list[str]]:
-    model = sharded(toy()).eval()
+    model = sharded(stateful()).eval()
     leaf = model.layers[0].down
     with summon_full_params(leaf):
         shapes = [tuple(p.shape) for p in leaf.parameters() if not isinstance(p, DTensor)]
@@ -114,14 +114,14 @@ def leaf_and_root_only() -> tuple[list[tuple[int, ...]], Tensor, list[str], list
 def test_a_leaf_and_without_recursion(world2: World) -> None:
     for shapes, outputs, others, own in world2(leaf_and_root_only):
         assert shapes == [(8, 5)]
-        torch.testing.assert_close(outputs, toy().layers[0].down(torch.ones(1, 5)))
+        torch.testing.assert_close(outputs, stateful().layers[0].down(torch.ones(1, 5)))
         assert others == ["layers.0.down.weight"]
         assert own == ["scale", "embed.weight"]
 
 
 def gradients() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model = sharded(toy()).eval()
-    model(tokens()).logsumexp(-1).mean().backward()
+    model = sharded(stateful()).eval()
+    model(six_tokens()).logsumexp(-1).mean().backward()
     with summon_full_params(model, with_grads=True):
         inside = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         for parameter in model.parameters():
@@ -133,8 +133,8 @@ def gradients() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 @pytest.mark.promise(90)
 def test_gradients_come_along_and_go_back(world2: World) -> None:
-    reference = toy().eval()
-    reference(tokens()).logsumexp(-1).mean().backward()
+    reference = stateful().eval()
+    reference(six_tokens()).logsumexp(-1).mean().backward()
     expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     for inside, after in world2(gradients):
         assert list(inside) == list(expected)
@@ -144,9 +144,9 @@ def test_gradients_come_along_and_go_back(world2: World) -> None:
 
 
 def after_eval(reshard_after_forward: bool) -> dict[str, Tensor]:
-    model = sharded(toy(), reshard_after_forward=reshard_after_forward).eval()
+    model = sharded(stateful(), reshard_after_forward=reshard_after_forward).eval()
     with torch.no_grad():
-        model(tokens())
+        model(six_tokens())
         with summon_full_params(model):
             model.embed.weight.zero_()
     return full(model)
@@ -155,21 +155,21 @@ def after_eval(reshard_after_forward: bool) -> dict[str, Tensor]:
 @pytest.mark.promise(103)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_after_an_eval_forward(world2: World, reshard_after_forward: bool) -> None:
-    reference = toy().eval()
-    reference(tokens())
+    reference = stateful().eval()
+    reference(six_tokens())
     torch.nn.init.zeros_(reference.embed.weight)
     for state in world2(after_eval, reshard_after_forward):
         assert same(state, tensors(reference.state_dict()))
 
 
 def misuse(kind: str, rank0_only: bool) -> tuple[str, bool]:
-    model = sharded(toy()).eval()
+    model = sharded(stateful()).eval()
     before = full(model)
 
     def misused() -> None:
         with summon_full_params(model, rank0_only=rank0_only), torch.no_grad():
             if kind == "forward":
-                model(tokens())
+                model(six_tokens())
             elif torch.distributed.get_rank() == 0:
                 model.layers[0].up.weight = torch.nn.Parameter(torch.ones(2, 2))
 
@@ -191,7 +191,7 @@ def test_a_change_that_cannot_be_kept_is_refused_on_every_rank(
 
 @pytest.mark.promise(90)
 def test_a_plain_model_is_left_alone() -> None:
-    model = toy()
+    model = stateful()
     with summon_full_params(model), torch.no_grad():
         model.scale.fill_(2)
     assert torch.equal(model.scale, torch.full((8,), 2.0))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from composer_dist import DDPConfig, MeshConfig, ParallelismConfig, TPConfig
 from composer_dist.checkpoint import load_pretrained
@@ -40,10 +40,11 @@ from composer_dist.files.safetensors import read_index
 from composer_dist.models import HuggingFaceModel
 from composer_dist.structure.structure import read_structure
 from composer_dist.tensors.blueprint import Blueprint
-from tests.distributed.moving.test_transfer import profiled
-from tests.kit.preparable import Toy, built, config, same, tokens, train, values
-from tests.kit.tp_models import gpt2 as tp_gpt2
-from tests.kit.tp_models import phi3, qwen3, tied_llama
+from tests.kit.compare import same, values
+from tests.kit.huggingface import gpt2, llama, phi3, qwen3, tied_llama
+from tests.kit.measure import profiled
+from tests.kit.meshes import config
+from tests.kit.toy import Toy, built, tokens, train
 from tests.kit.world import run
 
 MIB = 1 << 20
@@ -105,16 +106,6 @@ def reads_few(path: Path) -> int:
 
 
 # transformers
-
-
-def gpt2(**options: Any) -> Any:
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 33, "n_positions": 8}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **options))
-
-
-def llama(**options: Any) -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 33}
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes, **options))
 
 
 def llama_base() -> Any:
@@ -213,7 +204,7 @@ def replicated(path: Path) -> int:
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 1), (4, 2)])
 def test_tensor_parallel_models_read_their_windows(tmp_path: Path, ranks: int, replicas: int) -> None:
-    for make in (phi3, qwen3, tp_gpt2, tied_llama):
+    for make in (phi3, qwen3, gpt2, tied_llama):
         model = built(make, seed=3)
         model.save_pretrained(tmp_path / make.__name__)
     run(windows, ranks, tmp_path, replicas)
@@ -221,7 +212,7 @@ def test_tensor_parallel_models_read_their_windows(tmp_path: Path, ranks: int, r
 
 def windows(directory: Path, replicas: int) -> None:
     pretrained._SMALL = 64
-    for make in (phi3, qwen3, tp_gpt2, tied_llama):
+    for make in (phi3, qwen3, gpt2, tied_llama):
         expected = {name: parameter.detach() for name, parameter in built(make, seed=3).named_parameters()}
         settings = ParallelismConfig(
             mesh=MeshConfig(dp_replicate=replicas, tp=2), tp=TPConfig(), bucket_bytes=4096

@@ -12,8 +12,10 @@ from composer_dist.distributed import init_context, parallelize_model
 from composer_dist.distributed.weights.fill import deal_out
 from composer_dist.distributed.weights.initialize import Component
 from composer_dist.distributed.weights.trace import Initializer
-from tests.distributed.moving.test_transfer import profiled
-from tests.kit.preparable import Toy, built, config, same, values
+from tests.kit.compare import same, values
+from tests.kit.measure import profiled
+from tests.kit.meshes import config
+from tests.kit.toy import Toy, built
 from tests.kit.world import run
 
 MIB = 1 << 20

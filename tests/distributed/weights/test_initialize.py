@@ -13,7 +13,9 @@ from composer_dist.config.rule import Rule
 from composer_dist.distributed import init_context, meta_init, parallelize_model
 from composer_dist.distributed.weights.initialize import assert_no_meta
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from tests.kit.preparable import Kinds, Toy, built, config, same, tokens, values
+from tests.kit.compare import same, values
+from tests.kit.meshes import config
+from tests.kit.toy import Kinds, Toy, built, tokens
 from tests.kit.world import run
 from tests.zoo import toy
 

@@ -12,7 +12,9 @@ from torch import nn
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismError, ParallelismValueError
-from tests.kit.preparable import Kinds, Toy, built, config, same, values
+from tests.kit.compare import same, values
+from tests.kit.meshes import config
+from tests.kit.toy import Kinds, Toy, built
 from tests.kit.world import run
 from tests.zoo import toy
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from composer_dist.checkpoint import load_checkpoint
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.trainer import CheckpointSaver, DistributedDataLoader, Trainer
-from tests.kit.trainer_models import classifier, points, quiet
+from tests.kit.training import classifier, points, quiet
 from tests.kit.world import World
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import Callback, EarlyStopping
-from tests.kit.trainer_models import batches, classifier, loader, quiet, tagger
+from tests.kit.training import batches, classifier, loader, quiet, tagger
 from tests.kit.world import World
 
 

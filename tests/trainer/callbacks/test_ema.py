@@ -12,7 +12,8 @@ from torch.optim import SGD
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import EMA, Callback
-from tests.kit.trainer_models import batches, quiet, same, tagger, weights
+from tests.kit.compare import close, weights
+from tests.kit.training import batches, quiet, tagger
 from tests.kit.world import World
 
 
@@ -63,10 +64,10 @@ def expected(trained: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def test_the_average_is_evaluated_saved_and_loaded_and_training_does_not_feel_it() -> None:
     seen, loaded, after = averaged(None)
-    same(seen.evaluated[0], expected(seen.trained[:2]))
-    same(seen.evaluated[1], expected(seen.trained))
-    same(loaded, seen.evaluated[1])
-    same(after, seen.trained[-1])
+    close(seen.evaluated[0], expected(seen.trained[:2]))
+    close(seen.evaluated[1], expected(seen.trained))
+    close(loaded, seen.evaluated[1])
+    close(after, seen.trained[-1])
 
 
 def sharded() -> list[Any]:
@@ -78,8 +79,8 @@ def test_shards_are_averaged_to_the_same_numbers(world2: World) -> None:
     for results in world2(sharded):
         for evaluated, loaded in results:
             for one, other in zip(evaluated, seen.evaluated, strict=True):
-                same(one, other)
-            same(loaded, seen.evaluated[-1])
+                close(one, other)
+            close(loaded, seen.evaluated[-1])
 
 
 def test_times_that_make_no_average_are_refused() -> None:

@@ -12,9 +12,10 @@ from torch import Tensor
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import HuggingFaceModel
 from composer_dist.trainer import Generate
-from tests.kit.pretrained import gpt2, tokenizer
-from tests.kit.pretrained import llama as plain_llama
-from tests.kit.trainer_models import classifier, quiet, same, weights
+from tests.kit.compare import close, weights
+from tests.kit.huggingface import pretrained_gpt2, tokenizer
+from tests.kit.huggingface import pretrained_llama as plain_llama
+from tests.kit.training import classifier, quiet
 from tests.kit.world import World
 from tests.trainer import test_parallel
 
@@ -95,9 +96,9 @@ def test_a_tokenizer_without_padding_takes_one_prompt_at_a_time() -> None:
 
 def test_training_goes_on_as_if_nothing_had_happened() -> None:
     """GPT-2 has dropout, and sampling draws random numbers."""
-    _, without = trained(make=gpt2, on=False)
-    _, sampled = trained(make=gpt2, do_sample=True)
-    same(sampled, without)
+    _, without = trained(make=pretrained_gpt2, on=False)
+    _, sampled = trained(make=pretrained_gpt2, do_sample=True)
+    close(sampled, without)
 
 
 @pytest.mark.parametrize("config", ["fsdp", "ddp", {"mesh": {"dp_shard": 1, "tp": 2}, "tp": {}}])

@@ -7,7 +7,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from composer_dist.trainer import LRMonitor
 from composer_dist.trainer.callbacks.lr_monitor import learning_rates
-from tests.kit.trainer_models import classifier, loader, quiet
+from tests.kit.training import classifier, loader, quiet
 
 
 def test_the_rate_of_a_batch_is_the_one_its_step_has_used() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from composer_dist.trainer import MemoryMonitor
 from composer_dist.trainer.callbacks import memory_monitor
 from composer_dist.trainer.callbacks.memory_monitor import memory_of, over_ranks
-from tests.kit.trainer_models import batches, quiet, tagger
+from tests.kit.training import batches, quiet, tagger
 from tests.kit.world import World
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from composer_dist.trainer import GradientNorm, OptimizerMonitor
-from tests.kit.trainer_models import batches, quiet, tagger
+from tests.kit.training import batches, quiet, tagger
 from tests.kit.world import World
 from tests.trainer.test_parallel import llama, sentences
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from composer_dist.trainer import ProgressBar, Trainer
 from composer_dist.trainer.callbacks.progress_bar import _clock, _short
-from tests.kit.trainer_models import batches, classifier, joined, loader, quiet, tagged, tagger
+from tests.kit.training import batches, classifier, joined, loader, quiet, tagged, tagger
 from tests.kit.world import World
 
 

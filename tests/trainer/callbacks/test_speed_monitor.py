@@ -12,7 +12,7 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import SpeedMonitor
 from composer_dist.trainer.callbacks.peak_flops import peak_flops, peak_of
-from tests.kit.trainer_models import batches, classifier, loader, quiet, tagger
+from tests.kit.training import batches, classifier, loader, quiet, tagger
 from tests.kit.world import World
 from tests.trainer.test_parallel import llama, sentences
 

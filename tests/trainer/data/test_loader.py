@@ -14,7 +14,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import DistributedDataLoader
-from tests.kit.trainer_models import classifier, points, quiet, same, weights
+from tests.kit.compare import close, weights
+from tests.kit.training import classifier, points, quiet
 from tests.kit.world import World
 
 LENGTH = 23
@@ -307,7 +308,7 @@ def test_the_trainer_places_its_loaders_and_any_number_of_ranks_trains_alike(wor
     for found in world2(trained_on_two_ranks):
         assert found[0] == pytest.approx(losses, rel=1e-5)
         assert found[1] == pytest.approx(results, rel=1e-5)
-        same(found[2], expected)
+        close(found[2], expected)
         assert found[3] == samples
 
 

@@ -17,7 +17,8 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import Callback, DistributedDataLoader, Logger, State, Trainer
 from composer_dist.trainer.data.position import Reading
 from composer_dist.trainer.data.randomness import generator_states, set_generator_states
-from tests.kit.trainer_models import classifier, points, quiet, weights
+from tests.kit.compare import weights
+from tests.kit.training import classifier, points, quiet
 from tests.kit.world import World
 
 RANKS = 3
@@ -174,10 +175,10 @@ def test_places_of_another_number_of_ranks_are_refused_or_understood(world2: Wor
 
 
 def short_on_one_rank(saved: Mapping[str, Any]) -> str:
-    from tests.kit.trainer_models import batches
+    from tests.kit.training import batches
 
     mine = batches([3, 3], dist.get_rank())
-    from tests.kit.trainer_models import tagger
+    from tests.kit.training import tagger
 
     second, _ = quiet(tagger(), train_dataloader=mine[: 4 - 2 * dist.get_rank()], parallelism_config="fsdp")
     second.load_state_dict(saved)
@@ -187,7 +188,7 @@ def short_on_one_rank(saved: Mapping[str, Any]) -> str:
 
 
 def three_batches_of_two_ranks() -> Mapping[str, Any]:
-    from tests.kit.trainer_models import batches, tagger
+    from tests.kit.training import batches, tagger
 
     first, _ = quiet(tagger(), train_dataloader=batches([3, 3], dist.get_rank()), parallelism_config="fsdp")
     first.fit(duration="3ba")

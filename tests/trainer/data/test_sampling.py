@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from composer_dist.distributed.mesh.mesh import sampler_kwargs
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.data.sampling import check_sampler, set_epoch
-from tests.kit.trainer_models import classifier, loader, points, quiet
+from tests.kit.training import classifier, loader, points, quiet
 from tests.kit.world import World
 
 ALONE = {"num_replicas": 1, "rank": 0}

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer_dist.trainer.data.randomness import seed_all
-from tests.kit.trainer_models import quiet, tagger, weights
+from tests.kit.compare import weights
+from tests.kit.training import quiet, tagger
 from tests.kit.world import World
 
 

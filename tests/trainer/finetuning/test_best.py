@@ -12,8 +12,8 @@ from composer_dist.distributed.moving.whole import gather
 from composer_dist.distributed.prepare import parallelize_composer_model
 from composer_dist.errors import CheckpointKeyError
 from composer_dist.trainer.finetuning.best import put_back, take_snapshot
-from tests.kit.phase_models import DDP, FSDP, TP, adamw, data, net
-from tests.kit.trainer_models import same, weights
+from tests.kit.compare import close, weights
+from tests.kit.phases import DDP, FSDP, TP, adamw, data, net
 from tests.kit.world import World
 
 
@@ -63,7 +63,7 @@ def back_and_forth(config: Any, form: str) -> None:
         assert torch.equal(value, before[name])
     assert torch.equal(model.get_buffer("module.norm.running_mean"), mean)
     step(model, optimizer, 3)  # moments and step counts are those of then too
-    same(weights(model), after)
+    close(weights(model), after)
 
 
 @pytest.mark.promise(75)

@@ -21,7 +21,8 @@ from composer_dist.config.rule import Rule
 from composer_dist.errors import CheckpointValueError, ParallelismKeyError, ParallelismValueError
 from composer_dist.structure.names import canonical_name
 from composer_dist.trainer import Callback, CheckpointSaver, FineTuningPhases, NoImprovement, Phase
-from tests.kit.phase_models import (
+from tests.kit.compare import close, weights
+from tests.kit.phases import (
     BATCHES,
     DDP,
     DOWN,
@@ -38,7 +39,7 @@ from tests.kit.phase_models import (
     net,
     phased,
 )
-from tests.kit.trainer_models import quiet, same, weights
+from tests.kit.training import quiet
 from tests.kit.world import World
 
 Weights = dict[str, torch.Tensor]
@@ -65,7 +66,7 @@ def check(found: list[Weights], rates: list[list[float]]) -> None:
     for batch in range(BATCHES):
         trained = head if batch < 3 else head | down if batch < 5 else head | down | up
         assert moved(found, batch) == trained, batch
-        same(found[batch], expected[batch])
+        close(found[batch], expected[batch])
         # The last phase has no rate of its own: its parameter goes back to the group that it left.
         assert rates[batch] == ([0.05] if batch < 3 else [0.05, 0.02])
 
@@ -264,7 +265,7 @@ def test_a_phase_ends_with_its_best_weights(world2: World, config: Any) -> None:
             assert torch.equal(before[4][name], best)
         assert not torch.equal(before[4][HEAD[0]], after[3][HEAD[0]])
         for found, want in zip(after[4:], expected[2:], strict=True):
-            same(found, want)
+            close(found, want)
 
 
 class Lent(Callback):
@@ -296,7 +297,7 @@ def test_the_best_weights_are_those_that_were_trained(first: bool) -> None:
         eval_dataloader=data()[:1],
     )
     trainer.fit()
-    same(recorder.before[4], recorder.weights[1])
+    close(recorder.before[4], recorder.weights[1])
 
 
 @pytest.mark.promise(75)
@@ -304,7 +305,7 @@ def test_without_restore_best_a_phase_goes_on_from_its_last_weights() -> None:
     schedule = FineTuningPhases([Phase("module.head", until=by_score()), Phase("rest")], restore_best=False)
     trainer, _, recorder, _ = watched(None, Scores(1, 3, 2, 2, 1, 1, 1, 1), schedule)
     trainer.fit()
-    same(recorder.before[4], recorder.weights[3])
+    close(recorder.before[4], recorder.weights[3])
 
 
 def test_the_last_phase_ends_the_training_with_the_best_weights_of_all() -> None:
@@ -312,7 +313,7 @@ def test_the_last_phase_ends_the_training_with_the_best_weights_of_all() -> None
     trainer, _, recorder, _ = watched(None, Scores(3, 5, 2, 4, 1), schedule)
     trainer.fit()
     assert len(recorder.weights) == 5
-    same(weights(trainer.state.model), recorder.weights[1])  # nothing after it was better
+    close(weights(trainer.state.model), recorder.weights[1])  # nothing after it was better
     with pytest.warns(UserWarning, match="last phase has ended"):
         trainer.fit()
     assert len(recorder.weights) == 5
@@ -513,7 +514,7 @@ def wrapped() -> list[Weights]:
 def test_clean_names_match_modules_that_checkpointing_has_wrapped(world2: World) -> None:
     expected = by_hand()
     for found in world2(wrapped):
-        same(found[-1], expected[-1])
+        close(found[-1], expected[-1])
 
 
 @pytest.mark.promise(76)

@@ -12,7 +12,7 @@ from torch import nn
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.trainer import NoImprovement, Phase, Time, default_phases, dump_schedule, load_schedule
 from composer_dist.trainer.finetuning.schedule import phases_of
-from tests.kit.phase_models import net
+from tests.kit.phases import net
 
 SCHEDULE = (
     Phase("head", until="2ep"),

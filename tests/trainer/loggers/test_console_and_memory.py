@@ -10,7 +10,7 @@ import torch
 from composer_dist.errors import ParallelismKeyError
 from composer_dist.trainer import ConsoleLogger, InMemoryLogger, Logger, State
 from composer_dist.trainer.clock import Time, Timestamp
-from tests.kit.trainer_models import classifier, loader, quiet
+from tests.kit.training import classifier, loader, quiet
 
 
 def state(rank: int = 0) -> State:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.trainer import Callback, FileLogger, Logger, State, Trainer
 from composer_dist.trainer.clock import Timestamp
-from tests.kit.trainer_models import batches, classifier, loader, quiet, tagger
+from tests.kit.training import batches, classifier, loader, quiet, tagger
 from tests.kit.world import World
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from composer_dist.trainer import Callback, MLflowLogger, Trainer
-from tests.kit.trainer_models import classifier, loader, quiet
+from tests.kit.training import classifier, loader, quiet
 
 # mlflow 3.17 with SQLAlchemy 2.1: its own models use a loader that is deprecated there.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")

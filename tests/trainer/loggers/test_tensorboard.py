@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from composer_dist.trainer import Callback, TensorBoardLogger
 from composer_dist.trainer.loggers.tensorboard import markdown
-from tests.kit.trainer_models import batches, classifier, loader, quiet, tagger
+from tests.kit.training import batches, classifier, loader, quiet, tagger
 from tests.kit.world import World
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from composer_dist.trainer import Callback, Trainer, WandBLogger
-from tests.kit.trainer_models import classifier, loader, quiet
+from tests.kit.training import classifier, loader, quiet
 
 
 def records(directory: Path) -> Iterator[Any]:

@@ -13,7 +13,8 @@ from torch.optim import AdamW, Optimizer
 
 from composer_dist.models import ComposerClassifier
 from composer_dist.trainer import Callback, FineTuningPhases, InMemoryLogger, Phase, Trainer
-from tests.kit.trainer_models import quiet, weights
+from tests.kit.compare import weights
+from tests.kit.training import quiet
 
 BATCHES = 8
 PER_BATCH = 4

@@ -9,7 +9,9 @@ import sys
 import torch.distributed as dist
 
 from composer_dist.distributed import parallelize_model
-from tests.kit.preparable import built, config, same, values
+from tests.kit.compare import same, values
+from tests.kit.meshes import config
+from tests.kit.toy import built
 
 os.environ["RANK"] = os.environ["LOCAL_RANK"] = sys.argv[1]
 model = built(device="meta" if int(sys.argv[1]) else "cpu")

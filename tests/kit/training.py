@@ -101,23 +101,8 @@ def sgd(model: nn.Module, lr: float = 0.1) -> Optimizer:
     return SGD(model.parameters(), lr=lr)
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter in full, detached."""
-    return {
-        name: getattr(value, "full_tensor", lambda value=value: value)().detach().clone()
-        for name, value in model.named_parameters()
-    }
-
-
 def quiet(model: ComposerModel, **options: Any) -> tuple[Trainer, InMemoryLogger]:
     """A Trainer that shows nothing and logs into memory."""
     log = InMemoryLogger()
     options = {"optimizers": sgd(model), "progress_bar": False, "loggers": log} | options
     return Trainer(model=model, **options), log
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """Asserts that two sets of weights are the same, to rounding."""
-    assert one.keys() == other.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-6, msg=name)

@@ -1,4 +1,4 @@
-"""A training script's rank whose delivery of weights stalls: `python -m tests.kit.interrupted WAY`.
+"""A training script's rank whose delivery of weights stalls: `python -m tests.kit.scripts.interrupted WAY`.
 
 It prints "stalled" when it can be interrupted; rank 0 when the bar is on its terminal as well.
 """

@@ -1,4 +1,4 @@
-"""A training script that ends itself by a signal, once, at a batch: `python -m tests.kit.killable`.
+"""A training script that ends itself by a signal, once, at a batch: `python -m tests.kit.scripts.killable`.
 
 Arguments: folder, batch, signal, rank that gets it, and "parent" if its launcher is to get it instead. With
 "wait" for a signal, a single rank waits at the batch until its launcher ends it. It writes the final weights,
@@ -21,7 +21,8 @@ from torch.optim import AdamW
 from composer_dist.distributed.ranks import process_group
 from composer_dist.models import ComposerClassifier
 from composer_dist.trainer import Callback, CheckpointSaver, DistributedDataLoader, Logger, State, Trainer
-from tests.kit.trainer_models import points, weights
+from tests.kit.compare import weights
+from tests.kit.training import points
 
 SAMPLES, GLOBAL_BATCH = 22, 4
 

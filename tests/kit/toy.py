@@ -1,19 +1,17 @@
-"""Models for the tests of preparation, and how a prepared one is compared with its reference."""
+"""Models with everything that a state can contain, built alike wherever they are built."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from composer_dist.config.fully_shard import FSDP2Config
-from composer_dist.config.mesh import MeshConfig
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.distributed.prepared import named_buffers_canonical, named_parameters_canonical
+M = TypeVar("M", bound=nn.Module)
 
 
 class Block(nn.Module):
@@ -94,40 +92,6 @@ def tokens(start: int = 0) -> Tensor:
     return torch.arange(start, start + 4) % 16
 
 
-def config(**options: Any) -> ParallelismConfig:
-    """FSDP2, with small buckets unless told otherwise; `replicas` makes the mesh 2-D."""
-    replicas = options.pop("replicas", 1)
-    options.setdefault("fsdp2", FSDP2Config())
-    options.setdefault("bucket_bytes", 512)
-    return ParallelismConfig(mesh=MeshConfig(dp_replicate=replicas), **options)
-
-
-def full(value: Tensor) -> Tensor:
-    """All of a tensor, a copy."""
-    value = value.detach()
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.clone()
-
-
-def values(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, buffer and tensor attribute by name, in full; tied ones under each name."""
-    found = {name: full(p) for name, p in named_parameters_canonical(model, remove_duplicate=False)}
-    found |= {name: b.clone() for name, b in named_buffers_canonical(model)}
-    return found
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Bit-equal, dtype and layout of names included."""
-    assert sorted(found) == sorted(expected)
-    different = [
-        name
-        for name, value in expected.items()
-        if found[name].dtype != value.dtype or not torch.equal(found[name], value)
-    ]
-    assert not different, different
-
-
 def train(model: nn.Module, optimizers: Any, steps: int = 2, first: int = 0, whole: bool = False) -> None:
     """Steps on a batch that is split over the ranks, or the whole of it for a reference."""
     optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
@@ -141,12 +105,76 @@ def train(model: nn.Module, optimizers: Any, steps: int = 2, first: int = 0, who
             optimizer.zero_grad()
 
 
-def close(
-    found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-5, atol: float = 1e-6
-) -> None:
-    """Equal to rounding."""
-    assert sorted(found) == sorted(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-        )
+class StatefulBlock(nn.Module):
+    """A unit: an uneven pair of matrices, a norm with integer state, extra state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.down = nn.Linear(5, 8, bias=False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.down(self.norm(self.up(x)).relu())
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state
+
+
+class Stateful(nn.Module):
+    """Embedding, blocks, a head tied to the embedding, a frozen scale and two kinds of buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(StatefulBlock() for _ in range(2))
+        self.scale = nn.Parameter(torch.randn(8), requires_grad=False)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("shift", torch.randn(16))
+        self.register_buffer("table", torch.randn(3), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x * self.scale) + self.shift
+        return logits
+
+
+def stateful(seed: int = 0) -> Stateful:
+    """The model that every rank, and the reference, builds from the same seed."""
+    torch.manual_seed(seed)
+    return Stateful()
+
+
+def six_tokens() -> Tensor:
+    """A batch `(6,)`."""
+    return torch.arange(6) % 16
+
+
+def sharded(model: M, *, replicas: int = 1, reshard_after_forward: bool | int = True) -> M:
+    """`model` under plain FSDP2: a unit per layer, the rest in the root's."""
+    world = torch.distributed.get_world_size()
+    shape, names = ((world,), ("dp_shard",))
+    if replicas > 1:
+        shape, names = ((replicas, world // replicas), ("dp_replicate", "dp_shard"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for layer in module:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def train_step(model: nn.Module) -> None:
+    """One SGD step, the same on every rank."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model(six_tokens()).logsumexp(-1).mean().backward()
+    optimizer.step()

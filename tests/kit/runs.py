@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,34 +11,20 @@ from torch import Tensor, nn
 
 from composer_dist.checkpoint import full_model_state, load_checkpoint, save_checkpoint
 from composer_dist.checkpoint.kinds.optimizer import named_optimizer_state
-from composer_dist.config.fully_shard import FSDP2Config
-from composer_dist.config.mesh import MeshConfig
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.config.replicate import DDPConfig
-from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist.distributed.moving.into import scatter_into
 from composer_dist.distributed.moving.whole import gather
 from composer_dist.distributed.prepare import parallelize_model
-from tests.kit.toys import tokens, toy
+from composer_dist.distributed.prepared import named_parameters_canonical
+from tests.kit.meshes import MESHES
+from tests.kit.toy import six_tokens, stateful
 
 Snapshot = tuple[dict[str, Any], dict[str, dict[str, Any]], list[dict[str, Any]]]
 Make = Callable[[int], nn.Module]
 
-MESHES: dict[str, tuple[int, Any]] = {
-    "plain": (1, None),
-    "fsdp1": (1, FSDP2Config()),
-    "fsdp2": (2, FSDP2Config()),
-    "fsdp4": (4, FSDP2Config()),
-    "ddp": (2, ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=1), ddp=DDPConfig())),
-    "hsdp": (4, ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=2))),
-    "tp": (2, ParallelismConfig(mesh=MeshConfig(dp_shard=1, tp=2), tp=TPConfig())),
-    "fsdp_tp": (4, ParallelismConfig(mesh=MeshConfig(dp_shard=2, tp=2), tp=TPConfig())),
-}
-"""Ways to be parallel, and on how many ranks."""
-
 
 def make_toy(seed: int) -> nn.Module:
     """A model with ties, frozen and uneven tensors, buffers and extra state."""
-    return toy(seed)
+    return stateful(seed)
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -46,7 +33,7 @@ def loss_of(model: nn.Module) -> Tensor:
         ids = torch.arange(12).view(2, 6) % model.config.vocab_size  # type: ignore[union-attr]
         loss: Tensor = model(input_ids=ids, labels=ids).loss
         return loss
-    loss = model(tokens()).logsumexp(-1).mean()
+    loss = model(six_tokens()).logsumexp(-1).mean()
     return loss
 
 
@@ -118,3 +105,21 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return bool(one == other)
+
+
+def give_gradients(model: nn.Module, step: int) -> None:
+    """Gradients that depend on the parameter's name and the step alone; none for the frozen."""
+    for name, parameter in named_parameters_canonical(model):
+        if parameter.requires_grad:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)
+            full = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter.grad = torch.empty_like(parameter)
+            scatter_into(parameter.grad, full)
+
+
+def train_by_name(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> None:
+    """Steps from number `first` on."""
+    for step in range(first, first + steps):
+        give_gradients(model, step)
+        optimizer.step()
+        optimizer.zero_grad()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -14,7 +14,7 @@ VOCABULARY = 64
 SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def llama(tied: bool = False) -> Any:
+def pretrained_llama(tied: bool = False) -> Any:
     """A causal language model of two blocks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,7 +34,7 @@ def llama(tied: bool = False) -> Any:
     ).eval()
 
 
-def gpt2() -> Any:
+def pretrained_gpt2() -> Any:
     """A causal language model with biases, Conv1D layers and tied embeddings."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -44,7 +44,7 @@ def gpt2() -> Any:
     ).eval()
 
 
-def t5() -> Any:
+def pretrained_t5() -> Any:
     """An encoder and decoder that share their embedding."""
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -93,7 +93,7 @@ NEEDS_BIASES = {"bias_all", "bias_lora_only"}
 
 def base_for(kind: str) -> Any:
     """The model that an adapter of this kind is made for."""
-    return gpt2() if kind in NEEDS_BIASES else llama()
+    return pretrained_gpt2() if kind in NEEDS_BIASES else pretrained_llama()
 
 
 def tokenizer() -> Any:
@@ -133,3 +133,65 @@ def sharded(model: Any, *, root: bool | None = None, blocks: bool = True) -> Any
 def prompt(rank: int) -> Tensor:
     """Prompts `(2, length)` that differ from rank to rank, in length too."""
     return torch.randint(3, 30, (2, 4 + 3 * rank), generator=torch.Generator().manual_seed(rank))
+
+
+def llama(**options: Any) -> nn.Module:
+    """A Llama of two layers and 50 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**(sizes | heads | options)))
+
+
+def tied_llama() -> nn.Module:
+    """A Llama whose head is its embedding."""
+    return llama(tie_word_embeddings=True)
+
+
+def gpt2(**options: Any) -> nn.Module:
+    """A GPT-2: fused projections, Conv1D, a tied head; 51 tokens, uneven for two ranks."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 51, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**(sizes | still | tokens | options)))
+
+
+def lora_llama() -> nn.Module:
+    """A Llama with LoRA on matrices that are cut by rows and by columns."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, lora_dropout=0.0)
+    return get_peft_model(llama(), config)
+
+
+def lora_gpt2() -> nn.Module:
+    """A GPT-2 with LoRA on its fused projection."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=4, target_modules=["c_attn", "c_proj"], init_lora_weights=False, fan_in_fan_out=True
+    )
+    return get_peft_model(gpt2(), config)
+
+
+def qwen3() -> nn.Module:
+    """A Qwen 3: norms within the attention, head by head."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    return Qwen3ForCausalLM(Qwen3Config(**(sizes | heads)))
+
+
+def phi3() -> nn.Module:
+    """A Phi 3: query, key and value of different widths in one matrix."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    return Phi3ForCausalLM(Phi3Config(**(sizes | heads | tokens)))

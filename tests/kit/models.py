@@ -1,4 +1,4 @@
-"""Small models, each with one thing that preparation must get right, and their comparison with one process.
+"""Small models, each with one thing that preparation must get right.
 
 Every model takes one batch tensor, `(8, ...)`, and returns a tensor whose first dimension is the batch.
 """
@@ -7,20 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
-from composer_dist.distributed import (
-    Preparation,
-    named_parameters_canonical,
-    parallelize_model,
-    sampler_kwargs,
-)
 
 VOCABULARY, WIDTH, ROWS, LENGTH = 16, 8, 8, 5
 
@@ -59,7 +49,7 @@ class Block(nn.Module):
 
 
 class B(nn.Module):
-    """PARITY.md's `B`; with `tied`, its head is its embedding."""
+    """docs/promises.md's `B`; with `tied`, its head is its embedding."""
 
     def __init__(self, tied: bool = False, blocks: int = 3, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
@@ -79,7 +69,7 @@ class B(nn.Module):
 
 
 def M() -> nn.Sequential:  # noqa: N802
-    """PARITY.md's `M`."""
+    """docs/promises.md's `M`."""
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
@@ -314,76 +304,3 @@ def batch(model: nn.Module, step: int = 0) -> Tensor:
         return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
     width = 10 if isinstance(model, Composers) else 8
     return torch.randn(ROWS, width, generator=generator)
-
-
-def full(tensor: Tensor) -> Tensor:
-    """The whole tensor, of which a DTensor is a part."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def assert_same_training(
-    build: Callable[[], nn.Module],
-    config: Any = "fsdp",
-    *,
-    policy: Any = None,
-    first: Callable[[nn.Module], Any] | None = None,
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-) -> Preparation:
-    """Prepare a model and train it beside an unsharded one: outputs, loss, gradients, three steps.
-
-    Args:
-        build: makes the model, the same on every rank.
-        config: a configuration, or a function that makes one on the rank.
-        policy: the `fsdp_wrap_policy`.
-        first: what the user's own code does to the model before preparation.
-        optimizer: its class.
-    """
-    torch.manual_seed(3)
-    reference = build()
-    torch.manual_seed(3)
-    model = build()
-    names = list(dict(model.named_parameters(remove_duplicate=False)))
-    ties = [
-        [n for n, q in model.named_parameters(remove_duplicate=False) if q is p] for p in model.parameters()
-    ]
-    if first is not None:
-        first(model)
-    optimizers = [optimizer(m.parameters(), lr=0.05) for m in (reference, model)]
-    done = parallelize_model(
-        model, config() if callable(config) else config, optimizers[1], fsdp_wrap_policy=policy
-    )
-    assert done.model is model
-    data = sampler_kwargs(done.mesh)
-    for step in range(3):
-        x = batch(reference, step)
-        mine = x.chunk(data["num_replicas"])[data["rank"]]
-        expected = reference(x)
-        output = model(mine)
-        torch.testing.assert_close(output, expected.chunk(data["num_replicas"])[data["rank"]])
-        loss, mean = expected.square().mean(), output.square().mean()
-        loss.backward()
-        mean.backward()
-        total = mean.detach().clone()
-        dist.all_reduce(total)
-        torch.testing.assert_close(total / dist.get_world_size(), loss.detach())
-        _assert_same(reference, model, lambda p: p.grad)
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
-        _assert_same(reference, model, lambda p: p.detach())
-    now = dict(named_parameters_canonical(model, remove_duplicate=False))
-    assert list(now) == names
-    for tie in ties:
-        assert len({id(now[name]) for name in tie}) == 1
-    return done
-
-
-def _assert_same(reference: nn.Module, model: nn.Module, part: Callable[[nn.Parameter], Any]) -> None:
-    theirs = dict(named_parameters_canonical(model))
-    for name, parameter in reference.named_parameters():
-        expected, actual = part(parameter), part(theirs[name])
-        assert (expected is None) == (actual is None), name
-        if expected is not None:
-            torch.testing.assert_close(
-                full(actual), expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-            )

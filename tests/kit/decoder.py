@@ -1,4 +1,4 @@
-"""Models for the tests of tensor parallelism."""
+"""A plain decoder that tensor parallelism cuts by its structure alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 
-class MLP(nn.Module):
+class UnevenMlp(nn.Module):
     """A pair of matrices whose inner width, 6, is uneven for 4 ranks; a norm in front."""
 
     def __init__(self, inner: int = 6) -> None:
@@ -22,7 +22,7 @@ class MLP(nn.Module):
         return out
 
 
-class Attention(nn.Module):
+class GroupedAttention(nn.Module):
     """Grouped-query attention that reshapes by sizes of its own, as torchtune's does."""
 
     def __init__(self, num_heads: int = 4, num_kv_heads: int = 2, embed_dim: int = 16) -> None:
@@ -44,13 +44,13 @@ class Attention(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention and a pair of matrices, each behind a norm, dropout after."""
 
     def __init__(self, num_heads: int = 4, num_kv_heads: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(16)
-        self.attention = Attention(num_heads, num_kv_heads, 4 * num_heads)
+        self.attention = GroupedAttention(num_heads, num_kv_heads, 4 * num_heads)
         self.mlp_norm = nn.RMSNorm(16)
         self.mlp = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Dropout(0.0), nn.Linear(24, 16))
         self.dropout = nn.Dropout(dropout)
@@ -67,7 +67,7 @@ class Decoder(nn.Module):
     def __init__(self, num_heads: int = 4, num_kv_heads: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(21, 16, padding_idx=20)
-        self.layers = nn.ModuleList(Block(num_heads, num_kv_heads, dropout) for _ in range(2))
+        self.layers = nn.ModuleList(DecoderBlock(num_heads, num_kv_heads, dropout) for _ in range(2))
         self.norm = nn.LayerNorm(16)
         self.head = nn.Linear(16, 21)
 
@@ -78,69 +78,7 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-def llama(**options: Any) -> nn.Module:
-    """A Llama of two layers and 50 tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**(sizes | heads | options)))
-
-
-def tied_llama() -> nn.Module:
-    """A Llama whose head is its embedding."""
-    return llama(tie_word_embeddings=True)
-
-
-def gpt2(**options: Any) -> nn.Module:
-    """A GPT-2: fused projections, Conv1D, a tied head; 51 tokens, uneven for two ranks."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"vocab_size": 51, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
-    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(**(sizes | still | tokens | options)))
-
-
-def lora_llama() -> nn.Module:
-    """A Llama with LoRA on matrices that are cut by rows and by columns."""
-    from peft import LoraConfig, get_peft_model
-
-    targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
-    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, lora_dropout=0.0)
-    return get_peft_model(llama(), config)
-
-
-def lora_gpt2() -> nn.Module:
-    """A GPT-2 with LoRA on its fused projection."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=4, target_modules=["c_attn", "c_proj"], init_lora_weights=False, fan_in_fan_out=True
-    )
-    return get_peft_model(gpt2(), config)
-
-
-def qwen3() -> nn.Module:
-    """A Qwen 3: norms within the attention, head by head."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    return Qwen3ForCausalLM(Qwen3Config(**(sizes | heads)))
-
-
-def phi3() -> nn.Module:
-    """A Phi 3: query, key and value of different widths in one matrix."""
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-    return Phi3ForCausalLM(Phi3Config(**(sizes | heads | tokens)))
-
-
-def batch(seed: int = 1, tokens: int = 20) -> Tensor:
+def token_batch(seed: int = 1, tokens: int = 20) -> Tensor:
     """Tokens `(4, 8)`, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, tokens, (4, 8), generator=generator)

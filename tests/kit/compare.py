@@ -1,0 +1,172 @@
+"""How a prepared model is compared with its unsharded reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer_dist.distributed import Preparation, parallelize_model, sampler_kwargs
+from composer_dist.distributed.prepared import named_buffers_canonical, named_parameters_canonical
+from tests.kit.models import batch
+
+
+def full(value: Tensor) -> Tensor:
+    """All of a tensor, a copy."""
+    value = value.detach()
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.clone()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter, buffer and tensor attribute by name, in full; tied ones under each name."""
+    found = {name: full(p) for name, p in named_parameters_canonical(model, remove_duplicate=False)}
+    found |= {name: b.clone() for name, b in named_buffers_canonical(model)}
+    return found
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter in full, detached."""
+    return {
+        name: getattr(value, "full_tensor", lambda value=value: value)().detach().clone()
+        for name, value in model.named_parameters()
+    }
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bit-equal, dtype and layout of names included."""
+    assert sorted(found) == sorted(expected)
+    different = [
+        name
+        for name, value in expected.items()
+        if found[name].dtype != value.dtype or not torch.equal(found[name], value)
+    ]
+    assert not different, different
+
+
+def close(
+    found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
+    """Equal to rounding."""
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def equal(found: Any, expected: Any, path: str = "") -> None:
+    """Bit-equal tensors, equal values, the same keys in the same order."""
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), path
+        for key, value in expected.items():
+            equal(found[key], value, f"{path}/{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), path
+        for number, value in enumerate(expected):
+            equal(found[number], value, f"{path}/{number}")
+    elif isinstance(expected, Tensor):
+        assert type(found) is Tensor, path
+        assert (found.dtype, found.shape, found.device.type) == (expected.dtype, expected.shape, "cpu"), path
+        assert torch.equal(found, expected), path
+    else:
+        assert found == expected, path
+
+
+def alike(model: nn.Module, part: Callable[[Tensor], Tensor | None] = lambda p: p.detach()) -> bool:
+    """Whether all ranks hold the same values."""
+    flat = torch.cat([value.flatten().double() for p in model.parameters() if (value := part(p)) is not None])
+    everywhere = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, flat)
+    return all(torch.equal(one, everywhere[0]) for one in everywhere)
+
+
+def grads_equal(model: nn.Module, single: nn.Module) -> None:
+    expected = dict(single.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@contextmanager
+def fails(kind: type[BaseException], *texts: str) -> Iterator[None]:
+    with pytest.raises(kind) as caught:
+        yield
+    for text in texts:
+        assert text in str(caught.value), str(caught.value)
+
+
+def assert_same_training(
+    build: Callable[[], nn.Module],
+    config: Any = "fsdp",
+    *,
+    policy: Any = None,
+    first: Callable[[nn.Module], Any] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+) -> Preparation:
+    """Prepare a model and train it beside an unsharded one: outputs, loss, gradients, three steps.
+
+    Args:
+        build: makes the model, the same on every rank.
+        config: a configuration, or a function that makes one on the rank.
+        policy: the `fsdp_wrap_policy`.
+        first: what the user's own code does to the model before preparation.
+        optimizer: its class.
+    """
+    torch.manual_seed(3)
+    reference = build()
+    torch.manual_seed(3)
+    model = build()
+    names = list(dict(model.named_parameters(remove_duplicate=False)))
+    ties = [
+        [n for n, q in model.named_parameters(remove_duplicate=False) if q is p] for p in model.parameters()
+    ]
+    if first is not None:
+        first(model)
+    optimizers = [optimizer(m.parameters(), lr=0.05) for m in (reference, model)]
+    done = parallelize_model(
+        model, config() if callable(config) else config, optimizers[1], fsdp_wrap_policy=policy
+    )
+    assert done.model is model
+    data = sampler_kwargs(done.mesh)
+    for step in range(3):
+        x = batch(reference, step)
+        mine = x.chunk(data["num_replicas"])[data["rank"]]
+        expected = reference(x)
+        output = model(mine)
+        torch.testing.assert_close(output, expected.chunk(data["num_replicas"])[data["rank"]])
+        loss, mean = expected.square().mean(), output.square().mean()
+        loss.backward()
+        mean.backward()
+        total = mean.detach().clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total / dist.get_world_size(), loss.detach())
+        _assert_same(reference, model, lambda p: p.grad)
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        _assert_same(reference, model, lambda p: p.detach())
+    now = dict(named_parameters_canonical(model, remove_duplicate=False))
+    assert list(now) == names
+    for tie in ties:
+        assert len({id(now[name]) for name in tie}) == 1
+    return done
+
+
+def _assert_same(reference: nn.Module, model: nn.Module, part: Callable[[nn.Parameter], Any]) -> None:
+    theirs = dict(named_parameters_canonical(model))
+    for name, parameter in reference.named_parameters():
+        expected, actual = part(parameter), part(theirs[name])
+        assert (expected is None) == (actual is None), name
+        if expected is not None:
+            torch.testing.assert_close(
+                full(actual), expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
