@@ -159,7 +159,7 @@ def test_heads_are_divided_for_all_or_none() -> None:
     model = nn.ModuleDict({"good": GroupedAttention(), "bad": GroupedAttention(3, 3, 12)})
     with pytest.raises(ParallelismValueError) as error:
         planned(model)
-    text = "bad (Attention) has num_heads=3, which tp=2 does not divide; take a tp that does"
+    text = "bad (GroupedAttention) has num_heads=3, which tp=2 does not divide; take a tp that does"
     assert text in str(error.value)
     assert "num_kv_heads=3" in str(error.value)
     assert "good" not in str(error.value)

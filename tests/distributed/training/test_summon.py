@@ -186,7 +186,7 @@ def test_a_change_that_cannot_be_kept_is_refused_on_every_rank(
     (text, untouched), other = world2(misuse, kind, rank0_only)
     assert other == (text, True)
     assert untouched
-    assert ("forward of FSDPToy" if kind == "forward" else "layers.0.up.weight") in text
+    assert ("forward of FSDPStateful" if kind == "forward" else "layers.0.up.weight") in text
 
 
 @pytest.mark.promise(90)
