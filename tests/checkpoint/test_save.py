@@ -265,7 +265,7 @@ def test_a_crash_before_the_rename_leaves_the_old_one(tmp_path: Path) -> None:
 @pytest.mark.promise(59)
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_crash_between_the_renames_of_an_exchange_leaves_the_old_one(tmp_path: Path, sharded: bool) -> None:
-    state = {"model": toy()}
+    state = {"model": stateful()}
     path, aside = tmp_path / "c", tmp_path / ".c.0badc0de.old"
     save_checkpoint(path, {**state, "number": 1}, sharded=sharded)
     path.rename(aside)

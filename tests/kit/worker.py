@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -88,7 +89,7 @@ def _die_with_parent() -> None:
 
 
 def _answer(job: Job, store: dist.Store) -> tuple[bytes, bool]:
-    """Runs the job; the answer is the pickle of (succeeded, result or traceback)."""
+    """Runs the job; the answer is the pickle of (succeeded, result or traceback, when it ended)."""
     try:
         with _clean_slate(job):
             modules = len(sys.modules)
@@ -103,9 +104,9 @@ def _answer(job: Job, store: dist.Store) -> tuple[bytes, bool]:
                     world_size=job.world_size,
                     timeout=timedelta(seconds=job.timeout),
                 )
-            return pickle.dumps((True, fn(*args, **kwargs))), True
+            return pickle.dumps((True, fn(*args, **kwargs), time.monotonic())), True
     except BaseException:  # also SystemExit and pytest's outcomes: the parent must hear of it
-        return pickle.dumps((False, traceback.format_exc())), False
+        return pickle.dumps((False, traceback.format_exc(), time.monotonic())), False
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

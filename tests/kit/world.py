@@ -237,6 +237,7 @@ class _Pool:
         """Waits for every rank's answer, and ends the ranks that give none in time."""
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
+        failed: dict[int, float] = {}
         deadline = time.monotonic() + timeout
         pending = {worker.connection: rank for rank, worker in enumerate(workers)}
         while pending:
@@ -247,14 +248,16 @@ class _Pool:
                 assert isinstance(connection, Connection)
                 rank = pending.pop(connection)
                 try:
-                    succeeded, value = pickle.loads(connection.recv_bytes())
+                    succeeded, value, ended = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    succeeded, value = False, _last_words(workers[rank])
+                    succeeded, value, ended = False, _last_words(workers[rank]), time.monotonic()
                 if succeeded:
                     results[rank] = value
                     continue
-                errors[rank] = value
+                errors[rank], failed[rank] = value, ended
                 deadline = min(deadline, time.monotonic() + GRACE)
+        # By when they failed: the one that fails first tears its sockets down before it answers.
+        errors = {rank: errors[rank] for rank in sorted(errors, key=failed.__getitem__)}
         why = f"within {GRACE:.0f} s of the first failure" if errors else f"in {timeout:g} s"
         for rank in pending.values():
             workers[rank].kill(dump=True)
