@@ -1,7 +1,7 @@
 """What is known about a prepared model: one record on the model itself, and its parameters by name.
 
 A deep copy or pickle of a model keeps of its record only what holds for the copy as well: that it is
-unusable, and the class that a batch norm had before.
+unusable, the class that a batch norm had before, and what is around a forward.
 
 A *name* has no wrapper segments, and a parameter is what the optimizer holds: the shard. FSDP2
 registers gathered parameters on the modules between a forward and the next reshard (the root after
@@ -54,11 +54,13 @@ class Prepared:
     """They average the gradients of parameters that nothing shards."""
     replica: object | None = None
     """The `Replica` that keeps the ranks' copies alike."""
+    forward: Any = None
+    """The `Layers` around the module's forward."""
     proven: bool = False
     """Whether context parallelism has proved that its sequence can be split."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Prepared, (self.unusable, self.original_class)
+        return Prepared, (self.unusable, self.original_class), {"forward": self.forward}
 
 
 def of(thing: nn.Module | Optimizer) -> Prepared | None:

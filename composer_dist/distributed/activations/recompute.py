@@ -19,9 +19,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from composer_dist import _torch
+from composer_dist.distributed import forwards
 from composer_dist.distributed.activations.offload import HostSaved, pin_memory, stay, to_host
 from composer_dist.distributed.activations.options import Mode, ac_from_flags, ac_mode
 from composer_dist.distributed.activations.selective import keeping
+from composer_dist.distributed.forwards import Layer, is_checkpointed, without_cache
 from composer_dist.distributed.sharding.choose import inherited
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.blocks import has_forward
@@ -130,7 +132,7 @@ def checkpoint_modules(
     for name in sorted(set(names), key=lambda name: (name.count("."), name), reverse=True):
         module = modules[name]
         if mode == "composable":
-            _recompute_in_place(module, options)
+            forwards.add(module, Layer.RECOMPUTE, functools.partial(_recomputed, options))
         elif mode == "wrapped":
             wrapper = _torch.checkpoint_wrapper(module, checkpoint_fn=_Recompute(options))
             _replace(model, module, wrapper)
@@ -167,28 +169,18 @@ def _replace(model: nn.Module, module: nn.Module, wrapper: nn.Module) -> None:
                 setattr(parent, key, wrapper)
 
 
-def is_checkpointed(module: nn.Module) -> bool:
-    """Whether `module` recomputes its forward by our doing, or is a checkpoint wrapper."""
-    forward = vars(module).get("forward")
-    while forward is not None:
-        if isinstance(forward, functools.partial) and isinstance(forward.func, _Recompute):
-            return True
-        forward = getattr(forward, "__wrapped__", None)  # compiled, maybe
-    return isinstance(module, _torch.CheckpointWrapper)
+def _recomputed(
+    options: Mapping[str, Any], module: nn.Module, forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A recomputed forward of `module`.
 
-
-def _recompute_in_place(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """Puts a recomputed forward on the module itself.
-
-    Not the module's call but its forward, so that hooks stay outside and run once: torch's
+    Not the module's call but its forward is recomputed, so that hooks stay outside and run once: torch's
     composable checkpoint repeats those that change the inputs, on inputs that they have changed
     already, and cannot run two backwards over one forward (torch 2.13).
     """
-    forward = module.forward
     # A partial, not a closure: a deep copy of the module then runs its own forward. The signature
     # is kept because Hugging Face code inspects it.
-    recomputed = functools.partial(_Recompute(options, forward), module)
-    module.forward = functools.update_wrapper(recomputed, forward)
+    return functools.update_wrapper(functools.partial(_Recompute(options, forward), module), forward)
 
 
 class _Recompute:
@@ -210,34 +202,3 @@ class _Recompute:
             run, traced = self._contexts
             options = {**options, "context_fn": traced if torch.compiler.is_compiling() else run}
         return checkpoint(function, *args, **options)
-
-
-def without_cache(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Takes Hugging Face's key-value cache out of a block's arguments.
-
-    The recomputation would write to the cache a second time and so compute something else.
-    transformers' `GradientCheckpointingLayer` takes it out likewise; `_can_checkpoint_with_cache`
-    is its mark for layers that only read.
-    """
-    caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
-    if kwargs.get("use_cache") is True:
-        kwargs = {**kwargs, "use_cache": False}
-    if not caches or getattr(block, "_can_checkpoint_with_cache", False):
-        return args, kwargs
-    indices = (getattr(module, "layer_idx", None) for module in block.modules())
-    layer = next((index for index in indices if isinstance(index, int)), 0)
-    if any(cache.get_seq_length(layer) > 0 for cache in caches):
-        raise ParallelismValueError(
-            f"A checkpointed {type(block).__name__} got a key-value cache that holds earlier "
-            "tokens, which recomputation cannot repeat. Call the model without past_key_values, or "
-            "under no_grad, or leave the block out of activation checkpointing."
-        )
-    kwargs = {key: None if is_cache(value) else value for key, value in kwargs.items()}
-    return tuple(None if is_cache(value) else value for value in args), kwargs
-
-
-def is_cache(value: object) -> bool:
-    """Whether `value` is a key-value cache as Hugging Face's models pass it from block to block."""
-    return hasattr(value, "get_seq_length") and not isinstance(value, nn.Module)

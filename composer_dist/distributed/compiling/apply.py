@@ -1,4 +1,4 @@
-"""torch.compile, block by block: which modules, with which options, and how in place.
+"""torch.compile, block by block: compiled in place.
 
 What is compiled is a module's forward, not its call: hooks, FSDP2's and ours among them, stay outside
 and run as they always do, so that they break no graph. Alike blocks share one compilation.
@@ -7,13 +7,18 @@ and run as they always do, so that they break no graph. Alike blocks share one c
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from composer_dist import _torch
-from composer_dist.distributed.compiling.plan import Compiled, _CompiledForward
+from composer_dist.distributed import forwards
+from composer_dist.distributed.compiling.plan import Compiled
+from composer_dist.distributed.forwards import Layer, is_cache, is_checkpointed, without_cache
 
 
 def compile_modules(modules: Mapping[str, nn.Module], compiled: Sequence[Compiled]) -> None:
@@ -28,7 +33,7 @@ def compile_modules(modules: Mapping[str, nn.Module], compiled: Sequence[Compile
             # One backend for all alike: with another, Dynamo would compile every block on its own.
             key = repr((options, one.budget))
             options = alike[key] = alike.get(key) or _within(one.budget, options)
-        _compile_in_place(modules[one.module], options)
+        forwards.add(modules[one.module], Layer.COMPILE, functools.partial(_CompiledForward, options))
 
 
 def _within(budget: float, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,6 +43,35 @@ def _within(budget: float, options: Mapping[str, Any]) -> dict[str, Any]:
     return {"backend": _torch.backend_within(budget, options["backend"], *inner), **rest}
 
 
-def _compile_in_place(module: nn.Module, options: Mapping[str, Any]) -> None:
-    forward = module.forward
-    module.forward = functools.update_wrapper(_CompiledForward(module, options), forward)
+class _CompiledForward:
+    """A module's forward, compiled when first called.
+
+    Deep copies and pickles leave the compiled code behind, and compile their own.
+    """
+
+    def __init__(self, options: Mapping[str, Any], module: nn.Module, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self._module, self._forward, self._options = module, forward, dict(options)
+        self._recomputed = is_checkpointed(module)
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        return torch.compile(self._forward, **self._options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_compiled"}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(is_cache(value) for value in (*args, *kwargs.values())):
+            if self._recomputed:  # here already: inside, every block would be compiled for its own index
+                args, kwargs = without_cache(self._module, args, kwargs)
+            else:
+                warnings.warn(_CACHE, UserWarning, stacklevel=2)
+        with _torch.one_side_effect() if self._recomputed else nullcontext():
+            return self._compiled(*args, **kwargs)
+
+
+_CACHE = (
+    "A compiled block was called for training with a key-value cache, so that every block is compiled "
+    "on its own, and after the eighth none. Call the model with use_cache=False."
+)

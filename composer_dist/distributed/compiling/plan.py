@@ -1,15 +1,8 @@
-"""torch.compile, block by block: which modules, with which options, and how in place.
-
-What is compiled is a module's forward, not its call: hooks, FSDP2's and ours among them, stay outside
-and run as they always do, so that they break no graph. Alike blocks share one compilation.
-"""
+"""torch.compile, block by block: which modules, and with which options."""
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +13,8 @@ from composer_dist import _torch
 from composer_dist.config.base import Compile
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed.activations.plan import Checkpointed
-from composer_dist.distributed.activations.recompute import is_cache, is_checkpointed, without_cache
 from composer_dist.distributed.activations.selective import DEFAULT
+from composer_dist.distributed.forwards import is_compiled
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.blocks import has_forward
 from composer_dist.structure.names import ancestors
@@ -234,42 +227,3 @@ def _clashes(
         )
     if one.budget is not None and backend not in _MIN_CUT:
         yield f"backend {backend!r} knows no memory budget; {', '.join(_MIN_CUT)} do."
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of `module` run compiled code, by our doing or the user's."""
-    ours = isinstance(vars(module).get("forward"), _CompiledForward)
-    return ours or getattr(module, "_compiled_call_impl", None) is not None
-
-
-class _CompiledForward:
-    """A module's forward, compiled when first called.
-
-    Deep copies and pickles leave the compiled code behind, and compile their own.
-    """
-
-    def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
-        self._module, self._forward, self._options = module, module.forward, dict(options)
-        self._recomputed = is_checkpointed(module)
-
-    @functools.cached_property
-    def _compiled(self) -> Any:
-        return torch.compile(self._forward, **self._options)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_compiled"}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and any(is_cache(value) for value in (*args, *kwargs.values())):
-            if self._recomputed:  # here already: inside, every block would be compiled for its own index
-                args, kwargs = without_cache(self._module, args, kwargs)
-            else:
-                warnings.warn(_CACHE, UserWarning, stacklevel=2)
-        with _torch.one_side_effect() if self._recomputed else nullcontext():
-            return self._compiled(*args, **kwargs)
-
-
-_CACHE = (
-    "A compiled block was called for training with a key-value cache, so that every block is compiled "
-    "on its own, and after the eighth none. Call the model with use_cache=False."
-)

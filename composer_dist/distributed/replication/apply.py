@@ -9,11 +9,11 @@ from enum import StrEnum
 from torch import nn
 from torch.optim import Optimizer
 
+from composer_dist.distributed.forwards import call_through
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.replication.batch_norm import convert_sync_batch_norm
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.replication.reducer import Replica
-from composer_dist.distributed.sharding.hooks import gather_in_methods
 from composer_dist.distributed.training.averaging import average_gradients
 from composer_dist.distributed.training.gradients import no_sync
 from composer_dist.errors import ParallelismValueError
@@ -47,7 +47,7 @@ def replicate(
         ignored=[structure.tensors[name].get() for name in plan.ignored],
         mesh=mesh,
     )
-    gather_in_methods(model, forward_methods)
+    call_through(model, forward_methods)
     if replica.local_sgd is not None:
         for optimizer in optimizers:
             optimizer.register_step_post_hook(replica.local_sgd.after_step)

@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from composer_dist import _torch
+from composer_dist.distributed.forwards import call_through
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.plan.plan import ParallelPlan
-from composer_dist.distributed.sharding.hooks import gather_in_methods, own_outputs, reshard_after_evaluation
+from composer_dist.distributed.sharding.hooks import own_outputs, reshard_after_evaluation
 from composer_dist.distributed.sharding.order import check_call_order
 from composer_dist.distributed.sharding.plan import Unit
 from composer_dist.distributed.sharding.skip import let_skip
@@ -156,7 +157,7 @@ def hook_units(structure: Structure, plan: ParallelPlan, mesh: Mesh) -> None:
         for name in unit.modules:
             traced = any(above in compiled for above in ancestors(name) if above != name)
             own_outputs(structure.modules[name], traced)
-            gather_in_methods(structure.modules[name], plan.config.forward_methods)
+            call_through(structure.modules[name], plan.config.forward_methods)
         single = isinstance(module, FSDPModule) and len(unit.modules) == 1
         if single and unit.reshard_after_forward is not True:
             reshard_after_evaluation(module)  # type: ignore[arg-type]

@@ -1,22 +1,8 @@
-"""A unit's outputs are tensors of their own, not views.
-
-FSDP2 hooks the outputs of a unit to gather its parameters again before backward. On a view (a Linear
-with a bias returns one for sequences on CPU) an in-place operation of the caller would lose the hook,
-so torch 2.13 warns at every forward. An output that is no view in autograd's eyes, over the same
-memory, keeps it.
-
-
-MERGED: Methods other than `forward` that gather a unit's parameters as `forward` does.
-
-A unit gathers in hooks around its call. A method that is called by itself would find shards, so it is
-sent through the call: all hooks run around it, FSDP2's and this library's, and `forward` means itself
-again as soon as they have run.
-"""
+"""What happens around the forward of a unit, beside FSDP2's own hooks: outputs, evaluation, methods."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -26,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_dist import _torch
+from composer_dist.distributed.forwards import has_method
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.nested import tensors_in
@@ -34,6 +21,11 @@ from composer_dist.wording import near_miss
 
 def own_outputs(unit: nn.Module, traced: bool = False) -> None:
     """From now on `unit` returns no views; call it after `fully_shard`.
+
+    FSDP2 hooks the outputs of a unit to gather its parameters again before backward. On a view (a Linear
+    with a bias returns one for sequences on CPU) an in-place operation of the caller would lose the hook,
+    so torch 2.13 warns at every forward. A tensor over the same memory that autograd does not know as a
+    view keeps it.
 
     Args:
         unit: a unit of FSDP2's.
@@ -107,9 +99,9 @@ def check_forward_methods(names: Sequence[str], structure: Structure, units: Ite
     modules = [structure.modules[unit] for unit in units]
     faults = []
     for name in names:
-        if not any(_has(module, name) for module in modules):
+        if not any(has_method(module, name) for module in modules):
             known = {key for module in modules for key in dir(type(module)) if key not in dir(nn.Module)}
-            others = [other for other, module in structure.modules.items() if _has(module, name)]
+            others = [other for other, module in structure.modules.items() if has_method(module, name)]
             remedy = near_miss(name, known)
             if others:
                 home = others[0] or "The root"
@@ -117,37 +109,3 @@ def check_forward_methods(names: Sequence[str], structure: Structure, units: Ite
             faults.append(f"forward_methods: no unit has a method {name!r}.{remedy}")
     if faults:
         raise ParallelismValueError("\n".join(faults))
-
-
-def gather_in_methods(module: nn.Module, names: Sequence[str]) -> None:
-    """From now on those of the methods `names` that `module` has run as its forward does."""
-    for name in names:
-        if name != "forward" and _has(module, name):
-            setattr(module, name, _as_forward(module, getattr(module, name)))
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    return callable(getattr(type(module), name, None))
-
-
-def _as_forward(module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        own = vars(module).get("forward")  # somebody else may have put one in front of the class's
-
-        def restore() -> None:
-            vars(module).pop("forward", None)
-            if own is not None:
-                vars(module)["forward"] = own
-
-        def redirected(*args: Any, **kwargs: Any) -> Any:
-            restore()
-            return method(*args, **kwargs)
-
-        vars(module)["forward"] = redirected
-        try:
-            return module(*args, **kwargs)
-        finally:
-            restore()
-
-    return call

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper, wraps
 from types import MethodType
 from typing import Any, cast
 
@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from composer_dist import _torch
+from composer_dist.distributed import forwards
+from composer_dist.distributed.forwards import Layer
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -63,7 +65,7 @@ def apply_tensor_parallel(structure: Structure, plan: TensorParallelPlan, mesh: 
         if isinstance(one.style, Style):
             if one.style.idle:
                 continue
-            module.forward = _styled(module, one.style, mesh)
+            forwards.add(module, Layer.TENSOR_PARALLEL, _styling(one.style, mesh))
         else:
             parallelize_module(module, mesh, one.style, src_data_rank=None)
     for name in plan.parameters:
@@ -146,18 +148,22 @@ def _retie(held: Held) -> None:
         held.put(found[0])
 
 
-def _styled(module: nn.Module, style: Style, mesh: DeviceMesh) -> Callable[..., Any]:
-    """A forward for `module` as its style has it; deep copies run their own."""
-    forward = module.forward
-    if not isinstance(forward, MethodType) or forward.__self__ is not module:
-        return partial(_forward, module, style, mesh, forward)
-    function = forward.__func__
+def _styling(style: Style, mesh: DeviceMesh) -> forwards.Wrap:
+    """Makes forwards as the style has them; deep copies of a module run their own."""
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _forward(module, style, mesh, partial(function, module), *args, **kwargs)
+    def styled(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        if not isinstance(forward, MethodType) or forward.__self__ is not module:
+            return update_wrapper(partial(_forward, module, style, mesh, forward), forward)
+        function = forward.__func__
 
-    # A method, because torch.compile would tell two partials apart, and compile every block on its own.
-    return MethodType(call, module)
+        @wraps(function)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _forward(module, style, mesh, partial(function, module), *args, **kwargs)
+
+        # A method, because torch.compile would tell two partials apart, and compile every block on its own.
+        return MethodType(call, module)
+
+    return styled
 
 
 def _forward(

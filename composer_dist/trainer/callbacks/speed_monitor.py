@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from composer_dist.distributed.compiling.plan import is_compiled
+from composer_dist.distributed.forwards import is_compiled
 from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError

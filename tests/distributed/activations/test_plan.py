@@ -14,7 +14,8 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import parallelize_model, plan_parallelism
 from composer_dist.distributed.activations.plan import Checkpointed, apply_checkpointing
-from composer_dist.distributed.activations.recompute import apply_ac, is_checkpointed
+from composer_dist.distributed.activations.recompute import apply_ac
+from composer_dist.distributed.forwards import is_checkpointed
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit import models
 

@@ -20,8 +20,8 @@ from composer_dist.distributed.activations.recompute import (
     apply_ac,
     checkpoint_modules,
     checkpointed_modules,
-    is_checkpointed,
 )
+from composer_dist.distributed.forwards import is_checkpointed
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit.world import World

@@ -18,9 +18,10 @@ from composer_dist import DDPConfig, FSDP2Config, MeshConfig, ParallelismConfig,
 from composer_dist.distributed import named_parameters_canonical, parallelize_model, plan_parallelism
 from composer_dist.distributed.activations.options import ac_mode
 from composer_dist.distributed.activations.plan import apply_checkpointing
-from composer_dist.distributed.activations.recompute import checkpoint_modules, is_checkpointed
+from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.distributed.compiling.apply import compile_modules
-from composer_dist.distributed.compiling.plan import Compiled, compile_options, is_compiled
+from composer_dist.distributed.compiling.plan import Compiled, compile_options
+from composer_dist.distributed.forwards import is_checkpointed, is_compiled
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit import compare, huggingface, models
 from tests.kit.world import World
