@@ -10,7 +10,7 @@ import torch
 from composer_dist.cli.init import PRESETS
 from tests.kit.recipes import failing, weights_of
 from tests.kit.world import WorkerError, World
-from tests.run.test_presets import EVERY, in_the_default_run
+from tests.recipe.test_presets import EVERY, in_the_default_run
 
 RUN = ["trainer.max_duration=5ba", "trainer.eval_interval=2ba", "export=false", "checkpoints.interval=2ba"]
 TEXT = ["data.batch_size=2", "data.context=32", "data.held_out=4"]
