@@ -60,8 +60,21 @@ def same_start() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where there is none."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--promise", type=int, help="run the tests of this promise of docs/promises.md only")
+
+
+def promises(item: pytest.Item) -> set[int]:
+    """The numbers of the promises that a test holds."""
+    return {number for mark in item.iter_markers("promise") for number in mark.args}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps the tests of one promise where asked; skips what needs a GPU where there is none."""
+    if number := config.getoption("--promise"):
+        others = [item for item in items if number not in promises(item)]
+        items[:] = [item for item in items if number in promises(item)]
+        config.hook.pytest_deselected(items=others)
     if torch.cuda.is_available():
         return
     for item in items:
