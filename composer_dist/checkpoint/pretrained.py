@@ -36,12 +36,13 @@ from composer_dist.distributed.steps import meta_init
 from composer_dist.distributed.training.summon import summon_full_params
 from composer_dist.distributed.weights.disk import Pretrained, Target, fill_encoded
 from composer_dist.distributed.weights.initialize import find_components
-from composer_dist.distributed.weights.storage import storage_of
+from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models.adapters import adapter_hosts, as_peft_names
 from composer_dist.structure.families import is_a, original_classes
 from composer_dist.structure.names import canonical_name
 from composer_dist.structure.structure import Structure, read_structure
+from composer_dist.tensors.inner import local_part
 
 
 def load_pretrained(
@@ -105,12 +106,12 @@ def fill_model(
     with usable_or_marked(model):
         limit, tensors = ParallelismConfig().bucket_bytes, structure.tensors
         names = sorted(name for name in pretrained.names if not tensors[name].info.inner)
-        targets = [_target(name, model, structure, mesh, device) for name in names]
+        encoded_names = sorted(pretrained.names.difference(names))
+        on_meta = [name for name in names if local_part(tensors[name].get()).is_meta]
+        give_memory(structure, [*on_meta, *encoded_names], device)
+        targets = [_target(name, tensors[name].get(), mesh) for name in names]
         pretrained.fill(targets, limit)
-        others = {}
-        for name in sorted(pretrained.names.difference(names)):
-            storage_of(model, tensors[name], device)
-            others[name] = tensors[name].get()
+        others = {name: tensors[name].get() for name in encoded_names}
         fill_encoded(
             pretrained, others, device, agreement, lambda cargoes: _send(cargoes, mesh, agreement, limit)
         )
@@ -121,20 +122,15 @@ def fill_model(
                 meta_init(model)
 
 
-def _target(
-    name: str, model: nn.Module, structure: Structure, mesh: Mesh | None, device: torch.device
-) -> Target:
+def _target(name: str, tensor: torch.Tensor, mesh: Mesh | None) -> Target:
     """Where a tensor's values go: its own memory, if that is contiguous."""
-    held = structure.tensors[name]
-    local = _local(held.get())
-    if local.is_meta:
-        local = storage_of(model, held, device)
-    elif not local.is_contiguous():
+    local = local_part(tensor).detach()
+    if not local.is_contiguous():
         local = torch.empty_like(local, memory_format=torch.contiguous_format)
-    now = held.get()
-    if isinstance(now, DTensor):
-        return Target(name, Layout.of(now), local, now.device_mesh)
-    return Target(name, Layout(held.info.shape), local, None if mesh is None else mesh.device_mesh)
+    whole = None if mesh is None else mesh.device_mesh
+    return Target(
+        name, Layout.of(tensor), local, tensor.device_mesh if isinstance(tensor, DTensor) else whole
+    )
 
 
 def _send(
@@ -149,14 +145,10 @@ def _send(
         cargo.target.copy_(cargo.source)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 @torch.no_grad()
 def _put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Copy what could not be read in place."""
-    if not (local := _local(tensor)).is_contiguous():
+    if not (local := local_part(tensor).detach()).is_contiguous():
         local.copy_(values)
 
 

@@ -59,6 +59,7 @@ from composer_dist.distributed.weights.initialize import (
     peak_bytes,
 )
 from composer_dist.distributed.weights.sources import Sources, decide_sources
+from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.errors import ParallelismTypeError
 from composer_dist.precision import Precision, require_fp8
 from composer_dist.structure.shared import check_aliasing
@@ -240,17 +241,18 @@ def _execute(
             apply_checkpointing(done.model, plan.checkpointing)
             structure = read_structure(done.model)
         compile_modules(structure.modules, plan.compiled)
-        shards = shard(structure, plan, mesh)
+        originals = shard(structure, plan, mesh)
+        give_memory(structure, originals, mesh.device)
     limit = plan.config.bucket_bytes
     with Transport(mesh.device_mesh, agreement, limit, plan.config.transport) as transport:
-        filling = Filling(structure, shards, sources, mesh, agreement, transport, limit, disk)
+        filling = Filling(structure, originals, sources, mesh, agreement, transport, limit, disk)
         with done.step("weights"):
             filling.deliver_weights()
         if components:
             with done.step("initialize"):
                 filling.initialize(components)
         with done.step("optimizer"):
-            new = {name: held.get() for name, held in structure.parameters.items()} | shards.sharded
+            new = {name: held.get() for name, held in structure.parameters.items()}
             filling.deliver_states(follower, new)  # type: ignore[arg-type]
             follower.rebind(new)  # type: ignore[arg-type]
     done.bytes_moved, done.transport = transport.moved, transport.way
@@ -262,8 +264,8 @@ def _execute(
             "replication", lambda: replicate(structure, replica, mesh, optimizers, methods)
         )
     with agreement.together("the final checks"), done.step("check"):
-        for name, parameter in shards.sharded.items():
-            carry_attributes(shards.originals[name], parameter)
+        for name, original in originals.items():
+            carry_attributes(original, new[name])  # type: ignore[arg-type]
         done.plain_parameters = {name: new[name] for name in plan.plain}  # type: ignore[misc]
         trainable = {n: p for n, p in done.plain_parameters.items() if p.requires_grad}
         if trainable and not plan.replica and mesh.fsdp is not None:

@@ -18,8 +18,9 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.resolve import resolve_config
 from composer_dist.distributed.context_parallelism.context import expect_context
 from composer_dist.distributed.mesh.build import mesh_for
+from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.transfer import deliver, inner_cargoes, take_slice
+from composer_dist.distributed.moving.transfer import Cargo, deliver, inner_cargoes, take_slice
 from composer_dist.distributed.optimizers.check import check_hooks
 from composer_dist.distributed.optimizers.follow import carry_attributes
 from composer_dist.distributed.plan.build import build_plan
@@ -30,8 +31,8 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.sharding.apply import check_offload, hook_units, shard
 from composer_dist.distributed.sharding.choose import WrapPolicy
 from composer_dist.distributed.training.averaging import average_plain_gradients
-from composer_dist.distributed.weights.initialize import InitFn, find_components, replace, run_component
-from composer_dist.distributed.weights.storage import _put, storage_of
+from composer_dist.distributed.weights.initialize import InitFn, find_components, run_component
+from composer_dist.distributed.weights.storage import give_memory, replace
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.precision import Precision
 from composer_dist.structure.structure import Held, Structure, read_structure
@@ -81,10 +82,19 @@ def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
         for name, held in structure.tensors.items()
         if name not in needed and not isinstance(held.get(), DTensor)
     }
-    for component in find_components(structure, needed, param_init_fn):
+    components = find_components(structure, needed, param_init_fn)
+    sharded = [name for name in needed if isinstance(structure.tensors[name].get(), DTensor)]
+    homes = give_memory(structure, sharded, device)
+    for component in components:
         values = run_component(component, structure, torch.initial_seed(), device, real)
         for name in needed.intersection(component.tensors):
-            _put(module, structure.tensors[name], values[name])
+            held = structure.tensors[name]
+            now = held.get()
+            if isinstance(now, DTensor):
+                cargo = Cargo(name, Layout.of(now), now.dtype, homes[name], values[name])
+                take_slice(cargo, now.device_mesh)
+            else:
+                replace(held, values[name])
     if mesh is not None:
         _average_plain(module, structure, mesh, needed)
 
@@ -119,13 +129,14 @@ def prepare_fully_shard(
             )
         check_offload(plan)
         check_hooks(structure, plan.plain)
-    shards = shard(structure, plan, mesh, only_real=True)
-    for name, original in shards.originals.items():
-        held = structure.tensors[name]
-        carry_attributes(original, held.get())  # type: ignore[arg-type]
-        if name in shards.local:
-            for cargo in inner_cargoes(name, held.get(), original):
-                take_slice(cargo, mesh.device_mesh)
+    originals = shard(structure, plan, mesh)
+    real = {name: original for name, original in originals.items() if not original.is_meta}
+    give_memory(structure, real, mesh.device)
+    for name, original in originals.items():
+        now = structure.tensors[name].get()
+        carry_attributes(original, now)  # type: ignore[arg-type]
+        for cargo in inner_cargoes(name, now, original) if name in real else ():
+            take_slice(cargo, mesh.device_mesh)
     for name in plan.plain:
         held = structure.tensors[name]
         if not held.get().is_contiguous():
@@ -161,8 +172,7 @@ def sync_module_states(model: nn.Module, full_state_dict: Mapping[str, torch.Ten
         if agreement.rank == first:
             sources = {name: _find(held, full_state_dict) for name, held in structure.tensors.items()}
     on_meta = {name for name, held in structure.tensors.items() if held.get().is_meta}
-    for held in structure.tensors.values():
-        storage_of(model, held, mesh.device)
+    give_memory(structure, structure.tensors, mesh.device)
     cargoes = [
         cargo
         for name, held in structure.tensors.items()

@@ -160,13 +160,13 @@ def as_floats(tensor: Tensor) -> Tensor:
     local = dense(local_part(tensor)).float()
     if not isinstance(tensor, DTensor):
         return local
+    return dtensor_like(local, tensor)
+
+
+def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor of other local tensors, cut as `like` is."""
     return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 

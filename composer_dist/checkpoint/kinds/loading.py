@@ -23,7 +23,7 @@ from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import device_of_group
 from composer_dist.distributed.weights.disk import Pretrained, Target
-from composer_dist.distributed.weights.storage import storage_of
+from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
 from composer_dist.files.match import Match, castable
 from composer_dist.models.adapters import whole_state
@@ -91,10 +91,9 @@ class _Model:
 
     def load(self, agreement: Agreement) -> None:
         fill_model(self.model, self.structure, reader_of(self.opened, self.blueprints, agreement))
-        held = {name: self.structure.tensors[name] for name, _ in self.inner.values()}
-        for one in held.values():
-            storage_of(self.model, one, device_of_group())
-        parts = {name: inner_tensors(one.get()) for name, one in held.items()}
+        names = {name for name, _ in self.inner.values()}
+        give_memory(self.structure, names, device_of_group())
+        parts = {name: inner_tensors(self.structure.tensors[name].get()) for name in names}
         _fill(self.opened, {path: parts[name][part] for path, (name, part) in self.inner.items()}, agreement)
         with agreement.together("the extra state"):
             for name, code in self.objects.items():

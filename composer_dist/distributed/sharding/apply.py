@@ -2,15 +2,13 @@
 
 Sharding happens on the meta device, on every rank alike: each parameter is first replaced by a
 shadow without storage, matrices are cut among the tensor-parallel ranks, the units are sharded from the
-outermost inwards, and only then do the shards get their storage, to be filled by `sync`, `initialize` or
-a checkpoint. So no rank needs more than its shards, the full tensors stay where they were until they have
-been delivered, and the layout of a parameter in memory (a transposed view, say) does not matter.
+outermost inwards, and only then do the shards get memory (`weights/storage.py`). So no rank needs more
+than its shards, the full tensors stay where they were until they have been delivered, and the layout of a
+parameter in memory (a transposed view, say) does not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,23 +24,11 @@ from composer_dist.distributed.sharding.hooks import own_outputs, reshard_after_
 from composer_dist.distributed.sharding.order import check_call_order
 from composer_dist.distributed.sharding.plan import Unit
 from composer_dist.distributed.sharding.skip import let_skip
-from composer_dist.distributed.tensor_parallel.apply import apply_tensor_parallel, materialize
+from composer_dist.distributed.tensor_parallel.apply import apply_tensor_parallel
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Held, Structure
 from composer_dist.tensors.inner import empty_like
-
-
-@dataclass(frozen=True)
-class Shards:
-    """What sharding has made of a model's parameters."""
-
-    originals: dict[str, torch.Tensor]
-    """The parameters as they were before, by first name: full, or on the meta device."""
-    sharded: dict[str, nn.Parameter]
-    """The new parameters, DTensors, with uninitialized storage."""
-    local: dict[str, torch.Tensor]
-    """Their local tensors, `(rows, ...)`: this rank's rows of dimension 0."""
 
 
 def check_offload(plan: ParallelPlan) -> None:
@@ -59,22 +45,20 @@ def check_offload(plan: ParallelPlan) -> None:
         )
 
 
-def shard(
-    structure: Structure,
-    plan: ParallelPlan,
-    mesh: Mesh,
-    only_real: bool = False,
-) -> Shards:
-    """Shard a model's parameters as planned; their values are yet to come.
+def shard(structure: Structure, plan: ParallelPlan, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Shard a model's parameters as planned, on the meta device; `weights.storage` gives them memory.
 
     Args:
         structure: the model's.
         plan: made for this structure.
-        only_real: parameters that are on the meta device stay there, as meta shards.
+        mesh: the whole one.
+
+    Returns:
+        The parameters as they were before, by first name.
     """
     tensor_parallel = plan.tensor_parallel
-    alone = [] if tensor_parallel is None else list(tensor_parallel.parameters)
-    names = [*(name for unit in plan.units for name in unit.parameters), *alone]
+    names = [name for unit in plan.units for name in unit.parameters]
+    names += [] if tensor_parallel is None else tensor_parallel.parameters
     managed = {name: structure.tensors[name] for name in names}
     originals = {name: held.get() for name, held in managed.items()}
     for held in managed.values():
@@ -83,35 +67,16 @@ def shard(
         apply_tensor_parallel(structure, tensor_parallel, mesh.tp)
     for unit in plan.units:
         _shard_unit(unit, structure, mesh.fsdp or mesh.device_mesh)
-    sharded: dict[str, nn.Parameter] = {}
-    local: dict[str, torch.Tensor] = {}
     for unit in plan.units:
-        home = torch.device("cpu") if unit.offload else mesh.device
         known = fsdp_params_by_place(structure.modules[unit.name])
-        params = {
-            name: next(known[place.key_of] for place in managed[name].places if place.key_of in known)
-            for name in unit.parameters
-            if managed[name].info.inner or not (only_real and originals[name].is_meta)
-        }
-        for name in [name for name in params if managed[name].info.inner]:
-            rows = _torch.padded_shard(params[name])[0][0]
-            where = torch.device("meta") if only_real and originals[name].is_meta else home
-            made = empty_like(originals[name], where, originals[name].shape[0] // rows, pins_memory(unit))
-            parameter = _torch.adopt_shard(params.pop(name), made)
-            if not made.is_meta:
-                sharded[name], local[name] = parameter, made
-        for name, storage in zip(params, _storages(params.values(), home, pins_memory(unit)), strict=True):
-            sharded[name], local[name] = _torch.materialize_shard(params[name], storage)
-    for name in alone:
-        if name not in plan.parameter_units and not (only_real and originals[name].is_meta):
-            sharded[name], local[name] = materialize(managed[name], mesh.device)
-    return Shards(originals, sharded, local)
-
-
-def _storages(params: Iterable[Any], device: torch.device, pin: bool) -> Iterator[torch.Tensor]:
-    """Uninitialized memory for the shards of a unit's parameters, padded."""
-    needed = [_torch.padded_shard(param) for param in params]
-    return (torch.empty(size, dtype=dtype, device=device, pin_memory=pin) for size, dtype in needed)
+        for name in unit.parameters:
+            if managed[name].info.inner:
+                param = next(known[place.key_of] for place in managed[name].places if place.key_of in known)
+                rows = _torch.padded_shard(param)[0][0]
+                _torch.adopt_shard(
+                    param, empty_like(originals[name], "meta", originals[name].shape[0] // rows)
+                )
+    return originals
 
 
 def fsdp_params_by_place(module: nn.Module) -> dict[tuple[int, str], Any]:

@@ -76,15 +76,6 @@ def apply_tensor_parallel(structure: Structure, plan: TensorParallelPlan, mesh: 
             _retie(held)
 
 
-def materialize(held: Held, device: torch.device) -> tuple[nn.Parameter, Tensor]:
-    """Give a cut parameter that no unit shards its storage: the parameter and its local tensor."""
-    shadow = cast(DTensor, held.get())
-    part = torch.empty(shadow.to_local().shape, dtype=shadow.dtype, device=device)
-    parameter = nn.Parameter(_dtensor(part, shadow), requires_grad=held.info.requires_grad)
-    held.put(parameter)
-    return parameter, part
-
-
 def finish_tensor_parallel(
     structure: Structure, plan: TensorParallelPlan, mesh: Mesh, agreement: Agreement
 ) -> None:
@@ -128,12 +119,6 @@ def _cut(held: Held, cut: Cut, mesh: DeviceMesh) -> nn.Parameter:
         stride=torch.empty(held.info.shape, device="meta").stride(),
     )
     return nn.Parameter(value, requires_grad=held.info.requires_grad)
-
-
-def _dtensor(part: Tensor, like: DTensor) -> DTensor:
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 def _retie(held: Held) -> None:

@@ -11,16 +11,16 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.transfer import Cargo, inner_cargoes, take_slice
+from composer_dist.distributed.moving.transfer import inner_cargoes, take_part
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.optimizers.follow import Follower
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.sharding.apply import Shards
 from composer_dist.distributed.weights.disk import Pretrained, Target, fill_encoded
-from composer_dist.distributed.weights.initialize import Component, peak_bytes, replace, run_component
+from composer_dist.distributed.weights.initialize import Component, peak_bytes, run_component
 from composer_dist.distributed.weights.sources import Sources
-from composer_dist.structure.structure import Held, Structure
-from composer_dist.tensors.inner import empty_like
+from composer_dist.distributed.weights.storage import make_anew, replace
+from composer_dist.structure.structure import Structure
+from composer_dist.tensors.inner import local_part
 
 
 @dataclass
@@ -28,7 +28,8 @@ class Filling:
     """A sharded model whose tensors are being filled."""
 
     structure: Structure
-    shards: Shards
+    originals: Mapping[str, torch.Tensor]
+    """The parameters that are sharded now, as they were before."""
     sources: Sources
     mesh: Mesh
     agreement: Agreement
@@ -41,7 +42,7 @@ class Filling:
         self.device = self.mesh.device
         self.first = self.agreement.ranks[0]
         self.values = {
-            name: self.shards.originals.get(name, held.get()) for name, held in self.structure.tensors.items()
+            name: self.originals.get(name, held.get()) for name, held in self.structure.tensors.items()
         }
 
     def deliver_weights(self) -> None:
@@ -56,13 +57,13 @@ class Filling:
         delivered = [
             cargo
             for name in sorted(self.sources.rank0)
-            for cargo in self._cargoes(name, self.values[name] if here else None)
+            for cargo in inner_cargoes(name, self._destination(name), self.values[name] if here else None)
         ]
         self.transport.send({self.first: delivered})
         for name in sorted(self.sources.local):
-            if name in self.shards.local:
-                for cargo in self._cargoes(name, self.values[name]):
-                    take_slice(cargo, self.mesh.device_mesh)
+            if name in self.originals:
+                for cargo in inner_cargoes(name, self._destination(name), self.values[name]):
+                    take_part(cargo, self.mesh.here)
             elif self.values[name].device.type != self.device.type:
                 replace(self.structure.tensors[name], self.values[name].detach().to(self.device))
 
@@ -93,10 +94,11 @@ class Filling:
         self.transport.send(
             {
                 rank: [
-                    self._cargo(name, made.get(name))
+                    cargo
                     for component in mine
                     for name in component.tensors
                     if name in self.sources.init
+                    for cargo in inner_cargoes(name, self._destination(name), made.get(name))
                 ]
                 for rank, mine in turn.items()
             }
@@ -109,16 +111,13 @@ class Filling:
             self.transport.send({self.first: cargoes})
         else:
             for cargo in cargoes:
-                take_slice(cargo, self.mesh.device_mesh)
+                take_part(cargo, self.mesh.here)
 
     def _target(self, name: str) -> Target:
         """A tensor that is read from files, and where its part goes."""
-        now = self.shards.sharded.get(name, self.structure.tensors[name].get())
-        if isinstance(now, DTensor):
-            local = self.shards.local.get(name, now.to_local().detach())
-            return Target(name, Layout.of(now), local, now.device_mesh)
-        cargo = self._cargo(name, None)
-        return Target(name, cargo.layout, cargo.target, self.mesh.device_mesh)
+        tensor = self._destination(name)
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else self.mesh.device_mesh
+        return Target(name, Layout.of(tensor), local_part(tensor).detach(), mesh)
 
     def _read(self, component: Component) -> dict[str, torch.Tensor]:
         """What files have of a component's tensors, whole, for initializers that look at them."""
@@ -130,38 +129,15 @@ class Filling:
             self.disk.read(name, found[name])
         return found
 
-    def _cargoes(self, name: str, source: torch.Tensor | None) -> list[Cargo]:
-        """A tensor, or what it is made of, and where it goes."""
-        if not self.structure.tensors[name].info.inner:
-            return [self._cargo(name, source)]
-        return inner_cargoes(name, self._destination(name), source)
-
     def _destination(self, name: str) -> torch.Tensor:
-        """The tensor of the model that is filled: sharded, or whole."""
-        sharded = self.shards.sharded.get(name)
-        return self._whole(self.structure.tensors[name]) if sharded is None else sharded
-
-    def _cargo(self, name: str, source: torch.Tensor | None) -> Cargo:
-        """A tensor and where it goes: its shard, or a whole tensor that the model holds from now on."""
+        """The tensor that is filled: a shard, or a whole tensor that the model holds from now on."""
         held = self.structure.tensors[name]
-        target = self.shards.local.get(name)
-        if target is None:
-            target = self._whole(held)
-        layout = (
-            Layout.of(self.shards.sharded[name]) if name in self.shards.local else Layout(held.info.shape)
-        )
-        return Cargo(name, layout, held.info.dtype, target, source)
-
-    def _whole(self, held: Held) -> torch.Tensor:
         now = held.get()
-        if now.device.type == self.device.type and now.is_contiguous():
-            return now.detach()  # filled in place; on the source rank it is the source as well
-        if held.info.inner:
-            whole = empty_like(now, self.device)
-        else:
-            whole = torch.empty(held.info.shape, dtype=held.info.dtype, device=self.device)
-        replace(held, whole)
-        return whole
+        if isinstance(now, DTensor):
+            return now
+        if now.device.type != self.device.type or not now.is_contiguous():
+            make_anew(held, self.device)
+        return held.get().detach()  # filled in place; on the source rank it may be the source as well
 
 
 def deal_out(

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_dist.distributed.optimizers.follow import carry_attributes
 from composer_dist.distributed.sharding.choose import inherited
 from composer_dist.distributed.weights.trace import Initializer, random_state_kept, seed_all, trace
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.families import original_classes, transformers_owner
 from composer_dist.structure.names import ancestors
-from composer_dist.structure.structure import Held, Structure, read_structure
+from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.inner import dense
 
 _TOGETHER = 64 << 20
@@ -44,18 +43,6 @@ class Component:
     tensors: tuple[str, ...]
     nbytes: int
     """Size of its tensors: what the rank that runs it needs on top of its shards."""
-
-
-def replace(held: Held, value: torch.Tensor) -> None:
-    """Hold `value` wherever a tensor is held; a parameter keeps its attributes and hooks."""
-    if held.info.kind == "parameter":
-        parameter = nn.Parameter(value, requires_grad=held.info.requires_grad)
-        carry_attributes(held.get(), parameter)
-        value = parameter
-    held.put(value)
-    for place in held.places:
-        if isinstance(place.module, nn.RNNBase):  # keeps its weights in a list as well
-            setattr(place.module, place.key, value)
 
 
 def assert_no_meta(model: nn.Module) -> None:

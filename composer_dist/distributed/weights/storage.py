@@ -1,11 +1,8 @@
-"""The recipe's steps one by one, for those who write a recipe of their own.
-
-`parallelize_model` needs none of them. They follow Composer's: shard a model with
-`prepare_fully_shard`, then fill it with `meta_init` or `sync_module_states`.
-"""
+"""Memory for tensors that have none yet: whole ones, shards of FSDP2 and parts of tensor parallelism."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,55 +10,74 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
-from composer_dist.distributed.mesh.layout import Layout
-from composer_dist.distributed.moving.transfer import Cargo, take_slice
 from composer_dist.distributed.optimizers.follow import carry_attributes
 from composer_dist.distributed.sharding.apply import fsdp_params_by_place
-from composer_dist.distributed.weights.initialize import replace
-from composer_dist.structure.structure import Held
-from composer_dist.tensors.inner import empty_like, local_part
+from composer_dist.structure.structure import Held, Structure
+from composer_dist.tensors.inner import codec_of, dtensor_like, empty_like, local_part
 
 
-def storage_of(model: nn.Module, held: Held, device: torch.device) -> torch.Tensor:
-    """Where a tensor's values go on this rank; made if it has none yet."""
-    value = held.get()
-    if isinstance(value, DTensor):
-        if value.is_meta:
-            param = _fsdp_param(model, held)
-            home, pin = _torch.shard_home(param, device)
-            if held.info.inner:
-                local = empty_like(local_part(value), home, pin_memory=pin)
-                carry_attributes(value, _torch.adopt_shard(param, local))
-                return local
-            size, dtype = _torch.padded_shard(param)
-            storage = torch.empty(size, dtype=dtype, device=home, pin_memory=pin)
-            parameter, local = _torch.materialize_shard(param, storage)
-            carry_attributes(value, parameter)
-            return local
-        return value.to_local().detach()
-    if value.is_meta or not value.is_contiguous():
-        if held.info.inner:
-            replace(held, empty_like(value, device))
-        else:
-            replace(held, torch.empty(held.info.shape, dtype=held.info.dtype, device=device))
-    return held.get().detach()
+def give_memory(structure: Structure, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
+    """Give tensors uninitialized memory, where they are on the meta device or, being whole, not contiguous.
+
+    Args:
+        names: of the tensors; each may be sharded or not.
+        device: where memory is made; shards of units with offload are in host memory instead.
+
+    Returns:
+        This rank's part of each tensor, by name.
+    """
+    modules = structure.modules.values()
+    fsdp = {key: param for module in modules for key, param in fsdp_params_by_place(module).items()}
+    found = {}
+    for name in names:
+        held = structure.tensors[name]
+        now = held.get()
+        if isinstance(now, DTensor) and now.is_meta:
+            param = next((fsdp[place.key_of] for place in held.places if place.key_of in fsdp), None)
+            carry_attributes(
+                now, _new_part(held, now, device) if param is None else _new_shard(param, now, device)
+            )
+        elif now.is_meta or not (isinstance(now, DTensor) or now.is_contiguous()):
+            make_anew(held, device)
+        found[name] = local_part(held.get()).detach()
+    return found
 
 
-def _put(model: nn.Module, held: Held, value: torch.Tensor) -> None:
-    """Hold a full value: as it is, or this rank's rows of it."""
-    now = held.get()
-    if not isinstance(now, DTensor):
-        return replace(held, value)
-    target = storage_of(model, held, value.device)
-    take_slice(Cargo(held.info.name, Layout.of(now), held.info.dtype, target, value), now.device_mesh)
-    return None
+def _new_shard(param: Any, now: DTensor, device: torch.device) -> nn.Parameter:
+    """FSDP2's new parameter for one that is on the meta device."""
+    home, pin = _torch.shard_home(param, device)
+    local = local_part(now)
+    if codec_of(local) is not None:
+        return _torch.adopt_shard(param, empty_like(local, home, pin_memory=pin))
+    size, dtype = _torch.padded_shard(param)
+    padded = torch.empty(size, dtype=dtype, device=home, pin_memory=pin)
+    return _torch.materialize_shard(param, padded)[0]
 
 
-def _fsdp_param(model: nn.Module, held: Held) -> Any:
-    places = {place.key_of for place in held.places}
-    return next(
-        param
-        for module in model.modules()
-        for key, param in fsdp_params_by_place(module).items()
-        if key in places
-    )
+def _new_part(held: Held, now: DTensor, device: torch.device) -> nn.Parameter:
+    """A new parameter for one that is cut by tensor parallelism alone."""
+    local = torch.empty(local_part(now).shape, dtype=now.dtype, device=device)
+    parameter = nn.Parameter(dtensor_like(local, now), requires_grad=held.info.requires_grad)
+    held.put(parameter)
+    return parameter
+
+
+def make_anew(held: Held, device: torch.device) -> None:
+    """Hold a new, uninitialized, whole tensor in place of this one."""
+    info = held.info
+    if info.inner:
+        replace(held, empty_like(held.get(), device))
+    else:
+        replace(held, torch.empty(info.shape, dtype=info.dtype, device=device))
+
+
+def replace(held: Held, value: torch.Tensor) -> None:
+    """Hold `value` wherever a tensor is held; a parameter keeps its attributes and hooks."""
+    if held.info.kind == "parameter":
+        parameter = nn.Parameter(value, requires_grad=held.info.requires_grad)
+        carry_attributes(held.get(), parameter)
+        value = parameter
+    held.put(value)
+    for place in held.places:
+        if isinstance(place.module, nn.RNNBase):  # keeps its weights in a list as well
+            setattr(place.module, place.key, value)

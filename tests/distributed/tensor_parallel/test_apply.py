@@ -31,6 +31,7 @@ from composer_dist.distributed.steps import meta_init
 from composer_dist.distributed.training.gradients import no_sync
 from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_value
 from composer_dist.distributed.training.summon import summon_full_params
+from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
 from tests.kit.compare import close, same
@@ -252,14 +253,14 @@ def test_eight_ranks_replicate_shard_and_cut() -> None:
         model, mesh = built(gpt2, device="meta"), mesh_for(settings)
         structure = read_structure(model)
         plan = build_plan(structure, settings, world_size=8)
-        shards = shard(structure, plan, mesh)
+        local = give_memory(structure, shard(structure, plan, mesh), torch.device("cpu"))
     finally:
         dist.destroy_process_group()
-    fused = shards.sharded["transformer.h.0.attn.c_attn.bias"]
+    fused = model.transformer.h[0].attn.c_attn.bias
     assert str(fused.placements) == "(Replicate(), _StridedShard(dim=0, sf=2), _StridedShard(dim=0, sf=3))"
     layout = Layout.of(fused)
     assert (layout.rows, layout.tp_dim, layout.tp_groups) == (True, 0, 3)
-    assert shards.local["transformer.wte.weight"].shape == (13, 32)  # of 51 rows the last 25, of them 13
+    assert local["transformer.wte.weight"].shape == (13, 32)  # of 51 rows the last 25, of them 13
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
