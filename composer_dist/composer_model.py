@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.wording import listed
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -134,3 +136,23 @@ class ComposerClassifier(ComposerModel):
             )
         with torch.device("cpu"):  # a model may be built on meta; its counts are not weights
             return MulticlassAccuracy(num_classes=self.num_classes, average="micro")
+
+
+def check_model(model: object) -> None:
+    """Refuses anything but a `ComposerModel`."""
+    if not isinstance(model, ComposerModel):
+        raise ParallelismTypeError(
+            f"The Trainer needs a ComposerModel, not {type(model).__name__}: wrap a classifier in "
+            "ComposerClassifier, a transformers or peft model in HuggingFaceModel, or subclass "
+            "ComposerModel and give it forward and loss."
+        )
+
+
+def check_has_values(model: nn.Module) -> None:
+    """Refuses a model on the meta device, which nothing will initialize."""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    if on_meta := [name for name, tensor in tensors if tensor.is_meta]:
+        raise ParallelismValueError(
+            f"{listed(on_meta, 5)} {'is' if len(on_meta) == 1 else 'are'} on the meta device, without "
+            "values. Pass a parallelism_config, which initializes the model, or build it on a real device."
+        )

@@ -25,6 +25,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from typing import Any
 
@@ -142,6 +143,17 @@ def as_dtype(value: Any) -> torch.dtype:
                 return dtype
     known = ", ".join(name for names in _DTYPES.values() for name in names)
     raise ParallelismValueError(f"{value!r} is no dtype to communicate in; there are {known}.")
+
+
+def autocast(precision: Precision | None, device: torch.device) -> AbstractContextManager[object]:
+    """Runs forward and loss under torch's autocast where the precision is a mixed one.
+
+    Under FSDP2 too, as in Composer: parameters are gathered in the low precision there, and
+    autocast keeps norms, softmax and the loss in float32.
+    """
+    if precision in (None, Precision.FP32):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=precision.dtype)
 
 
 def _default(precision: Precision | None) -> MixedPrecisionPolicy:

@@ -89,7 +89,7 @@ class Time:
             )
             return cls(seconds, TimeUnit.SECOND)
         raise ParallelismValueError(
-            f"{text!r} is no time. Write a number and a unit: '3ep' (epochs), '100ba' (batches), "
+            f"{text!r} is not a valid duration. Use a number and a unit: '3ep' (epochs), '100ba' (batches), "
             "'5000sp' (samples), '3e4tok' (tokens), '0.5dur' (share of the training), '90sec', "
             "'1h30m'."
         )
@@ -107,7 +107,19 @@ class Time:
             return cls.parse(time)
         if isinstance(time, int) and not isinstance(time, bool) and unit is not None:
             return cls(time, unit)
-        raise ParallelismTypeError(f"{time!r} is no time; write a Time or a string such as '10ba'.")
+        raise ParallelismTypeError(f"{time!r} is not a valid duration; pass a Time or a string like '10ba'.")
+
+    @classmethod
+    def positive(cls, name: str, time: Time | str | int) -> Time:
+        """`Time.of(time)`; `name` is what the user calls it, for the error.
+
+        Raises:
+            ParallelismValueError: it is not positive.
+        """
+        found = cls.of(time)
+        if not found.value > 0:
+            raise ParallelismValueError(f"{name} must be positive, not '{found}'.")
+        return found
 
     def __str__(self) -> str:
         """As a time string."""
@@ -221,7 +233,7 @@ class Timestamp:
         names = {field.name for field in fields(cls)}
         if wrong := names.symmetric_difference(state):
             raise ParallelismValueError(
-                f"This is no Timestamp's state: missing or unknown are {', '.join(sorted(wrong))}."
+                f"Not a Timestamp state: missing or unknown keys: {', '.join(sorted(wrong))}."
             )
         return cls(**state)
 
@@ -234,10 +246,10 @@ def end_of_fit(now: Timestamp, planned: Time | None, duration: Time | None) -> T
     """
     if duration is None:
         if planned is None:
-            raise ParallelismValueError("How long? Pass max_duration or fit(duration=...).")
+            raise ParallelismValueError("No training length given: pass max_duration or fit(duration=...).")
         if now.reached(planned):
             raise ParallelismValueError(
-                f"Training has reached max_duration='{planned}' already; go on with fit(duration=...)."
+                f"Training has already reached max_duration='{planned}'; continue with fit(duration=...)."
             )
         return planned
     if duration.unit is TimeUnit.DURATION:

@@ -1,6 +1,6 @@
-"""Evaluation and prediction: forward passes without gradients, in step on all ranks.
+"""Evaluation and prediction: on which data, how often, and the forward passes without gradients.
 
-MERGED: What to evaluate on, by which name, and how often.
+All ranks take the same number of batches, whatever their dataloaders hold.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,14 @@ from torch.utils.data import DataLoader
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.precision import autocast
 from composer_dist.trainer.clock import Time
-from composer_dist.trainer.data.batch import map_leaves, to_device
-from composer_dist.trainer.data.feed import Feed
-from composer_dist.trainer.events import Event
-from composer_dist.trainer.every import Every
+from composer_dist.trainer.data.batch import map_leaves, num_samples, to_device
+from composer_dist.trainer.data.feed import Fed, Feed, Size
+from composer_dist.trainer.events import Event, Every
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
-from composer_dist.trainer.step import autocast, total_loss
+from composer_dist.trainer.step import measure, total_loss
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -37,23 +38,19 @@ RunEvent = Callable[[Event], None]
 
 
 def evaluate(
-    state: State, feed: Feed, evaluator: Evaluator, logger: Logger, run_event: RunEvent, with_loss: bool
+    state: State, evaluator: Evaluator, logger: Logger, run_event: RunEvent, with_loss: bool
 ) -> dict[str, float]:
     """Logs the mean loss and the metrics over a dataloader of all ranks; equal on every rank.
 
     The results are called `loss/<label>/total`, with `with_loss`, and `metrics/<label>/<metric>`.
     """
     label = evaluator.label
+    feed = Feed(evaluator.batches, label, partial(measure, state))
     metrics = fresh_metrics(evaluator.chosen(state.model.get_metrics(is_train=False)), state.device)
     state.eval_metrics[label] = metrics
     total, weight = torch.zeros((), device=state.device), 0.0
     with _reading(state, feed, label):
-        run_event(Event.EVAL_START)
-        while (fed := feed.next()) is not None:
-            state.dataloader_len = feed.length
-            state.batch = to_device(fed.batch, state.device)
-            run_event(Event.EVAL_BATCH_START)
-            run_event(Event.EVAL_BEFORE_FORWARD)
+        for fed in _batches(state, feed, "eval", run_event):
             with autocast(state.precision, state.device):
                 outputs = state.model(state.batch)
                 state.outputs = state.model.eval_forward(state.batch, outputs)
@@ -65,8 +62,6 @@ def evaluate(
             if not fed.filler:
                 for metric in metrics.values():
                     state.model.update_metric(state.batch, state.outputs, metric)
-            state.eval_batch += 1
-            run_event(Event.EVAL_BATCH_END)
         results = compute_metrics(metrics, label)
         if with_loss:
             sums = process_group.all_reduce([float(total), weight], "sum")
@@ -76,25 +71,32 @@ def evaluate(
     return results
 
 
-def predict(state: State, feed: Feed, run_event: RunEvent, keep: bool) -> list[Any]:
+def predict(state: State, dataloader: Iterable[Any], run_event: RunEvent, keep: bool) -> list[Any]:
     """What `eval_forward` gives for each batch of this rank's dataloader, on the CPU."""
+    feed = Feed(dataloader, "predict", lambda batch: Size(samples=num_samples(batch)))
     kept: list[Any] = []
     with _reading(state, feed, "predict"):
-        run_event(Event.PREDICT_START)
-        while (fed := feed.next()) is not None:
-            state.dataloader_len = feed.length
-            state.batch = to_device(fed.batch, state.device)
-            run_event(Event.PREDICT_BATCH_START)
-            run_event(Event.PREDICT_BEFORE_FORWARD)
+        for fed in _batches(state, feed, "predict", run_event):
             with autocast(state.precision, state.device):
                 state.outputs = state.model.eval_forward(state.batch)
             run_event(Event.PREDICT_AFTER_FORWARD)
             if keep and not fed.filler:
                 kept.append(map_leaves(_to_cpu, state.outputs))
-            state.eval_batch += 1
-            run_event(Event.PREDICT_BATCH_END)
         run_event(Event.PREDICT_END)
     return kept
+
+
+def _batches(state: State, feed: Feed, kind: str, run_event: RunEvent) -> Iterator[Fed]:
+    """The batches of a pass, each in `state.batch`, with the events before and after them."""
+    run_event(Event(f"{kind}_start"))
+    while (fed := feed.next()) is not None:
+        state.dataloader_len = feed.length
+        state.batch = to_device(fed.batch, state.device)
+        run_event(Event(f"{kind}_batch_start"))
+        run_event(Event(f"{kind}_before_forward"))
+        yield fed
+        state.eval_batch += 1
+        run_event(Event(f"{kind}_batch_end"))
 
 
 def fresh_metrics(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
@@ -143,24 +145,29 @@ def _flatten(name: str, value: Any) -> dict[str, float]:
 
 @contextmanager
 def _reading(state: State, feed: Feed, label: str) -> Iterator[None]:
-    """Evaluation mode, no gradients; afterwards the modules' modes and the state's place return."""
-    modes = {module: module.training for module in state.model.modules()}
+    """Evaluation mode, no gradients; afterwards modules and state are as they were."""
     place = state.dataloader, state.dataloader_label, state.dataloader_len
     state.dataloader, state.dataloader_label, state.dataloader_len = feed.dataloader, label, None
     state.eval_batch = 0
-    state.model.eval()
     try:
-        with torch.no_grad():
+        with evaluating(state.model):
             yield
     finally:
-        _restore(modes)
         state.dataloader, state.dataloader_label, state.dataloader_len = place
         state.batch = state.outputs = None
 
 
-def _restore(modes: Mapping[nn.Module, bool]) -> None:
-    for module, training in modes.items():
-        module.training = training
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients inside; afterwards every module is in its own mode again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def _to_cpu(leaf: Any) -> Any:
@@ -190,8 +197,8 @@ class Evaluator:
             )
         if self.subset is not None and self.subset < 1:
             raise ParallelismValueError(f"{self.label}: subset must be positive, not {self.subset}.")
-        if self.interval is not None and not Time.of(self.interval).value > 0:
-            raise ParallelismValueError(f"{self.label}: interval must be positive, not '{self.interval}'.")
+        if self.interval is not None:
+            Time.positive(f"{self.label}: interval", self.interval)
 
     @property
     def batches(self) -> Iterable[Any]:
@@ -245,10 +252,39 @@ def as_evaluators(given: Any, label: str = "eval") -> list[Evaluator]:
     return [Evaluator(label, given)]
 
 
-def timetable(evaluators: Sequence[Evaluator], interval: Time | None) -> list[tuple[Evaluator, Every]]:
-    """When `fit` evaluates on which; those without an interval where `interval` is None it leaves out."""
-    own = [(one, interval if one.interval is None else Time.of(one.interval)) for one in evaluators]
-    return [(one, Every(one.label, time)) for one, time in own if time is not None]
+class Timetable:
+    """When `fit` evaluates, and on which data.
+
+    Args:
+        evaluators: what to evaluate on.
+        interval: for those without an interval of their own; None leaves them out.
+    """
+
+    def __init__(self, evaluators: Sequence[Evaluator], interval: Time | None) -> None:
+        own = [(one, interval if one.interval is None else one.interval) for one in evaluators]
+        self._entries = [(one, Every(one.label, time)) for one, time in own if time is not None]
+        self.evaluated: dict[str, int] = {}
+        """By label, the batch after which `fit` last evaluated."""
+
+    def start(self, state: State) -> None:
+        """Counts the intervals from here."""
+        for _, every in self._entries:
+            every.start(state)
+
+    def due(self, state: State) -> list[Evaluator]:
+        """What to evaluate on now, because its interval has passed."""
+        return self._once([one for one, every in self._entries if every.passed(state)], state)
+
+    def last(self, state: State) -> list[Evaluator]:
+        """What to evaluate on at the end of the fit."""
+        return self._once([one for one, _ in self._entries], state)
+
+    def _once(self, evaluators: Sequence[Evaluator], state: State) -> list[Evaluator]:
+        """Leaves out those that were evaluated on after this very batch."""
+        now = state.timestamp.batch
+        due = [one for one in evaluators if self.evaluated.get(one.label) != now]
+        self.evaluated |= {one.label: now for one in due}
+        return due
 
 
 def _labeled(label: str, given: Any) -> Evaluator:

@@ -1,8 +1,11 @@
-"""The moments of a run at which callbacks are called."""
+"""The moments of a run at which callbacks are called, and intervals that pass again and again."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+
+from composer_dist.trainer.clock import Time, Timestamp
+from composer_dist.trainer.state import State
 
 
 class Event(StrEnum):
@@ -61,3 +64,34 @@ class Event(StrEnum):
     PREDICT_AFTER_FORWARD = "predict_after_forward"
     PREDICT_BATCH_END = "predict_batch_end"
     PREDICT_END = "predict_end"
+
+
+class Every:
+    """An interval that passes again and again, at its multiples since the start of the run.
+
+    Args:
+        name: what the user calls it, for the error.
+        interval: such as "10ba", "1ep" or "30sec"; an integer means epochs.
+
+    Raises:
+        ParallelismValueError: the interval is not positive.
+    """
+
+    def __init__(self, name: str, interval: Time | str | int) -> None:
+        self.interval = Time.positive(name, interval)
+        self._seen = 0
+
+    def start(self, state: State) -> None:
+        """Counts from now on: what has passed, in this process or an earlier one, has been seen."""
+        self._seen = state.intervals(self.interval)
+
+    def passed(self, state: State, at: Timestamp | None = None) -> bool:
+        """Whether the interval has passed since the last time this was true."""
+        count = state.intervals(self.interval, at)
+        due = count > self._seen
+        self._seen = max(count, self._seen)
+        return due
+
+    def passes_with_this_batch(self, state: State) -> bool:
+        """`passed`, asked within a training batch about the time when it will have ended."""
+        return self.passed(state, state.timestamp.next_batch())

@@ -9,19 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
+from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.training.gradients import Accumulate
-from composer_dist.trainer.data.feed import Fed, Feed
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.clock import Time
+from composer_dist.trainer.data.feed import Fed, Feed, length_of
 from composer_dist.trainer.data.sampling import set_epoch
-from composer_dist.trainer.evaluation import Evaluator, compute_metrics, fresh_metrics
+from composer_dist.trainer.evaluation import Evaluator, Timetable, compute_metrics, fresh_metrics
 from composer_dist.trainer.events import Event
-from composer_dist.trainer.every import Every
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.microbatch import Microbatches, MicrobatchSize
-from composer_dist.trainer.schedulers import set_rates
+from composer_dist.trainer.schedulers import Schedule, check_steps, set_rates
 from composer_dist.trainer.state import State
 from composer_dist.trainer.step import GradientClipping, measure, train_batch
+from composer_dist.wording import listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +32,29 @@ class LoopOptions:
     microbatch_size: MicrobatchSize
     clipping: GradientClipping | None
     accumulate: Accumulate
-    schedule_batches: bool
-    evaluators: Sequence[tuple[Evaluator, Every]]
-    """What to evaluate on, and when, beside at the end."""
-    replicas: int
-    """Ranks with different data."""
+    schedules: Sequence[Schedule]
+    schedule_batches: bool | None
+    timetable: Timetable
+    """When to evaluate, besides at the end."""
+
+    def __post_init__(self) -> None:
+        size = self.microbatch_size
+        if size not in (None, "auto") and (not isinstance(size, int) or size < 1):
+            raise ParallelismValueError(
+                "device_train_microbatch_size must be a positive number of samples, 'auto' or None, not "
+                f"{size!r}."
+            )
+        if self.accumulate not in ("sharded", "unsharded"):
+            raise ParallelismValueError(f"accumulate is 'sharded' or 'unsharded', not {self.accumulate!r}.")
 
 
 class TrainingLoop:
-    """Trains until the state's `max_duration`; a later `run` goes on in the middle of the epoch.
+    """Trains until the state's `max_duration`; a later `run` continues in the middle of the epoch.
 
-    Every decision is taken from what all ranks know alike, so that they take it together.
+    Every decision is based on what all ranks know, so that they all decide alike.
 
     Args:
+        replicas: the number of ranks with different data.
         run_event: calls the callbacks.
         evaluate: evaluates what it is given.
     """
@@ -53,12 +64,14 @@ class TrainingLoop:
         state: State,
         logger: Logger,
         options: LoopOptions,
+        replicas: int,
         run_event: Callable[[Event], None],
         evaluate: Callable[[Sequence[Evaluator]], object],
     ) -> None:
         self._state = state
         self._logger = logger
         self._options = options
+        self._replicas = replicas
         self._run_event = run_event
         self._evaluate = evaluate
         self._microbatches = Microbatches(state, options.microbatch_size)
@@ -66,6 +79,19 @@ class TrainingLoop:
         self._place: Mapping[str, Any] | None = None
         """Where the next pass begins, if not at the start."""
         self._began = 0.0
+
+    def plan(self, max_duration: Time | None, duration: Time | None) -> None:
+        """Sets where the next `run` ends, and warns of what it would do in vain.
+
+        Raises:
+            ParallelismValueError: there is nothing to train on or with, or no time left.
+        """
+        state = self._state
+        if state.train_dataloader is None:
+            raise ParallelismValueError("Training needs a train_dataloader.")
+        state.plan_fit(max_duration, duration)
+        _check_trainable(state)
+        check_steps(state, self._options.schedule_batches, length_of(state.train_dataloader))
 
     def restart_epoch(self) -> None:
         """Forgets the place in the dataloader, because it is another one now."""
@@ -81,6 +107,11 @@ class TrainingLoop:
         """Has the next `run` begin where `place` told."""
         self._feed, self._place = None, place
 
+    @property
+    def evaluated(self) -> dict[str, int]:
+        """By label, the batch after which `run` last evaluated."""
+        return self._options.timetable.evaluated
+
     def generators(self) -> dict[str, Any]:
         """The host's generators at that place, if reading has moved them since; else {}."""
         return self._feed.generators() if self._feed else {}
@@ -94,14 +125,13 @@ class TrainingLoop:
         state.train_metrics = fresh_metrics(state.model.get_metrics(is_train=True), state.device)
         state.dataloader, state.dataloader_label = state.train_dataloader, "train"
         state.dataloader_len = state.train_length
-        for _, interval in self._options.evaluators:
-            interval.start(state)
+        self._options.timetable.start(state)
         self._began = time.monotonic() - state.timestamp.seconds
         self._run_event(Event.FIT_START)
         state.throughput.start(state.timestamp)
         while not state.finished and self._epoch():
             pass
-        self._evaluate_those([evaluator for evaluator, _ in self._options.evaluators])
+        self._evaluate_on(self._options.timetable.last(state))
         self._run_event(Event.FIT_END)
         state.dataloader, state.dataloader_label, state.dataloader_len = None, None, None
 
@@ -134,7 +164,7 @@ class TrainingLoop:
             "train",
             partial(measure, self._state),
             clock=lambda: time.monotonic() - self._began,
-            replicas=self._options.replicas,
+            replicas=self._replicas,
             place=place,
         )
 
@@ -142,20 +172,14 @@ class TrainingLoop:
         state = self._state
         state.batch, state.alarmed = fed.batch, fed.alarmed
         state.dataloader_len = state.train_length = feed.length
-        set_rates(state)
+        set_rates(state, self._options.schedules)
         self._run_event(Event.AFTER_DATALOADER)
         self._run_event(Event.BATCH_START)
-        metrics: dict[str, float | Tensor] = {
-            **train_batch(
-                state,
-                fed,
-                self._run_event,
-                self._microbatches,
-                self._options.clipping,
-                self._options.accumulate,
-            )
-        }
-        if self._options.schedule_batches:
+        options = self._options
+        metrics = train_batch(
+            state, fed, self._run_event, self._microbatches, options.clipping, options.accumulate
+        )
+        if options.schedule_batches:
             self._step_schedulers()
         state.timestamp = state.timestamp.next_batch(
             samples=fed.samples, tokens=fed.tokens, seconds=fed.seconds
@@ -164,16 +188,16 @@ class TrainingLoop:
         metrics |= compute_metrics(state.train_metrics, "train")
         self._logger.log_metrics(metrics)
         self._run_event(Event.BATCH_END)
-        self._evaluate_if_due()
+        self._evaluate_on(options.timetable.due(state))
         self._run_event(Event.BATCH_CHECKPOINT)
 
     def _end_epoch(self) -> None:
-        self._feed = None
-        self._state.timestamp = self._state.timestamp.next_epoch()
+        state, self._feed = self._state, None
+        state.timestamp = state.timestamp.next_epoch()
         if not self._options.schedule_batches:
             self._step_schedulers()
         self._run_event(Event.EPOCH_END)
-        self._evaluate_if_due()
+        self._evaluate_on(self._options.timetable.due(state))
         self._run_event(Event.EPOCH_CHECKPOINT)
 
     def _step_schedulers(self) -> None:
@@ -183,16 +207,27 @@ class TrainingLoop:
             for scheduler in self._state.schedulers:
                 scheduler.step()
 
-    def _evaluate_if_due(self) -> None:
-        self._evaluate_those(
-            [one for one, interval in self._options.evaluators if interval.passed(self._state)]
-        )
-
-    def _evaluate_those(self, evaluators: Sequence[Evaluator]) -> None:
-        """Evaluates on those that have not been evaluated on since the last batch."""
-        evaluated, now = self._state.evaluated, self._state.timestamp.batch
-        due = [evaluator for evaluator in evaluators if evaluated.get(evaluator.label) != now]
-        if due:
-            evaluated |= {evaluator.label: now for evaluator in due}
+    def _evaluate_on(self, evaluators: Sequence[Evaluator]) -> None:
+        if evaluators:
             with self._state.throughput.pause():
-                self._evaluate(due)
+                self._evaluate(evaluators)
+
+
+def _check_trainable(state: State) -> None:
+    """Refuses to train without optimizers; warns of trainable parameters that none of them has."""
+    if not state.optimizers:
+        raise ParallelismValueError("Training needs optimizers; pass them to the Trainer.")
+    held = {id(parameter) for parameter in state.optimized_parameters()}
+    idle = [
+        name
+        for name, parameter in named_parameters_canonical(state.model)
+        if parameter.requires_grad and id(parameter) not in held
+    ]
+    if idle:
+        warnings.warn(
+            f"{listed(idle, 5)} {'is' if len(idle) == 1 else 'are'} trainable but in no optimizer: gradients "
+            "will be computed for nothing. Give them to an optimizer (built after adapters are added), or "
+            "freeze them.",
+            UserWarning,
+            stacklevel=4,
+        )

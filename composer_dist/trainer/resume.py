@@ -1,7 +1,4 @@
-"""What a run must remember beside its model, its optimizers and its place in the data.
-
-MERGED: Going on with a run that another process began: which checkpoint, and what of it.
-"""
+"""Resuming: what a run saves besides its model and optimizers, and how another process loads it."""
 
 from __future__ import annotations
 
@@ -13,38 +10,47 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.callbacks import Callback
 from composer_dist.trainer.callbacks.checkpoint_saver import CheckpointSaver, contents
+from composer_dist.trainer.data.randomness import generator_states, set_generator_states
+from composer_dist.trainer.loop import TrainingLoop
 from composer_dist.trainer.state import State
 
 
-def run_state(state: State, callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """The clock, the schedulers and the callbacks, by name."""
+def run_state(state: State, loop: TrainingLoop, callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """What a run saves besides its model and optimizers; every rank must ask."""
     states = {name: callback.state_dict() for name, callback in _numbered(callbacks).items()}
     return {
-        "state": state.state_dict(),
+        "state": state.state_dict() | {"evaluated": dict(loop.evaluated)},
         "loss_scaler": state.loss_scaler.state_dict() if state.loss_scaler else None,
         "schedulers": [scheduler.state_dict() for scheduler in state.schedulers],
         "callbacks": {name: one for name, one in states.items() if one},
+        "data": loop.place(),
+        "generators": process_group.gather_objects(generator_states(state.device, loop.generators())),
     }
 
 
-def load_run_state(state: State, callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> None:
-    """Takes over what `run_state` gave; a callback that was not there then stays as it is.
+def load_run_state(
+    state: State, loop: TrainingLoop, callbacks: Sequence[Callback], saved: Mapping[str, Any]
+) -> None:
+    """Loads what `run_state` returned; a callback that has no state there stays as it is.
 
-    To be called before the optimizers' states are loaded: callbacks that change the optimizers' groups
-    make them here as they were.
+    Call it before the optimizers' states are loaded: callbacks that change the optimizers' groups restore
+    them here.
 
     Raises:
         CheckpointValueError: it has another number of schedulers.
         ParallelismValueError: it is of something else.
     """
+    saved = dict(saved)
+    place, generators = saved.pop("data", None), saved.pop("generators", [])
     parts = {"state", "loss_scaler", "schedulers", "callbacks"}
     if wrong := parts.symmetric_difference(saved):
         raise ParallelismValueError(
-            f"This is no Trainer's state: missing or unknown are {', '.join(sorted(wrong))}."
+            f"Not a Trainer state: missing or unknown keys: {', '.join(sorted(wrong))}."
         )
     if len(saved["schedulers"]) != len(state.schedulers):
         raise CheckpointValueError(
@@ -58,7 +64,10 @@ def load_run_state(state: State, callbacks: Sequence[Callback], saved: Mapping[s
             UserWarning,
             stacklevel=3,
         )
-    state.load_state_dict(saved["state"])
+    clock = dict(saved["state"])
+    loop.evaluated.clear()
+    loop.evaluated.update(clock.pop("evaluated", {}))
+    state.load_state_dict(clock)
     for name, callback in named.items():
         if name in saved["callbacks"]:
             callback.load_state_dict(saved["callbacks"][name])
@@ -66,6 +75,9 @@ def load_run_state(state: State, callbacks: Sequence[Callback], saved: Mapping[s
         state.loss_scaler.load_state_dict(saved["loss_scaler"])
     for scheduler, one in zip(state.schedulers, saved["schedulers"], strict=True):
         scheduler.load_state_dict(one)  # after the callbacks, which may add groups to the optimizers
+    loop.go_to(place)
+    if state.rank < len(generators):  # a rank that was not there draws as it was seeded
+        set_generator_states(generators[state.rank], state.device)
 
 
 def _numbered(callbacks: Sequence[Callback]) -> dict[str, Callback]:

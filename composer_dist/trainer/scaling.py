@@ -18,7 +18,8 @@ import torch
 from composer_dist import _torch
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.training.norms import local_gradient
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,20 @@ class LossScaling:
 
 class LossScaler:
     """The factor, and what it has seen."""
+
+    @classmethod
+    def of(cls, options: LossScaling | None, precision: Precision | None) -> LossScaler | None:
+        """The scaler that a precision needs, if it does.
+
+        Raises:
+            ParallelismValueError: options for a precision that needs none.
+            ParallelismTypeError: options of another kind.
+        """
+        if options is not None and precision is not Precision.AMP_FP16:
+            raise ParallelismValueError("loss_scaling has an effect with precision='amp_fp16' only.")
+        if not isinstance(options, LossScaling | None):
+            raise ParallelismTypeError(f"loss_scaling takes a LossScaling, not {type(options).__name__}.")
+        return cls(options) if precision is Precision.AMP_FP16 else None
 
     def __init__(self, options: LossScaling | None = None) -> None:
         self.options = options or LossScaling()

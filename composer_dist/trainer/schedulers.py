@@ -8,6 +8,7 @@ groups had at first. Names and formulas are Composer's.
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -128,17 +129,34 @@ def sorted_out(given: object, optimizers: Sequence[Optimizer]) -> tuple[list[LRS
     return [one for one in items if isinstance(one, LRScheduler)], schedules
 
 
-def set_rates(state: State) -> None:
+def set_rates(state: State, schedules: Sequence[Schedule]) -> None:
     """Sets all learning rates to what the schedules say for the next batch."""
-    if not state.schedules:
+    if not schedules:
         return
-    factor = math.prod(schedule.factor(state) for schedule in state.schedules)
+    factor = math.prod(schedule.factor(state) for schedule in schedules)
     for optimizer in state.optimizers:
         for group, base in zip(optimizer.param_groups, _base_rates(optimizer), strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(base * factor)
             else:
                 group["lr"] = base * factor
+
+
+def check_steps(state: State, every_batch: bool | None, epoch_length: int | None) -> None:
+    """Warns if torch's schedulers would never move, and the user has not said that they step by epochs."""
+    end = state.max_duration
+    if not state.schedulers or every_batch is not None or end is None:
+        return
+    if (end.unit is TimeUnit.EPOCH and end.value <= 1) or (
+        end.unit is TimeUnit.BATCH and epoch_length is not None and end.value <= epoch_length
+    ):
+        warnings.warn(
+            f"Schedulers step after each epoch, and training ends at '{end}', within the first: "
+            "the learning rate will not move. Pass step_schedulers_every_batch=True, or False if "
+            "that is what you want.",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _base_rates(optimizer: Optimizer) -> list[float]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -20,15 +21,13 @@ from composer_dist.trainer.throughput import Throughput
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-    from composer_dist.trainer.schedulers import Schedule
-
 
 @dataclass(kw_only=True)
 class State:
     """The state of a run. The Trainer writes it, callbacks read it."""
 
     model: ComposerModel
-    device: torch.device
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     optimizers: Sequence[Optimizer] = ()
     schedulers: Sequence[LRScheduler] = ()
     precision: Precision | None = None
@@ -40,8 +39,6 @@ class State:
 
     loss_scaler: LossScaler | None = None
     """With float16: what keeps gradients from vanishing."""
-    schedules: Sequence[Schedule] = ()
-    """What sets the learning rates by the clock."""
 
     max_duration: Time | None = None
     """Where the current `fit` ends, counted from the start of the run."""
@@ -78,13 +75,11 @@ class State:
     stop_requested: bool = False
     alarmed: bool = False
     """Whether any rank raised the alarm before this batch: equal on all ranks."""
-    alarm_raised: bool = False
+    _alarm_raised: bool = field(default=False, init=False)
     remember: Callable[[], dict[str, Any]] = dict
     """What a checkpoint holds beside model and optimizers, by key; every rank must ask."""
     averages: dict[str, torch.Tensor] = field(default_factory=dict)
     """The weights' moving averages by parameter name, if an EMA keeps any; sharded like the weights."""
-    evaluated: dict[str, int] = field(default_factory=dict)
-    """By label, the batch after which `fit` last evaluated."""
 
     def stop_training(self) -> None:
         """Ends the run before the next batch, on every rank, whichever rank asked."""
@@ -92,11 +87,11 @@ class State:
 
     def raise_alarm(self) -> None:
         """Lets all ranks find `alarmed` in the next batch: something on this rank needs them together."""
-        self.alarm_raised = True
+        self._alarm_raised = True
 
     def take_alarm(self) -> bool:
         """Whether this rank has raised the alarm since the last call."""
-        raised, self.alarm_raised = self.alarm_raised, False
+        raised, self._alarm_raised = self._alarm_raised, False
         return raised
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,7 +99,6 @@ class State:
         return {
             "timestamp": self.timestamp.state_dict(),
             "train_length": self.train_length,
-            "evaluated": dict(self.evaluated),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -113,13 +107,19 @@ class State:
         Raises:
             ParallelismValueError: it is the state of something else.
         """
-        names = {"timestamp", "train_length", "evaluated"}
+        names = {"timestamp", "train_length"}
         if wrong := names.symmetric_difference(state):
             raise ParallelismValueError(
-                f"This is no State's state: missing or unknown are {', '.join(sorted(wrong))}."
+                f"Not a Trainer state: missing or unknown keys: {', '.join(sorted(wrong))}."
             )
         self.timestamp = Timestamp.from_state_dict(state["timestamp"])
-        self.train_length, self.evaluated = state["train_length"], dict(state["evaluated"])
+        self.train_length = state["train_length"]
+
+    def optimized_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that the optimizers hold: the shards."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
     def plan_fit(self, planned: Time | None, duration: Time | None) -> None:
         """Sets where a `fit` of `duration` ends, and what its schedules count to; see `end_of_fit`."""

@@ -3,22 +3,17 @@
 Gradients are those of the mean loss over the batches of all ranks together, whatever their sizes.
 FSDP2 and DDP average gradients over ranks; so a microbatch whose loss is a mean over `w` terms
 counts `w / W`, where `W` is the mean over ranks of a rank's terms in this batch.
-
-
-MERGED: The precision of the computation, as a context.
-
-MERGED: Groups of options that the Trainer takes whole, so that its constructor stays readable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from composer_dist.distributed.context_parallelism.context import context_parallel
 from composer_dist.distributed.prepared import prepared_mesh
@@ -26,7 +21,7 @@ from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.training.gradients import Accumulate, accumulate
 from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_value
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.precision import Precision
+from composer_dist.precision import autocast
 from composer_dist.trainer.data.batch import num_samples, num_tokens, split, to_device
 from composer_dist.trainer.data.feed import Fed, Size
 from composer_dist.trainer.events import Event
@@ -75,7 +70,7 @@ def train_batch(
     finite = True
     if (scaler := state.loss_scaler) is not None:
         metrics["loss_scale"] = scaler.scale
-        finite = scaler.unscale(optimized_parameters(state))
+        finite = scaler.unscale(state.optimized_parameters())
         scaler.update(finite)
     run_event(Event.AFTER_TRAIN_BATCH)
     if clipping is not None and finite:
@@ -176,31 +171,13 @@ def _update_metrics(state: State) -> None:
 
 
 def _clip(state: State, clipping: GradientClipping) -> dict[str, Tensor]:
-    parameters = list(optimized_parameters(state))
+    parameters = list(state.optimized_parameters())
     if clipping.value is not None:
         clip_grad_value(parameters, clipping.value)
     if clipping.norm is None:
         return {}
     norm = clip_grad_norm(parameters, clipping.norm, clipping.norm_type)
     return {"l2_norm/grad/global" if clipping.norm_type == 2 else "norm/grad/global": norm}
-
-
-def optimized_parameters(state: State) -> Iterator[nn.Parameter]:
-    """The parameters that the optimizers hold: the shards."""
-    for optimizer in state.optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
-
-
-def autocast(precision: Precision | None, device: torch.device) -> AbstractContextManager[object]:
-    """Runs forward and loss under torch's autocast where the precision is a mixed one.
-
-    Under FSDP2 too, as in Composer: parameters are gathered in the low precision there, and
-    autocast keeps norms, softmax and the loss in float32.
-    """
-    if precision in (None, Precision.FP32):
-        return nullcontext()
-    return torch.autocast(device.type, dtype=precision.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,9 +72,9 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
         ":11: optimizer.leaning_rate: unknown key 'leaning_rate'. Valid keys: lr, betas, eps, weight_decay, "
         "amsgrad, maximize, foreach, capturable, differentiable, fused",
         ":12: optimizer.weight_decay: expected a number, got 'much'",
-        ":14: trainer.max_duration: '2bax' is no time. Write a number and a unit: '3ep' (epochs), '100ba' "
-        "(batches), '5000sp' (samples), '3e4tok' (tokens), '0.5dur' (share of the training), '90sec', "
-        "'1h30m'",
+        ":14: trainer.max_duration: '2bax' is not a valid duration. Use a number and a unit: '3ep' (epochs), "
+        "'100ba' (batches), '5000sp' (samples), '3e4tok' (tokens), '0.5dur' (share of the training), "
+        "'90sec', '1h30m'",
         ":15: trainer.gradient_cliping: unknown key 'gradient_cliping'. Did you mean 'gradient_clipping'?",
         ":16: resum: unknown key 'resum'. Did you mean 'resume'?",
     ]

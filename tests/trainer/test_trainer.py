@@ -101,7 +101,7 @@ def test_a_fit_needs_a_duration_data_and_optimizers() -> None:
     trainer, _ = quiet(classifier())
     with pytest.raises(ParallelismValueError, match="needs a train_dataloader"):
         trainer.fit(duration="1ba")
-    with pytest.raises(ParallelismValueError, match="How long"):
+    with pytest.raises(ParallelismValueError, match="No training length given"):
         trainer.fit(train_dataloader=loader())
     with pytest.raises(ParallelismValueError, match="'0.5dur' is a share of max_duration"):
         trainer.fit(duration="0.5dur")
@@ -112,7 +112,7 @@ def test_a_fit_needs_a_duration_data_and_optimizers() -> None:
         idle.fit(duration="1ba")
     done, _ = quiet(classifier(), train_dataloader=loader(), max_duration="1ba")
     done.fit()
-    with pytest.raises(ParallelismValueError, match="reached max_duration='1ba' already"):
+    with pytest.raises(ParallelismValueError, match="already reached max_duration='1ba'"):
         done.fit()
 
 
@@ -125,14 +125,14 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         (ParallelismTypeError, "loggers takes a LoggerDestination", {"loggers": Callback()}),
         (ParallelismValueError, "or None, not 'most'", {"device_train_microbatch_size": "most"}),
         (ParallelismValueError, "positive number .* not 0", {"device_train_microbatch_size": 0}),
-        (ParallelismValueError, "'amp_fp8' converts .* parallelism_config", {"precision": "amp_fp8"}),
+        (ParallelismValueError, "'amp_fp8' needs a parallelism_config", {"precision": "amp_fp8"}),
         (ParallelismValueError, "loss_scaling has an effect", {"loss_scaling": LossScaling()}),
         (ParallelismTypeError, "compile is True or .* not 'max'", {"compile": "max"}),
         (ParallelismTypeError, "schedulers takes schedulers .* not str", {"schedulers": "cosine"}),
         (ParallelismTypeError, "Several dataloaders need labels", {"eval_dataloader": [loader(), loader()]}),
         (ParallelismValueError, "no precision 'bf16'", {"precision": "bf16"}),
         (ParallelismValueError, "eval_interval must be positive", {"eval_interval": "0ba"}),
-        (ParallelismValueError, "'soon' is no time", {"max_duration": "soon"}),
+        (ParallelismValueError, "'soon' is not a valid duration", {"max_duration": "soon"}),
     ]
     for kind, text, options in refused:
         with pytest.raises(kind, match=text):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from composer_dist.trainer.events import Event
+from composer_dist.trainer.clock import Time
+from composer_dist.trainer.events import Event, Every
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
 
@@ -135,3 +136,18 @@ class Callback:
 
     def close(self, state: State, logger: Logger) -> None:
         """The last call, also after an error or Ctrl-C: release what you hold."""
+
+
+class Periodic(Callback):
+    """The base of callbacks that do something now and then.
+
+    Args:
+        interval: how often; an integer means epochs.
+    """
+
+    def __init__(self, interval: Time | str | int) -> None:
+        self._every = Every(f"{type(self).__name__}'s interval", interval)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Counts the interval from here."""
+        self._every.start(state)

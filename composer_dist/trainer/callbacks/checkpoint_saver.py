@@ -13,7 +13,7 @@ from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Time, Timestamp
-from composer_dist.trainer.every import Every
+from composer_dist.trainer.events import Every
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.signals import EXIT_STATUS, SigtermWatch
 from composer_dist.trainer.state import State

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.precision import autocast
+from composer_dist.trainer.callbacks.base import Periodic
 from composer_dist.trainer.clock import Time
-from composer_dist.trainer.every import Every
+from composer_dist.trainer.evaluation import evaluating
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
-from composer_dist.trainer.step import autocast
 
 
-class Generate(Callback):
+class Generate(Periodic):
     """Lets a `HuggingFaceModel` continue prompts now and then, and logs the table `generations`.
 
     All ranks take part, each with all prompts, so it works however the model is sharded. Training goes on
@@ -47,7 +47,7 @@ class Generate(Callback):
                 f"Generate needs a prompt at least, and a positive batch_size, not {self._prompts} and "
                 f"{batch_size}."
             )
-        self._every = Every("Generate's interval", interval)
+        super().__init__(interval)
         self._size = batch_size or len(self._prompts)
         default = {} if "max_length" in options else {"max_new_tokens": 32}
         self._options = default | {"do_sample": False} | options
@@ -60,10 +60,6 @@ class Generate(Callback):
                 f"Generate needs a HuggingFaceModel with a tokenizer; this {type(state.model).__name__} has "
                 f"no {' and no '.join(lacking)}."
             )
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Counts from here."""
-        self._every.start(state)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Generates, if it is time to."""
@@ -102,14 +98,8 @@ def _side(model: Any) -> str:
 
 @contextmanager
 def _at_rest(state: State) -> Iterator[None]:
-    """Evaluation mode, no gradients; afterwards modes and random numbers are as they were."""
-    modes = {module: module.training for module in state.model.modules()}
+    """Evaluation mode and no gradients; afterwards modes and random numbers are as they were."""
     devices = [] if state.device.type == "cpu" else [state.device]
     kind = "cuda" if state.device.type == "cpu" else state.device.type
-    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
-        state.model.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes.items():
-                module.training = training
+    with torch.random.fork_rng(devices, device_type=kind), evaluating(state.model):
+        yield

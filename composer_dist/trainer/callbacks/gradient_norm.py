@@ -5,15 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from composer_dist.distributed.training.norms import global_norm, gradient_part, norms
-from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.callbacks.base import Periodic
 from composer_dist.trainer.clock import Time
-from composer_dist.trainer.every import Every
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
-from composer_dist.trainer.step import optimized_parameters
 
 
-class GradientNorm(Callback):
+class GradientNorm(Periodic):
     """Logs `l2_norm/grad/global`, the 2-norm of all gradients before clipping, over all shards.
 
     Args:
@@ -21,12 +19,8 @@ class GradientNorm(Callback):
     """
 
     def __init__(self, interval: Time | str | int = "1ba") -> None:
-        self._every = Every("GradientNorm's interval", interval)
+        super().__init__(interval)
         self._norm: Tensor | None = None
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Counts from here."""
-        self._every.start(state)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Measures, if it is time to; the value belongs to the batch's end."""
@@ -34,7 +28,7 @@ class GradientNorm(Callback):
         if self._every.passes_with_this_batch(state):
             parts = {
                 str(index): gradient_part(parameter)
-                for index, parameter in enumerate(optimized_parameters(state))
+                for index, parameter in enumerate(state.optimized_parameters())
             }
             self._norm = global_norm(norms(parts).values())
 

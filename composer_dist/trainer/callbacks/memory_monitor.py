@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from composer_dist.distributed.ranks import process_group
-from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.callbacks.base import Periodic
 from composer_dist.trainer.clock import Time
-from composer_dist.trainer.every import Every
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
 
@@ -23,7 +22,7 @@ _ALLOCATOR = {
 }
 
 
-class MemoryMonitor(Callback):
+class MemoryMonitor(Periodic):
     """Logs the memory in use, in bytes: the least, the mean and the most of all ranks.
 
     `memory/host/rss/min`, `.../mean`, `.../max`, and so on for `host/peak_rss` and, on an accelerator,
@@ -35,11 +34,7 @@ class MemoryMonitor(Callback):
     """
 
     def __init__(self, interval: Time | str | int = "10ba") -> None:
-        self._every = Every("MemoryMonitor's interval", interval)
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Counts from here."""
-        self._every.start(state)
+        super().__init__(interval)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Logs, if it is time to."""

@@ -12,14 +12,13 @@ from torch.distributed.tensor import DTensor
 from composer_dist.distributed.prepared import named_buffers_canonical, named_parameters_canonical
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
-from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.callbacks.base import Periodic
 from composer_dist.trainer.clock import Time
-from composer_dist.trainer.every import Every
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
 
 
-class NaNMonitor(Callback):
+class NaNMonitor(Periodic):
     """Raises on every rank when a batch's loss is nan or infinite, before the optimizers step.
 
     The error names the first bad tensor, where there is one: in the batch, among the parameters, the
@@ -30,11 +29,7 @@ class NaNMonitor(Callback):
     """
 
     def __init__(self, interval: Time | str | int = "1ba") -> None:
-        self._every = Every("NaNMonitor's interval", interval)
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Counts from here."""
-        self._every.start(state)
+        super().__init__(interval)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Looks at the loss, which is the same on all ranks.

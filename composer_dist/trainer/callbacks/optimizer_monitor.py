@@ -9,18 +9,16 @@ from torch import Tensor
 
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.training.norms import Part, global_norm, gradient_part, norms, part_of
-from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.callbacks.base import Periodic
 from composer_dist.trainer.clock import Time
-from composer_dist.trainer.every import Every
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
-from composer_dist.trainer.step import optimized_parameters
 
 _WORDS = {"exp_avg": "moment", "momentum_buffer": "moment", "exp_avg_sq": "second_moment"}
 """Composer's words for what optimizers keep; anything else goes by the optimizer's own."""
 
 
-class OptimizerMonitor(Callback):
+class OptimizerMonitor(Periodic):
     """Logs 2-norms of parameters, gradients, the optimizer's moments and the last update.
 
     `l2_norm/<what>/<parameter>` and `l2_norm/<what>/global`, where `what` is "param", "grad" (before
@@ -33,14 +31,10 @@ class OptimizerMonitor(Callback):
     """
 
     def __init__(self, interval: Time | str | int = "10ba", per_parameter: bool = True) -> None:
-        self._every = Every("OptimizerMonitor's interval", interval)
+        super().__init__(interval)
         self._per_parameter = per_parameter
         self._gradients: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Counts from here."""
-        self._every.start(state)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Measures the gradients and keeps the parameters, if it is time to."""
@@ -75,7 +69,7 @@ class OptimizerMonitor(Callback):
 
 def _trained(state: State) -> Iterator[tuple[str, Tensor]]:
     """Name and parameter of what the optimizers hold and train."""
-    held = {id(parameter) for parameter in optimized_parameters(state)}
+    held = {id(parameter) for parameter in state.optimized_parameters()}
     for name, parameter in named_parameters_canonical(state.model):
         if id(parameter) in held and parameter.requires_grad:
             yield name, parameter

@@ -15,8 +15,8 @@ from composer_dist.trainer.callbacks.flops import FlopCount
 from composer_dist.trainer.callbacks.peak_flops import peak_flops as peak_of_device
 from composer_dist.trainer.clock import Timestamp
 from composer_dist.trainer.data.batch import num_samples
+from composer_dist.trainer.data.sampling import data_part
 from composer_dist.trainer.logger import Logger
-from composer_dist.trainer.setup import data_part
 from composer_dist.trainer.state import State
 
 

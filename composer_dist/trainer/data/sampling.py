@@ -5,8 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.data.loader import DistributedDataLoader
+
+
+def data_part(mesh: Mesh | None) -> dict[str, int]:
+    """`num_replicas` and `rank` of this rank's data.
+
+    Raises:
+        ParallelismValueError: several ranks have no mesh in common.
+    """
+    if mesh is not None:
+        return mesh.sampler_kwargs()
+    world, _ = process_group.world_and_rank()
+    if world > 1:
+        raise ParallelismValueError(
+            f"There are {world} ranks, but neither a parallelism_config nor a prepared model: each "
+            "would train a model of its own. Pass parallelism_config='fsdp', for example."
+        )
+    return {"num_replicas": 1, "rank": 0}
 
 
 def check_sampler(dataloader: Iterable[Any], expected: Mapping[str, int]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.trainer.clock import Time, Timestamp
-from composer_dist.trainer.every import Every
+from composer_dist.trainer.events import Every
 from composer_dist.trainer.logger import Logger, Metrics, Row
 from composer_dist.trainer.loggers.destination import LoggerDestination
 from composer_dist.trainer.state import State

@@ -100,7 +100,7 @@ def test_bad_learning_rates_are_refused(lr: Any) -> None:
             "phase 0: Phase.learning_rate: unknown key.*Valid keys: params, lr",
         ),
         ([{"params": "a", "until": {"metric": "loss/eval/total", "patince": 2}}], "Did you mean 'patience'"),
-        ([{"params": "a", "until": "2 weeks"}], "phase 0: .*'2 weeks' is no time"),
+        ([{"params": "a", "until": "2 weeks"}], "phase 0: .*'2 weeks' is not a valid duration"),
         ([{"params": "a", "until": "0ep"}], "phase 0: .*positive time"),
         ([{"params": []}], "phase 0: .*params needs names"),
         (["head"], "a phase is a mapping"),
