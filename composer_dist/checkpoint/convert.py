@@ -25,6 +25,7 @@ from composer_dist.checkpoint.export.plan import plan_export
 from composer_dist.checkpoint.format.opened import Opened, open_checkpoint
 from composer_dist.checkpoint.format.sharded import Saving
 from composer_dist.checkpoint.format.single_file import write_single_file
+from composer_dist.checkpoint.kinds.contents import stored_kind
 from composer_dist.checkpoint.storage.place import place_of
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -212,7 +213,7 @@ def _from_checkpoint(opened: Opened, mapped: Mapped, stage: Stage) -> dict[str, 
                 return type(value)((name, fill(one)) for name, one in value.items())
             return [fill(one) for one in value] if isinstance(value, list) else value
 
-        contents[key] = opened.kinds[key], fill(described)
+        contents[key] = stored_kind(opened, key), fill(described)
     return contents
 
 

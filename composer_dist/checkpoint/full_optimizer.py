@@ -1,11 +1,4 @@
-"""An optimizer's full state, for one file or one device, and back onto any number of ranks.
-
-MERGED: The forms in which people exchange optimizer states, brought to one: keyed by name.
-
-Understood are our own form and that of `torch.distributed.checkpoint.state_dict` (names), its flattened
-form (`state.<name>.<key>` and `param_groups.<name>.<option>`, one level), and `optimizer.state_dict()` of
-a single process (numbers, in the order of the optimizer's groups).
-"""
+"""An optimizer's full state, for one file or one device, and back onto any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,23 +11,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composer_dist.checkpoint.full_state import LoadResult, agree_on, gather_full
-from composer_dist.checkpoint.kinds.optimizer import (
+from composer_dist.checkpoint.full_state import LoadResult
+from composer_dist.checkpoint.gather import agree_on, gather_full
+from composer_dist.checkpoint.kinds.optimizer import prepare_optimizer_state
+from composer_dist.checkpoint.kinds.optimizer_names import (
     Groups,
     State,
-    check_group_count,
+    by_name,
     check_whole,
     is_low_bit,
     named_optimizer_state,
     parameter_names,
-    prepare_optimizer_state,
 )
 from composer_dist.distributed.moving.into import fill
-from composer_dist.distributed.prepared import named_parameters_canonical, usable_or_marked
+from composer_dist.distributed.prepared import usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import broadcast, world_and_rank
-from composer_dist.errors import CheckpointKeyError, CheckpointValueError
-from composer_dist.structure.names import canonical_name
+from composer_dist.errors import CheckpointValueError
+from composer_dist.files.mismatch import Mismatch
 
 
 def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -134,10 +128,7 @@ def _plan_load(values: State, groups: Groups | None, held: Sequence[str], strict
     known = {*values, *(name for group in groups or () for name in group["params"])}
     missing = [name for name in held if name not in known]
     unexpected = [name for name in known if name not in held]
-    if strict and (missing or unexpected):
-        faults = {"missing": missing, "unexpected": unexpected}
-        listed = ". ".join(f"{what}: {', '.join(names)}" for what, names in faults.items() if names)
-        raise CheckpointKeyError(f"The state does not fit the optimizer: {listed}.")
+    Mismatch(missing, unexpected).check("The state does not match the optimizer", strict)
     state: State = {name: values.get(name, {}) for name in held if name in known}
     tensors = _labeled(state)
     odd = [label for label, value in tensors.items() if isinstance(value, DTensor) or value.is_meta]
@@ -190,101 +181,3 @@ def _spell(label: str, tensor: Tensor) -> str:
 
 def _copied(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)
-
-
-Named = tuple[dict[str, dict[str, Any]], list[dict[str, Any]] | None]
-"""State by name, and groups by name if there are any."""
-
-
-def by_name(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> Named:
-    """State and groups by the model's own names, where it has them: without wrapper segments, first of ties.
-
-    Args:
-        optimizer: numbers are places in its groups.
-
-    Raises:
-        CheckpointValueError: no state of an optimizer, another number of groups, or numbers that do not fit
-            the optimizer's groups.
-    """
-    if not isinstance(state, Mapping):
-        raise CheckpointValueError(f"An optimizer's state is a mapping, not a {type(state).__name__}.")
-    first = {id(parameter): name for name, parameter in named_parameters_canonical(model)}
-    every = named_parameters_canonical(model, remove_duplicate=False)
-    names = {name: first[id(parameter)] for name, parameter in every}
-    held = [[first[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    values, groups = state.get("state", {}), list(state.get("param_groups") or [])
-    if any(isinstance(key, str) and key.startswith("state.") for key in state):
-        values, groups = _unflatten(state, held)
-    elif state and not {"state", "param_groups"} & set(state):
-        raise CheckpointValueError(
-            f"This is no optimizer's state: it has {', '.join(map(repr, list(state)[:4]))}, and neither "
-            "'state' nor 'param_groups'."
-        )
-    if groups:
-        check_group_count(groups, optimizer)
-    numbers = _numbers(values, groups, held, list(first.values()))
-
-    def name_of(key: Any) -> str:
-        name = canonical_name(numbers.get(key, str(key)))
-        return names.get(name, name)
-
-    named = {name_of(key): dict(entry) for key, entry in values.items()}
-    renamed = [{**group, "params": [name_of(key) for key in group["params"]]} for group in groups]
-    return named, renamed or None
-
-
-def _numbers(
-    values: Mapping[Any, Any],
-    groups: Sequence[Mapping[str, Any]],
-    held: Sequence[Sequence[str]],
-    order: Sequence[str],
-) -> dict[int, str]:
-    """What the numbers in a state stand for; {} where it has names already.
-
-    Args:
-        held: the names in each of the optimizer's groups.
-        order: all of the model's names.
-    """
-    keys = [*values, *(key for group in groups for key in group["params"])]
-    if not any(isinstance(key, int) for key in keys):
-        return {}
-    if not groups:  # nothing but the model tells the order
-        every = {name for group in held for name in group}
-        return dict(enumerate(name for name in order if name in every))
-    found: dict[int, str] = {}
-    for number, (group, own) in enumerate(zip(groups, held, strict=True)):
-        own = group.get("param_names", own)
-        if len(own) != len(group["params"]):
-            raise CheckpointValueError(
-                f"The state goes by numbers, and its group {number} has {len(group['params'])} parameters, "
-                f"the optimizer's {len(own)}. Make the optimizer with the parameters that were saved."
-            )
-        found.update(zip(group["params"], own, strict=True))
-    return found
-
-
-def _unflatten(
-    state: Mapping[str, Any], held: Sequence[Sequence[str]]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The flattened form taken apart, with groups as the optimizer has them.
-
-    Raises:
-        CheckpointValueError: parameters of one group have different options.
-    """
-    values: dict[str, Any] = {}
-    options: dict[str, dict[str, Any]] = {}
-    for flat, value in state.items():
-        kind, _, rest = flat.partition(".")
-        name, _, key = rest.rpartition(".")
-        (values if kind == "state" else options).setdefault(canonical_name(name), {})[key] = value
-    groups: list[dict[str, Any]] = []
-    for number, names in enumerate(held):
-        known = [name for name in names if name in options]
-        odd = [name for name in known if options[name] != options[known[0]]]
-        if odd:
-            raise CheckpointValueError(
-                f"Parameters of the optimizer's group {number} have different options in the state: "
-                f"{known[0]} and {odd[0]}. Make the optimizer with the groups that were saved."
-            )
-        groups.append({**(options[known[0]] if known else {}), "params": known})
-    return values, groups if options else []

@@ -6,25 +6,24 @@ than one of them beyond what it keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from hashlib import sha256
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composer_dist.checkpoint.gather import agree_on, gather_full
+from composer_dist.checkpoint.kinds.model import foreign_tensors, live_state, owner_of
 from composer_dist.distributed.moving.into import fill
-from composer_dist.distributed.moving.whole import full_tensors
-from composer_dist.distributed.prepared import check_usable, reshard, usable_or_marked
+from composer_dist.distributed.prepared import usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import broadcast, device_of_group, world_and_rank
 from composer_dist.errors import (
-    CheckpointKeyError,
     CheckpointValueError,
-    ParallelismError,
     ParallelismValueError,
 )
+from composer_dist.files.mismatch import Mismatch
 from composer_dist.models.adapters import adapter_keys, whole_state
 from composer_dist.structure.names import canonical_name
 from composer_dist.tensors.inner import codec_of, empty_like, own_attributes
@@ -131,67 +130,6 @@ def load_full_model_state(
     return LoadResult(plan["missing"], plan["unexpected"])
 
 
-def agree_on(
-    step: str, tensors: Iterable[Any], names: list[str], error: Exception | None, options: str = ""
-) -> None:
-    """All ranks are about to gather the same tensors in the same order, or all raise.
-
-    Args:
-        tensors: without a shard among them ranks need not come together.
-        names: what this rank would gather.
-        error: what has gone wrong on this rank, if anything has.
-        options: how this rank was called.
-
-    Raises:
-        ParallelismError: `error`, of this rank or another.
-        ParallelismValueError: the ranks have chosen different names, or were called differently.
-    """
-    if not any(isinstance(tensor, DTensor) for tensor in tensors):
-        if error is not None:
-            raise error
-        return
-    agreement = Agreement()
-    digest = sha256("\n".join([options, *names]).encode()).hexdigest()
-    if not agreement.reach(step, digest, lambda found: len(set(found)) == 1, error):
-        agreement.reach(step, [options, names], _alike)
-
-
-def gather_full(
-    tensors: Mapping[str, Tensor], everywhere: bool, dtype: torch.dtype | None = None
-) -> dict[str, Tensor]:
-    """Full values by name, a tensor under several names once; {} on ranks that get none."""
-    first: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        first.setdefault(id(tensor), name)
-    once = {name: tensors[name] for name in first.values()}
-
-    def body() -> dict[str, Tensor]:
-        return dict(full_tensors(once, everywhere=everywhere, dtype=dtype))
-
-    sharded = any(isinstance(tensor, DTensor) for tensor in once.values())
-    full = Agreement().collectively("gathering a state", body) if sharded else body()
-    return {name: full[first[id(tensor)]] for name, tensor in tensors.items()} if full else {}
-
-
-def live_state(model: nn.Module) -> dict[str, Any]:
-    """Clean names to the model's own tensors (the shards), and to extra state where there is any."""
-    check_usable(model)
-    reshard(model)
-    return {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
-
-
-def foreign_tensors(model: nn.Module, targets: Mapping[str, Any]) -> CheckpointValueError | None:
-    """An error, if the model's `state_dict` hands out tensors that are not the ones it holds."""
-    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    foreign = [n for n, value in targets.items() if isinstance(value, Tensor) and id(value) not in held]
-    if not foreign:
-        return None
-    return CheckpointValueError(
-        f"A state-dict hook, or a state_dict of the model's own, gives {', '.join(foreign)} as other "
-        "tensors than the model holds; what is loaded into those is lost. Use model.load_state_dict."
-    )
-
-
 def _select(model: nn.Module, state: dict[str, Any], select: Select) -> dict[str, Any]:
     if select is None:
         chosen = state
@@ -221,22 +159,6 @@ def _first_plan(posts: list[list[Any]]) -> Any:
     return posts[0][1]
 
 
-def _alike(found: list[list[Any]]) -> None:
-    usual, first = found[0]
-    for rank, (options, names) in enumerate(found):
-        if options != usual:
-            raise ParallelismValueError(
-                f"Ranks 0 and {rank} pass different options: {usual} and {options}. Every rank must make the "
-                "same call."
-            )
-        if names != first:
-            odd = sorted(set(names) ^ set(first))
-            raise ParallelismValueError(
-                f"Ranks 0 and {rank} would gather different tensors: "
-                f"{', '.join(odd) or 'the same ones in another order'}. Let every rank select alike."
-            )
-
-
 def _plan_load(
     expected: list[str], targets: Mapping[str, Any], given: Mapping[str, Any], strict: bool
 ) -> dict[str, Any]:
@@ -258,14 +180,7 @@ def _plan_load(
             misfits.append(f"{name}: {type(value).__name__} in the state, a tensor here")
         elif name in targets:
             objects.append(name)
-    faults = [f"of another kind or shape: {'; '.join(misfits)}"] if misfits else []
-    if strict and missing:
-        faults.append(f"missing: {', '.join(missing)}")
-    if strict and unexpected:
-        faults.append(f"unexpected: {', '.join(unexpected)}")
-    if faults:
-        kind: type[ParallelismError] = CheckpointValueError if misfits else CheckpointKeyError
-        raise kind(f"The state does not fit the model: {'. '.join(faults)}.")
+    Mismatch(missing, unexpected, misfits).check("The state does not match the model", strict)
     return {
         "tensors": list(tensors.values()),
         "objects": objects,
@@ -292,9 +207,3 @@ def _materialize(target: Tensor) -> None:
         real = nn.Parameter(real, requires_grad=target.requires_grad)
     real.__dict__.update(own_attributes(target))
     torch.utils.swap_tensors(target, real)
-
-
-def owner_of(model: nn.Module, name: str) -> Any:
-    """The module whose extra state is called `name`."""
-    owner = name.rpartition(".")[0]
-    return next(module for path, module in model.named_modules() if canonical_name(path) == owner)

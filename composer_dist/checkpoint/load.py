@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from composer_dist.checkpoint.background import finish_pending
 from composer_dist.checkpoint.format.opened import Opened, open_checkpoint
-from composer_dist.checkpoint.kinds.contents import bare, keys_named, kind_of, model_of, models_in
-from composer_dist.checkpoint.kinds.loading import Faults, Part, plan_model, plan_optimizer, plan_value
+from composer_dist.checkpoint.kinds.contents import KINDS, keys_named, kind_of, models_in, stored_kind
+from composer_dist.checkpoint.kinds.kind import Loading, Restore
 from composer_dist.distributed.prepared import usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointError, CheckpointValueError
@@ -68,17 +68,15 @@ def load_checkpoint(
     if isinstance(state, (nn.Module, Optimizer)):
         opened = _as_bare(opened)
         state = {BARE: state}
-    faults = Faults(strict, ignore)
     with agreement.together("matching the checkpoint"):
-        parts = _plan(opened, state, model, faults)
-        faults.report(where)
+        loadings = _match(Restore(opened, state, models_in(state, model), ignore), where, strict)
     with agreement.together("preparing to load"):
-        for part in parts:
-            part.prepare()
+        for loading in loadings:
+            loading.prepare()
     optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
     with usable_or_marked(*optimizers, *models_in(state, None)):
-        for part in parts:
-            part.load(agreement)
+        for loading in loadings:
+            loading.load(agreement)
     return _rest(opened, state)
 
 
@@ -127,22 +125,16 @@ def _open(agreed: str, allow_pickle: bool, verify: bool, agreement: Agreement) -
     return opened
 
 
-def _plan(
-    opened: Opened, state: MutableMapping[str, Any], model: nn.Module | None, faults: Faults
-) -> list[Part]:
-    """What is to be done for each key; what does not fit goes to `faults`."""
-    parts: list[Part] = []
-    models = models_in(state, model)
-    for key, value in state.items():
-        if key not in opened.structure:
-            faults.missing.append(key)
-        elif isinstance(value, nn.Module):
-            parts.append(plan_model(opened, key, bare(value), faults))
-        elif isinstance(value, Optimizer):
-            parts.append(plan_optimizer(opened, key, value, model_of(value, models), faults))
-        else:
-            parts.append(plan_value(opened, key, state))
-    return parts
+def _match(restore: Restore, where: str, strict: bool) -> list[Loading]:
+    """How each key is restored; raises, or warns of what is left out, once for all keys."""
+    state, mismatch = restore.state, restore.mismatch
+    known = [key for key in state if key in restore.opened.structure]
+    mismatch.missing += [key for key in state if key not in known]
+    loadings = [KINDS[kind_of(state[key])].plan(restore, key) for key in known]
+    mismatch.check(f"{where} does not match", strict)
+    if names := mismatch.names():
+        warnings.warn(f"{where} was loaded in part. {'. '.join(names)}.", UserWarning, stacklevel=4)
+    return loadings
 
 
 def _as_bare(opened: Opened) -> Opened:
@@ -164,7 +156,7 @@ def _rest(opened: Opened, state: Mapping[str, Any]) -> dict[str, Any]:
     """Plain values that nobody asked for; those that only an unsafe reader could read are warned of."""
     rest: dict[str, Any] = {}
     for key, code in opened.structure.items():
-        if key in state or opened.kinds.get(key, "value") != "value":
+        if key in state or stored_kind(opened, key) != "value":
             continue
         try:
             rest[key] = opened.value(code)

@@ -1,48 +1,37 @@
-"""Pretrained weights into a model that has been prepared already.
-
-MERGED: Directories that transformers and peft load unaided.
-"""
+"""Loads pretrained weights into a model, and exports directories that transformers and peft load unaided."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint.export.directory import staged, write_settings, written
 from composer_dist.checkpoint.export.merged import check_mergeable, merged_sources
 from composer_dist.checkpoint.export.weights import Export
 from composer_dist.checkpoint.full_state import LoadResult, full_model_state
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.distributed.mesh.layout import Layout
+from composer_dist.checkpoint.kinds.filling import fill_model
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.transfer import Cargo, deliver
 from composer_dist.distributed.prepared import (
     check_usable,
     mesh_of_world,
     prepared_mesh,
     reshard,
-    usable_or_marked,
 )
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.ranks.process_group import device_of_group, world_and_rank
-from composer_dist.distributed.steps import meta_init
+from composer_dist.distributed.ranks.process_group import world_and_rank
 from composer_dist.distributed.training.summon import summon_full_params
-from composer_dist.distributed.weights.disk import Pretrained, Target, fill_encoded
+from composer_dist.distributed.weights.disk import Pretrained
 from composer_dist.distributed.weights.initialize import find_components
-from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models.adapters import adapter_hosts, as_peft_names
 from composer_dist.structure.families import is_a, original_classes
 from composer_dist.structure.names import canonical_name
-from composer_dist.structure.structure import Structure, read_structure
-from composer_dist.tensors.inner import local_part
+from composer_dist.structure.structure import read_structure
 
 
 def load_pretrained(
@@ -88,68 +77,6 @@ def load_pretrained(
             find_components(structure, lacking)
     fill_model(model, structure, pretrained, lacking)
     return LoadResult(pretrained.match.missing, pretrained.match.unexpected)
-
-
-def fill_model(
-    model: nn.Module, structure: Structure, pretrained: Pretrained, lacking: Set[str] = frozenset()
-) -> None:
-    """Read what a matched checkpoint has for a model into it; all ranks of its mesh call it.
-
-    Args:
-        lacking: names of tensors on the meta device that the checkpoint has not, to be initialized.
-
-    Raises:
-        CheckpointRuntimeError: a file cannot be read; the model is unusable from then on.
-    """
-    agreement, mesh = pretrained.agreement, mesh_of_world(model)
-    device = device_of_group() if mesh is None else mesh.device
-    with usable_or_marked(model):
-        limit, tensors = ParallelismConfig().bucket_bytes, structure.tensors
-        names = sorted(name for name in pretrained.names if not tensors[name].info.inner)
-        encoded_names = sorted(pretrained.names.difference(names))
-        on_meta = [name for name in names if local_part(tensors[name].get()).is_meta]
-        give_memory(structure, [*on_meta, *encoded_names], device)
-        targets = [_target(name, tensors[name].get(), mesh) for name in names]
-        pretrained.fill(targets, limit)
-        others = {name: tensors[name].get() for name in encoded_names}
-        fill_encoded(
-            pretrained, others, device, agreement, lambda cargoes: _send(cargoes, mesh, agreement, limit)
-        )
-        for target in targets:
-            _put_back(structure.tensors[target.name].get(), target.local)
-        if lacking:
-            with agreement.together("initialization"), torch.device(device):
-                meta_init(model)
-
-
-def _target(name: str, tensor: torch.Tensor, mesh: Mesh | None) -> Target:
-    """Where a tensor's values go: its own memory, if that is contiguous."""
-    local = local_part(tensor).detach()
-    if not local.is_contiguous():
-        local = torch.empty_like(local, memory_format=torch.contiguous_format)
-    whole = None if mesh is None else mesh.device_mesh
-    return Target(
-        name, Layout.of(tensor), local, tensor.device_mesh if isinstance(tensor, DTensor) else whole
-    )
-
-
-def _send(
-    cargoes: Mapping[int, Sequence[Cargo]], mesh: Mesh | None, agreement: Agreement, limit: int
-) -> None:
-    """Deliver over the mesh, or, where this rank is alone, copy."""
-    if mesh is not None:
-        agreement.collectively("the delivery", lambda: deliver(cargoes, mesh.device_mesh, limit))
-        return
-    for cargo in (cargo for mine in cargoes.values() for cargo in mine):
-        assert cargo.source is not None
-        cargo.target.copy_(cargo.source)
-
-
-@torch.no_grad()
-def _put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy what could not be read in place."""
-    if not (local := local_part(tensor).detach()).is_contiguous():
-        local.copy_(values)
 
 
 def export_pretrained(

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from composer_dist.errors import CheckpointError, CheckpointKeyError, CheckpointValueError
+from composer_dist.errors import CheckpointValueError
 from composer_dist.files.adapters import adapter_entries, base_models, without_adapters
 from composer_dist.files.index import Entry
+from composer_dist.files.mismatch import Mismatch
 from composer_dist.files.transformers import convert, is_ignored
 from composer_dist.structure.names import canonical_name
 from composer_dist.structure.structure import Held, Structure
@@ -53,15 +54,8 @@ class Match:
             for name, blueprint in self.tensors.items()
             for fault in _misfits(structure.tensors[name], blueprint, entries, self.keys[name])
         ]
-        faults = [f"different shape or dtype: {'; '.join(misfits)}"] if misfits else []
-        if strict and self.missing:
-            faults.append(f"missing: {', '.join(self.missing)}")
-        if strict and self.unexpected:
-            faults.append(f"unexpected: {', '.join(self.unexpected)}")
-        if faults:
-            kind: type[CheckpointError] = CheckpointValueError if misfits else CheckpointKeyError
-            hint = "" if misfits else " strict=False takes what fits."
-            raise kind(f"The checkpoint does not match the model. {'. '.join(faults)}.{hint}")
+        mismatch = Mismatch(self.missing, self.unexpected, misfits)
+        mismatch.check("The checkpoint does not match the model", strict)
 
 
 def match_names(

@@ -22,7 +22,7 @@ from composer_dist.checkpoint import (
     load_full_optimizer_state,
     save_checkpoint,
 )
-from composer_dist.checkpoint.kinds.optimizer import named_optimizer_state
+from composer_dist.checkpoint.kinds.optimizer_names import named_optimizer_state
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import parallelize_model

@@ -49,6 +49,7 @@ class Opened:
     structure: dict[str, Any]
     """Each key to what was there, encoded."""
     kinds: dict[str, Kind]
+    """As recorded; files do not say."""
     stored: list[StoredFile] = field(default_factory=list)
     """Files that have checksums; none in other libraries' files."""
     objects: dict[str, Any] = field(default_factory=dict)
@@ -196,7 +197,7 @@ def _open_file(path: Path, allow_pickle: bool) -> Opened:
         False,
         index_of(path, leaves.tensors),
         structure,
-        {str(key): guess_kind(value) for key, value in contents.items()},
+        {},
         [seal] if seal else [],
         leaves.objects,
         allow_pickle,
@@ -209,12 +210,3 @@ def _objects_of(path: Path, allow_pickle: bool) -> dict[str, Any]:
     for key, value in normalized(read_torch_file(path, allow_pickle, values=True)).items():
         encode((str(key),), value, leaves)
     return leaves.objects
-
-
-def guess_kind(value: Any) -> Kind:
-    """What something in a file was saved from, going by what it looks like."""
-    if isinstance(value, Mapping) and {"state", "param_groups"} <= set(value):
-        return "optimizer"
-    if isinstance(value, Mapping) and value and all(isinstance(one, Tensor) for one in value.values()):
-        return "model"
-    return "value"

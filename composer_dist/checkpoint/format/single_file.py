@@ -12,7 +12,7 @@ from torch import Tensor
 
 from composer_dist.checkpoint.background import Buffers
 from composer_dist.checkpoint.format.structure import Leaves, decode, encode
-from composer_dist.checkpoint.full_state import agree_on, gather_full
+from composer_dist.checkpoint.gather import agree_on, gather_full
 from composer_dist.checkpoint.storage.place import Place, complete
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.files.checked import CheckedFile, Sink

@@ -1,38 +1,45 @@
-"""What a user hands over to be saved, by key: models, optimizers, stateful objects, plain values."""
+"""What a user passes to be saved or restored, by key, and which kind each value is of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from composer_dist.checkpoint.full_state import live_state
-from composer_dist.checkpoint.kinds.optimizer import (
-    check_whole,
-    is_low_bit,
-    named_optimizer_state,
-    parameter_names,
-)
+from composer_dist.checkpoint.format.opened import Opened
+from composer_dist.checkpoint.kinds import model, optimizer, value
+from composer_dist.checkpoint.kinds.kind import Chosen, ContentKind
+from composer_dist.checkpoint.kinds.model import bare
 from composer_dist.distributed.prepared import mesh_of
-from composer_dist.errors import CheckpointError, CheckpointValueError
+from composer_dist.errors import CheckpointValueError
 from composer_dist.files.manifest import Kind
-from composer_dist.tensors.inner import as_floats, inner_tensors
 
-Filter = Callable[[str, Any], bool]
+Filters = Chosen | Mapping[str, Chosen] | None
+
+KINDS: Mapping[Kind, ContentKind] = {"model": model, "optimizer": optimizer, "value": value}
+"""In the order in which they are asked: a value is what is neither of the others."""
 
 
-Filters = Filter | Mapping[str, Filter] | None
-
-
-def kind_of(value: Any) -> Kind:
+def kind_of(content: Any) -> Kind:
     """What a value is saved as."""
-    if isinstance(value, nn.Module):
-        return "model"
-    return "optimizer" if isinstance(value, Optimizer) else "value"
+    return next(name for name, kind in KINDS.items() if kind.owns(content))
+
+
+def stored_kind(opened: Opened, key: str) -> Kind:
+    """What a key of a checkpoint was saved from: as recorded, or what it looks like."""
+    if key in opened.kinds:
+        return opened.kinds[key]
+    return next(name for name, kind in KINDS.items() if kind.guess(opened.structure[key]))
+
+
+def extract(key: str, content: Any, models: list[nn.Module], filters: Filters, whole: bool) -> Any:
+    """What is saved of a value; a single filter is for the models."""
+    name = kind_of(content)
+    chosen = filters.get(key) if isinstance(filters, Mapping) else filters if name == "model" else None
+    return KINDS[name].extract(key, content, models, chosen, whole)
 
 
 def keys_named(kinds: Sequence[Sequence[str]]) -> str:
@@ -40,16 +47,6 @@ def keys_named(kinds: Sequence[Sequence[str]]) -> str:
     return (
         ", ".join(f"{key!r}" if kind == "value" else f"{key!r} ({kind})" for key, kind in kinds) or "nothing"
     )
-
-
-def is_stateful(value: Any) -> bool:
-    """Whether a value gives and takes its state itself, such as a scheduler."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The module inside of a DDP that was wrapped around it."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def check_contents(state: Mapping[str, Any], model: nn.Module | None, filters: Filters) -> None:
@@ -92,70 +89,6 @@ def models_in(state: Mapping[str, Any], model: nn.Module | None) -> list[nn.Modu
     """The models whose parameters an optimizer may hold."""
     found = [value for value in state.values() if isinstance(value, nn.Module)]
     return [bare(one) for one in ([model] if model is not None else found)]
-
-
-def model_of(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module:
-    """The model that an optimizer trains.
-
-    Raises:
-        CheckpointValueError: it holds parameters of none, or of several.
-    """
-    if not models:
-        raise CheckpointValueError(
-            f"{type(optimizer).__name__} is saved by the names of its model's parameters; add the model to "
-            "the state, or pass model=."
-        )
-    for number, model in enumerate(models):
-        try:
-            parameter_names(model, optimizer)
-        except CheckpointError:
-            if number == len(models) - 1:
-                raise
-        else:
-            return model
-    raise AssertionError
-
-
-def extract(key: str, value: Any, models: list[nn.Module], filters: Filters, whole: bool = False) -> Any:
-    """What is saved of a value: its own tensors by name, sharded as they are.
-
-    Args:
-        whole: keep a tensor with a codec in one piece, to be decoded; else its parts are saved.
-    """
-    if isinstance(value, nn.Module):
-        found: Any = live_state(bare(value)) if whole else dict(_live(bare(value)))
-        chosen = filters if callable(filters) else (filters or {}).get(key)
-    elif isinstance(value, Optimizer):
-        model = model_of(value, models)
-        found = named_optimizer_state(model, value)
-        check_whole(model, found["state"])
-        if is_low_bit(value):  # what a rank has quantized by itself means nothing to others
-            found["state"] = {
-                name: {k: as_floats(v) if isinstance(v, Tensor) else v for k, v in values.items()}
-                for name, values in found["state"].items()
-            }
-        chosen = None if callable(filters) else (filters or {}).get(key)
-        if chosen is not None:
-            state = {n: s for n, s in found["state"].items() if chosen(n, s)}
-            return {**found, "state": state}
-    else:
-        found = value.state_dict() if is_stateful(value) else value
-        chosen = None if callable(filters) else (filters or {}).get(key)
-    if chosen is not None and isinstance(found, Mapping):
-        found = {name: one for name, one in found.items() if chosen(name, one)}
-    if isinstance(value, nn.Module) and not found:
-        raise CheckpointValueError(f"Nothing of {key!r} is left to save: the filter takes no name of it.")
-    return found
-
-
-def _live(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """A model's own tensors by name; what a tensor with a codec is made of, in its place."""
-    for name, value in live_state(model).items():
-        inner = inner_tensors(value) if isinstance(value, Tensor) else {}
-        if inner:
-            yield from ((f"{name}.{part}", tensor) for part, tensor in inner.items())
-        else:
-            yield name, value
 
 
 def _is_parallel(model: nn.Module) -> bool:

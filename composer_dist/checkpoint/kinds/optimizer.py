@@ -1,9 +1,6 @@
-"""An optimizer's state by name: read as it lies, and made anew for what is about to be read.
+"""Optimizers in checkpoints: by the names of their model's parameters.
 
-torch keys state by parameter objects and saves it by numbers; here it is keyed by the parameters' names,
-so that it fits however many groups, ranks and frozen parameters there are. Nothing here takes a step or
-communicates: the state of a shard is a shard. What is to be loaded is made and checked first, and put in its
-place by `install` alone.
+What is to be loaded is made and checked first; only `PreparedState.install` changes the optimizer.
 """
 
 from __future__ import annotations
@@ -15,60 +12,100 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composer_dist.checkpoint.format.opened import Opened
+from composer_dist.checkpoint.kinds.filling import fill_tensors
+from composer_dist.checkpoint.kinds.kind import Chosen, Restore
+from composer_dist.checkpoint.kinds.optimizer_names import (
+    State,
+    by_name,
+    check_group_count,
+    check_whole,
+    is_low_bit,
+    model_of,
+    named_optimizer_state,
+    parameter_names,
+)
 from composer_dist.distributed.optimizers.follow import empty_state, scalar_device
-from composer_dist.distributed.prepared import check_usable, named_parameters_canonical
-from composer_dist.errors import CheckpointKeyError, CheckpointValueError
-from composer_dist.tensors.inner import local_part
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.errors import CheckpointKeyError, CheckpointValueError, Faults
+from composer_dist.tensors.inner import as_floats
+
+_OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
+"""What a group has of its own: which parameters, and how they are stepped, not by how much."""
 
 
-def check_group_count(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
-    """Refuse another number of groups than the optimizer has.
-
-    Raises:
-        CheckpointValueError: says both numbers.
-    """
-    if len(groups) != len(optimizer.param_groups):
-        raise CheckpointValueError(
-            f"The state has {len(groups)} parameter group{'s' if len(groups) != 1 else ''}, the optimizer "
-            f"{len(optimizer.param_groups)}; make the optimizer with the groups that were saved."
-        )
+def owns(value: Any) -> bool:
+    """Whether it is one of torch's optimizers."""
+    return isinstance(value, Optimizer)
 
 
-State = dict[str, dict[str, Any]]
-"""Parameter name to key to a tensor or a plain value."""
+def extract(key: str, value: Any, models: list[nn.Module], chosen: Chosen | None, whole: bool) -> Any:
+    """Its state by parameter names, and its groups."""
+    model = model_of(value, models)
+    found = named_optimizer_state(model, value)
+    check_whole(model, found["state"])
+    if is_low_bit(value):  # what a rank has quantized for itself means nothing to others
+        found["state"] = {
+            name: {k: as_floats(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+            for name, values in found["state"].items()
+        }
+    if chosen is not None:
+        found["state"] = {name: values for name, values in found["state"].items() if chosen(name, values)}
+    return found
 
 
-Groups = list[dict[str, Any]]
-"""Parameter groups with names in place of parameters."""
+def guess(code: Any) -> bool:
+    """A mapping with the keys of `optimizer.state_dict()`."""
+    pairs = code.get("dict", code.get("ordered")) or ()
+    return {"state", "param_groups"} <= {name for name, _ in pairs}
 
 
-def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state with names in place of parameters: its own tensors, sharded as they are.
+@dataclass
+class _OptimizerLoading:
+    opened: Opened
+    optimizer: Optimizer
+    model: nn.Module
+    described: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]] | None
+    paths: dict[int, str]
+    """The path of each tensor in `described`, by identity."""
+    prepared: PreparedState | None = None
 
-    Args:
-        model: prepared or not. A tied parameter goes by its first name.
-        optimizer: any of its parameters may be frozen, or without state.
+    def prepare(self) -> None:
+        self.prepared = prepare_optimizer_state(self.model, self.optimizer, self.described, self.groups)
 
-    Returns:
-        `{"state": {name: {key: tensor or value}}, "param_groups": [{"params": [names], ...options}]}`.
+    def load(self, agreement: Agreement) -> None:
+        assert self.prepared is not None
+        made = self.prepared.values
+        with agreement.together("the optimizer's state"):
+            self.prepared.install()
+        tensors = {
+            self.paths[id(value)]: made[name][key]
+            for name, values in self.described.items()
+            for key, value in values.items()
+            if isinstance(value, Tensor)
+        }
+        fill_tensors(self.opened, tensors, agreement)
 
-    Raises:
-        CheckpointValueError: the optimizer holds parameters that are not the model's; says how many.
-        CheckpointRuntimeError: it was loaded half.
-    """
+
+def plan(restore: Restore, key: str) -> _OptimizerLoading:
+    """Match by the names of parameters; numbers are places in the optimizer's groups."""
+    opened, mismatch, optimizer = restore.opened, restore.mismatch, restore.state[key]
+    model = model_of(optimizer, restore.models)
+    paths: dict[int, str] = {}
+    state, groups = by_name(opened.described(opened.structure[key], paths), model, optimizer)
     names = parameter_names(model, optimizer)
-    order = {name: place for place, name in enumerate(names.values())}
-    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if values}
-    return {
-        "state": {name: state[name] for name in sorted(state, key=order.__getitem__)},
-        "param_groups": [
-            {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
-            for group in optimizer.param_groups
-        ],
-    }
+    held = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    known = dict.fromkeys([*state, *(name for group in groups or () for name in group["params"])])
+    wanted = [name for name in held if not restore.ignore(f"{key}.{name}")]
+    mismatch.missing += [f"{key}.{name}" for name in wanted if name not in known]
+    mismatch.unexpected += [f"{key}.{name}" for name in known if name not in held]
+    described = {name: state.get(name, {}) for name in wanted if name in known}
+    for group in groups or ():  # a learning rate may be a tensor
+        group.update({option: opened.read(value, paths) for option, value in group.items()})
+    return _OptimizerLoading(opened, optimizer, model, described, groups, paths)
 
 
 @dataclass(frozen=True)
@@ -124,21 +161,19 @@ def prepare_optimizer_state(
     if unknown := [name for name in described if name not in held]:
         raise CheckpointKeyError(f"The optimizer does not hold these parameters: {', '.join(unknown)}.")
     options = [] if groups is None else match_groups(model, optimizer, groups)
-    faults: list[str] = []
     made: State = {}
-    for name, values in described.items():
-        parameter, group = held[name]
-        now = optimizer.state.get(parameter, {})
-        made[name] = {}
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                if fault := _misfit(value, parameter, now.get(key)):
-                    faults.append(f"{key} of {name}: {fault}")
-                    continue
-                value = _kept_or_made(optimizer, key, value, parameter, group, now.get(key))
-            made[name][key] = value
-    if faults:
-        raise CheckpointValueError(f"The state does not fit the optimizer: {'; '.join(faults)}.")
+    with Faults("The state does not match the optimizer: ", ".", "; ", CheckpointValueError) as faults:
+        for name, values in described.items():
+            parameter, group = held[name]
+            now = optimizer.state.get(parameter, {})
+            made[name] = {}
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    if fault := _misfit(value, parameter, now.get(key)):
+                        faults.append(f"{key} of {name}: {fault}")
+                        continue
+                    value = _kept_or_made(optimizer, key, value, parameter, group, now.get(key))
+                made[name][key] = value
     return PreparedState(optimizer, made, {name: held[name][0] for name in made}, options)
 
 
@@ -168,52 +203,6 @@ def match_groups(
         source = groups[homes[0]] if homes else {} if own else groups[number]
         matched.append({key: deepcopy(value) for key, value in source.items() if key not in _OWN})
     return matched
-
-
-def check_whole(model: nn.Module, state: State) -> None:
-    """Refuse state that an optimizer has made from this rank's part of a parameter alone.
-
-    Raises:
-        CheckpointValueError: names it.
-    """
-    parameters = dict(named_parameters_canonical(model))
-    faults = [
-        f"{key} of {name}"
-        for name, values in state.items()
-        for key, value in values.items()
-        if isinstance(value, Tensor)
-        and not isinstance(value, DTensor)
-        and value.shape == local_part(parameters[name]).shape != parameters[name].shape
-    ]
-    if faults:
-        raise CheckpointValueError(
-            f"The optimizer keeps these for each rank's part of a parameter, as plain tensors that have no "
-            f"full value: {', '.join(faults)}. Make them DTensors, of the parameter's placements."
-        )
-
-
-def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """Names of the model's parameters, in the model's order, by the identity of the object.
-
-    Raises:
-        CheckpointValueError: the optimizer holds parameters that are not the model's; says how many.
-        CheckpointRuntimeError: the optimizer was loaded half.
-    """
-    check_usable(optimizer)
-    names = {id(parameter): name for name, parameter in named_parameters_canonical(model)}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    foreign = [p for p in {id(p): p for p in [*held, *optimizer.state]}.values() if id(p) not in names]
-    if foreign:
-        raise CheckpointValueError(
-            f"{type(optimizer).__name__} holds {len(foreign)} parameters (of {len(held)}) that are not this "
-            f"model's, the first of shape {tuple(getattr(foreign[0], 'shape', ()))}; pass the model "
-            "that it trains, and hand the optimizer to parallelize_model, or build it afterwards."
-        )
-    return names
-
-
-_OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
-"""What a group has of its own: which parameters, and how they are stepped, not by how much."""
 
 
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
@@ -265,8 +254,3 @@ def _dtype(optimizer: Optimizer, key: str, value: Tensor, parameter: Tensor) -> 
     )
     floating = value.is_floating_point() and parameter.is_floating_point()
     return parameter.dtype if own and floating and key != "step" else value.dtype
-
-
-def is_low_bit(optimizer: Optimizer) -> bool:
-    """Whether it quantizes each rank's part of its state by itself, as those of `torchao.optim` do."""
-    return hasattr(optimizer, "_new_buffer")

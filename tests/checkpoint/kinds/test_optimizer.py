@@ -12,7 +12,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
 from composer_dist._torch import checkpoint_wrapper
-from composer_dist.checkpoint.kinds.optimizer import named_optimizer_state, prepare_optimizer_state
+from composer_dist.checkpoint.kinds.optimizer import prepare_optimizer_state
+from composer_dist.checkpoint.kinds.optimizer_names import named_optimizer_state
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
 from tests.kit.meshes import config

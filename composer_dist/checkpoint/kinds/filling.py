@@ -1,0 +1,110 @@
+"""Reads values from files into models and tensors that exist already, sharded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer_dist.checkpoint.format.opened import Opened
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.distributed.mesh.layout import Layout
+from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.moving.transfer import Cargo, deliver
+from composer_dist.distributed.prepared import mesh_of_world, usable_or_marked
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.ranks.process_group import device_of_group
+from composer_dist.distributed.steps import meta_init
+from composer_dist.distributed.weights.disk import Pretrained, Target, fill_encoded
+from composer_dist.distributed.weights.storage import give_memory
+from composer_dist.files.match import Match
+from composer_dist.structure.structure import Structure
+from composer_dist.tensors.blueprint import Blueprint
+from composer_dist.tensors.inner import codec_of, encode_into, local_part
+
+
+def fill_model(
+    model: nn.Module, structure: Structure, pretrained: Pretrained, lacking: Set[str] = frozenset()
+) -> None:
+    """Read what a matched checkpoint has for a model into it; all ranks of its mesh call it.
+
+    Args:
+        lacking: names of tensors on the meta device that the checkpoint has not, to be initialized.
+
+    Raises:
+        CheckpointRuntimeError: a file cannot be read; the model is unusable from then on.
+    """
+    agreement, mesh = pretrained.agreement, mesh_of_world(model)
+    device = device_of_group() if mesh is None else mesh.device
+    with usable_or_marked(model):
+        limit, tensors = ParallelismConfig().bucket_bytes, structure.tensors
+        names = sorted(name for name in pretrained.names if not tensors[name].info.inner)
+        encoded_names = sorted(pretrained.names.difference(names))
+        on_meta = [name for name in names if local_part(tensors[name].get()).is_meta]
+        give_memory(structure, [*on_meta, *encoded_names], device)
+        targets = [_target(name, tensors[name].get(), mesh) for name in names]
+        pretrained.fill(targets, limit)
+        others = {name: tensors[name].get() for name in encoded_names}
+        fill_encoded(
+            pretrained, others, device, agreement, lambda cargoes: _send(cargoes, mesh, agreement, limit)
+        )
+        for target in targets:
+            _put_back(structure.tensors[target.name].get(), target.local)
+        if lacking:
+            with agreement.together("initialization"), torch.device(device):
+                meta_init(model)
+
+
+def fill_tensors(opened: Opened, tensors: Mapping[str, Tensor], agreement: Agreement) -> None:
+    """Read tensors, sharded or not, in place; on all ranks together."""
+    targets, later = [], []
+    for path, tensor in tensors.items():
+        local = local_part(tensor)
+        direct = codec_of(local) is None and local.is_contiguous()
+        dtype = tensor.dtype if codec_of(local) is None else torch.float32
+        memory = local if direct else torch.empty(local.shape, dtype=dtype, device=local.device)
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        targets.append(Target(path, Layout.of(tensor), memory, mesh))
+        if memory is not local:
+            later.append((local, memory))
+    if targets:
+        reader_of(opened, opened.tensors, agreement).fill(targets, ParallelismConfig().bucket_bytes)
+    for local, memory in later:
+        encode_into(local, memory)
+
+
+def reader_of(opened: Opened, blueprints: dict[str, Blueprint], agreement: Agreement) -> Pretrained:
+    """What reads slices of tensors, called as in `blueprints`."""
+    return Pretrained(opened.index, opened.root, Match(tensors=blueprints), agreement)
+
+
+def _target(name: str, tensor: torch.Tensor, mesh: Mesh | None) -> Target:
+    """Where a tensor's values go: its own memory, if that is contiguous."""
+    local = local_part(tensor).detach()
+    if not local.is_contiguous():
+        local = torch.empty_like(local, memory_format=torch.contiguous_format)
+    whole = None if mesh is None else mesh.device_mesh
+    return Target(
+        name, Layout.of(tensor), local, tensor.device_mesh if isinstance(tensor, DTensor) else whole
+    )
+
+
+def _send(
+    cargoes: Mapping[int, Sequence[Cargo]], mesh: Mesh | None, agreement: Agreement, limit: int
+) -> None:
+    """Deliver over the mesh, or, where this rank is alone, copy."""
+    if mesh is not None:
+        agreement.collectively("the delivery", lambda: deliver(cargoes, mesh.device_mesh, limit))
+        return
+    for cargo in (cargo for mine in cargoes.values() for cargo in mine):
+        assert cargo.source is not None
+        cargo.target.copy_(cargo.source)
+
+
+@torch.no_grad()
+def _put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy what could not be read in place."""
+    if not (local := local_part(tensor).detach()).is_contiguous():
+        local.copy_(values)

@@ -1,0 +1,192 @@
+"""Models in checkpoints: by the names of the plain model's `state_dict()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from composer_dist.checkpoint.format.opened import Opened
+from composer_dist.checkpoint.kinds.filling import fill_model, fill_tensors, reader_of
+from composer_dist.checkpoint.kinds.kind import Chosen, Restore
+from composer_dist.distributed.prepared import check_usable, reshard
+from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.ranks.process_group import device_of_group
+from composer_dist.distributed.weights.storage import give_memory
+from composer_dist.errors import CheckpointValueError
+from composer_dist.files.match import castable
+from composer_dist.models.adapters import whole_state
+from composer_dist.structure.names import canonical_name
+from composer_dist.structure.structure import Structure, read_structure
+from composer_dist.tensors.blueprint import Blueprint
+from composer_dist.tensors.inner import inner_tensors
+
+
+def owns(value: Any) -> bool:
+    """Whether it is a module."""
+    return isinstance(value, nn.Module)
+
+
+def extract(key: str, value: Any, models: list[nn.Module], chosen: Chosen | None, whole: bool) -> Any:
+    """Its `state_dict()`: the model's own tensors, or what those with a codec are made of."""
+    state = live_state(bare(value))
+    found = state if whole else dict(_in_parts(state))
+    if chosen is not None:
+        found = {name: one for name, one in found.items() if chosen(name, one)}
+    if not found:
+        raise CheckpointValueError(
+            f"Nothing of {key!r} is left to save: the filter selects none of its names."
+        )
+    return found
+
+
+def guess(code: Any) -> bool:
+    """A mapping of nothing but tensors."""
+    pairs = code.get("dict", code.get("ordered"))
+    return bool(pairs) and all("tensor" in one for _, one in pairs)
+
+
+@dataclass
+class _ModelLoading:
+    opened: Opened
+    model: nn.Module
+    structure: Structure
+    blueprints: dict[str, Blueprint]
+    """By first name."""
+    inner: dict[str, tuple[str, str]]
+    """Paths of what tensors with a codec consist of, to the tensor's first name and the part's."""
+    objects: dict[str, Any]
+    """Names of extra state to what is there, encoded."""
+
+    def prepare(self) -> None:
+        """Memory is made as it is filled."""
+
+    def load(self, agreement: Agreement) -> None:
+        fill_model(self.model, self.structure, reader_of(self.opened, self.blueprints, agreement))
+        names = {name for name, _ in self.inner.values()}
+        give_memory(self.structure, names, device_of_group())
+        parts = {name: inner_tensors(self.structure.tensors[name].get()) for name in names}
+        fill_tensors(
+            self.opened, {path: parts[name][part] for path, (name, part) in self.inner.items()}, agreement
+        )
+        with agreement.together("the extra state"):
+            for name, code in self.objects.items():
+                owner_of(self.model, name).set_extra_state(self.opened.value(code))
+
+
+def plan(restore: Restore, key: str) -> _ModelLoading:
+    """Match by name: wrapper segments do not count, any name of a tied tensor does."""
+    opened, mismatch, model = restore.opened, restore.mismatch, bare(restore.state[key])
+    with whole_state(model):
+        targets = live_state(model)
+    if foreign := foreign_tensors(model, targets):
+        raise foreign
+    structure = read_structure(model)
+    first = {name: one for one, held in structure.tensors.items() for name in held.info.names}
+    inner = {
+        f"{name}.{part}": (name, part, held)
+        for name, target in targets.items()
+        if isinstance(target, Tensor)
+        for part, held in inner_tensors(target).items()
+    }
+    found = _ModelLoading(opened, model, structure, {}, {}, {})
+    present: set[int] = set()
+    for name, code in _entries(restore, key):
+        own = canonical_name(name)
+        target = targets.get(own)
+        path = code.get("tensor")
+        if own in inner and path:
+            whole, part, held = inner[own]
+            found.inner[path] = first[whole], part
+            present.add(id(targets[whole]))
+            if fault := _misfit(opened.tensors[path], held, exactly=True):
+                mismatch.misfits.append(f"{key}.{name} is {fault}")
+        elif own not in targets:
+            if first.get(own) is None:  # else a buffer that is not saved any more
+                mismatch.unexpected.append(f"{key}.{name}")
+        elif isinstance(target, Tensor) and path:
+            present.add(id(target))
+            found.blueprints[first[own]] = opened.tensors[path]
+            if fault := _misfit(opened.tensors[path], target):
+                mismatch.misfits.append(f"{key}.{name} is {fault}")
+        elif isinstance(target, Tensor):
+            mismatch.misfits.append(f"{key}.{name} is no tensor there")
+        else:
+            present.add(id(target))
+            found.objects[own] = code
+    read = set(found.inner.values())
+    begun = {whole for whole, _ in read}
+    mismatch.misfits += [
+        f"{key}.{own} is not there, though other parts of {whole} are"
+        for own, (whole, part, _) in inner.items()
+        if first[whole] in begun and (first[whole], part) not in read
+    ]
+    expected = {name: targets[name] for name in live_state(model)}
+    mismatch.missing += [
+        f"{key}.{name}"
+        for name, target in expected.items()
+        if not restore.ignore(f"{key}.{name}")
+        and (id(target) not in present if isinstance(target, Tensor) else name not in found.objects)
+    ]
+    return found
+
+
+def live_state(model: nn.Module) -> dict[str, Any]:
+    """Clean names to the model's own tensors (the shards), and to extra state where there is any."""
+    check_usable(model)
+    reshard(model)
+    return {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+
+
+def foreign_tensors(model: nn.Module, targets: Mapping[str, Any]) -> CheckpointValueError | None:
+    """An error, if the model's `state_dict` hands out tensors that are not the ones it holds."""
+    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    foreign = [n for n, value in targets.items() if isinstance(value, Tensor) and id(value) not in held]
+    if not foreign:
+        return None
+    return CheckpointValueError(
+        f"A state-dict hook, or a state_dict of the model's own, gives {', '.join(foreign)} as other "
+        "tensors than the model holds; what is loaded into those is lost. Use model.load_state_dict."
+    )
+
+
+def owner_of(model: nn.Module, name: str) -> Any:
+    """The module whose extra state is called `name`."""
+    owner = name.rpartition(".")[0]
+    return next(module for path, module in model.named_modules() if canonical_name(path) == owner)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The module inside of a DDP that was wrapped around it."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _in_parts(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A model's own tensors by name; what a tensor with a codec is made of, in its place."""
+    for name, value in state.items():
+        inner = inner_tensors(value) if isinstance(value, Tensor) else {}
+        if inner:
+            yield from ((f"{name}.{part}", tensor) for part, tensor in inner.items())
+        else:
+            yield name, value
+
+
+def _misfit(stored: Blueprint, target: Tensor, exactly: bool = False) -> str | None:
+    """How a stored tensor differs from the one that it is for, if it does; `exactly`: may not be cast."""
+    if tuple(stored.shape) != tuple(target.shape):
+        return f"{tuple(stored.shape)} there, {tuple(target.shape)} here"
+    if stored.dtype != target.dtype and (exactly or not castable(stored.dtype, target.dtype)):
+        return f"{stored.dtype} there, {target.dtype} here"
+    return None
+
+
+def _entries(restore: Restore, key: str) -> Iterator[tuple[str, Any]]:
+    """Names below a key to what is there, encoded."""
+    ((tag, pairs),) = restore.opened.structure[key].items()
+    if tag not in ("dict", "ordered"):
+        restore.mismatch.misfits.append(f"{key} is not the state of a model there")
+        return
+    yield from (pair for pair in pairs if not restore.ignore(f"{key}.{pair[0]}"))

@@ -1,0 +1,232 @@
+"""An optimizer's state by the names of its parameters.
+
+torch keys state by parameter objects and saves it by numbers. By names it can be loaded whatever the groups,
+ranks and frozen parameters are. Nothing here takes a step or communicates: the state of a shard is a shard.
+
+`by_name` brings the forms in which people exchange optimizer states to this one: our own and that of
+`torch.distributed.checkpoint.state_dict` (names), its flattened form (`state.<name>.<key>` and
+`param_groups.<name>.<option>`, one level), and `optimizer.state_dict()` of a single process (numbers, in the
+order of the optimizer's groups).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composer_dist.distributed.prepared import check_usable, named_parameters_canonical
+from composer_dist.errors import CheckpointError, CheckpointValueError
+from composer_dist.structure.names import canonical_name
+from composer_dist.tensors.inner import local_part
+
+State = dict[str, dict[str, Any]]
+"""Parameter name to key to a tensor or a plain value."""
+
+Groups = list[dict[str, Any]]
+"""Parameter groups with names in place of parameters."""
+
+
+def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state with names in place of parameters: its own tensors, sharded as they are.
+
+    Args:
+        model: prepared or not. A tied parameter goes by its first name.
+        optimizer: any of its parameters may be frozen, or without state.
+
+    Returns:
+        `{"state": {name: {key: tensor or value}}, "param_groups": [{"params": [names], ...options}]}`.
+
+    Raises:
+        CheckpointValueError: the optimizer holds parameters that are not the model's; says how many.
+        CheckpointRuntimeError: it was loaded half.
+    """
+    names = parameter_names(model, optimizer)
+    order = {name: place for place, name in enumerate(names.values())}
+    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if values}
+    return {
+        "state": {name: state[name] for name in sorted(state, key=order.__getitem__)},
+        "param_groups": [
+            {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    """Names of the model's parameters, in the model's order, by the identity of the object.
+
+    Raises:
+        CheckpointValueError: the optimizer holds parameters that are not the model's; says how many.
+        CheckpointRuntimeError: the optimizer was loaded half.
+    """
+    check_usable(optimizer)
+    names = {id(parameter): name for name, parameter in named_parameters_canonical(model)}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = [p for p in {id(p): p for p in [*held, *optimizer.state]}.values() if id(p) not in names]
+    if foreign:
+        raise CheckpointValueError(
+            f"{type(optimizer).__name__} holds {len(foreign)} parameters (of {len(held)}) that are not this "
+            f"model's, the first of shape {tuple(getattr(foreign[0], 'shape', ()))}; pass the model "
+            "that it trains, and hand the optimizer to parallelize_model, or build it afterwards."
+        )
+    return names
+
+
+def model_of(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module:
+    """The model that an optimizer trains.
+
+    Raises:
+        CheckpointValueError: it holds parameters of none, or of several.
+    """
+    if not models:
+        raise CheckpointValueError(
+            f"{type(optimizer).__name__} is saved by the names of its model's parameters; add the model to "
+            "the state, or pass model=."
+        )
+    for number, model in enumerate(models):
+        try:
+            parameter_names(model, optimizer)
+        except CheckpointError:
+            if number == len(models) - 1:
+                raise
+        else:
+            return model
+    raise AssertionError
+
+
+def by_name(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> tuple[State, Groups | None]:
+    """State and groups by the model's own names, where it has them: without wrapper segments, first of ties.
+
+    Args:
+        optimizer: numbers are places in its groups.
+
+    Raises:
+        CheckpointValueError: no state of an optimizer, another number of groups, or numbers that do not fit
+            the optimizer's groups.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointValueError(f"An optimizer's state is a mapping, not a {type(state).__name__}.")
+    first = {id(parameter): name for name, parameter in named_parameters_canonical(model)}
+    every = named_parameters_canonical(model, remove_duplicate=False)
+    names = {name: first[id(parameter)] for name, parameter in every}
+    held = [[first[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    values, groups = state.get("state", {}), list(state.get("param_groups") or [])
+    if any(isinstance(key, str) and key.startswith("state.") for key in state):
+        values, groups = _unflatten(state, held)
+    elif state and not {"state", "param_groups"} & set(state):
+        raise CheckpointValueError(
+            f"This is no optimizer's state: it has {', '.join(map(repr, list(state)[:4]))}, and neither "
+            "'state' nor 'param_groups'."
+        )
+    if groups:
+        check_group_count(groups, optimizer)
+    numbers = _numbers(values, groups, held, list(first.values()))
+
+    def name_of(key: Any) -> str:
+        name = canonical_name(numbers.get(key, str(key)))
+        return names.get(name, name)
+
+    named = {name_of(key): dict(entry) for key, entry in values.items()}
+    renamed = [{**group, "params": [name_of(key) for key in group["params"]]} for group in groups]
+    return named, renamed or None
+
+
+def check_group_count(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
+    """Refuse another number of groups than the optimizer has.
+
+    Raises:
+        CheckpointValueError: says both numbers.
+    """
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointValueError(
+            f"The state has {len(groups)} parameter group{'s' if len(groups) != 1 else ''}, the optimizer "
+            f"{len(optimizer.param_groups)}; make the optimizer with the groups that were saved."
+        )
+
+
+def check_whole(model: nn.Module, state: State) -> None:
+    """Refuse state that an optimizer has made from this rank's part of a parameter alone.
+
+    Raises:
+        CheckpointValueError: names it.
+    """
+    parameters = dict(named_parameters_canonical(model))
+    faults = [
+        f"{key} of {name}"
+        for name, values in state.items()
+        for key, value in values.items()
+        if isinstance(value, Tensor)
+        and not isinstance(value, DTensor)
+        and value.shape == local_part(parameters[name]).shape != parameters[name].shape
+    ]
+    if faults:
+        raise CheckpointValueError(
+            f"The optimizer keeps these for each rank's part of a parameter, as plain tensors that have no "
+            f"full value: {', '.join(faults)}. Make them DTensors, of the parameter's placements."
+        )
+
+
+def is_low_bit(optimizer: Optimizer) -> bool:
+    """Whether it quantizes each rank's part of its state by itself, as those of `torchao.optim` do."""
+    return hasattr(optimizer, "_new_buffer")
+
+
+def _numbers(
+    values: Mapping[Any, Any],
+    groups: Sequence[Mapping[str, Any]],
+    held: Sequence[Sequence[str]],
+    order: Sequence[str],
+) -> dict[int, str]:
+    """What the numbers in a state stand for; {} where it has names already.
+
+    Args:
+        held: the names in each of the optimizer's groups.
+        order: all of the model's names.
+    """
+    keys = [*values, *(key for group in groups for key in group["params"])]
+    if not any(isinstance(key, int) for key in keys):
+        return {}
+    if not groups:  # nothing but the model tells the order
+        every = {name for group in held for name in group}
+        return dict(enumerate(name for name in order if name in every))
+    found: dict[int, str] = {}
+    for number, (group, own) in enumerate(zip(groups, held, strict=True)):
+        own = group.get("param_names", own)
+        if len(own) != len(group["params"]):
+            raise CheckpointValueError(
+                f"The state goes by numbers, and its group {number} has {len(group['params'])} parameters, "
+                f"the optimizer's {len(own)}. Make the optimizer with the parameters that were saved."
+            )
+        found.update(zip(group["params"], own, strict=True))
+    return found
+
+
+def _unflatten(
+    state: Mapping[str, Any], held: Sequence[Sequence[str]]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The flattened form taken apart, with groups as the optimizer has them.
+
+    Raises:
+        CheckpointValueError: parameters of one group have different options.
+    """
+    values: dict[str, Any] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for flat, value in state.items():
+        kind, _, rest = flat.partition(".")
+        name, _, key = rest.rpartition(".")
+        (values if kind == "state" else options).setdefault(canonical_name(name), {})[key] = value
+    groups: list[dict[str, Any]] = []
+    for number, names in enumerate(held):
+        known = [name for name in names if name in options]
+        odd = [name for name in known if options[name] != options[known[0]]]
+        if odd:
+            raise CheckpointValueError(
+                f"Parameters of the optimizer's group {number} have different options in the state: "
+                f"{known[0]} and {odd[0]}. Make the optimizer with the groups that were saved."
+            )
+        groups.append({**(options[known[0]] if known else {}), "params": known})
+    return values, groups if options else []
