@@ -1,4 +1,4 @@
-"""`composer-dist doctor`: what this machine offers to distributed training, and what stands in the way."""
+"""`composer-dist doctor`: checks whether distributed training works on this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Examples:
   composer-dist doctor -n 8
   torchrun --nnodes 2 ... -m composer_dist doctor      between machines
 
-Exit status: 0, nothing stands in the way (there may be warnings); 1, something does.
+Exit status: 0 if training works (there may be warnings), 1 if not.
 """
 
 
@@ -43,7 +43,7 @@ _SUPPORTED = ((2, 11), (2, 14))
 
 
 _FILES = 4096
-"""Open files that a large job may need: shards, sockets, loader workers."""
+"""Open files that a large job may need for shards, sockets and loader workers."""
 
 
 _SHARED = 1 << 30
@@ -62,10 +62,10 @@ class Finding:
 
 def doctor(
     processes: Annotated[
-        int | None, typer.Option("-n", "--processes", min=1, help="Processes of the self-test; 2 by default.")
+        int | None, typer.Option("-n", "--processes", min=1, help="Processes in the self-test; 2 by default.")
     ] = None,
 ) -> None:
-    """Look at versions, devices, limits and the network, and let processes talk to each other."""
+    """Check versions, devices, limits and networking, and run a communication self-test."""
     from composer_dist.distributed.ranks import process_group
 
     findings = list(survey())
@@ -81,7 +81,7 @@ def doctor(
 
 
 def survey() -> Iterator[Finding]:
-    """What can be seen without starting anything."""
+    """The checks that start no other process."""
     checks: tuple[Callable[[], Finding], ...] = (
         _python,
         _torch,
@@ -99,7 +99,7 @@ def survey() -> Iterator[Finding]:
 
 
 def talk(processes: int) -> list[Finding]:
-    """The self-test, in the launcher's world if there is one, else in processes of its own."""
+    """The self-test, in the launcher's processes if there is a launcher, else in new ones."""
     from composer_dist.distributed import launch
     from composer_dist.distributed.ranks import process_group
 
@@ -107,17 +107,17 @@ def talk(processes: int) -> list[Finding]:
         if process_group.is_distributed():
             return described(_self_test())
         return described(launch(_self_test, processes, "spawn"))
-    except Exception as error:  # whatever it is, it is what the user came for
-        return [Finding("self-test", f"{type(error).__name__}: {error}", "fault", "Mend this first.")]
+    except Exception as error:  # any error is a finding
+        return [Finding("self-test", f"{type(error).__name__}: {error}", "fault", "Fix this first.")]
 
 
 def described(result: SelfTest) -> list[Finding]:
-    """What the self-test says."""
+    """The findings of the self-test."""
     world, hosts = len(result.hosts), len(set(result.hosts))
     where = f"{world} rank{'s' * (world > 1)} on {hosts} host{'s' * (hosts > 1)}, {result.backend}"
-    sums = Finding("self-test", f"{where}: sums are right")
+    sums = Finding("self-test", f"{where}: sums are correct")
     if not result.right:
-        remedy = "The backend computes wrongly: try another interface or version."
+        remedy = "The backend computes wrong results: try another interface or version."
         sums = Finding("self-test", f"{where}: a sum over all ranks is wrong", "fault", remedy)
     findings = [sums]
     if world > 1:
@@ -130,18 +130,18 @@ def described(result: SelfTest) -> list[Finding]:
         (source, target), slowest = min(rates.items(), key=lambda item: item[1])
         fastest, lags = max(rates.values()), slowest < max(rates.values()) / 4
         text = f"{_speed(slowest)} to {_speed(fastest)} between pairs, all-reduce {_speed(result.all_reduce)}"
-        remedy = f"Rank {source} to rank {target} lags; look at its network interface."
+        remedy = f"Rank {source} to rank {target} is slow; check its network interface."
         findings.append(Finding("bandwidth", text, "warning" if lags else "ok", remedy if lags else ""))
         near = [
             able for able, host in zip(result.memory, result.hosts, strict=True) if host == result.hosts[0]
         ]
-        text = "ranks of a host read each other's memory" if all(near) else "weights go through sockets"
+        text = "ranks on one host read each other's memory" if all(near) else "weights go through sockets"
         findings.append(Finding("peer memory", text))
     return findings
 
 
 def show(findings: list[Finding]) -> None:
-    """One screen, one verdict."""
+    """Prints the findings and the verdict."""
     from rich.console import Console
     from rich.table import Table
 
@@ -153,7 +153,7 @@ def show(findings: list[Finding]) -> None:
     console.print(table)
     counts = {kind: sum(finding.verdict == kind for finding in findings) for kind in ("fault", "warning")}
     if counts["fault"]:
-        console.print(f"[red]{_count(counts['fault'], 'fault')}: training will not work here as it is.[/]")
+        console.print(f"[red]{_count(counts['fault'], 'fault')}: training will not work here.[/]")
     elif counts["warning"]:
         console.print(f"[yellow]Training works here; {_count(counts['warning'], 'warning')}.[/]")
     else:
@@ -193,7 +193,7 @@ def _packages() -> Finding:
             found.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    return Finding("packages", ", ".join(found) or "none of those that are optional")
+    return Finding("packages", ", ".join(found) or "none of the optional ones")
 
 
 def _devices() -> Finding:
@@ -203,7 +203,7 @@ def _devices() -> Finding:
     cpu = f"{cores} CPU core{'s' * (cores != 1)}"
     if not torch.accelerator.is_available():
         if torch.version.cuda is not None:
-            remedy = "torch is built for CUDA, but sees no device: look at nvidia-smi and the driver."
+            remedy = "torch is built for CUDA but sees no device: check nvidia-smi and the driver."
             return Finding("devices", cpu, "warning", remedy)
         return Finding("devices", cpu)
     kind = torch.accelerator.current_accelerator()
@@ -229,11 +229,11 @@ def _backends() -> Finding:
 
 def _shared_memory() -> Finding:
     if not os.path.isdir("/dev/shm"):
-        return Finding("/dev/shm", "not there")
+        return Finding("/dev/shm", "does not exist")
     size = shutil.disk_usage("/dev/shm").total
     if size >= _SHARED:
         return Finding("/dev/shm", f"{size / 2**30:.1f} GiB")
-    remedy = "Loader workers and NCCL need more: docker run --shm-size=8g, or an emptyDir of medium Memory."
+    remedy = "Loader workers and NCCL need more: docker run --shm-size=8g, or an emptyDir with medium Memory."
     return Finding("/dev/shm", f"{size / 2**20:.0f} MiB", "warning", remedy)
 
 
@@ -241,7 +241,7 @@ def _open_files() -> Finding:
     try:
         import resource
     except ImportError:  # Windows
-        return Finding("open files", "no limit is known")
+        return Finding("open files", "no known limit")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= _FILES:
         return Finding("open files", f"up to {soft}")
@@ -253,11 +253,13 @@ def _host_name() -> Finding:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
-        alone = ", for other hosts themselves: several need GLOO_SOCKET_IFNAME (composer-dist train sets it)"
-        return Finding("host name", f"{name} is {address}{alone if address.startswith('127.') else ''}")
+        local = "; with several hosts set GLOO_SOCKET_IFNAME (composer-dist train does)"
+        return Finding(
+            "host name", f"{name!r} resolves to {address}{local if address.startswith('127.') else ''}"
+        )
     except OSError:
-        remedy = "Gloo waits for it: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME."
-        return Finding("host name", f"{name} has no address", "warning", remedy)
+        remedy = "Gloo needs one: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME."
+        return Finding("host name", f"{name!r} has no address", "warning", remedy)
 
 
 def _threads() -> Finding:
@@ -270,7 +272,7 @@ def _threads() -> Finding:
 
 
 def _variables() -> Iterator[Finding]:
-    """Settings that are known to end badly."""
+    """Environment variables that are known to cause trouble."""
     interfaces = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
@@ -279,14 +281,15 @@ def _variables() -> Iterator[Finding]:
             and value[0] not in "^="
             and not any(n.startswith(v) for v in value.split(",") for n in interfaces)
         ):
-            found = f"{variable}={value}, which this host does not have"
-            yield Finding("interface", found, "fault", f"It has: {', '.join(sorted(interfaces))}.")
+            found = f"{variable}={value}, but this host has no such interface"
+            remedy = f"Its interfaces: {', '.join(sorted(interfaces))}."
+            yield Finding("interface", found, "fault", remedy)
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         yield Finding(
-            "CUDA_LAUNCH_BLOCKING", "set", "warning", "Every kernel waits for the one before: unset it."
+            "CUDA_LAUNCH_BLOCKING", "set", "warning", "Every kernel waits for the previous one: unset it."
         )
     if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not os.environ.get("MASTER_ADDR"):
-        yield Finding("launcher", "WORLD_SIZE is set, MASTER_ADDR is not", "fault", "Start with torchrun.")
+        yield Finding("launcher", "WORLD_SIZE is set but MASTER_ADDR is not", "fault", "Start with torchrun.")
 
 
 def _speed(rate: float) -> str:

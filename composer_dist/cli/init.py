@@ -14,13 +14,13 @@ PRESETS = Path(__file__).parents[1] / "recipe" / "presets"
 EXAMPLES = """
 Presets:
 
-  pretrain          a language model, from nothing
+  pretrain          a language model from scratch
   finetune          all weights of a language model
-  lora, dora        adapters above a language model
-  qlora             an adapter above weights in 4 bits
-  classification    what a piece of text is
-  masked_lm         a model that fills gaps in a text
-  vision            a PyTorch module and data of your own, here for digits
+  lora, dora        adapters on a language model
+  qlora             an adapter on weights in 4 bits
+  classification    text classification
+  masked_lm         a masked language model
+  vision            your own PyTorch module and data, here for digits
 
 Examples:
 
@@ -30,7 +30,7 @@ Examples:
 
 
 class Preset(StrEnum):
-    """What there is to begin with; each is a file in recipe/presets."""
+    """The templates; each is a file in recipe/presets."""
 
     PRETRAIN = "pretrain"
     FINETUNE = "finetune"
@@ -43,14 +43,14 @@ class Preset(StrEnum):
 
 
 def init(
-    preset: Annotated[Preset, typer.Argument(help="What to begin with.")] = Preset.PRETRAIN,
+    preset: Annotated[Preset, typer.Argument(help="Template to start from.")] = Preset.PRETRAIN,
     path: Annotated[
         Path | None,
-        typer.Argument(help="Where to write it; by default the preset's name.", show_default=False),
+        typer.Argument(help="File to write; by default named after the preset.", show_default=False),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:
-    """Write a first configuration, with comments; it runs as it is and downloads nothing."""
+    """Write a first configuration with comments. It runs as it is and downloads nothing."""
     target = path or Path(f"{preset}.yaml")
     if target.is_dir():
         target = target / f"{preset}.yaml"
@@ -58,18 +58,16 @@ def init(
         raise typer.BadParameter(f"{target} should end in .yaml.", param_hint="PATH")
     files = _files(preset, target)
     if there := [str(file) for file in files if file.exists() and not force]:
-        raise typer.BadParameter(
-            f"{', '.join(there)} is there already; --force replaces it.", param_hint="PATH"
-        )
+        raise typer.BadParameter(f"{', '.join(there)} already exists; pass --force.", param_hint="PATH")
     target.parent.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
         file.write_text(text)
-        typer.echo(f"Written: {file}")
+        typer.echo(f"Wrote {file}")
     typer.echo(f"Next: composer-dist train {target}")
 
 
 def _files(preset: Preset, target: Path) -> dict[Path, str]:
-    """What to write where: the configuration, and beside it the code that it names, called like it."""
+    """The files to write: the configuration and the code that it names, under the same name."""
     sources = {target: PRESETS / f"{preset}.yaml"}
     if (code := PRESETS / f"{preset}.py").exists():
         sources[target.with_suffix(".py")] = code
@@ -80,7 +78,7 @@ def _files(preset: Preset, target: Path) -> dict[Path, str]:
 
 
 def _renamed(text: str, preset: str, name: str) -> str:
-    """The text, where it speaks of its own files, by their new name."""
+    """The text with the new name of its own files."""
     for ending in (".yaml", ".py"):
         text = text.replace(f"{preset}{ending}", f"{name}{ending}")
     return text.replace(f"runs/{preset}", f"runs/{name}")

@@ -1,7 +1,7 @@
-"""The command line, `composer-dist`: each command is a function in a file of its own in `commands/`.
+"""The command line, `composer-dist`; each command has its own file.
 
-Exit statuses: 0, it is done; 1, it failed, for the reason on standard error; 2, it was called wrongly;
-130, Ctrl-C. What is heavy is imported by the command that needs it, so that `--help` answers at once.
+Exit statuses: 0 done, 1 failed with the reason on standard error, 2 wrong usage, 130 Ctrl-C. Commands import
+heavy packages when they need them, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from composer_dist.errors import ParallelismError
 
 
 class Commands(TyperGroup):
-    """Commands whose errors are one clear statement instead of a traceback."""
+    """Commands that fail with one clear statement instead of a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
@@ -31,7 +31,7 @@ class Commands(TyperGroup):
 
 
 def explain(error: Exception) -> str:
-    """What went wrong, in words; an error that is not ours says of what kind it is."""
+    """What went wrong, in words; with its kind where the error is not one of ours."""
     if isinstance(error, ParallelismError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -40,7 +40,7 @@ def explain(error: Exception) -> str:
 
 
 def _is_typers_own(error: Exception) -> bool:
-    """Exits and wrong usage, which typer itself shows."""
+    """Exits and wrong usage, which typer reports itself."""
     return isinstance(error, typer.Abort) or hasattr(error, "exit_code")
 
 
@@ -67,7 +67,7 @@ def options(
         typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version),
     ] = False,
 ) -> None:
-    """Train models on many devices, and bring their checkpoints from one form into another."""
+    """Train models on many devices and convert their checkpoints."""
 
 
 app.command(epilog=train.EXAMPLES)(train.train)

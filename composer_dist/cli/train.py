@@ -1,4 +1,4 @@
-"""`composer-dist train`: a run from a configuration."""
+"""`composer-dist train`: trains what a configuration describes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Examples:
 
   composer-dist init                          write pretrain.yaml
   composer-dist train pretrain.yaml           train, in one process
-  composer-dist train pretrain.yaml -n 2      in two, on this machine
+  composer-dist train pretrain.yaml -n 2      in two processes on this machine
   composer-dist train pretrain.yaml optimizer.lr=1e-3 seed=3
   composer-dist train pretrain.yaml --dry-run -n 8
   torchrun --nproc-per-node 8 -m composer_dist train pretrain.yaml
-  srun composer-dist train pretrain.yaml      each finds its rank
+  srun composer-dist train pretrain.yaml      each process finds its rank
 
 Exit status:
 
   0    trained
   1    the run failed
   2    the configuration or the call is wrong
-  130  Ctrl-C; a second one does not wait for anything
-  143  SIGTERM, as before a pre-emption; with checkpoints the run is saved first
+  130  Ctrl-C; a second one exits immediately
+  143  SIGTERM, as before a preemption; with checkpoints the run is saved first
 """
 
 
@@ -38,13 +38,13 @@ def train(
     config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's.", show_default=False),
+        typer.Argument(metavar="KEY=VALUE", help="Values that override the file's.", show_default=False),
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option("-n", "--processes", min=1, help="Start as many processes on this machine."),
+        typer.Option("-n", "--processes", min=1, help="Number of processes to start on this machine."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done and exit.")] = False,
     launched: Annotated[int | None, typer.Option("--launched", hidden=True)] = None,
 ) -> None:
     """Train what a configuration describes."""
@@ -85,10 +85,10 @@ def _plan(config: Path, overrides: list[str] | None, processes: int | None) -> s
 
 @contextmanager
 def _told(launcher: int | None = None) -> Iterator[None]:
-    """An error ends the command: with its text, and where in the user's code it comes from, if it does.
+    """Errors end the command with their text, and with the traceback where they come from the user's code.
 
     Args:
-        launcher: the process whose `launch_local` has started this one, and which tells it in its place.
+        launcher: the id of the process whose `launch_local` started this one; it reports the error instead.
     """
     from composer_dist.cli import interrupt
     from composer_dist.cli.launch import end_with, report_failure
@@ -123,12 +123,12 @@ def _told(launcher: int | None = None) -> Iterator[None]:
 def _as_a_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """A warning without the line of code from which it comes: here that is never the user's."""
+    """A warning without its line of code, which is never the user's here."""
     return f"{category.__name__}: {message}\n"
 
 
 def _failure(error: BaseException) -> str:
-    """What failed, and on which rank; errors of our own say that themselves, where it is not all."""
+    """What failed, and on which rank; our own errors name the rank themselves."""
     from composer_dist.errors import ParallelismError
 
     rank = None if isinstance(error, ParallelismError) else os.environ.get("RANK")
@@ -137,7 +137,7 @@ def _failure(error: BaseException) -> str:
 
 
 def _origin(error: BaseException) -> str:
-    """The traceback of the error behind ours, or of one that is not ours, where there is one."""
+    """The traceback of the first cause that is not one of our errors, if there is one."""
     from composer_dist.errors import ParallelismError
 
     cause: BaseException | None = error
@@ -148,11 +148,11 @@ def _origin(error: BaseException) -> str:
 
 def _refuse_a_launcher_inside_another() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
-        raise typer.BadParameter("this process has been started by a launcher already; leave out -n.")
+        raise typer.BadParameter("this process was already started by a launcher; leave out -n.")
 
 
 def _hush() -> None:
-    """What libraries say of machines that are not there, and bars for reading files, help nobody here."""
+    """Hides progress bars for reading files and warnings of libraries about other machines."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,11 +1,10 @@
-"""From a checked configuration to a Trainer that is ready, step by step."""
+"""Builds the Trainer of a checked configuration, step by step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
@@ -24,7 +23,7 @@ from composer_dist.recipe.tokenizer import tokenizer_named
 from composer_dist.trainer import CheckpointSaver, FineTuningPhases, Resume, Time, TimeUnit, seed_all
 
 CHECKPOINTS = "checkpoints"
-"""Where they are, in the run's folder."""
+"""The name of their folder in the run's."""
 
 
 @dataclass
@@ -40,12 +39,15 @@ def build(configuration: Configuration) -> Session:
     """Makes the process group, model, data, optimizer and Trainer; every rank calls it.
 
     Raises:
-        ParallelismError: on every rank: something cannot be made as the configuration asks.
+        ParallelismError: on every rank; something cannot be made as the configuration asks.
     """
     run, folder = configuration.run, configuration.folder
     process_group.init(device=run.trainer.get("device"), reuse=True)
     with process_group.together("the run's folder"):  # before anything that takes long
-        _make(run.out)
+        try:
+            run.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ParallelismValueError(f"out={run.out} cannot be created: {error.strerror}.") from None
     seed_all(run.seed)
     with process_group.together("reading the data"):
         tokenizer = tokenizer_of(run)
@@ -55,7 +57,7 @@ def build(configuration: Configuration) -> Session:
     with process_group.together("building the model"):
         seed_all(run.seed)
         model = build_model(run, tokenizer, folder)
-        configuration.phases(model)  # whose error has lines, unlike that of the callback
+        configuration.phases(model)  # its error has lines, the callback's has none
         optimizer = optimizer_of(run, model, configuration)
         schedulers = scheduler_of(run, optimizer, configuration, len(train_loader))
     stepped = any(isinstance(one, LRScheduler) for one in schedulers)
@@ -94,10 +96,10 @@ def optimizer_of(run: Run, model: ComposerModel, configuration: Configuration) -
 
 
 def scheduler_of(run: Run, optimizer: Optimizer, configuration: Configuration, epoch: int) -> list[Any]:
-    """The learning rate's schedule, if there is one; one of torch's steps once a batch.
+    """The schedule of the learning rate, if there is one; torch's schedulers step once a batch.
 
     Raises:
-        ParallelismValueError: torch's must know the number of batches, and the run's end does not tell it.
+        ParallelismValueError: it needs the number of batches, which the run's length does not give.
     """
     if run.scheduler is None:
         return []
@@ -110,32 +112,25 @@ def scheduler_of(run: Run, optimizer: Optimizer, configuration: Configuration, e
     return [kind(optimizer, **arguments)]
 
 
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ParallelismValueError(f"out={folder} cannot be made: {error.strerror}.") from None
-
-
 @contextmanager
 def _earlier_run(run: Run) -> Iterator[None]:
-    """What is wrong with the checkpoints of an earlier run says what else there is to do."""
+    """Errors of an earlier run's checkpoints say how to start over."""
     try:
         yield
     except CheckpointError as error:
-        text = f"{error} To begin anew, choose another out than {run.out}, which has an earlier run."
+        text = f"{error} To start over, choose another out than {run.out}, which has an earlier run."
         raise kind_of(error)(text) from error
 
 
 def _check_steps(trainer: Trainer, run: Run) -> None:
-    """Refuses to go on beyond the last step of a schedule that an earlier process has begun."""
+    """Refuses to continue beyond the last step of a schedule that an earlier process started."""
     for scheduler in trainer.state.schedulers:
         last = getattr(scheduler, "total_steps", None)
         if last is None or trainer.resumed_from is None:
             continue
         if batches(run.trainer["max_duration"], trainer.state.train_length or 0) > last:
             raise CheckpointValueError(
-                f"The run was begun for {last} batches, beyond which {type(scheduler).__name__} cannot go; "
+                f"The run was started for {last} batches, and {type(scheduler).__name__} cannot go further; "
                 "'cosine', 'linear' and 'constant' can."
             )
 
@@ -154,7 +149,7 @@ def _callbacks(configuration: Configuration) -> list[Any]:
 
 
 def _resume(run: Run) -> Resume | None:
-    """Where the run begins: by default at its newest checkpoint."""
+    """Where the run starts: by default at its newest checkpoint."""
     if isinstance(run.resume, dict):
         asked: dict[str, Any] = {"autoresume": run.checkpoints is not None} | run.resume
         return Resume(**asked)
@@ -183,7 +178,7 @@ def batches(duration: Time | str | int | None, epoch: int) -> int:
     """How many batches a duration has.
 
     Raises:
-        ParallelismValueError: it is in a unit that does not say.
+        ParallelismValueError: its unit does not say.
     """
     time = Time.of(duration) if duration is not None else None
     if time is not None and time.unit is TimeUnit.BATCH:
@@ -191,6 +186,6 @@ def batches(duration: Time | str | int | None, epoch: int) -> int:
     if time is not None and time.unit is TimeUnit.EPOCH:
         return int(time.value) * epoch
     raise ParallelismValueError(
-        "The schedule of the learning rate needs to know the number of batches; "
-        f"max_duration={duration!r} does not tell it. Write it in batches ('200ba') or epochs ('3ep')."
+        "The schedule of the learning rate needs the number of batches, which "
+        f"max_duration={duration!r} does not give. Use batches ('200ba') or epochs ('3ep')."
     )

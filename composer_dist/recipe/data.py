@@ -27,7 +27,7 @@ def datasets(run: Run, tokenizer: Any, folder: Path) -> Datasets:
         folder: the configuration's, for files that it names.
 
     Raises:
-        ParallelismError: the data is not there, or not enough.
+        ParallelismError: the data does not exist, or there is too little of it.
     """
     match run.data:
         case TextData():
@@ -39,7 +39,7 @@ def datasets(run: Run, tokenizer: Any, folder: Path) -> Datasets:
 
 
 def loader(dataset: Dataset[Any], run: Run, *, training: bool) -> DistributedDataLoader:
-    """Batches of `batch_size` samples of all ranks together; the Trainer gives each rank its part.
+    """Batches of `batch_size` samples across all ranks; the Trainer gives each rank its part.
 
     Raises:
         ParallelismValueError: there are too few samples for one batch.
@@ -47,7 +47,7 @@ def loader(dataset: Dataset[Any], run: Run, *, training: bool) -> DistributedDat
     data, samples = run.data, len(dataset)  # type: ignore[arg-type]
     if training and samples < data.batch_size:
         raise ParallelismValueError(
-            f"There are {samples} samples to train on, fewer than one batch of {data.batch_size}."
+            f"There are only {samples} samples to train on, fewer than one batch of {data.batch_size}."
         )
     return DistributedDataLoader(
         dataset,
@@ -78,14 +78,14 @@ def _of_text(run: Run, data: TextData, tokenizer: Any) -> Datasets:
 
 
 def _of_classes(data: LabeledData, tokenizer: Any) -> Datasets:
-    """As many samples of each class as the smallest has, spread evenly over its text."""
+    """As many samples of each class as the smallest class has, spread evenly over its text."""
     found = [text.pieces(text.read(source), tokenizer, data.context) for source in data.classes.values()]
     count = min(map(len, found))
     chosen = [tokens[torch.arange(count) * len(tokens) // count] for tokens in found]
     tokens = torch.stack(chosen, dim=1).flatten(0, 1)  # one of each class in turn
     labels = torch.arange(len(found)).repeat(count)
     whole = text.LabeledSamples(tokens, labels)
-    # Rows of one sample of each class, so that what is held out is as balanced as what is trained on.
+    # A row has one sample of each class, so that the held-out samples are balanced too.
     rows, held_rows = text.hold_out(range(count), data.held_out // len(found))
     train, held = (
         [row * len(found) + label for row in some for label in range(len(found))]

@@ -21,7 +21,7 @@ def describe(configuration: Configuration, world: int) -> str:
     """The plan for `world` ranks, and the run in numbers, as tables.
 
     Raises:
-        ParallelismError: the run would fail; mostly for the reason for which it would.
+        ParallelismError: the run would fail, mostly with the same error.
     """
     run = configuration.run
     seed_all(run.seed)

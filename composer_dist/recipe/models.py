@@ -30,7 +30,7 @@ def peft_class(method: str) -> Any:
     known = {kind.value.lower(): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     if method not in known:
         text = f"peft has no method {method!r}.{near_miss(method, known)}"
-        raise ParallelismValueError(f"{text} It has {', '.join(sorted(known))}.")
+        raise ParallelismValueError(f"{text} Valid methods: {', '.join(sorted(known))}.")
     return known[method]
 
 
@@ -44,17 +44,17 @@ _AUTO = {
 def build_model(run: Run, tokenizer: Any, folder: Path, *, empty: bool = False) -> ComposerModel:
     """The model of the configuration.
 
-    A new model is on the meta device on every rank: preparation initializes it, the same on any number of
-    ranks. One that is read, or that gets an adapter, is real on rank 0 and on meta elsewhere.
+    A new model is on the meta device on every rank: preparation initializes it, identically on any number of
+    ranks. A pretrained model, or one with an adapter, has values on rank 0 and is on meta elsewhere.
 
     Args:
         run: the configuration.
         tokenizer: travels with a Hugging Face model, and sizes a new one's vocabulary.
         folder: the configuration's, for files that it names.
-        empty: on meta here too: enough for a plan.
+        empty: keep everything on meta, which is enough for a plan.
 
     Raises:
-        ParallelismError: it cannot be built so.
+        ParallelismError: it cannot be built.
     """
     if isinstance(run.model, ModuleModel):
         return _module(run.model, folder)
@@ -72,10 +72,10 @@ def build_model(run: Run, tokenizer: Any, folder: Path, *, empty: bool = False) 
 
 
 def hub_config(model: HubModel, tokenizer: Any) -> Any:
-    """The transformers configuration, new ones completed by what the tokenizer says.
+    """The transformers configuration; the tokenizer completes a new one.
 
     Raises:
-        ParallelismValueError: transformers refuses it.
+        ParallelismValueError: transformers rejects it.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -89,7 +89,7 @@ def hub_config(model: HubModel, tokenizer: Any) -> Any:
         return kind(**{**defaults, **given})
     except Exception as error:  # each configuration has checks and errors of its own
         text = " ".join(str(error).split())
-        raise ParallelismValueError(f"{kind.__name__} refuses it: {text}") from error
+        raise ParallelismValueError(f"{kind.__name__} rejects the configuration: {text}") from error
 
 
 def _needs_values(model: HubModel) -> bool:
@@ -128,7 +128,7 @@ def _peft_config(model: HubModel) -> Any:
 
 
 def _write_base(model: Any, tokenizer: Any, folder: Path) -> None:
-    """A new model below an adapter is written once: the adapter is worth nothing without it."""
+    """Writes a new model below an adapter, which is useless without it."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     model.config._name_or_path = str(folder)  # what the adapter's configuration will name
@@ -143,14 +143,14 @@ def _module(model: ModuleModel, folder: Path) -> ComposerModel:
         return built
     if not isinstance(built, nn.Module):
         raise ParallelismTypeError(
-            f"{model.name} must give a torch.nn.Module or a ComposerModel, not a {type(built).__name__}."
+            f"{model.name} must return a torch.nn.Module or a ComposerModel, not a {type(built).__name__}."
         )
     return ComposerClassifier(built, num_classes=model.num_classes)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the bars that transformers draws for reading files: progress is shown by preparation."""
+    """Hides transformers' progress bars for reading files: preparation shows the progress."""
     from transformers.utils import logging as hub_logging
 
     shown = hub_logging.is_progress_bar_enabled()

@@ -18,18 +18,18 @@ def resolve(reference: str, folder: Path) -> Any:
 
     Args:
         reference: `package.module.Name`, `package.module:Name` or `file.py:Name`.
-        folder: where files are looked for: the configuration's.
+        folder: the configuration's, where files are looked up.
 
     Raises:
-        ParallelismValueError: there is no such thing, or importing it failed.
+        ParallelismValueError: it does not exist, or cannot be imported.
     """
     where, colon, name = reference.rpartition(":")
     if not colon:
         where, _, name = reference.rpartition(".")
     if not where or not name:
         raise ParallelismValueError(
-            f"{reference!r} names nothing; write package.module.Name, or file.py:Name for a file beside "
-            "the configuration."
+            f"{reference!r} is not a reference: expected package.module.Name, or file.py:Name "
+            "for a file beside the configuration."
         )
     module = _load(folder / where) if where.endswith(".py") else _import(where)
     if not hasattr(module, name):
@@ -84,7 +84,7 @@ SCHEDULERS = {
 
 
 WHOLE_RUN = frozenset({"total_steps", "T_max"})
-"""Arguments of torch's schedulers that are the run's number of batches, unless somebody says otherwise."""
+"""Arguments of torch's schedulers that default to the run's number of batches."""
 
 
 CALLBACKS = {
@@ -113,11 +113,11 @@ LOGGERS = {
 
 
 PLACES = {"file": {"path": "metrics.jsonl"}, "tensorboard": {"log_dir": "tensorboard"}}
-"""Where loggers write below the run's folder, unless the configuration says otherwise."""
+"""Where loggers write in the run's folder by default."""
 
 
 def placed(name: str, arguments: Mapping[str, Any] | None, out: Path) -> dict[str, Any]:
-    """A logger's arguments, completed by its place in the run's folder."""
+    """A logger's arguments, with its place in the run's folder."""
     return {key: str(out / place) for key, place in PLACES.get(name, {}).items()} | dict(arguments or {})
 
 
@@ -125,13 +125,13 @@ def find(kind: str, known: Mapping[str, str], name: str, folder: Path) -> Any:
     """The class of a short name, or of a `package.module.Name` or `file.py:Name`.
 
     Raises:
-        ParallelismValueError: there is none; names those that there are.
+        ParallelismValueError: it does not exist; lists the short names.
     """
     if name in known:
         return resolve(known[name], folder)
     if "." in name:
         return resolve(name, folder)
     raise ParallelismValueError(
-        f"There is no {kind} {name!r}.{near_miss(name, known)} There are {', '.join(known)}, and any class "
+        f"There is no {kind} {name!r}.{near_miss(name, known)} Valid names: {', '.join(known)}, or any class "
         "as package.module.Name or file.py:Name."
     )

@@ -21,7 +21,7 @@ def quantize(model: nn.Module) -> None:
 
     Raises:
         ParallelismRuntimeError: torchao is not installed.
-        ParallelismValueError: no layer has a size that NF4 can have; names the sizes.
+        ParallelismValueError: the size of some layer does not suit NF4; names it.
     """
     nf4 = _nf4()
     untouched: Any = getattr(model, "get_output_embeddings", lambda: None)()
@@ -31,17 +31,14 @@ def quantize(model: nn.Module) -> None:
         if isinstance(layer, nn.Linear) and layer is not untouched
     }
     multiple = _BLOCK * _SCALES
-    fitting = [layer for layer in linears.values() if layer.weight.numel() % multiple == 0]
-    if len(fitting) < len(linears):
-        odd = {name: layer.weight for name, layer in linears.items() if layer.weight.numel() % multiple}
-        name, weight = next(iter(odd.items()))
+    if odd := [name for name, layer in linears.items() if layer.weight.numel() % multiple]:
         raise ParallelismValueError(
-            f"NF4 needs weights of a multiple of {multiple} elements; {len(odd)} have others, such as "
-            f"{name} of {tuple(weight.shape)}."
+            f"NF4 needs weights with a multiple of {multiple} elements; {len(odd)} have another number, such "
+            f"as {odd[0]} of {tuple(linears[odd[0]].weight.shape)}."
         )
-    for layer in fitting:
+    for layer in linears.values():
         weight = layer.weight.detach()
-        # On meta: one layer at a time is made of zeros, for its structure.
+        # On meta: zeros, for the structure, one layer at a time.
         dense = torch.zeros(weight.shape, dtype=weight.dtype) if weight.is_meta else weight
         small = nn.Parameter(nf4.from_tensor(dense, _BLOCK, _SCALES), requires_grad=False)
         layer.weight = nn.Parameter(small.to("meta"), requires_grad=False) if weight.is_meta else small
@@ -50,7 +47,7 @@ def quantize(model: nn.Module) -> None:
 def _nf4() -> Any:
     logger = logging.getLogger("torchao")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it speaks of kernels for machines that are not there
+    logger.setLevel(logging.ERROR)  # it warns about kernels for other machines
     try:
         from torchao.quantization import NF4Tensor
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a run's configuration may say. The fields' docs are what `composer-dist train --help` points to."""
+"""The keys of a run's configuration; the reference of runs shows the fields' docs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Arguments = dict[str, Any]
 
 
 class Section(BaseModel):
-    """A part of the configuration; it knows its keys and refuses others."""
+    """A part of the configuration; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class Adapter(Section):
-    """What peft trains in place of the whole model."""
+    """An adapter that peft trains instead of the whole model."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -30,15 +30,15 @@ class HubModel(Section):
 
     kind: Literal["causal_lm", "masked_lm", "sequence_classification"]
     config: Arguments | None = None
-    """Build it new, of this transformers configuration: `model_type` and what differs from its defaults."""
+    """Build a new model from this transformers configuration: `model_type` and what is not its default."""
     pretrained: str | None = None
-    """Or read it from this directory, or from the Hugging Face hub by name."""
+    """Or read the model from this directory, or from the Hugging Face hub by name."""
     tokenizer: str | None = None
-    """"bytes", a directory or a name of the hub. None: that of `pretrained`, else "bytes"."""
+    """"bytes", a directory or a name on the hub. None means that of `pretrained`, or else "bytes"."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the weights; None is float32 for new models and the files' own for pretrained ones."""
+    """Of the weights; None means float32 for new models and the files' dtype for pretrained ones."""
     adapter: Adapter | None = None
-    """Train an adapter and leave the model's own weights as they are."""
+    """Train an adapter and freeze the model's own weights."""
     quantize: Literal["nf4"] | None = None
     """Hold the frozen weights below an adapter in 4 bits (QLoRA); needs torchao."""
 
@@ -63,10 +63,10 @@ class ModuleModel(Section):
 
 
 class Data(Section):
-    """What all kinds of data have in common."""
+    """The keys of all kinds of data."""
 
     batch_size: PositiveInt = 8
-    """Samples in a step, those of all ranks together: results do not depend on how many ranks there are."""
+    """Samples in a step across all ranks: results do not depend on the number of ranks."""
     shuffle: bool = True
     workers: int = Field(0, ge=0)
     """Processes of each rank that load data; 0 loads it in the training process."""
@@ -88,7 +88,7 @@ class TextData(Data):
     held_out: int = Field(64, ge=0)
     """Samples to evaluate on, spread evenly over the text."""
     mask: float = Field(0.15, gt=0, lt=1)
-    """For masked language models: the share of the tokens to guess."""
+    """For masked language models: the share of tokens to guess."""
 
 
 class LabeledData(Data):
@@ -102,12 +102,12 @@ class LabeledData(Data):
 
 
 class FunctionData(Data):
-    """Data sets that a function of yours returns."""
+    """Data sets returned by a function of yours."""
 
     kind: Literal["function"]
     name: str
     """`package.module.name`, or `file.py:name` for a file beside the configuration. It returns the data set
-    to train on and the one to evaluate on, or None in its place."""
+    to train on and the one to evaluate on, which may be None."""
     arguments: Arguments = {}
 
 
@@ -128,16 +128,16 @@ class Run(Section):
     """A whole run."""
 
     out: Path
-    """The folder for all that the run writes: checkpoints, logs, the exported model."""
+    """The folder for everything that the run writes: checkpoints, logs, the exported model."""
     seed: int = 17
     model: Annotated[HubModel | ModuleModel, Field(discriminator="kind")]
     data: Annotated[TextData | LabeledData | FunctionData, Field(discriminator="kind")]
     optimizer: Named = Named(name="adamw")
-    """"adamw", "adam", "sgd", or package.module.Name, and its arguments; without any, the name alone."""
+    """"adamw", "adam", "sgd" or package.module.Name, and its arguments; without them the name is enough."""
     scheduler: Named | None = None
-    """Of the learning rate: likewise."""
+    """Of the learning rate, in the same form."""
     parallelism: str | Arguments | None = "fsdp"
-    """A strategy by name ("fsdp", "hsdp", "tp", "ddp", ...), or the fields of a ParallelismConfig; null:
+    """A strategy by name ("fsdp", "hsdp", "tp", "ddp", ...), the fields of a ParallelismConfig, or null for
     none."""
     trainer: Arguments
     """Arguments of the Trainer: `max_duration`, `precision`, `gradient_clipping`, ..."""
@@ -148,10 +148,10 @@ class Run(Section):
     checkpoints: Arguments | None = {}
     """Arguments of the CheckpointSaver; null saves nothing."""
     phases: Arguments | None = None
-    """Arguments of FineTuningPhases: thaw the model phase by phase."""
+    """Arguments of FineTuningPhases, to thaw the model phase by phase."""
     resume: bool | Arguments = True
-    """Go on from the newest checkpoint of this run, if there is one; false begins anew, where there is none
-    yet. Or the fields of a Resume: {load_path: ..., load_weights_only: true}."""
+    """Resume from the newest checkpoint of this run, if there is one; with false an existing one is an error.
+    Or the fields of a Resume: {load_path: ..., load_weights_only: true}."""
     export: bool | Literal["merged"] = True
-    """Write the model when the run ends, as transformers, peft or torch load it. An adapter is written
-    as one, or with "merged" as the model with the adapter in its weights."""
+    """Write the model when the run ends, in the format of transformers, peft or torch. With "merged" an
+    adapter is merged into the weights of its model."""

@@ -12,7 +12,7 @@ from composer_dist.distributed import process_group
 from composer_dist.models import ComposerClassifier
 from composer_dist.recipe.build import Session, build
 from composer_dist.recipe.read import Configuration
-from composer_dist.recipe.schema import HubModel, ModuleModel
+from composer_dist.recipe.schema import ModuleModel
 from composer_dist.trainer import EMA, Time
 
 
@@ -20,14 +20,22 @@ def run(configuration: Configuration) -> None:
     """Trains, evaluates and exports.
 
     Raises:
-        ParallelismError: on every rank, whatever went wrong on any.
+        ParallelismError: on every rank, whatever went wrong on any of them.
     """
     session = build(configuration)
     try:
-        _say(f"{session.trainer.preparation or ''}")
-        if not _is_finished(session):
-            _say(_beginning(session))
-            session.trainer.fit()
+        trainer = session.trainer
+        _say(f"{trainer.preparation or ''}")
+        duration, batch = session.run.trainer["max_duration"], trainer.state.timestamp.batch
+        if trainer.state.timestamp.reached(Time.of(duration)):
+            _say(
+                f"The run in {session.run.out} has already reached trainer.max_duration={duration}. Raise "
+                "trainer.max_duration to continue, or set another `out` to start over."
+            )
+        else:
+            if trainer.resumed_from is not None and batch:
+                _say(f"Resuming from {trainer.resumed_from} at batch {batch}.")
+            trainer.fit()
         finish(session)
     finally:
         session.trainer.close()
@@ -35,62 +43,36 @@ def run(configuration: Configuration) -> None:
 
 
 def finish(session: Session) -> None:
-    """Writes the trained model, or its adapter, for others to load."""
+    """Writes the trained model, or its adapter, for others to load; a collective."""
     if not session.run.export:
         return
-    averages = [one for one in session.trainer.callbacks if isinstance(one, EMA)]
-    with averages[0].swapped_in(session.trainer.state) if averages else nullcontext():
+    averages = next((one for one in session.trainer.callbacks if isinstance(one, EMA)), None)
+    with averages.swapped_in(session.trainer.state) if averages else nullcontext():
         if isinstance(session.run.model, ModuleModel):
             _write_module(session)
         else:
-            _write_hub_model(session, session.run.model)
+            adapter = session.run.model.adapter is not None and session.run.export != "merged"
+            path = session.run.out / ("adapter" if adapter else "model")
+            export_pretrained(session.model, path, merge_adapters=session.run.export == "merged")
+            what, library = ("Adapter", "peft's") if adapter else ("Model", "transformers'")
+            _say(f"{what} saved to {path}; load it with {library} from_pretrained.")
     if averages:
-        _say("It has the EMA's averages as its weights.")
-
-
-def _write_hub_model(session: Session, model: HubModel) -> None:
-    """A directory for transformers or peft; a collective."""
-    adapter = model.adapter is not None
-    merged = adapter and session.run.export == "merged"
-    path = session.run.out / ("adapter" if adapter and not merged else "model")
-    export_pretrained(session.model, path, merge_adapters=merged)
-    _say(f"Written to {path}: {'peft' if adapter and not merged else 'transformers'} loads it.")
+        _say("The saved weights are the EMA's averages.")
 
 
 def _write_module(session: Session) -> None:
-    """The state of a module of the user's own, as one file for `load_state_dict`; a collective."""
+    """Writes the state of the user's own module as one file for `load_state_dict`."""
     model = session.model
-    inner = model.module if isinstance(model, ComposerClassifier) else model
-    state = full_model_state(inner)
+    state = full_model_state(model.module if isinstance(model, ComposerClassifier) else model)
     path = session.run.out / "model.pt"
     with process_group.together("writing the model"):
         if process_group.world_and_rank()[1] == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(state, path)
-    _say(f"Written to {path}: torch.load and load_state_dict read it.")
-
-
-def _is_finished(session: Session) -> bool:
-    """Whether the checkpoint that was loaded is of the run's end."""
-    duration = session.run.trainer["max_duration"]
-    if not session.trainer.state.timestamp.reached(Time.of(duration)):
-        return False
-    _say(
-        f"The run in {session.run.out} has reached trainer.max_duration={duration} already. To go on, "
-        "give it more; to begin anew, choose another out."
-    )
-    return True
-
-
-def _beginning(session: Session) -> str:
-    """Where an earlier run is gone on with."""
-    trainer = session.trainer
-    if trainer.resumed_from is None or not trainer.state.timestamp.batch:
-        return ""
-    return f"Goes on from {trainer.resumed_from}, after batch {trainer.state.timestamp.batch}."
+    _say(f"Model saved to {path}; load it with torch.load and load_state_dict.")
 
 
 def _say(text: str) -> None:
-    """Prints once, not on every rank."""
+    """Prints on rank 0."""
     if process_group.world_and_rank()[1] == 0 and text:
         print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The arguments of a function or class as a schema, so that a file may name it and is checked beforehand."""
+"""The arguments of a function or class as a schema, to check what a configuration passes to it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NONE_GIVEN: frozenset[str] = frozenset()
 
 @lru_cache(maxsize=256)
 def arguments_of(target: Callable[..., Any], given: frozenset[str] = NONE_GIVEN) -> type[pydantic.BaseModel]:
-    """A schema of the arguments of `target` that can come by name, but for those that are `given`.
+    """A schema of the arguments of `target` that can be passed by name, except those in `given`.
 
-    A target that takes any keyword allows unknown keys.
+    Unknown keys are allowed if the target takes any keyword.
     """
     hints = _hints(target)
     fields: dict[str, Any] = {}
@@ -36,7 +36,7 @@ def arguments_of(target: Callable[..., Any], given: frozenset[str] = NONE_GIVEN)
 
 
 def known_names(target: Callable[..., Any], given: Collection[str] = ()) -> list[str]:
-    """The names of those arguments."""
+    """The names of the arguments that `arguments_of` has."""
     fields = arguments_of(target, frozenset(given)).model_fields.values()
     return [str(field.alias) for field in fields]
 
@@ -49,7 +49,7 @@ _UNNAMED = (
 
 
 def _hints(target: Any) -> dict[str, Any]:
-    """The arguments' types, where they can be known: some are imported for type checkers only."""
+    """The types of the arguments, or nothing if some are imported for type checkers only."""
     source = target
     if inspect.isclass(target) and not dataclasses.is_dataclass(target):
         source = target.__init__
@@ -60,7 +60,7 @@ def _hints(target: Any) -> dict[str, Any]:
 
 
 def _checked(hint: Any) -> Any:
-    """The hint; where it is of a kind that strings stand for, only those that do."""
+    """The hint; strings are checked where they stand for a time or a precision."""
     from composer_dist.precision import Precision, as_precision
     from composer_dist.trainer import Time
 
@@ -72,7 +72,7 @@ def _checked(hint: Any) -> Any:
 
 
 def _readable(read: Callable[[Any], object], value: Any) -> Any:
-    """The value as it is, once it is known that it can be read."""
+    """The unchanged value, after a check that it can be read."""
     if isinstance(value, str | int) and not isinstance(value, bool):
         read(value)
     return value

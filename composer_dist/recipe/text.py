@@ -1,7 +1,7 @@
-"""Text to train on, and its pieces as samples.
+"""Text to train on, cut into samples.
 
-Everything is decided by the text and the seed alone: the same samples, and the same masks, on any number
-of ranks and after any resume.
+Samples and masks depend only on the text and the seed: they are the same on any number of ranks and after
+any resume.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read(source: str | Sequence[str] | Mapping[str, Any]) -> str:
             `dataset` for its path and `column` for the text.
 
     Raises:
-        ParallelismValueError: there is no such text.
+        ParallelismValueError: the text does not exist.
     """
     if isinstance(source, Mapping):
         return _of_dataset(**source)
@@ -62,12 +62,12 @@ def _files(patterns: Sequence[str]) -> list[Path]:
 
 def _of_dataset(dataset: str = "", column: str = "text", split: str = "train", **arguments: Any) -> str:
     if not dataset:
-        raise ParallelismValueError("A text as a mapping needs 'dataset', for datasets.load_dataset.")
+        raise ParallelismValueError("A text given as a mapping needs 'dataset', for datasets.load_dataset.")
     try:
         from datasets import load_dataset
     except ImportError:
         raise ParallelismValueError(
-            "Reading a data set of the hub needs datasets: pip install 'composer_dist[data]'."
+            "Reading a data set from the hub needs datasets: pip install 'composer_dist[data]'."
         ) from None
     loaded: Any = load_dataset(dataset, split=split, **arguments)
     if column not in loaded.column_names:
@@ -78,10 +78,10 @@ def _of_dataset(dataset: str = "", column: str = "text", split: str = "train", *
 
 
 def pieces(text: str, tokenizer: Any, length: int) -> Tensor:
-    """The text's tokens, `(samples, length)`; what is left at its end is dropped.
+    """The text's tokens, `(samples, length)`, without the incomplete sample at the end.
 
     Raises:
-        ParallelismValueError: it is too short for one.
+        ParallelismValueError: the text is shorter than one sample.
     """
     tokens = _encode(text, tokenizer)
     count = len(tokens) // length
@@ -99,7 +99,7 @@ def _encode(text: str, tokenizer: Any) -> Tensor:
 
 
 def hold_out(samples: Sequence[Any], count: int) -> tuple[list[int], list[int]]:
-    """The indices to train on, and `count` to evaluate on, spread evenly.
+    """The indices to train on, and `count` evenly spread ones to evaluate on.
 
     Raises:
         ParallelismValueError: nothing would be left to train on.
@@ -113,7 +113,7 @@ def hold_out(samples: Sequence[Any], count: int) -> tuple[list[int], list[int]]:
 
 
 class TokenSamples(Dataset[Sample]):
-    """Pieces of text to continue: the labels are the tokens."""
+    """Samples for causal language models: the labels are the tokens."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._tokens = tokens
@@ -126,16 +126,16 @@ class TokenSamples(Dataset[Sample]):
 
 
 class MaskedSamples(Dataset[Sample]):
-    """Pieces of text with gaps to fill: other ones in each epoch, as in RoBERTa (arXiv:1907.11692).
+    """Samples for masked language models, masked anew in each epoch as in RoBERTa (arXiv:1907.11692).
 
-    Of the chosen tokens 80% become the mask, 10% another token, 10% stay (BERT, arXiv:1810.04805).
+    Of the chosen tokens 80% become the mask, 10% another token, and 10% stay (BERT, arXiv:1810.04805).
 
     Args:
         tokens: `(samples, length)`.
         mask: the mask's token.
         vocabulary: how many tokens there are.
-        share: how many tokens are chosen.
-        seed: of the choice, with the epoch and the sample's number.
+        share: of the tokens that are chosen.
+        seed: of the choice, together with the epoch and the sample's index.
     """
 
     def __init__(self, tokens: Tensor, mask: int, vocabulary: int, share: float, seed: int) -> None:
@@ -147,7 +147,7 @@ class MaskedSamples(Dataset[Sample]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses anew."""
+        """Chooses other tokens."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -155,7 +155,7 @@ class MaskedSamples(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         tokens = self._tokens[index]
-        # One generator a sample: nothing depends on which rank reads it, or on what was read before.
+        # One generator per sample: the rank that reads it and earlier reads make no difference.
         generator = torch.Generator().manual_seed(hash((self._seed, self._epoch, index)) % 2**63)
         chosen = torch.rand(len(tokens), generator=generator) < self._share
         chosen[int(torch.randint(len(tokens), (), generator=generator))] = True  # at least one
@@ -167,7 +167,7 @@ class MaskedSamples(Dataset[Sample]):
 
 
 class LabeledSamples(Dataset[Sample]):
-    """Pieces of text, each of a class."""
+    """Samples for classification."""
 
     def __init__(self, tokens: Tensor, labels: Tensor) -> None:
         self._tokens = tokens

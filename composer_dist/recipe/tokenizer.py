@@ -1,4 +1,4 @@
-"""Tokenizers by name; one of them needs no file: bytes."""
+"""Tokenizers by name. The one of bytes needs no files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tokenizer_named(name: str) -> Any:
 def byte_tokenizer() -> Any:
     """A tokenizer whose tokens are the bytes of the text, and five special ones after them.
 
-    It is one of transformers' own, so that it is saved with the model and `AutoTokenizer` loads it.
+    It is one of transformers' classes: it is saved with the model, and `AutoTokenizer` loads it.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

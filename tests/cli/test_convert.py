@@ -125,7 +125,7 @@ def test_what_cannot_be_converted_is_said_in_a_statement(tmp_path: Path) -> None
     (tmp_path / "there.pt").write_bytes(b"torn")
     assert refused(tmp_path / "model", tmp_path / "target")[0] == 2  # into what?
     status, text = refused(tmp_path / "nowhere", tmp_path / "target.pt")
-    assert (status, "there is no" in text) == (2, True), text
+    assert (status, "does not exist" in text) == (2, True), text
     status, text = refused(tmp_path / "model", tmp_path / "there.pt")
     assert (status, "--overwrite" in text) == (2, True), text
     status, text = refused(tmp_path / "there.pt", tmp_path / "target", "--to", "sharded")

@@ -40,7 +40,7 @@ def test_what_is_wrong_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) 
         "warning",
         "Raise it: ulimit -n 8192.",
     )
-    assert found["interface"].found == "GLOO_SOCKET_IFNAME=nowhere0, which this host does not have"
+    assert found["interface"].found == "GLOO_SOCKET_IFNAME=nowhere0, but this host has no such interface"
     assert found["launcher"].verdict == "fault"
 
 
@@ -95,5 +95,5 @@ def test_one_screen_one_verdict_and_a_status(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor, "survey", lambda: iter([doctor.Finding("torch", "1.0", "fault", "Newer.")]))
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1
-    assert done.stdout.splitlines()[-1] == "1 fault: training will not work here as it is."
+    assert done.stdout.splitlines()[-1] == "1 fault: training will not work here."
     assert not process_group.is_distributed()

@@ -19,11 +19,11 @@ def call(*arguments: object) -> tuple[int, str]:
 
 def test_without_arguments_it_is_pretrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert call() == (0, "Written: pretrain.yaml Next: composer-dist train pretrain.yaml")
+    assert call() == (0, "Wrote pretrain.yaml Next: composer-dist train pretrain.yaml")
     assert read_configuration(Path("pretrain.yaml")).run.out == Path("runs/pretrain")
     status, told = call()
     assert status == 2
-    assert "pretrain.yaml is there already; --force replaces it" in told
+    assert "pretrain.yaml already exists; pass --force" in told
     assert call("--force")[0] == 0
 
 

@@ -142,18 +142,18 @@ def test_an_error_on_one_of_two_processes_is_told_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_gone_on_with_and_exports_the_averages(tmp_path: Path) -> None:
+def test_a_run_resumes_and_exports_the_averages(tmp_path: Path) -> None:
     run = [PRESETS / "vision.yaml", "trainer.eval_interval=null", "trainer.progress_bar=false"]
     averaged = [*run, f"out={tmp_path / 'averaged'}", "callbacks={ema: {half_life: 1000ba}}"]
     status, _, told = call(*averaged, "trainer.max_duration=2ba")
-    assert (status, "Goes on" in told, "the EMA's averages" in told) == (0, False, True), told
+    assert (status, "Resuming" in told, "the EMA's averages" in told) == (0, False, True), told
     status, _, told = call(*averaged, "trainer.max_duration=4ba")
     assert status == 0
-    assert f"Goes on from {tmp_path}/averaged/checkpoints/ep0-ba2, after batch 2.\n" in told
-    assert "has reached trainer.max_duration=4ba already" in call(*averaged, "trainer.max_duration=4ba")[2]
+    assert f"Resuming from {tmp_path}/averaged/checkpoints/ep0-ba2 at batch 2.\n" in told
+    assert "has already reached trainer.max_duration=4ba" in call(*averaged, "trainer.max_duration=4ba")[2]
     status, _, told = call(*averaged, "trainer.max_duration=5ba", "model.arguments.width=8")
     assert status == 1
-    assert "To begin anew, choose another out than" in told
+    assert "To start over, choose another out than" in told
     first = call(*run, f"out={tmp_path / 'first'}", "trainer.max_duration=1ba")
     assert first[0] == 0, first
     found, expected = (torch.load(tmp_path / name / "model.pt") for name in ("averaged", "first"))
@@ -165,4 +165,4 @@ def test_a_launcher_inside_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("RANK", "0")
     status, _, told = call(PRESETS / "vision.yaml", "-n", 2)
     assert status == 2
-    assert "started by a launcher already" in " ".join(told.split())
+    assert "already started by a launcher" in " ".join(told.split())
