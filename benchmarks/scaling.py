@@ -20,11 +20,12 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from composer_dist import FSDP2Config
-from composer_dist.config.resolve import resolve_config
+from composer_dist.config.parallelism import resolve_config
 from composer_dist.distributed import init_context
-from composer_dist.distributed.mesh.build import mesh_for
+from composer_dist.distributed.mesh.build import mesh_for, mesh_sizes
 from composer_dist.distributed.plan.build import build_plan
 from composer_dist.distributed.sharding.apply import shard
+from composer_dist.distributed.wishes import Request
 from composer_dist.structure.structure import read_structure
 
 
@@ -73,10 +74,10 @@ def llama_405b() -> nn.Module:
 def seconds_for(model: nn.Module) -> tuple[float, float]:
     """Seconds to plan, and to shard on meta."""
     config = resolve_config(FSDP2Config())
-    mesh = mesh_for(config)
+    mesh = mesh_for(config.mesh)
     start = time.perf_counter()
     structure = read_structure(model)
-    plan = build_plan(structure, config, world_size=mesh.size)
+    plan = build_plan(structure, Request(config=config), mesh_sizes(config.mesh, mesh.size))
     planned = time.perf_counter()
     shard(structure, plan, mesh, only_real=True)
     return planned - start, time.perf_counter() - planned

@@ -1,8 +1,4 @@
-"""What a user asks for: frozen dataclasses, never changed by the library.
-
-From Python they are built by name; from YAML or a dictionary by `from_dict`, which refuses unknown
-keys. `resolve_config` turns everything that `parallelize_model` accepts into one `ParallelismConfig`.
-"""
+"""What a user asks of FSDP2."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import Any, Literal, Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from composer_dist.config.base import FromDict, require
+from composer_dist.config.base import ActivationCheckpointing, FromDict, require
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.wording import near_miss
 
@@ -62,6 +58,17 @@ class FSDP2Config(FromDict):
         if self.load_monolith_rank0_only and self.state_dict_type != "full":
             raise ParallelismValueError('load_monolith_rank0_only=True requires state_dict_type="full".')
 
+    @property
+    def activations(self) -> ActivationCheckpointing:
+        """What Composer's two flags for activations mean in `ParallelismConfig.activation_checkpointing`."""
+        return flagged_activations(self.activation_checkpointing, self.activation_cpu_offload)
+
+    def without_aliases(self) -> Self:
+        """The same without what `ParallelismConfig` has a field for."""
+        return dataclasses.replace(
+            self, device_mesh=None, activation_checkpointing=False, activation_cpu_offload=False
+        )
+
     @classmethod
     def from_compatible_attrs(cls, attrs: Mapping[str, Any]) -> Self:
         """Build the configuration from a dictionary of Composer's, for FSDP1 or FSDP2.
@@ -79,3 +86,10 @@ class FSDP2Config(FromDict):
             text = f"FSDP2Config has no {key!r}; '{key}: {rest.pop(key)}' is ignored.{near_miss(key, known)}"
             warnings.warn(text, UserWarning, stacklevel=2)
         return cls.from_dict(rest)
+
+
+def flagged_activations(checkpointing: bool, offload: bool) -> ActivationCheckpointing:
+    """Composer's two flags as one value of `ParallelismConfig.activation_checkpointing`."""
+    if checkpointing:
+        return ("composable", {"offload": True} if offload else {})
+    return "offload" if offload else None

@@ -1,25 +1,28 @@
-"""What a user asks for: frozen dataclasses, never changed by the library.
+"""The one configuration that several modes share, and everything that stands for one.
 
-From Python they are built by name; from YAML or a dictionary by `from_dict`, which refuses unknown
-keys. `resolve_config` turns everything that `parallelize_model` accepts into one `ParallelismConfig`.
+`resolve_config` turns whatever `parallelize_model` accepts (a configuration, a part of one, a dictionary,
+the name of a strategy) into a `ParallelismConfig` without aliases. A named strategy says how the ranks
+share the work, not how they are started: Lightning's "ddp_spawn", "ddp_fork" and "ddp_notebook" mean "ddp".
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.config.base import ActivationCheckpointing, FromDict, names_of, require
 from composer_dist.config.fully_shard import FSDP2Config
-from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.mesh import MeshConfig, launched_per_host
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.rule import Rule
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.wording import kind_in_words, near_miss
 
 Sync = Literal["auto", "rank0", "verify"]
 
@@ -27,20 +30,18 @@ Sync = Literal["auto", "rank0", "verify"]
 MIB = 1 << 20
 
 
-_ALL_RANKS = MeshConfig()
-
-
 @dataclass(frozen=True, kw_only=True)
 class ParallelismConfig(FromDict):
     """Everything about how a model is made parallel; the one home of what several modes need."""
 
-    mesh: MeshConfig | DeviceMesh = _ALL_RANKS
-    """The sizes of the mesh, or a mesh of your own: see `composer_dist.distributed.mesh.dimensions.roles`."""
+    mesh: MeshConfig | DeviceMesh | None = None
+    """The sizes of the mesh, or a mesh of your own: see `composer_dist.distributed.mesh.dimensions.roles`.
+    None takes all ranks: they shard the model, or replicate it with `ddp`."""
     fsdp2: FSDP2Config | None = None
     """None means the defaults."""
     tp: TPConfig | None = None
     ddp: DDPConfig | None = None
-    """Replicate whole models by DDP, on every rank where `mesh` is left at its default."""
+    """Replicate the whole model by DDP, on every rank where `mesh` gives no sizes."""
     rules: Sequence[Rule] = ()
     """Exceptions, module by module. Rules that choose units leave the root out unless one selects ""."""
     containers: Literal["expand", "skip"] = "expand"
@@ -77,18 +78,14 @@ class ParallelismConfig(FromDict):
         given = super().from_dict(rest)
         if name is None:
             return given
-        from composer_dist.config.resolve import resolve_config
-
-        return dataclasses.replace(resolve_config(name), **{key: getattr(given, key) for key in rest})  # type: ignore[return-value]
+        return dataclasses.replace(strategy_named(name), **{key: getattr(given, key) for key in rest})  # type: ignore[return-value]
 
     def __post_init__(self) -> None:
         if isinstance(self.rules, Rule) or not all(isinstance(rule, Rule) for rule in self.rules):
             raise ParallelismTypeError("rules must be a sequence of Rule.")
         object.__setattr__(self, "rules", tuple(self.rules))  # the caller's list may change
         object.__setattr__(self, "forward_methods", names_of("forward_methods", self.forward_methods))
-        fsdp2 = self.fsdp2
-        aliased = fsdp2 is not None and (fsdp2.activation_checkpointing or fsdp2.activation_cpu_offload)
-        if aliased and self.activation_checkpointing is not None:
+        if self.activation_checkpointing is not None and self.fsdp2 and self.fsdp2.activations is not None:
             raise ParallelismValueError(
                 "activation_checkpointing is set twice, in ParallelismConfig and (by Composer's alias) in "
                 "FSDP2Config; keep one."
@@ -98,7 +95,110 @@ class ParallelismConfig(FromDict):
         require("transport", self.transport, ("auto", "memory", "messages"))
         require("containers", self.containers, ("expand", "skip"))
         require("strict", self.strict, (False, True))
-        if not isinstance(self.mesh, (MeshConfig, DeviceMesh)):
-            raise ParallelismTypeError(f"mesh is a MeshConfig or a DeviceMesh, not {self.mesh!r}.")
+        if not isinstance(self.mesh, (MeshConfig, DeviceMesh, type(None))):
+            raise ParallelismTypeError(f"mesh must be a MeshConfig or a DeviceMesh, not {self.mesh!r}.")
         if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
-            raise ParallelismValueError(f"bucket_bytes is a positive number, not {self.bucket_bytes!r}.")
+            raise ParallelismValueError(f"bucket_bytes must be a positive number, not {self.bucket_bytes!r}.")
+
+
+Config = FSDP2Config | DDPConfig | ParallelismConfig | Mapping[str, Any] | str
+
+
+def resolve_config(config: Config) -> ParallelismConfig:
+    """One `ParallelismConfig` from whatever the caller has: itself, a part, a dictionary, a name.
+
+    Composer's aliases in `FSDP2Config` move to where they belong, and `mesh` is set.
+
+    Raises:
+        ParallelismTypeError: none of these.
+        ParallelismValueError: no such strategy, or two meshes.
+    """
+    match config:
+        case str():
+            config = strategy_named(config)
+        case Mapping():
+            config = ParallelismConfig.from_dict(config)
+        case FSDP2Config():
+            config = ParallelismConfig(fsdp2=config)
+        case DDPConfig():
+            config = ParallelismConfig(ddp=config)
+    if not isinstance(config, ParallelismConfig):
+        raise ParallelismTypeError(
+            "config must be an FSDP2Config, DDPConfig, ParallelismConfig, ParallelPlan, a dictionary or "
+            f"the name of a strategy, not {kind_in_words(config)}."
+        )
+    if (fsdp2 := config.fsdp2) is not None:
+        if fsdp2.device_mesh is not None and config.mesh not in (None, fsdp2.device_mesh):
+            raise ParallelismValueError(
+                "Both FSDP2Config.device_mesh and ParallelismConfig.mesh say what the mesh is; give one."
+            )
+        config = dataclasses.replace(
+            config,
+            mesh=fsdp2.device_mesh or config.mesh,
+            fsdp2=fsdp2.without_aliases(),
+            activation_checkpointing=fsdp2.activations or config.activation_checkpointing,
+        )
+    mesh = config.mesh or MeshConfig()
+    device = mesh.device_type
+    if config.ddp is not None and (
+        config.mesh is None or (device and mesh == MeshConfig(device_type=device))
+    ):
+        mesh = MeshConfig(dp_replicate=-1, dp_shard=1, device_type=device)
+    return dataclasses.replace(config, mesh=mesh)
+
+
+def register_strategy(name: str, config: Any, *, replace: bool = False) -> None:
+    """Let `name` stand for a configuration wherever one is accepted. Every rank registers the same.
+
+    Args:
+        name: a new one.
+        config: whatever `parallelize_model` takes as a configuration, or a function without arguments
+            that returns it, called at each use.
+        replace: the name may exist.
+
+    Raises:
+        ParallelismValueError: the name exists, and `replace` is not set.
+        ParallelismError: `config` is none; see `resolve_config`.
+    """
+    if name in _strategies and not replace:
+        raise ParallelismValueError(f"There is a strategy {name!r} already; pass replace=True to replace it.")
+    settled = None if callable(config) else resolve_config(config)
+    _strategies[name] = config if settled is None else lambda: settled
+
+
+def strategy_named(name: str) -> ParallelismConfig:
+    """The configuration that `name` stands for.
+
+    Raises:
+        ParallelismValueError: there is none; names those that there are.
+    """
+    if name not in _strategies:
+        raise ParallelismValueError(
+            f"There is no strategy {name!r}; valid names: {', '.join(sorted(_strategies))}."
+            f"{near_miss(name, _strategies)}"
+        )
+    try:
+        return resolve_config(_strategies[name]())
+    except RecursionError:
+        raise ParallelismValueError(f"The strategy {name!r} stands for itself; register another.") from None
+
+
+def _hsdp() -> ParallelismConfig:
+    mesh = MeshConfig(dp_replicate=-1, dp_shard=launched_per_host())
+    return ParallelismConfig(mesh=mesh, fsdp2=FSDP2Config())
+
+
+def _ddp() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for name in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"):
+        yield name, DDPConfig
+        for unused in (True, False):
+            full = f"{name}_find_unused_parameters_{str(unused).lower()}"
+            yield full, partial(DDPConfig, find_unused_parameters=unused)
+
+
+_strategies: dict[str, Callable[[], Any]] = {
+    "fsdp": lambda: ParallelismConfig(fsdp2=FSDP2Config()),
+    "hsdp": _hsdp,  # replicas across hosts, shards within one
+    "tp": lambda: ParallelismConfig(mesh=MeshConfig.auto(), tp=TPConfig()),
+    **dict(_ddp()),
+}

@@ -1,8 +1,4 @@
-"""What a user asks for: frozen dataclasses, never changed by the library.
-
-From Python they are built by name; from YAML or a dictionary by `from_dict`, which refuses unknown
-keys. `resolve_config` turns everything that `parallelize_model` accepts into one `ParallelismConfig`.
-"""
+"""What a user asks of single modules."""
 
 from __future__ import annotations
 

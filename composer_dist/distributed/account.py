@@ -16,7 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.plan.plan import ParallelPlan
+from composer_dist.distributed.plan.text import mesh_in_words, table
 from composer_dist.distributed.replication.reducer import replica_of
+from composer_dist.wording import human_bytes, listed
 
 _log = logging.getLogger("composer_dist")
 
@@ -66,9 +68,26 @@ class Preparation:
             _log.warning(hint)
 
     def __str__(self) -> str:
-        from composer_dist.distributed.plan.text import render_preparation
-
-        return render_preparation(self)
+        plan = self.plan
+        mesh, sharded = mesh_in_words(plan.mesh), sum(unit.nbytes for unit in plan.units)
+        rows = {
+            "ranks": f"{plan.world_size} ({mesh})" if mesh else str(plan.world_size),
+            "units": str(len(plan.units)),
+            "sharded parameters": f"{len(plan.parameter_units)} ({human_bytes(sharded)})",
+            "replicated parameters": str(len(plan.plain)),
+        }
+        if self.initialized:
+            rows["initialized"] = f"{len(self.initialized)}: {listed(self.initialized, 3)}"
+        way = {"memory": "read from memory", "messages": "by messages"}[self.transport]
+        moved = f"{human_bytes(self.bytes_moved)} {way}" if self.bytes_moved else "none"
+        rows["bytes moved by this rank"] = moved
+        if self.bytes_read:
+            rows["bytes read by this rank"] = human_bytes(self.bytes_read)
+        where = "resident" if self.mesh.device_type == "cpu" else "allocated"
+        rows["peak memory of this rank"] = f"{human_bytes(self.peak_memory)} {where}"
+        steps = ", ".join(f"{step} {seconds:.2f}" for step, seconds in self.timings.items())
+        rows["seconds"] = f"{self.seconds:.2f} ({steps})"
+        return table("Preparation", {"": "left", " ": "right"}, rows.items())
 
 
 def reset_peak(device: torch.device) -> None:

@@ -13,19 +13,20 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.config.resolve import resolve_config
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import Config, ParallelismConfig, resolve_config
 from composer_dist.distributed.account import Preparation, peak, reset_peak
 from composer_dist.distributed.activations.plan import apply_checkpointing, check_pinning
 from composer_dist.distributed.compiling.apply import compile_modules
 from composer_dist.distributed.compiling.float8 import convert_linears
 from composer_dist.distributed.context_parallelism.context import expect_context
-from composer_dist.distributed.mesh.build import agree_on_mesh
+from composer_dist.distributed.mesh.build import meet
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.optimizers.check import (
@@ -35,7 +36,7 @@ from composer_dist.distributed.optimizers.check import (
     forgotten_optimizers,
 )
 from composer_dist.distributed.optimizers.follow import Follower, carry_attributes
-from composer_dist.distributed.plan.build import Config, as_tuple, build_plan
+from composer_dist.distributed.plan.build import as_tuple, build_plan
 from composer_dist.distributed.plan.plan import ParallelPlan, check_plan
 from composer_dist.distributed.prepared import check_usable, record, usable_or_marked
 from composer_dist.distributed.ranks import process_group as process_group
@@ -43,7 +44,7 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.replication.apply import replicate
 from composer_dist.distributed.replication.plan import check_replica, stays
 from composer_dist.distributed.sharding.apply import check_offload, finish, hook_units, shard
-from composer_dist.distributed.sharding.choose import WrapPolicy, composer_children
+from composer_dist.distributed.sharding.choose import composer_children
 from composer_dist.distributed.steps import meta_init
 from composer_dist.distributed.tensor_parallel.apply import finish_tensor_parallel
 from composer_dist.distributed.training.averaging import average_plain_gradients
@@ -60,6 +61,7 @@ from composer_dist.distributed.weights.initialize import (
 )
 from composer_dist.distributed.weights.sources import Sources, decide_sources
 from composer_dist.distributed.weights.storage import give_memory
+from composer_dist.distributed.wishes import Request, WrapPolicy
 from composer_dist.errors import ParallelismTypeError
 from composer_dist.precision import Precision, require_fp8
 from composer_dist.structure.shared import check_aliasing
@@ -111,17 +113,19 @@ def parallelize_model(
         ParallelismError: the same on every rank: of kind ValueError, TypeError or KeyError before
             anything is touched; afterwards (user functions, a lost peer) the model is unusable.
     """
-    return _prepare(
-        model,
-        config,
-        optimizer,
-        precision,
-        fsdp_wrap_policy,
-        activation_checkpointing_check_fn,
-        param_init_fn,
-        parallelize_fn,
-        weights=weights,
-    )
+
+    def ask() -> Request:
+        return _request(
+            config,
+            optimizer,
+            precision=precision,
+            wrap_policy=fsdp_wrap_policy,
+            check_fn=activation_checkpointing_check_fn,
+            weights=weights,
+            init_fn=param_init_fn,
+        )
+
+    return _prepare(model, ask, config if isinstance(config, ParallelPlan) else None, parallelize_fn)
 
 
 def parallelize_composer_model(
@@ -140,62 +144,66 @@ def parallelize_composer_model(
     Raises:
         ParallelismTypeError: not a ComposerModel.
     """
-    return _prepare(composer_model, config, optimizer, precision, composer=True, weights=weights)
+
+    def ask() -> Request:
+        children = composer_children(composer_model)
+        return _request(config, optimizer, precision=precision, children=children, weights=weights)
+
+    return _prepare(composer_model, ask, config if isinstance(config, ParallelPlan) else None)
+
+
+def _request(config: Config | ParallelPlan, optimizer: Optimizers, **wishes: Any) -> Request:
+    """What one call asks for; of a ready plan only the mesh counts."""
+    if isinstance(config, ParallelPlan):
+        resolved = ParallelismConfig(mesh=config.wanted_mesh(process_group.world_and_rank()[0]))
+    else:
+        resolved = resolve_config(config)
+    check_weights(wishes.get("weights"), resolved.sync)
+    return Request(config=resolved, optimizers=as_tuple(optimizer), **wishes)
 
 
 def _prepare(
     model: nn.Module,
-    config: Config | ParallelPlan,
-    optimizer: Optimizers,
-    precision: str | Precision | None,
-    policy: WrapPolicy | None = None,
-    check_fn: Callable[[nn.Module], bool] | None = None,
-    param_init_fn: InitFn | None = None,
+    ask: Callable[[], Request],
+    ready: ParallelPlan | None,
     parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module | None] | None = None,
-    composer: bool = False,
-    weights: Weights = None,
 ) -> Preparation:
     process_group.init(reuse=True)
+    request: Request | None = None
 
-    def read_config() -> ParallelismConfig:
+    def wanted_mesh() -> MeshConfig | DeviceMesh:
+        nonlocal request
         check_usable(model)
-        return config.config if isinstance(config, ParallelPlan) else resolve_config(config)
+        request = ask()
+        return request.mesh
 
-    agreement, mesh, settings = agree_on_mesh(read_config)
+    mesh, agreement = meet(wanted_mesh)
+    assert request is not None
     device = mesh.device
     reset_peak(device)
     if parallelize_fn is not None:
         model = _run_first(parallelize_fn, model, mesh.device_mesh, agreement)
+    optimizers = request.optimizers
 
     with agreement.together("the plan of the model"):
-        check_weights(weights, settings)
-        optimizers = as_tuple(optimizer)
         structure = read_structure(model)
-        if isinstance(config, ParallelPlan):
-            plan = check_plan(config, structure, mesh.size)
-            check_optimizers(optimizers, structure, plan.plain)
+        if ready is None:
+            plan = build_plan(structure, request, mesh.sizes)
         else:
-            plan = build_plan(
-                structure,
-                settings,
-                world_size=mesh.size,
-                optimizers=optimizers,
-                precision=precision,
-                policy=policy,
-                check_fn=check_fn,
-                children=composer_children(model) if composer else (),
-            )
+            plan = check_plan(ready, structure)
+            check_optimizers(optimizers, structure, plan.plain)
         check_aliasing(structure, plan.plain)
         check_offload(plan)
         check_pinning(plan.checkpointing)
         if plan.float8:
             require_fp8(device)
         check_hooks(structure, plan.plain)
-        if plan.replica:
-            check_replica(plan.replica, structure, optimizers, mesh)
+        if plan.replication:
+            check_replica(plan.replication, structure, optimizers, mesh)
     done = Preparation(model, plan, mesh.device_mesh)
     with done.step("agree"):
-        disk = Pretrained.open(weights, structure, agreement, settings.strict) if weights else None
+        weights = request.weights
+        disk = Pretrained.open(weights, structure, agreement, plan.delivery.strict) if weights else None
         names = disk.names if disk else frozenset()
         sources = decide_sources(agreement, structure, plan, optimizers, names)
         done.initialized = tuple(sorted(sources.init))
@@ -203,12 +211,13 @@ def _prepare(
         with agreement.together("the initializers"):
             check_refills(optimizers, structure, sources.init)
             if sources.init:
-                function = None if param_init_fn is meta_init else param_init_fn
+                function = None if request.init_fn is meta_init else request.init_fn
                 components = find_components(structure, set(sources.init), function)
         agreement.reach("what is initialized", describe_components(components), check_alike)
-        if (init_peak := peak_bytes(components, settings.bucket_bytes)) != plan.init_peak:
+        init_peak = peak_bytes(components, plan.delivery.bucket_bytes)
+        if init_peak != plan.init_peak:
             plan = done.plan = replace(plan, init_peak=init_peak)
-    objects_stay = plan.replica is not None and stays(structure, device)
+    objects_stay = plan.replication is not None and stays(structure, device)
     forgotten = [] if objects_stay else forgotten_optimizers(optimizers, structure)
     for warning in [*plan.warnings, *forgotten, *(disk.warnings() if disk else ())]:
         warnings.warn(warning, UserWarning, stacklevel=3)
@@ -216,7 +225,7 @@ def _prepare(
     with usable_or_marked(model, agreement=agreement):
         _execute(done, mesh, structure, sources, components, optimizers, agreement, disk)
     done.peak_memory = peak(device)
-    if settings.fsdp2 is not None and settings.fsdp2.verbose and agreement.rank == agreement.ranks[0]:
+    if plan.verbose and agreement.rank == agreement.ranks[0]:
         print(plan, done, sep="\n")
     return done
 
@@ -243,8 +252,8 @@ def _execute(
         compile_modules(structure.modules, plan.compiled)
         originals = shard(structure, plan, mesh)
         give_memory(structure, originals, mesh.device)
-    limit = plan.config.bucket_bytes
-    with Transport(mesh.device_mesh, agreement, limit, plan.config.transport) as transport:
+    limit = plan.delivery.bucket_bytes
+    with Transport(mesh.device_mesh, agreement, limit, plan.delivery.transport) as transport:
         filling = Filling(structure, originals, sources, mesh, agreement, transport, limit, disk)
         with done.step("weights"):
             filling.deliver_weights()
@@ -258,17 +267,14 @@ def _execute(
     done.bytes_moved, done.transport = transport.moved, transport.way
     if disk:
         done.bytes_moved, done.bytes_read = done.bytes_moved + disk.bytes_moved, disk.bytes_read
-    if replica := plan.replica:
-        methods = plan.config.forward_methods
-        agreement.collectively(
-            "replication", lambda: replicate(structure, replica, mesh, optimizers, methods)
-        )
+    if replica := plan.replication:
+        agreement.collectively("replication", lambda: replicate(structure, replica, mesh, optimizers))
     with agreement.together("the final checks"), done.step("check"):
         for name, original in originals.items():
             carry_attributes(original, new[name])  # type: ignore[arg-type]
         done.plain_parameters = {name: new[name] for name in plan.plain}  # type: ignore[misc]
         trainable = {n: p for n, p in done.plain_parameters.items() if p.requires_grad}
-        if trainable and not plan.replica and mesh.fsdp is not None:
+        if trainable and not replica and mesh.fsdp is not None:
             average_plain_gradients(done.model, trainable, mesh.fsdp)
         assert_no_meta(done.model)
         finish(structure, plan)

@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist.config.fully_shard import FSDP2Config
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.config.resolve import resolve_config
+from composer_dist.config.parallelism import ParallelismConfig, resolve_config
 from composer_dist.distributed.context_parallelism.context import expect_context
 from composer_dist.distributed.mesh.build import mesh_for
 from composer_dist.distributed.mesh.layout import Layout
@@ -29,10 +28,10 @@ from composer_dist.distributed.prepared import mesh_of, record
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.sharding.apply import check_offload, hook_units, shard
-from composer_dist.distributed.sharding.choose import WrapPolicy
 from composer_dist.distributed.training.averaging import average_plain_gradients
 from composer_dist.distributed.weights.initialize import InitFn, find_components, run_component
 from composer_dist.distributed.weights.storage import give_memory, replace
+from composer_dist.distributed.wishes import Request, WrapPolicy
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.precision import Precision
 from composer_dist.structure.structure import Held, Structure, read_structure
@@ -113,16 +112,14 @@ def prepare_fully_shard(
         ParallelismError: as `plan_parallelism`; the same on every rank.
     """
     process_group.init(reuse=True)
-    config = resolve_config(fsdp2_config)
-    mesh = mesh_for(config)
+    request = Request(config=resolve_config(fsdp2_config), precision=precision, wrap_policy=auto_wrap_policy)
+    mesh = mesh_for(request.mesh)
     agreement = Agreement(mesh.ranks)
     with agreement.together("the plan of the model"):
-        if config.ddp is not None:
+        if request.config.ddp is not None:
             raise ParallelismValueError("prepare_fully_shard shards; DDP (ddp=) is for parallelize_model.")
         structure = read_structure(model)
-        plan = build_plan(
-            structure, config, world_size=mesh.size, precision=precision, policy=auto_wrap_policy
-        )
+        plan = build_plan(structure, request, mesh.sizes)
         if plan.tensor_parallel is not None:
             raise ParallelismValueError(
                 "prepare_fully_shard only shards; use parallelize_model for tensor parallelism."

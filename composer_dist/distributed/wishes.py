@@ -1,34 +1,102 @@
-"""Rules: which modules each one selects, and what they say together.
+"""What the caller of `parallelize_model` asks for: a `Request`, and, read for one model, its `Wishes`.
 
-Selecting needs nothing but the names and the modules; what becomes of the selected is for others
-(`policies`, `checkpoint_plan`, `tensor_parallel`).
+Nobody reads a wish once the plan is made: the plan holds every decision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
+from composer_dist._torch import CustomPolicy
 from composer_dist.config import presets as presets
-from composer_dist.config.resolve import register_strategy as register_strategy
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.parallelism import register_strategy as register_strategy
 from composer_dist.config.rule import Rule
-from composer_dist.errors import ParallelismValueError
+from composer_dist.distributed.ranks import process_group
+from composer_dist.errors import Faults
+from composer_dist.precision import Precision
 from composer_dist.structure.blocks import has_forward
 from composer_dist.structure.select import children_of, container_text, neighbor, parts_of, select, spell
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.codec import register_tensor_codec as register_tensor_codec
+from composer_dist.wording import near_miss
+
+WrapPolicy = CustomPolicy | Callable[[nn.Module], bool | dict[str, Any]]
+
+
+CheckFn = Callable[[nn.Module], bool]
+
+
+UNIT_FIELDS = ("reshard_after_forward", "mixed_precision", "offload")
+"""The fields of a rule that only a unit can follow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Everything that one call asks for; see the arguments of `parallelize_model`."""
+
+    config: ParallelismConfig
+    """As `resolve_config` returns it, without aliases."""
+    precision: str | Precision | None = None
+    wrap_policy: WrapPolicy | None = None
+    check_fn: CheckFn | None = None
+    children: tuple[str, ...] = ()
+    """Modules that are units unless somebody says no: the children of a ComposerModel."""
+    optimizers: tuple[Optimizer, ...] = ()
+    weights: str | os.PathLike[str] | None = None
+    init_fn: Callable[[nn.Module], None] | None = None
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device that the mesh is on: the one asked for, or the process group's."""
+        return self.mesh.device_type or process_group.device_of_group().type
+
+    @property
+    def mesh(self) -> MeshConfig | DeviceMesh:
+        """The sizes of the mesh, or a mesh of the caller's own."""
+        assert self.config.mesh is not None, "resolve_config sets it"
+        return self.config.mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes(Request):
+    """A request read for one model: what its rules say of each module."""
+
+    rules: Mapping[str, Mapping[str, tuple[Any, str]]] = field(default_factory=dict)
+    """Module name to the fields that rules set there, each with its value and the rule's spelling."""
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, request: Request, structure: Structure) -> Self:
+        """The wishes of `request` for the model of this structure.
+
+        Raises:
+            ParallelismValueError: see `merge_rules`.
+        """
+        config = request.config
+        rules, warnings = merge_rules(config.rules, structure, config.containers)
+        return cls(**vars(request), rules=rules, warnings=tuple(warnings))
+
+    def ruled(self, key: str) -> dict[str, tuple[Any, str]]:
+        """Module name to value and source of the rules' field `key`, where a rule sets it."""
+        return {name: given[key] for name, given in self.rules.items() if key in given}
 
 
 def merge_rules(
     rules: Sequence[Rule], structure: Structure, containers: str
 ) -> tuple[dict[str, dict[str, tuple[Any, str]]], list[str]]:
-    """Module name to the fields that the rules set there, later rules winning field by field.
+    """Module name to the fields that the rules set there; later rules win, field by field.
 
-    A ModuleList or ModuleDict stands for its children (or, with `containers="skip"`, for nothing), which
-    the warnings, the second result, say.
+    A ModuleList or ModuleDict stands for its children (or, with `containers="skip"`, for nothing); the
+    second result has a warning for each.
 
     Raises:
         ParallelismValueError: rules of which a part matches nothing and that are not optional, or that
@@ -36,33 +104,50 @@ def merge_rules(
     """
     modules = structure.modules
     merged: dict[str, dict[str, tuple[Any, str]]] = {}
-    faults: list[str] = []
     warnings: dict[str, None] = {}
-    for rule in rules:
-        names = select(rule.match, modules)
-        if not rule.optional:
+    keys = [one.name for one in fields(Rule) if one.name not in {"match", "optional"}]
+    with Faults() as faults:
+        for rule in rules:
+            names = select(rule.match, modules)
             faults += [
                 f"No module matches {spell(part)}.{neighbor(part, modules)} "
                 "(Rule(..., optional=True) allows that.)"
                 for part in parts_of(rule.match)
-                if not select(part, modules)
+                if not rule.optional and not select(part, modules)
             ]
-        chosen: dict[str, None] = {}
-        for name in names:
-            inner = [structure.first[name]]
-            if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)) and not has_forward(modules[name]):
-                inner = children_of(name, structure)
-                if not set(inner) <= set(names):
-                    warnings[container_text(name, modules[name], containers)] = None
-                inner = inner if containers == "expand" else []
-            chosen.update(dict.fromkeys(inner))
-        keys = [f.name for f in fields(rule) if f.name not in {"match", "optional"}]
-        source = f"rule {spell(rule.match)}"
-        given = {key: (getattr(rule, key), source) for key in keys if getattr(rule, key) is not None}
-        if not given:
-            faults.append(f"The {source} sets nothing; give it one of {', '.join(keys)}.")
-        for name in chosen:
-            merged.setdefault(name, {}).update(given)
-    if faults:
-        raise ParallelismValueError("\n".join(faults))
+            source = f"rule {spell(rule.match)}"
+            given = {key: (getattr(rule, key), source) for key in keys if getattr(rule, key) is not None}
+            if not given:
+                faults.append(f"The {source} sets nothing; give it one of {', '.join(keys)}.")
+            for name in names:
+                inner = [structure.first[name]]
+                module = modules[name]
+                if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward(module):
+                    inner = children_of(name, structure)
+                    if not set(inner) <= set(names):
+                        warnings[container_text(name, module, containers)] = None
+                    inner = inner if containers == "expand" else []
+                for one in inner:
+                    merged.setdefault(one, {}).update(given)
     return merged, list(warnings)
+
+
+def check_forward_methods(names: Sequence[str], structure: Structure, units: Iterable[str]) -> None:
+    """Refuse names that are not a method of any unit.
+
+    Raises:
+        ParallelismValueError: there are some; says which other modules have such a method.
+    """
+    modules = [structure.modules[unit] for unit in units]
+    with Faults() as faults:
+        for name in names:
+            of_all = {other: getattr(type(m), name, None) for other, m in structure.modules.items()}
+            having = [other for other, method in of_all.items() if callable(method)]
+            if any(structure.modules[other] in modules for other in having):
+                continue
+            known = {key for module in modules for key in dir(type(module)) if key not in dir(nn.Module)}
+            remedy = near_miss(name, known)
+            if having:
+                home = having[0] or "The root"
+                remedy = f" {home} has it; make it a unit with Rule({having[0]!r}, shard=True)."
+            faults.append(f"forward_methods: no unit has a method {name!r}.{remedy}")

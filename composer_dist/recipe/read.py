@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from composer_dist import ParallelismConfig, Trainer
-from composer_dist.config.resolve import resolve_config
+from composer_dist.config.parallelism import resolve_config
 from composer_dist.config.yaml import KeyPath
 from composer_dist.recipe import named
 from composer_dist.recipe.models import peft_class

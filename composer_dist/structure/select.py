@@ -1,18 +1,16 @@
-"""Rules: which modules each one selects, and what they say together.
-
-Selecting needs nothing but the names and the modules; what becomes of the selected is for others
-(`policies`, `checkpoint_plan`, `tensor_parallel`).
-"""
+"""Which modules the rules of a user select, by name, type or function."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
 from composer_dist.config.rule import Match
 from composer_dist.structure.blocks import has_forward
+from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
 from composer_dist.wording import near_miss
 
@@ -51,6 +49,12 @@ def parts_of(match: Match) -> list[Match]:
     if isinstance(match, (list, tuple)):
         return [inner for part in match for inner in parts_of(part)]
     return [match]
+
+
+def inherited(name: str, modules: Mapping[str, nn.Module], attribute: str) -> Any:
+    """`attribute` of the module called `name` or of its nearest ancestor that has it, else None."""
+    values = (getattr(modules.get(above), attribute, None) for above in ancestors(name))
+    return next((value for value in values if value is not None), None)
 
 
 def _type_names(module: nn.Module) -> set[str]:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist import FSDP2Config, MeshConfig, ParallelismConfig, Rule
+from composer_dist.config.parallelism import resolve_config
 from composer_dist.distributed import plan_parallelism
 from composer_dist.distributed.mesh.build import mesh_for
 from composer_dist.distributed.sharding.apply import finish, shard
@@ -153,7 +154,8 @@ def test_every_parameter_is_covered_once_or_the_trouble_is_named(data: Any) -> N
         sharded = {id(names[name]) for unit in plan.units for name in unit.parameters}
         tied = {name: id(value) for name, value in model.named_parameters(remove_duplicate=False)}
         structure = read_structure(model)
-        give_memory(structure, shard(structure, plan, mesh_for(config)), torch.device("cpu"))
+        mesh = mesh_for(resolve_config(config).mesh)
+        give_memory(structure, shard(structure, plan, mesh), torch.device("cpu"))
         finish(structure, plan)
     after = dict(model.named_parameters(remove_duplicate=False))
     assert after.keys() == tied.keys()

@@ -59,7 +59,7 @@ def test_a_dry_run_with_a_strategy_by_name() -> None:
     assert "Plan for 4 ranks (dp_replicate 4)" in printed
     status, _, told = call(PRESETS / "vision.yaml", "--dry-run", "parallelism=ddq")
     assert status == 2
-    assert "There is no strategy 'ddq'; there are: ddp," in told
+    assert "There is no strategy 'ddq'; valid names: ddp," in told
 
 
 PHASES = """\

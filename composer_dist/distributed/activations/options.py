@@ -66,13 +66,6 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def ac_from_flags(checkpointing: bool, offload: bool) -> ActivationCheckpointing:
-    """Composer's two flags as one value of `ParallelismConfig.activation_checkpointing`."""
-    if checkpointing:
-        return ("composable", {"offload": True} if offload else {})
-    return "offload" if offload else None
-
-
 def ac_mode(value: ActivationCheckpointing, *, strict: bool = True) -> tuple[Mode, dict[str, Any]] | None:
     """What a user wrote for activation checkpointing, as a mode and its options.
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed.activations.offload import pin_memory
-from composer_dist.distributed.activations.options import Mode, ac_from_flags, ac_mode, in_words, spell
+from composer_dist.distributed.activations.options import Mode, ac_mode, in_words, spell
 from composer_dist.distributed.activations.recompute import (
     check_modules,
     checkpoint_modules,
     checkpointed_modules,
 )
+from composer_dist.distributed.wishes import CheckFn, Wishes
 from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.structure import Structure
 
 
 @dataclass(frozen=True)
@@ -38,51 +39,65 @@ class Checkpointed:
         """What happens to its activations, in words."""
         return f"Its activations are {in_words(self.mode, self.options)}, because {self.reason}."
 
-    def to_list(self) -> list[Any]:
+    def facts(self) -> list[Any]:
         """The same in plain types, equal on all ranks."""
         return [self.module, self.mode, spell(self.options), self.reason]
 
 
-def plan_checkpointing(
-    modules: Mapping[str, nn.Module],
-    config: ParallelismConfig,
-    check_fn: Callable[[nn.Module], bool] | None,
-    rules: Mapping[str, Mapping[str, tuple[Any, str]]],
-    blocks: Sequence[str],
-) -> tuple[Checkpointed, ...]:
+@dataclass(frozen=True)
+class ActivationPlan:
+    """Which activations are not all kept on the device."""
+
+    modules: tuple[Checkpointed, ...]
+
+    @property
+    def budgets(self) -> dict[str, float]:
+        """Modules with a memory budget, which torch.compile keeps."""
+        return {one.module: one.options["budget"] for one in self.modules if one.mode == "memory_budget"}
+
+    def explain(self, module: str) -> str:
+        """In words: what happens to the activations of a module."""
+        return " ".join(one.explain() for one in self.modules if one.module == module)
+
+    def notes(self) -> Iterator[str]:
+        """What the plan as text says."""
+        modes = sorted({one.mode for one in self.modules})
+        yield f"activations of {len(self.modules)} modules: {', '.join(modes)}"
+
+    def facts(self) -> dict[str, Any]:
+        """The plan in plain types."""
+        return {"modules": [one.facts() for one in self.modules]}
+
+
+def plan(
+    structure: Structure, wishes: Wishes, sizes: Mapping[str, int], blocks: Sequence[str]
+) -> ActivationPlan | None:
     """Choose the modules: by rule, else by `check_fn` or attributes, else the model's blocks.
 
     Args:
-        modules: the model's, by name.
-        config: which activations to keep.
-        check_fn: the caller's word on each module.
-        rules: their fields by module name.
-        blocks: the innermost units, taken where nobody has chosen.
+        blocks: taken where nobody has chosen.
 
     Raises:
         ParallelismValueError: `check_fn` where nothing is to be checkpointed, a mode or an option
             that does not exist, modules that cannot be checkpointed, or none.
     """
-    by_rule = {name: fields["act_ckpt"] for name, fields in rules.items() if "act_ckpt" in fields}
-    chosen = {one.module: one for one in _by_rule(by_rule, modules, config.strict)}
-    fsdp2 = config.fsdp2
-    wanted = config.activation_checkpointing
-    if wanted is None and fsdp2 is not None:
-        wanted = ac_from_flags(fsdp2.activation_checkpointing, fsdp2.activation_cpu_offload)
-    mode = ac_mode(wanted, strict=config.strict)
+    modules, strict = structure.modules, wishes.config.strict
+    by_rule = wishes.ruled("act_ckpt")
+    chosen = {one.module: one for one in _by_rule(by_rule, modules, strict)}
+    mode = ac_mode(wishes.config.activation_checkpointing, strict=strict)
     if mode is not None:
-        names, reason = _by_default(modules[""], check_fn, blocks, config.strict)
+        names, reason = _by_default(modules[""], wishes.check_fn, blocks, strict)
         for one in _take(names, *mode, reason):
             if one.module not in by_rule:
                 chosen[one.module] = one
-    elif check_fn is not None:
+    elif wishes.check_fn is not None:
         raise ParallelismValueError(
             "activation_checkpointing_check_fn has no effect: activation checkpointing or offloading "
             "must be enabled for it. Set activation_checkpointing, or leave the function out."
         )
     for kind in dict.fromkeys(one.mode for one in chosen.values()):
         check_modules(modules, [name for name, one in chosen.items() if one.mode == kind], kind)
-    return tuple(chosen.values())
+    return ActivationPlan(tuple(chosen.values())) if chosen else None
 
 
 def check_pinning(chosen: Sequence[Checkpointed]) -> None:
@@ -105,7 +120,7 @@ def apply_checkpointing(model: nn.Module, chosen: Sequence[Checkpointed]) -> Non
 
 
 def _by_default(
-    model: nn.Module, check_fn: Callable[[nn.Module], bool] | None, blocks: Sequence[str], strict: bool
+    model: nn.Module, check_fn: CheckFn | None, blocks: Sequence[str], strict: bool
 ) -> tuple[list[str], str]:
     """The modules that no rule names, and why they."""
     names = checkpointed_modules(model, check_fn)

@@ -19,16 +19,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from composer_dist import _torch
+from composer_dist.config.fully_shard import flagged_activations
 from composer_dist.distributed import forwards
 from composer_dist.distributed.activations.offload import HostSaved, pin_memory, stay, to_host
-from composer_dist.distributed.activations.options import Mode, ac_from_flags, ac_mode
+from composer_dist.distributed.activations.options import Mode, ac_mode
 from composer_dist.distributed.activations.selective import keeping
 from composer_dist.distributed.forwards import Layer, is_checkpointed, without_cache
-from composer_dist.distributed.sharding.choose import inherited
+from composer_dist.distributed.wishes import CheckFn
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.blocks import has_forward
-
-CheckFn = Callable[[nn.Module], bool]
+from composer_dist.structure.select import inherited
 
 
 def apply_ac(
@@ -54,7 +54,7 @@ def apply_ac(
     Raises:
         ParallelismValueError: `check_fn` is given, but neither of the two is asked for.
     """
-    chosen = ac_mode(ac_from_flags(activation_checkpointing, activation_cpu_offload))
+    chosen = ac_mode(flagged_activations(activation_checkpointing, activation_cpu_offload))
     if chosen is None:
         if check_fn is not None:
             raise ParallelismValueError(

@@ -19,7 +19,7 @@ _MULTIPLE = 16
 """What scaled matrix products want of both dimensions of a weight (torch._scaled_mm)."""
 
 
-def plan_float8(
+def float8_layers(
     structure: Structure, blocks: Sequence[str], precision: str | Precision | None
 ) -> tuple[str, ...]:
     """The linear layers that compute in float8: those in the blocks whose sizes allow it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,13 +11,13 @@ from torch import nn
 
 from composer_dist import _torch
 from composer_dist.config.base import Compile
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.distributed.activations.plan import Checkpointed
-from composer_dist.distributed.activations.selective import DEFAULT
+from composer_dist.distributed.compiling.float8 import float8_layers
 from composer_dist.distributed.forwards import is_compiled
-from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.distributed.wishes import Wishes
+from composer_dist.errors import Faults, ParallelismTypeError
 from composer_dist.structure.blocks import has_forward
 from composer_dist.structure.names import ancestors
+from composer_dist.structure.structure import Structure
 from composer_dist.wording import listed, near_miss
 
 _KEYS = ("backend", "mode", "dynamic", "fullgraph", "options")
@@ -47,7 +47,7 @@ class Compiled:
         options = ", ".join(f"{key}={value}" for key, value in self.options.items())
         return f"Its forward is compiled ({options}), because {self.reason}."
 
-    def to_list(self) -> list[Any]:
+    def facts(self) -> list[Any]:
         """The same in plain types."""
         return [
             self.module,
@@ -70,9 +70,8 @@ def compile_options(value: Compile) -> dict[str, Any] | None:
     if value is not True and not isinstance(value, Mapping):
         raise ParallelismTypeError(f"compile is a bool or a mapping of options, not {value!r}.")
     options = {"backend": "inductor", **({} if value is True else value)}
-    faults = list(_option_faults(options))
-    if faults:
-        raise ParallelismValueError(f"compile {'; '.join(faults)}.")
+    with Faults("compile ", ".", "; ") as faults:
+        faults += _option_faults(options)
     return {key: given for key, given in options.items() if given is not None}
 
 
@@ -102,50 +101,88 @@ def _option_faults(options: Mapping[str, Any]) -> Iterator[str]:
                 yield f"has no inductor option {key!r}.{near_miss(str(key), known)}".rstrip(".")
 
 
-def plan_compile(
-    modules: Mapping[str, nn.Module],
-    config: ParallelismConfig,
-    rules: Mapping[str, Mapping[str, tuple[Any, str]]],
+@dataclass(frozen=True)
+class Surroundings:
+    """What else is planned for the modules, which limits what can be compiled."""
+
+    units: Sequence[str] = ()
+    """Modules that FSDP2 gathers."""
+    recomputed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Modules that are recomputed, each with its options."""
+    budgets: Mapping[str, float] = field(default_factory=dict)
+    """Modules with a memory budget for their activations."""
+    divided: Sequence[str] = ()
+    """Modules with collectives of tensor parallelism."""
+    cp: int = 1
+    """Ranks among which context parallelism splits a sequence."""
+
+
+@dataclass(frozen=True)
+class CompilePlan:
+    """What is compiled, and what is computed in float8."""
+
+    modules: tuple[Compiled, ...] = ()
+    """Modules whose forward torch.compile takes."""
+    float8: tuple[str, ...] = ()
+    """Linear layers that compute in float8."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What would be better otherwise."""
+        slow = "float8 without torch.compile is slower than amp_bf16; set compile=True."
+        return (slow,) if self.float8 and not self.modules else ()
+
+    def explain(self, module: str) -> str:
+        """In words: how a module is computed."""
+        eighth = ["It computes in float8, because precision is amp_fp8."] if module in self.float8 else []
+        return " ".join([*eighth, *(one.explain() for one in self.modules if one.module == module)])
+
+    def notes(self) -> Iterator[str]:
+        """What the plan as text says."""
+        if self.modules:
+            backends = sorted({one.options["backend"] for one in self.modules})
+            yield f"compiled: {len(self.modules)} modules, each separately ({', '.join(backends)})"
+        if self.float8:
+            yield f"float8: {len(self.float8)} linear layers"
+
+    def facts(self) -> dict[str, Any]:
+        """The plan in plain types."""
+        return {"modules": [one.facts() for one in self.modules], "float8": list(self.float8)}
+
+
+def plan(
+    structure: Structure,
+    wishes: Wishes,
+    sizes: Mapping[str, int],
     blocks: Sequence[str],
-    units: Sequence[str],
-    checkpointing: Sequence[Checkpointed],
-    cut: Sequence[str],
-    cp: int,
-) -> tuple[Compiled, ...]:
+    around: Surroundings,
+) -> CompilePlan | None:
     """Choose the modules: by rule, else the model's blocks.
 
     Args:
-        modules: the model's, by name.
-        config: whether, and with which options.
-        rules: their fields by module name.
         blocks: what is compiled where no rule says otherwise.
-        units: modules that FSDP2 gathers.
-        checkpointing: what else happens to the modules' activations.
-        cut: modules with collectives of tensor parallelism.
-        cp: ranks among which context parallelism splits a sequence.
 
     Raises:
         ParallelismValueError: see `compile_options`; nothing to compile; a module that cannot be
             compiled so, or whose checkpointing and compilation do not go together.
     """
-    general = compile_options(config.compile)
-    by_rule = {name: fields["compile"] for name, fields in rules.items() if "compile" in fields}
-    budgets = {one.module: one.options["budget"] for one in checkpointing if one.mode == "memory_budget"}
+    modules, by_rule = structure.modules, wishes.ruled("compile")
+    general = compile_options(wishes.config.compile)
     chosen: dict[str, Compiled] = {}
     for name in modules:
         value, source = by_rule.get(name, (general is not None and name in blocks, "it is a block"))
         options = general if value is True and general is not None else compile_options(value)
         if options is not None:
-            chosen[name] = Compiled(name, source, options, budgets.get(name))
+            chosen[name] = Compiled(name, source, options, around.budgets.get(name))
     clashes: dict[str, list[str]] = {}
     for name, one in chosen.items():
-        for text in _clashes(modules[name], one, units, checkpointing, cut, cp):
+        for text in _clashes(modules[name], one, around):
             clashes.setdefault(text, []).append(name)
-    faults = list(_idle(general, by_rule, blocks, chosen, budgets))
-    faults += [f"Cannot compile {listed(names, 3)}: {text}" for text, names in clashes.items()]
-    if faults:
-        raise ParallelismValueError("\n".join(faults))
-    return tuple(chosen.values())
+    with Faults() as faults:
+        faults += _idle(general, by_rule, blocks, chosen, around.budgets)
+        faults += [f"Cannot compile {listed(names, 3)}: {text}" for text, names in clashes.items()]
+    found = CompilePlan(tuple(chosen.values()), float8_layers(structure, blocks, wishes.precision))
+    return found if found.modules or found.float8 else None
 
 
 def _idle(
@@ -176,24 +213,17 @@ def _idle(
         )
 
 
-def _clashes(
-    module: nn.Module,
-    one: Compiled,
-    units: Sequence[str],
-    checkpointing: Sequence[Checkpointed],
-    cut: Sequence[str],
-    cp: int,
-) -> Iterator[str]:
+def _clashes(module: nn.Module, one: Compiled, around: Surroundings) -> Iterator[str]:
     """Why a chosen module cannot be compiled."""
-    name, backend = one.module, one.options["backend"]
-    recomputed = [other for other in checkpointing if other.recomputes]
-    inside = [other for other in recomputed if name in ancestors(other.module)]
-    around = [other for other in recomputed if other.module != name and other.module in ancestors(name)]
+    name, backend, cp = one.module, one.options["backend"], around.cp
+    inside = [options for other, options in around.recomputed.items() if name in ancestors(other)]
+    above = [other for other in ancestors(name) if other != name]
+    outside = [options for other, options in around.recomputed.items() if other in above]
     if not has_forward(module):
         yield "there is no forward; choose the modules inside."
     if is_compiled(module):
         yield "it is done already; leave it to preparation, or set Rule(..., compile=False)."
-    if any(unit != name and name in ancestors(unit) for unit in units):
+    if any(unit != name and name in ancestors(unit) for unit in around.units):
         asked = {"activation checkpointing": inside, "fullgraph=True": one.options.get("fullgraph")}
         for other in (text for text, wanted in asked.items() if wanted):
             yield (
@@ -212,15 +242,15 @@ def _clashes(
             f"backend {backend!r} recomputes activations with other random numbers (dropout); use "
             "'aot_eager' or 'inductor', or no activation checkpointing."
         )
-    if any({"save", "offload"} <= other.options.keys() for other in inside):
+    if any({"save", "offload"} <= options.keys() for options in inside):
         yield "what activation checkpointing saves stays on the device; leave out save, or offload."
-    if any("save" in other.options for other in around):
+    if any("save" in options for options in outside):
         yield (
             "activation checkpointing around it saves the results of single operations, and a compiled "
             "module is one; compile and checkpoint the same module."
         )
-    repeats = one.budget is not None or any(DEFAULT not in other.options.get("save", ()) for other in inside)
-    if repeats and any(name in ancestors(other) for other in cut):
+    repeats = one.budget is not None or any("default" not in options.get("save", ()) for options in inside)
+    if repeats and any(name in ancestors(other) for other in around.divided):
         yield (
             "torch.compile cannot repeat the collectives of tensor parallelism (torch 2.13); keep their "
             "results with activation_checkpointing='selective', or leave it out."

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer_dist.config.mesh import MeshConfig
-from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed.mesh.dimensions import DIMENSIONS, mesh_dim_names
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks import process_group
@@ -36,8 +35,8 @@ def build_mesh(config: MeshConfig, world_size: int | None = None) -> DeviceMesh:
     return mesh
 
 
-def mesh_for(config: ParallelismConfig) -> Mesh:
-    """The mesh that a configuration asks for: the user's own one, or one built from its sizes.
+def mesh_for(wanted: MeshConfig | DeviceMesh) -> Mesh:
+    """The mesh that is asked for: the user's own one, or one built from sizes.
 
     A 2-D mesh without names is rebuilt over the same groups with names, because FSDP2 requires names.
 
@@ -46,84 +45,55 @@ def mesh_for(config: ParallelismConfig) -> Mesh:
         ParallelismValueError: sizes that do not multiply to the world size, or a mesh of the user's own
             that cannot be used (see `roles`).
     """
-    own = own_mesh(config)
-    if own is None:
-        assert isinstance(config.mesh, MeshConfig)
-        return Mesh(build_mesh(config.mesh))
-    if own.ndim == 2 and own.mesh_dim_names is None:
-        groups = [own.get_group(dim) for dim in range(2)]
-        own = DeviceMesh.from_group(groups, own.device_type, own.mesh, mesh_dim_names=DIMENSIONS[:2])
-    mesh = Mesh(own)
+    if isinstance(wanted, MeshConfig):
+        return Mesh(build_mesh(wanted))
+    if wanted.ndim == 2 and wanted.mesh_dim_names is None:
+        groups = [wanted.get_group(dim) for dim in range(2)]
+        names = DIMENSIONS[:2]
+        wanted = DeviceMesh.from_group(groups, wanted.device_type, wanted.mesh, mesh_dim_names=names)
+    mesh = Mesh(wanted)
     mesh.make_groups()
     return mesh
 
 
-def own_mesh(config: ParallelismConfig) -> DeviceMesh | None:
-    """The mesh that the user has made, if there is one.
-
-    Raises:
-        ParallelismValueError: a mesh of the user's own beside another one, or beside sizes for one.
-    """
-    own = config.fsdp2.device_mesh if config.fsdp2 else None
-    if isinstance(config.mesh, DeviceMesh):
-        own, other = config.mesh, own
-        both = other is not None and other is not own
-    else:
-        both = own is not None and config.mesh != MeshConfig()
-    if both:
-        raise ParallelismValueError(
-            "Both FSDP2Config.device_mesh and ParallelismConfig.mesh say what the mesh is; give one."
-        )
-    return own
-
-
-def mesh_sizes(config: ParallelismConfig, world_size: int) -> dict[str, int]:
+def mesh_sizes(wanted: MeshConfig | DeviceMesh, world_size: int) -> dict[str, int]:
     """Each of `DIMENSIONS` to its size: those of the user's own mesh where there is one.
 
     Raises:
         ParallelismValueError: sizes that do not multiply to `world_size`, or a mesh of the user's own
             that cannot be used.
     """
-    own = own_mesh(config)
-    if own is None:
-        assert isinstance(config.mesh, MeshConfig)
-        return config.mesh.resolve(world_size)
-    mesh = Mesh(own)
-    if "dp_replicate" in mesh.dims and "dp_shard" not in mesh.dims and config.ddp is None:
-        raise ParallelismValueError(
-            "The mesh has dp_replicate and no dp_shard, which FSDP2 cannot replicate over; add a dimension "
-            "dp_shard of size 1, or replicate by DDP (ddp=DDPConfig())."
-        )
-    return mesh.sizes
+    return wanted.resolve(world_size) if isinstance(wanted, MeshConfig) else Mesh(wanted).sizes
 
 
-def agree_on_mesh(
-    read_config: Callable[[], ParallelismConfig],
-) -> tuple[Agreement, Mesh, ParallelismConfig]:
+def meet(ask: Callable[[], MeshConfig | DeviceMesh]) -> tuple[Mesh, Agreement]:
     """Build the mesh once all ranks are known to ask for the same one, because building it communicates.
 
     Args:
-        read_config: gives this rank's configuration, or raises; then every rank does.
+        ask: gives the mesh that this rank asks for, or raises; then every rank does.
 
     Returns:
-        The agreement among the mesh's ranks, the mesh, and the configuration.
+        The mesh, and the agreement among its ranks.
 
     Raises:
         ParallelismValueError: the ranks ask for different meshes, or one that does not fit the world.
     """
-    settings, error, asked, own = ParallelismConfig(), None, "", None
+    error, asked, wanted, ranks = None, "", None, None
     try:
-        settings = read_config()
+        wanted = ask()
         world, _ = process_group.world_and_rank()
-        own = own_mesh(settings)
-        asked = f"{mesh_sizes(settings, world)} on {settings.mesh.device_type or 'the default device'}"
-        if own is not None:
-            asked += f", a mesh of {own.mesh.tolist()} with the dimensions {own.mesh_dim_names}"
+        asked = f"{mesh_sizes(wanted, world)} on {wanted.device_type or 'the default device'}"
+        if isinstance(wanted, DeviceMesh):
+            asked += f", a mesh of {wanted.mesh.tolist()} with the dimensions {wanted.mesh_dim_names}"
     except Exception as caught:
         error = caught
-    if own is not None and own.get_coordinate() is None:
-        raise ParallelismValueError(f"This rank is not part of the mesh, which has {own.mesh.tolist()}.")
-    agreement = Agreement(None if own is None else own.mesh.flatten().tolist())
+    if isinstance(wanted, DeviceMesh):
+        ranks = wanted.mesh.flatten().tolist()
+        if wanted.get_coordinate() is None:
+            raise ParallelismValueError(
+                f"This rank is not part of the mesh, which has {wanted.mesh.tolist()}."
+            )
+    agreement = Agreement(ranks)
 
     def compare(findings: list[str]) -> None:
         other = next((i for i, finding in enumerate(findings) if finding != findings[0]), None)
@@ -134,4 +104,5 @@ def agree_on_mesh(
             )
 
     agreement.reach("the mesh", asked, compare, error=error)
-    return agreement, mesh_for(settings), settings
+    assert wanted is not None
+    return mesh_for(wanted), agreement

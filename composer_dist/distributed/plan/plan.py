@@ -6,18 +6,36 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from typing import Any, Literal, Protocol
 
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.distributed.activations.plan import Checkpointed
-from composer_dist.distributed.compiling.plan import Compiled
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import Sync
+from composer_dist.distributed.activations.plan import ActivationPlan, Checkpointed
+from composer_dist.distributed.compiling.plan import Compiled, CompilePlan
+from composer_dist.distributed.context_parallelism.plan import ContextPlan
+from composer_dist.distributed.plan.text import mesh_in_words, table, unit_rows
 from composer_dist.distributed.replication.plan import ReplicaPlan
-from composer_dist.distributed.sharding.plan import Unit
-from composer_dist.distributed.sharding.skip import Skippable
+from composer_dist.distributed.sharding.plan import ShardingPlan, Unit
 from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.structure.structure import Structure
-from composer_dist.wording import near_miss
+from composer_dist.wording import human_bytes, near_miss
+
+
+class FeaturePlan(Protocol):
+    """What the plans of all features offer."""
+
+    def explain(self, module: str) -> str:
+        """In words: what happens to a module; empty where nothing does."""
+
+    def notes(self) -> Iterator[str]:
+        """Lines for the plan as text."""
+
+    def facts(self) -> dict[str, Any]:
+        """The decisions in plain types, equal on ranks that are about to do the same."""
 
 
 @dataclass(frozen=True)
@@ -29,43 +47,108 @@ class ModulePlan:
 
 
 @dataclass(frozen=True)
+class Delivery:
+    """How every tensor gets its value."""
+
+    sync: Sync
+    """Whose weights count; see `ParallelismConfig`."""
+    transport: Literal["auto", "memory", "messages"]
+    """How weights travel; "auto" takes the first way that works."""
+    bucket_bytes: int
+    """Most bytes that travel at one time."""
+    strict: bool
+    """Whether every tensor of the base model must be in the files that are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
     """Everything that `parallelize_model` will do to a model."""
 
-    config: ParallelismConfig
-    world_size: int
     mesh: Mapping[str, int]
     """Mesh dimension to size, all four of them."""
+    device_type: str
+    own_mesh: DeviceMesh | None = None
+    """The mesh that the caller has made, if there is one."""
     structure: str
     """Digest of the names, shapes, dtypes, `requires_grad` flags and ties planned for."""
-    units: tuple[Unit, ...]
-    """In the order in which they are applied: outer before inner."""
     modules: Mapping[str, ModulePlan]
     """Every module's action and reason, by name."""
     plain: Mapping[str, str]
     """Parameters that stay whole on every rank, each with the reason."""
     ties: tuple[tuple[str, ...], ...]
     """The names of each parameter that has several."""
-    checkpointing: tuple[Checkpointed, ...]
-    """Modules whose activations are recomputed or offloaded."""
-    skippable: tuple[Skippable, ...] = ()
-    """Modules with trainable parameters that ranks may skip."""
+    others: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """What else the model holds, by name: buffers, and parameters that its own code has sharded."""
+    delivery: Delivery
     init_peak: int = 0
     """Bytes that a rank needs beside its shards while the tensors on the meta device are initialized: a
     bucket, or the largest set of tensors that must be whole together. 0 where nothing is on meta."""
+    verbose: bool = False
+    """Whether rank 0 prints the plan and the preparation's report."""
     warnings: tuple[str, ...] = ()
-    compiled: tuple[Compiled, ...] = ()
-    """Modules whose forward torch.compile takes."""
-    float8: tuple[str, ...] = ()
-    """Linear layers that compute in float8."""
-    parameter_units: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Every sharded parameter's first name to its unit's."""
+    sharding: ShardingPlan | None = None
+    replication: ReplicaPlan | None = None
     tensor_parallel: TensorParallelPlan | None = None
-    """Which matrices are cut among tensor-parallel ranks; None where there is one such rank."""
-    others: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """What else the model holds, by name: buffers, and parameters that its own code has sharded."""
-    replica: ReplicaPlan | None = None
-    """What DDP does, where it replicates the model."""
+    context_parallelism: ContextPlan | None = None
+    activations: ActivationPlan | None = None
+    compiling: CompilePlan | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the plan is for."""
+        return prod(self.mesh.values())
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """FSDP2's, in the order in which they are applied: outer before inner."""
+        return self.sharding.units if self.sharding else ()
+
+    @property
+    def parameter_units(self) -> Mapping[str, str]:
+        """Every sharded parameter's first name to its unit's."""
+        return self.sharding.parameter_units if self.sharding else {}
+
+    @property
+    def checkpointing(self) -> tuple[Checkpointed, ...]:
+        """Modules whose activations are recomputed or offloaded."""
+        return self.activations.modules if self.activations else ()
+
+    @property
+    def compiled(self) -> tuple[Compiled, ...]:
+        """Modules whose forward torch.compile takes."""
+        return self.compiling.modules if self.compiling else ()
+
+    @property
+    def float8(self) -> tuple[str, ...]:
+        """Linear layers that compute in float8."""
+        return self.compiling.float8 if self.compiling else ()
+
+    @property
+    def features(self) -> dict[str, FeaturePlan]:
+        """The plans of the features that the model uses."""
+        found: dict[str, FeaturePlan | None] = {
+            "replication": self.replication,
+            "sharding": self.sharding,
+            "tensor_parallel": self.tensor_parallel,
+            "context_parallelism": self.context_parallelism,
+            "activations": self.activations,
+            "compiling": self.compiling,
+        }
+        return {name: one for name, one in found.items() if one is not None}
+
+    def wanted_mesh(self, world_size: int) -> MeshConfig | DeviceMesh:
+        """The mesh to carry out the plan on.
+
+        Raises:
+            ParallelismValueError: the plan is for another number of ranks.
+        """
+        if self.own_mesh is not None:
+            return self.own_mesh
+        if self.world_size != world_size:
+            raise ParallelismValueError(
+                f"The plan was made for {self.world_size} ranks, but there are {world_size}."
+            )
+        return MeshConfig(**self.mesh, device_type=self.device_type)
 
     def explain(self, name: str) -> str:
         """In words: what happens to the module or tensor called `name` ("" is the root), and why.
@@ -74,7 +157,9 @@ class ParallelPlan:
             ParallelismKeyError: the model has nothing of this name.
         """
         if name in self.modules:
-            return " ".join(self._explain_module(name))
+            found = self.modules[name]
+            first = f"{name or 'The root'}: {found.action}, because {found.reason}."
+            return " ".join(filter(None, [first, *(one.explain(name) for one in self.features.values())]))
         tie = next((tie for tie in self.ties if name in tie), (name,))
         others = ", ".join(other for other in tie if other != name)
         tied = f", one parameter with {others}" if others else ""
@@ -91,51 +176,21 @@ class ParallelPlan:
         known = {*self.modules, *self.parameter_units, *self.plain, *self.others}
         raise ParallelismKeyError(f"The model has nothing called {name!r}.{near_miss(name, known)}")
 
-    def _explain_module(self, name: str) -> Iterator[str]:
-        found = self.modules[name]
-        yield f"{name or 'The root'}: {found.action}, because {found.reason}."
-        if self.replica and not name:
-            yield self.replica.explain()
-        for unit in self.units:
-            if name in unit.modules:
-                count = len(unit.parameters)
-                yield (
-                    f"It gathers {count} parameter{'s' * (count != 1)}, {unit.nbytes:,} bytes; "
-                    f"reshard_after_forward={unit.reshard_after_forward}."
-                )
-        if self.tensor_parallel and (text := self.tensor_parallel.explain(name)):
-            yield text
-        for one in self.checkpointing:
-            if one.module == name:
-                yield one.explain()
-        if name in self.float8:
-            yield "It computes in float8, because precision is amp_fp8."
-        for compiled in self.compiled:
-            if compiled.module == name:
-                yield compiled.explain()
-
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain types, for JSON, comparison and the digest."""
         return {
             "world_size": self.world_size,
             "mesh": dict(self.mesh),
+            "device_type": self.device_type,
             "structure": self.structure,
-            "units": [unit.to_dict() for unit in self.units],
             "modules": {name: vars(one) for name, one in self.modules.items()},
             "plain": dict(self.plain),
             "ties": [list(names) for names in self.ties],
-            "checkpointing": [one.to_list() for one in self.checkpointing],
-            "skippable": [[one.module, list(one.parameters), one.unit] for one in self.skippable],
-            "tensor_parallel": self.tensor_parallel and self.tensor_parallel.to_dict(),
-            "forward_methods": list(self.config.forward_methods),
-            "float8": list(self.float8),
-            "compiled": [one.to_list() for one in self.compiled],
-            "sync": self.config.sync,
-            "transport": self.config.transport,
-            "bucket_bytes": self.config.bucket_bytes,
+            "delivery": vars(self.delivery),
             "init_peak": self.init_peak,
+            "verbose": self.verbose,
             "warnings": list(self.warnings),
-            "replica": self.replica and self.replica.to_dict(),
+            **{name: one.facts() for name, one in self.features.items()},
         }
 
     def digest(self) -> str:
@@ -144,24 +199,25 @@ class ParallelPlan:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        from composer_dist.distributed.plan.text import render_plan
+        lines = [f"tied: {' = '.join(names)}" for names in self.ties]
+        lines += [line for one in self.features.values() for line in one.notes()]
+        if self.init_peak:
+            lines.append(f"initialization takes up to {human_bytes(self.init_peak)} beside the shards")
+        lines += [f"warning: {text}" for text in self.warnings]
+        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+        title = f"Plan for {ranks} ({mesh_in_words(self.mesh) or 'one rank'})"
+        return "\n".join([table(title, *unit_rows(self.units)) if self.units else title, *lines])
 
-        return render_plan(self)
 
-
-def check_plan(plan: ParallelPlan, structure: Structure, world_size: int) -> ParallelPlan:
-    """A ready plan, if it was made for this model and this many ranks.
+def check_plan(plan: ParallelPlan, structure: Structure) -> ParallelPlan:
+    """A ready plan, if it was made for this model.
 
     Raises:
-        ParallelismValueError: another structure or world size.
+        ParallelismValueError: another structure.
     """
     if plan.structure != structure.digest():
         raise ParallelismValueError(
             f"The plan was made for a model with structure {plan.structure}, but this one has "
             f"{structure.digest()}: names, shapes, dtypes, frozen parameters or ties differ. Plan this model."
-        )
-    if plan.world_size != world_size:
-        raise ParallelismValueError(
-            f"The plan was made for {plan.world_size} ranks, but there are {world_size}."
         )
     return plan

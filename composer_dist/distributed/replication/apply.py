@@ -25,7 +25,6 @@ def replicate(
     plan: ReplicaPlan,
     mesh: Mesh,
     optimizers: Sequence[Optimizer],
-    forward_methods: Sequence[str] = (),
 ) -> None:
     """Let DDP keep the copies of a model alike, from its weights on, which are the same on all ranks.
 
@@ -35,7 +34,6 @@ def replicate(
         structure: the model's.
         plan: made for it.
         optimizers: bound to its parameters.
-        forward_methods: methods of the model around which DDP works as around its forward.
     """
     model = structure.modules[""]
     if plan.ddp.sync_batch_norm:
@@ -47,7 +45,7 @@ def replicate(
         ignored=[structure.tensors[name].get() for name in plan.ignored],
         mesh=mesh,
     )
-    call_through(model, forward_methods)
+    call_through(model, plan.forward_methods)
     if replica.local_sgd is not None:
         for optimizer in optimizers:
             optimizer.register_step_post_hook(replica.local_sgd.after_step)

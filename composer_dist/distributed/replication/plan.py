@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from composer_dist import _torch
-from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.rule import Rule
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.replication.batch_norm import find_batch_norms
 from composer_dist.distributed.replication.hooks import LOCAL_SGD, check_comm_hook, innermost, spell
-from composer_dist.distributed.sharding.choose import UNIT_FIELDS, Choices, is_sharded
-from composer_dist.distributed.sharding.units import Assignment
-from composer_dist.distributed.wishes import merge_rules
+from composer_dist.distributed.wishes import UNIT_FIELDS, Wishes, check_forward_methods
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.precision import Precision, mixed_precision_policy
-from composer_dist.structure.blocks import structural_units
+from composer_dist.precision import mixed_precision_policy
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.select import select
 from composer_dist.structure.select import spell as spell_match
@@ -48,7 +44,7 @@ _OURS = {
 _LOCAL_OPTIMIZERS = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "DistributedOptimizer"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReplicaPlan:
     """What DDP does for a model that every rank holds whole."""
 
@@ -65,11 +61,21 @@ class ReplicaPlan:
     """First names of the tensors that are left to each rank."""
     idle: str | None
     """Why no gradient is averaged at all, if so."""
-    blocks: tuple[str, ...]
-    """The model's repeated blocks."""
+    plain: Mapping[str, str]
+    """All parameters, each with the reason why it stays whole."""
+    replicated: Mapping[str, str]
+    """Modules whose parameters stay whole on every rank, each with the reason."""
+    forward_methods: tuple[str, ...] = ()
+    """Methods of the model around which DDP works as around its forward."""
+    warnings: tuple[str, ...] = ()
+    units: tuple[()] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
-    def explain(self) -> str:
+    def explain(self, module: str = "") -> str:
         """In words, for the root."""
+        if module:
+            return ""
         if self.idle:
             return f"No gradients are averaged, because {self.idle}."
         hook = f" by comm_hook={spell(self.ddp)}" if self.ddp.comm_hook is not None else ""
@@ -79,7 +85,12 @@ class ReplicaPlan:
             f"buckets of {self.ddp.bucket_cap_mb or 25:g} MiB{hook}.{buffers}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def notes(self) -> Iterator[str]:
+        """What the plan as text says."""
+        yield self.explain()
+        yield from (f"left to each rank: {name}" for name in self.ignored)
+
+    def facts(self) -> dict[str, Any]:
         """The plan in plain types."""
         return {
             "ddp": {key: str(value) for key, value in vars(self.ddp).items() if "comm_hook" not in key},
@@ -88,6 +99,7 @@ class ReplicaPlan:
             "averaged": list(self.averaged),
             "ignored": list(self.ignored),
             "idle": self.idle,
+            "forward_methods": list(self.forward_methods),
         }
 
 
@@ -108,7 +120,7 @@ def check_unprepared(structure: Structure, replicating: bool) -> None:
             raise ParallelismTypeError(
                 f"{label} is wrapped in DistributedDataParallel already; hand in what it wraps (.module)."
             )
-        if replicating and is_sharded(module):
+        if replicating and isinstance(module, FSDPModule):
             raise ParallelismTypeError(f"{label} is sharded by FSDP2 already, so DDP cannot replicate it.")
     tensors = structure.parameters.items() if replicating else ()
     if dtensors := [name for name, held in tensors if isinstance(held.get(), DTensor)]:
@@ -117,36 +129,23 @@ def check_unprepared(structure: Structure, replicating: bool) -> None:
         )
 
 
-def replicate_all(
-    structure: Structure,
-    config: ParallelismConfig,
-    sizes: Mapping[str, int],
-    precision: str | Precision | None,
-    policy: object,
-) -> tuple[Choices, Assignment, ReplicaPlan]:
-    """Every parameter stays whole on every rank; what DDP is asked for is checked.
-
-    Args:
-        structure: the model's.
-        config: its `ddp` is not None.
-        sizes: the mesh's.
-        precision: see `composer_dist.precision`.
-        policy: the caller's wrap policy, for which DDP has no use.
+def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> ReplicaPlan | None:
+    """Every parameter stays whole on every rank, and DDP averages gradients; None where FSDP2 shards.
 
     Raises:
         ParallelismValueError: a mesh that does more than replicate, options that do not exist or do not go
             together, and (`strict`) ones without effect.
     """
-    ddp = config.ddp
-    assert ddp is not None
+    ddp = wishes.config.ddp
+    if ddp is None:
+        return None
     if others := [f"{name}={size}" for name, size in sizes.items() if size > 1 and name != "dp_replicate"]:
         raise ParallelismValueError(
             f"ddp= replicates the whole model, so the mesh may have dp_replicate only, not "
             f"{', '.join(others)}. Leave out ddp=: FSDP2 shards, and replicates beside other parallelism."
         )
-    rules, warnings = merge_rules(config.rules, structure, config.containers)
-    warnings += _without_effect(config, rules, policy)
-    mp_policy = mixed_precision_policy(precision, ddp.mixed_precision)
+    warnings = _without_effect(wishes)
+    mp_policy = mixed_precision_policy(wishes.precision, ddp.mixed_precision)
     _check_dtypes(structure, mp_policy)
     _check_options(ddp.options or {})
     warnings += check_comm_hook(ddp, mp_policy.reduce_dtype)
@@ -161,7 +160,9 @@ def replicate_all(
     for name in averaged:
         if not idle and not structure.parameters[name].info.requires_grad:
             plain[name] = "DDP keeps it whole; it is frozen"
-    replica = ReplicaPlan(
+    methods = tuple(wishes.config.forward_methods)
+    check_forward_methods(methods, structure, [""])
+    return ReplicaPlan(
         ddp=ddp,
         mp_policy=mp_policy,
         reduce_dtype=None if dtypes == {mp_policy.reduce_dtype} else mp_policy.reduce_dtype,
@@ -169,11 +170,11 @@ def replicate_all(
         nbytes=sum(info.nbytes for info in infos),
         ignored=tuple(ignored),
         idle=idle,
-        blocks=tuple(name for name, _ in structural_units(structure)),
+        plain=plain,
+        replicated={**modules, "": whole},
+        forward_methods=methods,
+        warnings=tuple(warnings),
     )
-    kept = {n: {"act_ckpt": fields["act_ckpt"]} for n, fields in rules.items() if "act_ckpt" in fields}
-    choices = Choices({}, {**modules, "": whole}, kept, tuple(warnings))
-    return choices, Assignment((), plain, {}, ()), replica
 
 
 def check_replica(
@@ -213,19 +214,18 @@ def stays(structure: Structure, device: torch.device) -> bool:
     return all(p.device.type == device.type and p.is_contiguous() for p in parameters)
 
 
-def _without_effect(
-    config: ParallelismConfig, rules: Mapping[str, Mapping[str, tuple[Any, str]]], policy: object
-) -> list[str]:
+def _without_effect(wishes: Wishes) -> list[str]:
     """What only sharding could follow: an error, or warnings where not `strict`."""
+    config = wishes.config
     found = [
         f"{source} sets {key}"
-        for fields in rules.values()
+        for fields in wishes.rules.values()
         for key, (_, source) in fields.items()
-        if key in {"shard", "tp", *UNIT_FIELDS}
+        if key in {"shard", "skippable", "tp", *UNIT_FIELDS}
     ]
     found += ["tp is given"] if config.tp is not None else []
     found += ["fsdp2 is given"] if config.fsdp2 is not None else []
-    found += ["a wrap policy is given"] if policy is not None else []
+    found += ["a wrap policy is given"] if wishes.wrap_policy is not None else []
     texts = [f"{what}, which DDP (ddp=) has no use for; leave it out." for what in dict.fromkeys(found)]
     if texts and config.strict:
         raise ParallelismValueError("\n".join(texts))

@@ -116,21 +116,22 @@ def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
 
 def hook_units(structure: Structure, plan: ParallelPlan, mesh: Mesh) -> None:
     """What this library adds around the units' calls and collectives; see each function."""
+    if plan.sharding is None:
+        return
     units = [(unit, structure.modules[unit.name]) for unit in plan.units]
     compiled = {one.module for one in plan.compiled}
     for unit, module in units:
         for name in unit.modules:
             traced = any(above in compiled for above in ancestors(name) if above != name)
             own_outputs(structure.modules[name], traced)
-            call_through(structure.modules[name], plan.config.forward_methods)
+            call_through(structure.modules[name], plan.sharding.forward_methods)
         single = isinstance(module, FSDPModule) and len(unit.modules) == 1
         if single and unit.reshard_after_forward is not True:
             reshard_after_evaluation(module)  # type: ignore[arg-type]
     if mesh.fsdp is None:
         return
-    let_skip(structure, plan.skippable, [n for u in plan.units for n in u.modules], mesh.fsdp)
-    wanted = plan.config.check_order
-    if mesh.size > 1 and (mesh.device_type == "cpu" if wanted == "auto" else wanted):
+    let_skip(structure, plan.sharding.skippable, [n for u in plan.units for n in u.modules], mesh.fsdp)
+    if plan.sharding.check_order:
         check_call_order({unit.name: module for unit, module in units})
 
 

@@ -6,7 +6,7 @@ structure speaks only where nobody else has chosen a unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,17 +14,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from composer_dist._torch import CustomPolicy
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.distributed.wishes import merge_rules
+from composer_dist.distributed.wishes import UNIT_FIELDS, Wishes, WrapPolicy
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.blocks import has_forward, holds_parameters, structural_units
 from composer_dist.structure.families import is_a
 from composer_dist.structure.names import ancestors
-from composer_dist.structure.select import children_of, container_text
+from composer_dist.structure.select import children_of, container_text, inherited
 from composer_dist.structure.structure import Structure
-
-WrapPolicy = CustomPolicy | Callable[[nn.Module], bool | dict[str, Any]]
-
 
 _OPTION_TYPES: dict[str, tuple[type, ...]] = {
     "reshard_after_forward": (bool, int),
@@ -51,35 +47,21 @@ class Choices:
     """The chosen units, in the order of the model; the root among them if it takes what is left."""
     plain: Mapping[str, str]
     """Modules whose parameters stay replicated, with the reason."""
-    rules: Mapping[str, Mapping[str, tuple[Any, str]]]
-    """Module name to the merged fields of the rules that match it, each with its rule's spelling."""
     warnings: tuple[str, ...] = ()
 
 
-def choose_units(
-    structure: Structure,
-    config: ParallelismConfig,
-    policy: WrapPolicy | None = None,
-    children: Sequence[str] = (),
-) -> Choices:
+def choose_units(structure: Structure, wishes: Wishes) -> Choices:
     """Decide for every module of a model whether it is a unit, and by whose word.
 
-    Args:
-        structure: the model's.
-        config: its rules and `containers` count here.
-        policy: the caller's `fsdp_wrap_policy`.
-        children: modules that are units unless somebody says no (the children of a ComposerModel).
-
     Raises:
-        ParallelismValueError: a rule that matches nothing, a policy that chooses no unit.
+        ParallelismValueError: a rule that contradicts another, a policy that chooses no unit.
         ParallelismKeyError: a policy's dictionary with a key that is not an option of `fully_shard`.
         ParallelismTypeError: a policy that returns neither a bool nor a dictionary.
     """
-    modules = structure.modules
-    rules, warnings = merge_rules(config.rules, structure, config.containers)
+    modules, rules, policy = structure.modules, wishes.rules, wishes.wrap_policy
     chosen: dict[str, Choice] = {}
     plain = dict(_metrics(structure))
-    skippable = {name: fields["skippable"] for name, fields in rules.items() if "skippable" in fields}
+    skippable = wishes.ruled("skippable")
     for name, module in modules.items():
         if structure.first[name] != name:
             continue
@@ -102,10 +84,10 @@ def choose_units(
             chosen[name] = Choice(True, source)
         elif (choice := _ask(name, module, modules, policy)) is not None:
             chosen[name] = choice
-        elif name in children:
+        elif name in wishes.children:
             chosen[name] = Choice(True, "it is a direct child of the ComposerModel")
-    chosen, expanded = _expand(chosen, structure, config.containers)
-    refused_root = any("shard" in fields and fields["shard"][0] for fields in rules.values())
+    chosen, expanded = _expand(chosen, structure, wishes.config.containers)
+    refused_root = any(shard for shard, _ in wishes.ruled("shard").values())
     refused_root |= "" in plain or ("" in chosen and not chosen[""].unit)
     units = {n: choice for n, choice in chosen.items() if choice.unit and _first_above(n, skippable) is None}
     if not units and (policy is not None or any(hasattr(m, "fsdp_wrap_fn") for m in modules.values())):
@@ -113,23 +95,19 @@ def choose_units(
             "Nothing would be sharded: the wrap policy (fsdp_wrap_policy or fsdp_wrap_fn) chooses no "
             "module. Return True for at least one, or leave the policy out."
         )
-    if units.keys() <= set(children):
+    if units.keys() <= set(wishes.children):
         for name, reason in structural_units(structure):
             if name not in chosen and _first_above(name, {**plain, **skippable}) is None:
                 units[name] = Choice(True, reason)
     if "" not in units and not refused_root:
         units[""] = Choice(True, "the root takes what no other unit has")
     units = {n: _with_rules(units[n], rules.get(n, {})) for n in modules if n in units}
-    return Choices(units, plain, rules, tuple(dict.fromkeys(warnings + expanded)))
+    return Choices(units, plain, tuple(expanded))
 
 
 def _first_above(name: str, names: Mapping[str, Any]) -> str | None:
     """`name` or the nearest module above it that is in `names`."""
     return next((above for above in ancestors(name) if above in names), None)
-
-
-UNIT_FIELDS = ("reshard_after_forward", "mixed_precision", "offload")
-"""The fields of a rule that only a unit can follow."""
 
 
 def _with_rules(choice: Choice, rules: Mapping[str, tuple[Any, str]]) -> Choice:
@@ -140,16 +118,6 @@ def _with_rules(choice: Choice, rules: Mapping[str, tuple[Any, str]]) -> Choice:
             options.pop(other, None)
     options.update({key: rules[key][0] for key in UNIT_FIELDS if key in rules})
     return replace(choice, options=options)
-
-
-def inherited(name: str, modules: Mapping[str, nn.Module], attribute: str) -> Any:
-    """`attribute` of the module called `name` or of its nearest ancestor that has it, else None."""
-    path = name.split(".") if name else []
-    for end in range(len(path), -1, -1):
-        value = getattr(modules.get(".".join(path[:end])), attribute, None)
-        if value is not None:
-            return value
-    return None
 
 
 def _ask(

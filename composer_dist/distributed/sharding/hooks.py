@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -12,11 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_dist import _torch
-from composer_dist.distributed.forwards import has_method
-from composer_dist.errors import ParallelismValueError
-from composer_dist.structure.structure import Structure
 from composer_dist.tensors.nested import tensors_in
-from composer_dist.wording import near_miss
 
 
 def own_outputs(unit: nn.Module, traced: bool = False) -> None:
@@ -88,24 +84,3 @@ def reshard_after_evaluation(unit: FSDPModule) -> None:
             unit.reshard()
 
     cast(nn.Module, unit).register_forward_hook(reshard_unit)
-
-
-def check_forward_methods(names: Sequence[str], structure: Structure, units: Iterable[str]) -> None:
-    """Refuse names that are a method of no unit.
-
-    Raises:
-        ParallelismValueError: there are some; says which other modules have such a method.
-    """
-    modules = [structure.modules[unit] for unit in units]
-    faults = []
-    for name in names:
-        if not any(has_method(module, name) for module in modules):
-            known = {key for module in modules for key in dir(type(module)) if key not in dir(nn.Module)}
-            others = [other for other, module in structure.modules.items() if has_method(module, name)]
-            remedy = near_miss(name, known)
-            if others:
-                home = others[0] or "The root"
-                remedy = f" {home} has it; make it a unit with Rule({others[0]!r}, shard=True)."
-            faults.append(f"forward_methods: no unit has a method {name!r}.{remedy}")
-    if faults:
-        raise ParallelismValueError("\n".join(faults))

@@ -12,7 +12,7 @@ there, or else at the very end: whether inputs have gradients must not depend on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,67 +22,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import _torch
-from composer_dist.distributed.sharding.choose import Choices
 from composer_dist.distributed.sharding.order import exchange
-from composer_dist.distributed.sharding.units import Assignment, Group
-from composer_dist.errors import ParallelismValueError
-from composer_dist.structure.names import ancestors
+from composer_dist.distributed.sharding.units import Skippable
 from composer_dist.structure.structure import Held, Structure
 from composer_dist.tensors.nested import tensors_in
-
-
-@dataclass(frozen=True)
-class Skippable:
-    """A module that ranks may skip."""
-
-    module: str
-    parameters: tuple[str, ...]
-    """First names of its trainable parameters, or of those that one unit holds."""
-    unit: str | None
-    """The module that leads, or belongs to, the unit around it that holds them; None with "replicate"."""
-
-
-def plan_skippable(structure: Structure, choices: Choices, assignment: Assignment) -> Iterator[Skippable]:
-    """What the rules with `skippable` come to.
-
-    Raises:
-        ParallelismValueError: "root" for a module without a unit around it, or with one within it.
-    """
-    homes = {name: group for group in assignment.groups for name in group.parameters}
-    for module, fields in choices.rules.items():
-        how, source = fields.get("skippable", (None, ""))
-        inside = [n for n, held in structure.parameters.items() if how and _holds(module, held)]
-        units: dict[str | None, list[str]] = {}
-        for name in inside:
-            unit = None if how == "replicate" else _unit_around(name, module, homes, assignment, source)
-            if structure.tensors[name].info.requires_grad:
-                units.setdefault(unit, []).append(name)
-        yield from (Skippable(module, tuple(names), unit) for unit, names in units.items())
-
-
-def _unit_around(
-    name: str, module: str, homes: Mapping[str, Group], assignment: Assignment, source: str
-) -> str | None:
-    """The module of the unit that holds a parameter of a module with "root"; None for a scalar."""
-    home = homes.get(name)
-    if home is None:
-        if not assignment.plain[name].startswith("no unit"):
-            return None
-        raise ParallelismValueError(
-            f"The {source} puts the parameters of {module} in the unit around it, but there is none. Add "
-            "Rule('', shard=True), or use skippable='replicate'."
-        )
-    unit = next((above for above in ancestors(module) if above in home.modules), module)
-    if unit == module:
-        raise ParallelismValueError(
-            f"The {source} lets ranks skip {module}, but {home.name} in it is a unit of its own, because "
-            f"{home.choice.reason}. Use skippable='replicate'."
-        )
-    return unit
-
-
-def _holds(module: str, held: Held) -> bool:
-    return any(module in ancestors(owner) for owner in held.info.owners)
 
 
 def let_skip(
@@ -108,7 +51,7 @@ def let_skip(
             for one in skippable
             if one.unit == unit
         ]
-        _Unit(structure.modules[unit], towers, groups)
+        _Around(structure.modules[unit], towers, groups)
 
 
 def _require_gradient(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -136,7 +79,7 @@ class _Tower:
 
 
 @dataclass(eq=False)
-class _Unit:
+class _Around:
     module: nn.Module
     towers: list[_Tower]
     groups: list[dist.ProcessGroup] = field(repr=False)

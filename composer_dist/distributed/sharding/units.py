@@ -13,20 +13,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed import prepared
-from composer_dist.distributed.sharding.choose import Choice, Choices, is_sharded
-from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.distributed.sharding.choose import Choice, Choices
+from composer_dist.distributed.wishes import Wishes
+from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.blocks import has_forward
 from composer_dist.structure.names import ancestors
-from composer_dist.structure.structure import Structure, TensorInfo
+from composer_dist.structure.structure import Held, Structure, TensorInfo
 from composer_dist.wording import dtype_name
 
 
 @dataclass(eq=False)
-class Group:
+class Draft:
     """A unit in the making; modules and parameters by their first names."""
 
     modules: list[str]
@@ -45,46 +46,61 @@ class Group:
 class Assignment:
     """Every parameter's home."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[Draft, ...]
     """In the order of the model, outer before inner."""
     plain: Mapping[str, str]
     """Parameters kept whole on every rank, each with the reason."""
-    skipped: Mapping[str, str]
-    """Modules that were chosen but are no units, each with the reason."""
-    warnings: tuple[str, ...]
+    homeless: frozenset[str] = frozenset()
+    """Those of them that no unit contains."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Modules that were chosen but did not become units, each with the reason."""
+    warnings: tuple[str, ...] = ()
 
 
-def assign(structure: Structure, choices: Choices, shards: int | None = None) -> Assignment:
+@dataclass(frozen=True)
+class Skippable:
+    """A module that ranks may skip."""
+
+    module: str
+    parameters: tuple[str, ...]
+    """First names of its trainable parameters, or of those that one unit holds."""
+    unit: str | None
+    """The module that leads, or belongs to, the unit around it that holds them; None with "replicate"."""
+
+
+def assign(structure: Structure, choices: Choices, shards: int) -> Assignment:
     """Give every parameter of the model to one unit, or leave it plain.
 
     Args:
-        shards: ranks that share each parameter, where it is known.
+        shards: ranks that share each parameter.
 
     Raises:
         ParallelismValueError: ties or dtypes that no arrangement of units can hold (all of them
             named at once); a model that is sharded already, or in which nothing is left to shard.
     """
     skipped, warnings = _already_sharded(structure, choices)
-    groups = {name: Group([name], one) for name, one in choices.units.items() if name not in skipped}
+    groups = {name: Draft([name], one) for name, one in choices.units.items() if name not in skipped}
     plain: dict[str, str] = {}
-    faults: list[str] = []
-    for name, held in structure.parameters.items():
-        if isinstance(held.get(), DTensor):
-            continue  # sharded by the user's own code, and left as it is
-        reason = _why_plain(held.info, structure, choices, groups)
-        if (
-            held.info.inner and shards == 1
-        ):  # there FSDP2 passes on the first inner tensor alone (2.11 to 2.13)
-            reason = reason or "it is made of several tensors, which FSDP2 gathers from two ranks or more"
-        home = None if reason else _home(held.info, structure, groups, faults)
-        if home is None:
+    homeless: set[str] = set()
+    with Faults() as faults:
+        for name, held in structure.parameters.items():
+            if isinstance(held.get(), DTensor):
+                continue  # sharded by the user's own code, and left as it is
+            reason = _why_plain(held.info, structure, choices, groups)
+            if held.info.inner and shards == 1:  # FSDP2 then passes on the first inner tensor alone (2.13)
+                reason = reason or "it is made of several tensors, which FSDP2 gathers from two ranks or more"
+            home = None
+            with faults.catching():
+                home = None if reason else _home(held.info, structure, groups)
+            if home is not None:
+                home.parameters.append(name)
+                continue
+            if not reason:
+                homeless.add(name)
             plain[name] = reason or "no unit contains it (Rule('', shard=True) makes the root one)"
-        else:
-            home.parameters.append(name)
-    for group in dict.fromkeys(groups.values()):
-        groups.update(_split_by_dtype(group, structure, faults))
-    if faults:
-        raise ParallelismValueError("\n".join(faults))
+        for group in dict.fromkeys(groups.values()):
+            with faults.catching():
+                groups.update(_split_by_dtype(group, structure))
     for name in [name for name, group in groups.items() if name and not group.parameters]:
         skipped[name] = _why_empty(name, structure)
         del groups[name]
@@ -92,9 +108,9 @@ def assign(structure: Structure, choices: Choices, shards: int | None = None) ->
         why = "no unit gets a parameter" if structure.parameters else "the model has no parameters"
         raise ParallelismValueError(f"Nothing would be sharded: {why}.")
     if "" not in groups and any(len(group.modules) > 1 for group in groups.values()):
-        groups[""] = Group([""], Choice(True, "it coordinates units of several modules"))
+        groups[""] = Draft([""], Choice(True, "it coordinates units of several modules"))
     ordered = dict.fromkeys(groups[name] for name in structure.modules if name in groups)
-    return Assignment(tuple(ordered), plain, skipped, tuple(warnings))
+    return Assignment(tuple(ordered), plain, frozenset(homeless), skipped, tuple(warnings))
 
 
 def _already_sharded(structure: Structure, choices: Choices) -> tuple[dict[str, str], list[str]]:
@@ -105,7 +121,7 @@ def _already_sharded(structure: Structure, choices: Choices) -> tuple[dict[str, 
             f"{', '.join(wrapped)} {'is' if len(wrapped) == 1 else 'are'} wrapped in "
             "FullyShardedDataParallel, FSDP1, which FSDP2 replaces; prepare the plain module."
         )
-    sharded = {name for name, module in structure.modules.items() if is_sharded(module)}
+    sharded = {name for name, module in structure.modules.items() if isinstance(module, FSDPModule)}
     known = prepared.of(structure.modules[""])
     if "" in sharded or (known is not None and known.mesh is not None and known.mesh.tp is not None):
         raise ParallelismValueError("The model is sharded already; prepare a model once, unsharded.")
@@ -119,7 +135,7 @@ def _already_sharded(structure: Structure, choices: Choices) -> tuple[dict[str, 
 
 
 def _why_plain(
-    info: TensorInfo, structure: Structure, choices: Choices, groups: Mapping[str, Group]
+    info: TensorInfo, structure: Structure, choices: Choices, groups: Mapping[str, Draft]
 ) -> str | None:
     if not info.shape:
         return "a scalar has no dimension to shard"
@@ -139,10 +155,12 @@ def _why_empty(name: str, structure: Structure) -> str:
     return "it has no parameters"
 
 
-def _home(
-    info: TensorInfo, structure: Structure, groups: dict[str, Group], faults: list[str]
-) -> Group | None:
-    """The nearest unit that contains every owner; without one, the owners' own units become one."""
+def _home(info: TensorInfo, structure: Structure, groups: dict[str, Draft]) -> Draft | None:
+    """The nearest unit that contains every owner; without one, the owners' own units become one.
+
+    Raises:
+        ParallelismValueError: those units have different options.
+    """
     firsts = [[structure.first[above] for above in ancestors(owner)] for owner in info.owners]
     chains = [[groups[name] for name in names if name in groups] for names in firsts]
     for group in chains[0]:
@@ -151,19 +169,21 @@ def _home(
     if not all(chains):
         return None
     one, *others = dict.fromkeys(chain[0] for chain in chains)
-    for other in others:
-        if other.choice.options != one.choice.options:
-            faults.append(
-                f"{' and '.join(info.names)} are one parameter, but their units {one.name} and "
-                f"{other.name} have different options; give both the same, or make a common ancestor a unit."
-            )
-            continue
-        _join(one, other, structure)
-        groups.update({name: one for name, group in groups.items() if group is other})
+    with Faults() as faults:
+        for other in others:
+            if other.choice.options != one.choice.options:
+                faults.append(
+                    f"{' and '.join(info.names)} are one parameter, but their units {one.name} and "
+                    f"{other.name} have different options; give both the same, or make a common ancestor a "
+                    "unit."
+                )
+                continue
+            _join(one, other, structure)
+            groups.update({name: one for name, group in groups.items() if group is other})
     return one
 
 
-def _join(one: Group, other: Group, structure: Structure) -> None:
+def _join(one: Draft, other: Draft, structure: Structure) -> None:
     """Take over another group; of modules that lie in one another the outer one stands for both."""
     one.parameters += other.parameters
     names = {*one.modules, *other.modules}
@@ -174,10 +194,13 @@ def _join(one: Group, other: Group, structure: Structure) -> None:
     ]
 
 
-def _split_by_dtype(group: Group, structure: Structure, faults: list[str]) -> dict[str, Group]:
-    """Units cut out of one that trains several dtypes, for FSDP2 reduces one dtype per unit.
+def _split_by_dtype(group: Draft, structure: Structure) -> dict[str, Draft]:
+    """Units cut out of one that trains several dtypes, because FSDP2 reduces one dtype per unit.
 
     The dtype with most bytes stays, if all the others have submodules to themselves; else the next.
+
+    Raises:
+        ParallelismValueError: dtypes that no submodule holds apart.
     """
     infos = {name: structure.tensors[name].info for name in group.parameters}
     inside = {name: list(_modules_around(info, group, structure)) for name, info in infos.items()}
@@ -203,19 +226,18 @@ def _split_by_dtype(group: Group, structure: Structure, faults: list[str]) -> di
         if main not in stuck:
             return _cut(group, inside, parts, main)
     main = next(iter(stuck))
-    faults.append(
+    raise ParallelismValueError(
         f"{group.name} trains {dtype_name(main)} parameters, and also {', '.join(stuck[main])}, which no "
         "submodule holds apart. Convert them, freeze them, or leave their module replicated with "
         "Rule(..., shard=False)."
     )
-    return {}
 
 
 def _cut(
-    group: Group, inside: Mapping[str, list[str]], parts: Mapping[str, torch.dtype], main: torch.dtype
-) -> dict[str, Group]:
+    group: Draft, inside: Mapping[str, list[str]], parts: Mapping[str, torch.dtype], main: torch.dtype
+) -> dict[str, Draft]:
     """Make each part a group of its own, with everything that lies entirely inside it."""
-    cut: dict[str, Group] = {}
+    cut: dict[str, Draft] = {}
     kept: list[str] = []
     for name in group.parameters:
         part = next((module for module in inside[name] if module in parts), None)
@@ -224,13 +246,13 @@ def _cut(
             continue
         if part not in cut:
             reason = f"it trains {dtype_name(parts[part])} where {group.name} trains {dtype_name(main)}"
-            cut[part] = Group([part], Choice(True, reason, group.choice.options), split=True)
+            cut[part] = Draft([part], Choice(True, reason, group.choice.options), split=True)
         cut[part].parameters.append(name)
     group.parameters = kept
     return cut
 
 
-def _modules_around(info: TensorInfo, group: Group, structure: Structure) -> Iterator[str]:
+def _modules_around(info: TensorInfo, group: Draft, structure: Structure) -> Iterator[str]:
     """The modules below a group's own that contain all owners of a tensor, innermost first."""
     others = [set(ancestors(owner)) for owner in info.owners[1:]]
     for above in ancestors(info.owners[0]):
@@ -238,3 +260,45 @@ def _modules_around(info: TensorInfo, group: Group, structure: Structure) -> Ite
             return
         if all(above in other for other in others):
             yield structure.first[above]
+
+
+def plan_skippable(structure: Structure, wishes: Wishes, assignment: Assignment) -> Iterator[Skippable]:
+    """What the rules with `skippable` lead to.
+
+    Raises:
+        ParallelismValueError: "root" for a module without a unit around it, or with one within it.
+    """
+    homes = {name: group for group in assignment.groups for name in group.parameters}
+    for module, (how, source) in wishes.ruled("skippable").items():
+        inside = [n for n, held in structure.parameters.items() if _holds(module, held)]
+        units: dict[str | None, list[str]] = {}
+        for name in inside:
+            unit = None if how == "replicate" else _unit_around(name, module, homes, assignment, source)
+            if structure.tensors[name].info.requires_grad:
+                units.setdefault(unit, []).append(name)
+        yield from (Skippable(module, tuple(names), unit) for unit, names in units.items())
+
+
+def _unit_around(
+    name: str, module: str, homes: Mapping[str, Draft], assignment: Assignment, source: str
+) -> str | None:
+    """The module of the unit that holds a parameter of a module with "root"; None for a scalar."""
+    home = homes.get(name)
+    if home is None:
+        if name not in assignment.homeless:
+            return None
+        raise ParallelismValueError(
+            f"The {source} puts the parameters of {module} in the unit around it, but there is none. Add "
+            "Rule('', shard=True), or use skippable='replicate'."
+        )
+    unit = next((above for above in ancestors(module) if above in home.modules), module)
+    if unit == module:
+        raise ParallelismValueError(
+            f"The {source} lets ranks skip {module}, but {home.name} in it is a unit of its own, because "
+            f"{home.choice.reason}. Use skippable='replicate'."
+        )
+    return unit
+
+
+def _holds(module: str, held: Held) -> bool:
+    return any(module in ancestors(owner) for owner in held.info.owners)

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed.tensor_parallel.adapters import with_adapters
 from composer_dist.distributed.tensor_parallel.heads import Division, plan_divisions
@@ -18,6 +17,7 @@ from composer_dist.distributed.tensor_parallel.infer import infer_styles
 from composer_dist.distributed.tensor_parallel.matrices import Cut, cuts_of, is_matrix
 from composer_dist.distributed.tensor_parallel.sequence import with_sequence_parallel
 from composer_dist.distributed.tensor_parallel.styles import STYLES, Style, Styled, as_style
+from composer_dist.distributed.wishes import Wishes
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.select import select, spell
@@ -45,13 +45,13 @@ class TensorParallelPlan:
     logits: str | None = None
     """The module whose output stays cut, for a loss that takes it so."""
 
-    def explain(self, module: str) -> str | None:
+    def explain(self, module: str) -> str:
         """In words: the style of a module, or of what it holds."""
         one = self.modules.get(module)
         divided = [f"{d.attribute} {d.before} -> {d.after}" for d in self.divisions if d.module == module]
         parts = [f"Tensor parallel over {self.size} ranks: {one.label}, because {one.reason}."] if one else []
         parts += [f"On each rank its {', '.join(divided)}."] if divided else []
-        return " ".join(parts) or None
+        return " ".join(parts)
 
     def where(self, parameter: str) -> str | None:
         """In words: how a parameter, by its first name, lies on the tensor-parallel ranks."""
@@ -61,7 +61,13 @@ class TensorParallelPlan:
         groups = f", each of its {cut.groups} groups" if cut.groups > 1 else ""
         return f"cut along dimension {cut.dim}{groups} among {self.size} tensor-parallel ranks"
 
-    def to_dict(self) -> dict[str, Any]:
+    def notes(self) -> Iterator[str]:
+        """What the plan as text says."""
+        styles = Counter(one.label for one in self.modules.values())
+        counts = ", ".join(f"{count} {style}" for style, count in styles.items())
+        yield f"tensor parallel: {styles.total()} modules ({counts})"
+
+    def facts(self) -> dict[str, Any]:
         """The plan in plain types."""
         return {
             "size": self.size,
@@ -74,28 +80,19 @@ class TensorParallelPlan:
         }
 
 
-def plan_tensor_parallel(
-    structure: Structure,
-    config: ParallelismConfig,
-    size: int,
-    rules: Mapping[str, Mapping[str, tuple[Any, str]]],
-) -> TensorParallelPlan | None:
+def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> TensorParallelPlan | None:
     """Decide every module's style; None where there is one tensor-parallel rank.
-
-    Args:
-        size: tensor-parallel ranks.
-        rules: module name to merged rule fields, as `policies.merge_rules` gives them.
 
     Raises:
         ParallelismValueError: all that is wrong at once: names that match nothing, modules that cannot
             have their style or that nothing places, sizes and heads that do not divide, ties cut in two
             ways.
     """
-    asked = {name: fields["tp"] for name, fields in rules.items() if "tp" in fields}
-    options = config.tp or TPConfig(plan={})
+    asked, size = wishes.ruled("tp"), sizes["tp"]
+    options = wishes.config.tp or TPConfig(plan={})
     if size == 1:
         return None
-    if config.tp is None and not asked:
+    if wishes.config.tp is None and not asked:
         raise ParallelismValueError(
             f"The mesh has {size} tensor-parallel ranks, but nothing says which modules they share; add "
             "tp=TPConfig(plan='auto'), or styles by TPConfig(plan={...}) or Rule(tp=...)."
@@ -126,18 +123,18 @@ def plan_tensor_parallel(
     return TensorParallelPlan(size, ordered, cuts, parameters, of_torch, divisions, logits)
 
 
-def idle_styles(config: ParallelismConfig, size: int) -> list[str]:
+def idle_styles(wishes: Wishes, sizes: Mapping[str, int]) -> list[str]:
     """Tensor-parallel options where there is one tensor-parallel rank.
 
     Raises:
-        ParallelismValueError: there are some, and `config.strict`.
+        ParallelismValueError: there are some, and `strict`.
     """
-    asked = [f"Rule({spell(rule.match)})" for rule in config.rules if rule.tp is not None]
-    asked += ["tp=TPConfig(...)"] if config.tp is not None else []
-    if size > 1 or not asked:
+    asked = [f"Rule({spell(rule.match)})" for rule in wishes.config.rules if rule.tp is not None]
+    asked += ["tp=TPConfig(...)"] if wishes.config.tp is not None else []
+    if sizes["tp"] > 1 or not asked:
         return []
     text = f"{', '.join(asked)} asks for tensor parallelism, but the mesh has tp=1: set MeshConfig(tp=...)."
-    if config.strict:
+    if wishes.config.strict:
         raise ParallelismValueError(text)
     return [text]
 

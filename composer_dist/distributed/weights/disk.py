@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed.mesh.dimensions import roles
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.moving.transfer import Cargo, inner_cargoes
@@ -81,7 +80,7 @@ class Target:
         )
 
 
-def check_weights(path: object, config: ParallelismConfig) -> None:
+def check_weights(path: object, sync: str) -> None:
     """Refuse a `weights=` that is no path, or that contradicts the configuration.
 
     Raises:
@@ -90,9 +89,9 @@ def check_weights(path: object, config: ParallelismConfig) -> None:
     """
     if not isinstance(path, (str, os.PathLike, type(None))):
         raise ParallelismTypeError(f"weights is the path of a file or directory, not {path!r}.")
-    if path is not None and config.sync != "auto":
+    if path is not None and sync != "auto":
         raise ParallelismValueError(
-            f"weights= says that the files' weights count, and sync={config.sync!r} that the ranks' do; "
+            f"weights= says that the files' weights count, and sync={sync!r} that the ranks' do; "
             "give one of them."
         )
 

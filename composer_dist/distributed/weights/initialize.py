@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_dist.distributed.sharding.choose import inherited
 from composer_dist.distributed.weights.trace import Initializer, random_state_kept, seed_all, trace
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.families import original_classes, transformers_owner
 from composer_dist.structure.names import ancestors
+from composer_dist.structure.select import inherited
 from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.inner import dense
 

@@ -82,9 +82,9 @@ def decide_sources(
         for what in ("structure", "plan", "optimizers"):
             if any(finding[what] != findings[0][what] for finding in findings):
                 return {"differs": what}
-        ignored = frozenset(plan.replica.ignored if plan.replica else ())
+        ignored = frozenset(plan.replication.ignored if plan.replication else ())
         metas = [finding["meta"] for finding in findings]
-        found = _sort(structure, plan.config.sync, metas, disk, ignored)
+        found = _sort(structure, plan.delivery.sync, metas, disk, ignored)
         found["seed"] = findings[0]["seed"]
         found["states"] = findings[0]["states"]
         found["same_states"] = all(f["states"] == findings[0]["states"] for f in findings)

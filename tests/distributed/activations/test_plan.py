@@ -180,7 +180,7 @@ def test_functions_among_the_options_have_one_spelling_on_every_rank() -> None:
     plan = plan_parallelism(
         models.B(), ParallelismConfig(activation_checkpointing=("composable", {"context_fn": context}))
     )
-    (one, *_) = plan.to_dict()["checkpointing"]
+    (one, *_) = plan.to_dict()["activations"]["modules"]
     assert one[2] == {"context_fn": context.__qualname__}
 
 

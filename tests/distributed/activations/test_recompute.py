@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed.activations.options import ac_from_flags, ac_mode
+from composer_dist.config.fully_shard import flagged_activations
+from composer_dist.distributed.activations.options import ac_mode
 from composer_dist.distributed.activations.recompute import (
     apply_ac,
     checkpoint_modules,
@@ -229,7 +230,7 @@ def test_every_spelling_of_a_mode(value: Any, expected: Any) -> None:
     ],
 )
 def test_composers_flags(checkpointing: bool, offload: bool, expected: Any) -> None:
-    assert ac_mode(ac_from_flags(checkpointing, offload)) == expected
+    assert ac_mode(flagged_activations(checkpointing, offload)) == expected
 
 
 @pytest.mark.promise(27)

@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
-from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.parallelism import ParallelismConfig, resolve_config
 from composer_dist.config.replicate import DDPConfig
-from composer_dist.distributed import build_mesh, sampler_kwargs
+from composer_dist.distributed import build_mesh, plan_parallelism, sampler_kwargs
 from composer_dist.distributed.mesh.build import mesh_for, mesh_sizes
 from composer_dist.distributed.mesh.dimensions import mesh_dim_names, roles
 from composer_dist.distributed.mesh.mesh import Mesh, fsdp_mesh, submesh
@@ -66,7 +66,7 @@ def test_dimensions_of_size_one_are_left_out() -> None:
 
 def _own_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> Any:
     own = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    mesh = mesh_for(ParallelismConfig(fsdp2=FSDP2Config(device_mesh=own))).device_mesh
+    mesh = mesh_for(resolve_config(FSDP2Config(device_mesh=own)).mesh).device_mesh
     same_groups = all(mesh.get_group(dim) is own.get_group(dim) for dim in range(mesh.ndim))
     return mesh.mesh_dim_names, tuple(mesh.shape), same_groups, sampler_kwargs(mesh)["rank"]
 
@@ -184,9 +184,10 @@ def test_a_mesh_of_the_user_s_own_is_read_by_its_names(
     _fake(8)
     own = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for config in (ParallelismConfig(mesh=own), ParallelismConfig(fsdp2=FSDP2Config(device_mesh=own))):
-        assert mesh_for(config).device_mesh is own
-        assert tuple(mesh_sizes(config, 8).values()) == sizes
-        found = mesh_for(config).fsdp
+        mesh = resolve_config(config).mesh
+        assert mesh_for(mesh).device_mesh is own
+        assert tuple(mesh_sizes(mesh, 8).values()) == sizes
+        found = mesh_for(mesh).fsdp
         assert (found and found.mesh_dim_names) == fsdp
 
 
@@ -207,7 +208,7 @@ def test_a_mesh_that_cannot_be_read_is_refused(shape: tuple[int, ...], names: An
     with pytest.raises(
         ParallelismValueError, match="name them dp_replicate, dp_shard, cp, tp, in this order"
     ):
-        mesh_sizes(ParallelismConfig(mesh=own), 8)
+        mesh_sizes(own, 8)
 
 
 @pytest.mark.promise(89)
@@ -217,8 +218,9 @@ def test_a_mesh_that_only_replicates_is_for_ddp() -> None:
     with pytest.raises(
         ParallelismValueError, match="add a dimension dp_shard of size 1, or replicate by DDP"
     ):
-        mesh_sizes(ParallelismConfig(mesh=own), 4)
-    assert mesh_sizes(ParallelismConfig(mesh=own, ddp=DDPConfig()), 4)["dp_replicate"] == 4
+        plan_parallelism(nn.Linear(2, 2), ParallelismConfig(mesh=own), world_size=4)
+    config = ParallelismConfig(mesh=own, ddp=DDPConfig())
+    assert plan_parallelism(nn.Linear(2, 2), config, world_size=4).mesh["dp_replicate"] == 4
 
 
 def test_a_prepared_model_remembers_its_whole_mesh() -> None:
@@ -241,10 +243,12 @@ def test_two_answers_to_what_the_mesh_is_are_refused() -> None:
         mesh=MeshConfig(dp_replicate=2, dp_shard=1), fsdp2=FSDP2Config(device_mesh=own)
     )
     with pytest.raises(ParallelismValueError, match="device_mesh and ParallelismConfig.mesh"):
-        mesh_for(config)
+        resolve_config(config)
+    with pytest.raises(ParallelismValueError, match="device_mesh and ParallelismConfig.mesh"):
+        resolve_config(ParallelismConfig(mesh=MeshConfig(), fsdp2=FSDP2Config(device_mesh=own)))
     other = init_device_mesh("cpu", (2, 1))
     with pytest.raises(ParallelismValueError, match="device_mesh and ParallelismConfig.mesh"):
-        mesh_for(ParallelismConfig(mesh=other, fsdp2=FSDP2Config(device_mesh=own)))
+        resolve_config(ParallelismConfig(mesh=other, fsdp2=FSDP2Config(device_mesh=own)))
 
 
 def test_a_rank_outside_of_the_mesh_samples_nothing() -> None:

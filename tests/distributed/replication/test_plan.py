@@ -14,9 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
-from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.parallelism import ParallelismConfig, resolve_config
 from composer_dist.config.replicate import DDPConfig
-from composer_dist.config.resolve import resolve_config
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import plan_parallelism, prepare_fully_shard
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
@@ -42,18 +41,18 @@ def test_the_plan_says_what_every_module_and_tensor_gets() -> None:
     text = "layers.1.norm: replicated, because DDPConfig.ignored='layers.1' leaves it to each rank"
     assert text in plan.explain("layers.1.norm")
     assert plan.explain("layers.0.norm.running_mean").endswith("a buffer, whole on every rank.")
-    assert plan.replica is not None
-    assert "layers.0.table" in plan.replica.ignored
-    assert "layers.1.norm.num_batches_tracked" in plan.replica.ignored
+    assert plan.replication is not None
+    assert "layers.0.table" in plan.replication.ignored
+    assert "layers.1.norm.num_batches_tracked" in plan.replication.ignored
     assert "DDP averages the gradients of 8 parameters" in str(plan)
     assert "replicated: embed.weight" not in str(plan)
-    assert plan.to_dict()["replica"]["comm_hook"] == ["'fp16'", "{}"]
+    assert plan.to_dict()["replication"]["comm_hook"] == ["'fp16'", "{}"]
 
 
 def test_ddp_beside_the_default_mesh_replicates_on_every_rank() -> None:
     assert resolve_config({"ddp": {}}).mesh == MeshConfig(dp_replicate=-1, dp_shard=1)
     own = ParallelismConfig(ddp=DDPConfig(), mesh=MeshConfig(dp_replicate=2))
-    assert resolve_config(own) is own
+    assert resolve_config(own) == own
     assert plan_parallelism(models.M(), own, world_size=2).mesh["dp_replicate"] == 2
 
 
@@ -101,17 +100,17 @@ def test_autocast_does_not_go_up() -> None:
     model[0].bfloat16()
     with pytest.raises(ParallelismValueError, match="compute in torch.float32 with 0.weight, 0.bias"):
         plan_parallelism(model, DDPConfig(), world_size=2, precision="fp32")
-    assert plan_parallelism(model, DDPConfig(), world_size=2, precision="amp_bf16").replica is not None
+    assert plan_parallelism(model, DDPConfig(), world_size=2, precision="amp_bf16").replication is not None
 
 
 def test_a_tie_is_ignored_only_where_all_of_its_owners_are() -> None:
     model = models.tied()
     plan = plan_parallelism(model, DDPConfig(ignored="head"), world_size=2)
-    assert plan.replica is not None
-    assert plan.replica.ignored == ()
+    assert plan.replication is not None
+    assert plan.replication.ignored == ()
     plan = plan_parallelism(model, DDPConfig(ignored=["head.weight"]), world_size=2)
-    assert plan.replica is not None
-    assert plan.replica.ignored == ("embed.weight",)
+    assert plan.replication is not None
+    assert plan.replication.ignored == ("embed.weight",)
 
 
 def test_it_goes_to_yaml_and_back() -> None:
@@ -125,8 +124,8 @@ def test_it_goes_to_yaml_and_back() -> None:
     plan = plan_parallelism(
         Toy(), DDPConfig.from_dict(plain | {"ignored": plain["ignored"][:1]}), world_size=2
     )
-    assert plan.replica is not None
-    assert "layers.0.norm.weight" in plan.replica.ignored
+    assert plan.replication is not None
+    assert "layers.0.norm.weight" in plan.replication.ignored
     with pytest.raises(ParallelismTypeError, match="not by 3"):
         plan_parallelism(Toy(), DDPConfig(ignored=3), world_size=2)
 
@@ -160,5 +159,5 @@ def test_a_plan_is_made_on_meta() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1 << 16, 1 << 16), nn.ReLU())
     plan = plan_parallelism(model, DDPConfig(), world_size=512)
-    assert plan.replica is not None
-    assert plan.replica.nbytes == 4 * ((1 << 32) + (1 << 16))
+    assert plan.replication is not None
+    assert plan.replication.nbytes == 4 * ((1 << 32) + (1 << 16))

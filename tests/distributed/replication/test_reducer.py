@@ -344,7 +344,7 @@ def evaluates() -> None:
         model(torch.arange(4))
     with fails(ParallelismRuntimeError, "scale would get a gradient", "evaluate_only"):
         model(torch.arange(4))
-    assert parallelize_model(model, ddp()).plan.replica.idle is None  # type: ignore[union-attr]
+    assert parallelize_model(model, ddp()).plan.replication.idle is None  # type: ignore[union-attr]
     train(model, SGD([p for p in model.parameters() if p.requires_grad], 0.1), 1)
     assert alike(model)
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
-from composer_dist.distributed.sharding.choose import Choices, choose_units, composer_children, inherited
+from composer_dist.distributed.sharding.choose import Choices, choose_units, composer_children
+from composer_dist.distributed.wishes import Request, Wishes
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerModel
+from composer_dist.structure.select import inherited
 from composer_dist.structure.structure import read_structure
 from tests.kit import models
 
@@ -24,7 +27,11 @@ BLOCKS = ["layers.0", "layers.1", "layers.2"]
 
 def _choose(model: nn.Module, *rules: Rule, policy: Any = None, **options: Any) -> Choices:
     children = options.pop("children", ())
-    return choose_units(read_structure(model), ParallelismConfig(rules=rules, **options), policy, children)
+    config = ParallelismConfig(rules=rules, **options)
+    structure = read_structure(model)
+    wishes = Wishes.read(Request(config=config, wrap_policy=policy, children=children), structure)
+    choices = choose_units(structure, wishes)
+    return replace(choices, warnings=tuple(dict.fromkeys([*wishes.warnings, *choices.warnings])))
 
 
 @pytest.mark.promise(13)
@@ -83,7 +90,7 @@ def test_parents_and_children_in_any_order() -> None:
 def test_the_same_config_serves_two_models() -> None:
     config = ParallelismConfig(rules=[Rule("layers", shard=True, mixed_precision={"param_dtype": "bf16"})])
     before = repr(config)
-    first, second = (choose_units(read_structure(models.B()), config) for _ in range(2))
+    first, second = (_choose(models.B(), *config.rules) for _ in range(2))
     assert first == second
     assert repr(config) == before
 

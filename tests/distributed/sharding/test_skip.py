@@ -148,22 +148,22 @@ def test_the_plan_says_so() -> None:
     assert plan.explain("vision.layers.0") == (
         "vision.layers.0: replicated, because the rule 'vision' lets ranks skip it."
     )
-    assert [(one.module, one.unit) for one in plan.skippable] == [("vision", None)]
+    assert [(one.module, one.unit) for one in plan.sharding.skippable] == [("vision", None)]
     plan = plan_parallelism(
         Multimodal(), ParallelismConfig(rules=[Rule("vision", skippable="root")]), world_size=2
     )
     assert plan.explain("vision.layers.0") == "vision.layers.0: part of unit root, because it lies inside it."
-    scalar, one = plan.skippable
+    scalar, one = plan.sharding.skippable
     assert (one.module, one.unit, len(one.parameters)) == ("vision", "", 8)
     assert scalar.parameters == ("vision.gain",)  # plain, and averaged
-    assert plan.to_dict()["skippable"][1] == ["vision", list(one.parameters), ""]
+    assert plan.to_dict()["sharding"]["skippable"][1] == ["vision", list(one.parameters), ""]
 
 
 @pytest.mark.promise(35)
 def test_the_unit_around_is_the_nearest() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ModuleDict({"inner": Multimodal()}))
     rules = [Rule(["1.inner", ""], shard=True), Rule("1.inner.vision", skippable="root")]
-    found = plan_parallelism(model, ParallelismConfig(rules=rules), world_size=2).skippable
+    found = plan_parallelism(model, ParallelismConfig(rules=rules), world_size=2).sharding.skippable
     assert [one.unit for one in found] == [None, "1.inner"]
 
 

@@ -16,6 +16,7 @@ from composer_dist.config.rule import Rule
 from composer_dist.distributed import plan_parallelism
 from composer_dist.distributed.sharding.choose import choose_units
 from composer_dist.distributed.sharding.units import Assignment, assign
+from composer_dist.distributed.wishes import Request, Wishes
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
 from tests.kit import models
@@ -23,7 +24,8 @@ from tests.kit import models
 
 def _assign(model: nn.Module, *rules: Rule, policy: Any = None) -> Assignment:
     structure = read_structure(model)
-    return assign(structure, choose_units(structure, ParallelismConfig(rules=rules), policy))
+    request = Request(config=ParallelismConfig(rules=rules), wrap_policy=policy)
+    return assign(structure, choose_units(structure, Wishes.read(request, structure)), shards=2)
 
 
 def _units(model: nn.Module, *rules: Rule, policy: Any = None) -> dict[str, list[str]]:

@@ -32,6 +32,7 @@ from composer_dist.distributed.training.gradients import no_sync
 from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_value
 from composer_dist.distributed.training.summon import summon_full_params
 from composer_dist.distributed.weights.storage import give_memory
+from composer_dist.distributed.wishes import Request
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
 from tests.kit.compare import close, same
@@ -252,7 +253,7 @@ def test_eight_ranks_replicate_shard_and_cut() -> None:
         settings = ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=2, tp=2), tp=TPConfig())
         model, mesh = built(gpt2, device="meta"), mesh_for(settings)
         structure = read_structure(model)
-        plan = build_plan(structure, settings, world_size=8)
+        plan = build_plan(structure, Request(config=settings), mesh.sizes)
         local = give_memory(structure, shard(structure, plan, mesh), torch.device("cpu"))
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""`distributed.context_parallelism.check`: what the plan refuses to split over the sequence, by name."""
+"""`distributed.context_parallelism.plan`: what the plan refuses to split over the sequence, by name."""
 
 from __future__ import annotations
 

@@ -1,16 +1,18 @@
-"""Models that cannot be split over the sequence, as far as their structure tells.
+"""Which models can be split over the sequence, as far as their structure tells.
 
-What it does not tell, `context_proof` finds at the first training step.
+What it does not tell, `proof` finds at the first training step.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from composer_dist.distributed.wishes import Request
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.families import class_name, transformers_models
 from composer_dist.structure.structure import Structure
@@ -26,17 +28,36 @@ _ACROSS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 
-def check_context(structure: Structure, ranks: int) -> None:
-    """Refuse models of which no rank could compute its part of the sequence.
+@dataclass(frozen=True)
+class ContextPlan:
+    """How sequences are split."""
 
-    Args:
-        structure: the model's.
-        ranks: context-parallel ranks.
+    size: int
+    """Ranks among which context parallelism splits a sequence."""
+
+    def explain(self, module: str) -> str:
+        """In words, for the root."""
+        return "" if module else f"Sequences are split among {self.size} ranks, inside of context_parallel()."
+
+    def notes(self) -> Iterator[str]:
+        """What the plan as text says."""
+        yield f"context parallel: sequences are split among {self.size} ranks"
+
+    def facts(self) -> dict[str, Any]:
+        """The plan in plain types."""
+        return {"size": self.size}
+
+
+def plan(structure: Structure, request: Request, sizes: Mapping[str, int]) -> ContextPlan | None:
+    """Refuse models of which no rank could compute its part of the sequence; None for `cp=1`.
 
     Raises:
         ParallelismValueError: names every module that mixes positions other than by scaled-dot-product
             attention, and what to do.
     """
+    ranks = sizes["cp"]
+    if ranks == 1:
+        return None
     first = {name: module for name, module in structure.modules.items() if structure.first[name] == name}
     faults = [*_configured(first[""]), *_built(first)]
     if faults:
@@ -44,6 +65,7 @@ def check_context(structure: Structure, ranks: int) -> None:
             f"cp={ranks} splits the sequence, which needs a model whose positions meet in "
             f"scaled-dot-product attention only: {'; '.join(faults)}. Or use cp=1."
         )
+    return ContextPlan(ranks)
 
 
 def _configured(model: nn.Module) -> Iterator[str]:

@@ -1,0 +1,79 @@
+"""Whether the tensors that have codecs can be sharded as planned; asked before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+
+from composer_dist.errors import Faults
+from composer_dist.structure.structure import Held, Structure
+from composer_dist.tensors.inner import codec_of, empty_like, inner_tensors
+
+_UNCUT = "cannot go with tensor parallelism, which cuts plain tensors. Use tp=1."
+
+
+def check_codecs(
+    structure: Structure,
+    resharded: Mapping[str, bool | int],
+    sizes: Mapping[str, int],
+    cut: Collection[str] = (),
+) -> None:
+    """Refuse parameters whose class, or whose codec, cannot follow the plan.
+
+    Args:
+        resharded: sharded parameters to their units' `reshard_after_forward`.
+        sizes: mesh dimension to size.
+        cut: names of the parameters that tensor parallelism cuts.
+
+    Raises:
+        ParallelismValueError: names the parameters, all of them at once, each with the first reason.
+    """
+    with Faults() as faults:
+        for name in dict.fromkeys((*cut, *resharded)):
+            held = structure.tensors[name]
+            if not held.info.inner:
+                continue
+            kind = f"{name}, a {type(held.get()).__name__},"
+            if name in cut:
+                faults.append(f"{kind} {_UNCUT}")
+            elif fault := next(_faults(held, resharded[name], sizes), None):
+                faults.append(f"{kind} {fault} Or leave its module replicated with Rule(..., shard=False).")
+
+
+def _faults(held: Held, reshard: bool | int, sizes: Mapping[str, int]) -> Iterator[str]:
+    tensor, info = held.get(), held.info
+    codec = codec_of(tensor)
+    assert codec is not None
+    if unknown := sorted(codec.rows - {inner.name for inner in info.inner}):
+        yield f"has no inner tensors {', '.join(unknown)}, which its codec lists in rows. Correct rows."
+    if nested := [n for n, inner in inner_tensors(tensor).items() if type(inner) is not torch.Tensor]:
+        yield f"is made of other subclasses ({', '.join(nested)}). Let flatten take these apart as well."
+    if info.requires_grad:
+        yield "is trained, but a codec is for frozen ones. Freeze it (requires_grad=False)."
+    if not all(hasattr(tensor, f"fsdp_{when}_all_gather") for when in ("pre", "post")):
+        yield (
+            "cannot be gathered: its class lacks fsdp_pre_all_gather and fsdp_post_all_gather. Write them "
+            "(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)."
+        )
+    if not isinstance(reshard, bool):
+        yield (
+            f"cannot be resharded to {reshard} ranks; FSDP2 does that to plain tensors "
+            "only. Set reshard_after_forward to True or False."
+        )
+    if sizes["tp"] > 1:
+        yield _UNCUT
+    shards = sizes["dp_shard"] * sizes["cp"]
+    rows = {"it": info.shape[0]} | {inner.name: (*inner.shape, 1)[0] for inner in info.inner if inner.rows}
+    if uneven := [f"{name} has {count}" for name, count in rows.items() if count % shards]:
+        yield (
+            f"of shape {info.shape}, cannot be cut among {shards} ranks in equal parts of rows: "
+            f"{', '.join(uneven)}. Choose another dp_shard."
+        )
+    part = empty_like(tensor, "meta", shards)
+    shape = (info.shape[0] // shards, *info.shape[1:])
+    if type(part) is not type(tensor) or part.shape != shape:
+        yield (
+            f"becomes a {type(part).__name__} of shape {tuple(part.shape)} when its codec is asked for shape "
+            f"{shape}. Let unflatten heed the shape."
+        )
