@@ -83,6 +83,19 @@ def test_traceback_of_the_failing_rank_is_reported(world2: World) -> None:
     assert world2(summed) == [3.0, 3.0]
 
 
+def differs_on(bad: int) -> None:
+    held = {"rank": dist.get_rank(), "step": 3}
+    assert held == {"rank": 1 - bad, "step": 3}
+
+
+def test_a_failed_assertion_on_a_rank_shows_its_values(world2: World) -> None:
+    with pytest.raises(world.WorkerError) as failure:
+        world2(differs_on, 1)
+    assert list(failure.value.errors) == [1]
+    assert "assert {'rank': 1, 'step': 3} == {'rank': 0, 'step': 3}" in failure.value.errors[1]
+    assert "{'rank': 1} != {'rank': 0}" in failure.value.errors[1]
+
+
 def raises_while_the_others_wait() -> None:
     if dist.get_rank() == 0:
         raise KeyError("left the others alone")

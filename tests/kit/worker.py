@@ -20,9 +20,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -31,6 +34,7 @@ from composer_dist._torch import clear_dtensor_caches
 Setup = Literal["group", "environment", "nothing"]
 
 HOST = "127.0.0.1"
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -51,6 +55,7 @@ class Job:
 def serve(connection: Connection, port: int, log: str) -> None:
     """Answers jobs until the parent closes its end."""
     _settle(log)
+    _show_values_of_assertions()
     # One connection for all runs: each costs a look-up of the host's name, which may take seconds.
     store = dist.TCPStore(HOST, port, is_master=False)
     connection.send_bytes(b"ready")
@@ -79,6 +84,24 @@ def _settle(log: str) -> None:
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True, chain=True)
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _show_values_of_assertions() -> None:
+    """Has test modules rewritten when they are imported, as pytest does in its own process."""
+    from _pytest.assertion import util
+    from _pytest.config import get_config
+
+    with mock.patch.dict(os.environ, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"):
+        config = get_config()
+        config.parse(["-c", os.devnull, "--rootdir", str(ROOT), "--noconftest", "--capture=no"])
+    pytest.register_assert_rewrite("tests.kit")
+
+    def compare(op: str, left: Any, right: Any) -> str | None:
+        found = config.hook.pytest_assertrepr_compare(config=config, op=op, left=left, right=right)
+        lines = next(filter(None, map(list, filter(None, found))), None)
+        return lines and "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%")
+
+    util._reprcompare = compare
 
 
 def _die_with_parent() -> None:
