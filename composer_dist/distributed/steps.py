@@ -17,9 +17,10 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.parallelism import ParallelismConfig, resolve_config
 from composer_dist.distributed.context_parallelism.context import expect_context
 from composer_dist.distributed.mesh.build import mesh_for
-from composer_dist.distributed.mesh.layout import Layout
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.transfer import Cargo, deliver, inner_cargoes, take_slice
+from composer_dist.distributed.moving.messages import Cargo
+from composer_dist.distributed.moving.transfer import deliver, inner_cargoes, take_part
 from composer_dist.distributed.optimizers.check import check_hooks
 from composer_dist.distributed.optimizers.follow import carry_attributes
 from composer_dist.distributed.plan.build import build_plan
@@ -91,7 +92,7 @@ def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
             now = held.get()
             if isinstance(now, DTensor):
                 cargo = Cargo(name, Layout.of(now), now.dtype, homes[name], values[name])
-                take_slice(cargo, now.device_mesh)
+                take_part(cargo, Coordinate.of(now.device_mesh))
             else:
                 replace(held, values[name])
     if mesh is not None:
@@ -133,7 +134,7 @@ def prepare_fully_shard(
         now = structure.tensors[name].get()
         carry_attributes(original, now)  # type: ignore[arg-type]
         for cargo in inner_cargoes(name, now, original) if name in real else ():
-            take_slice(cargo, mesh.device_mesh)
+            take_part(cargo, mesh.here)
     for name in plan.plain:
         held = structure.tensors[name]
         if not held.get().is_contiguous():

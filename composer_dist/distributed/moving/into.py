@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
-from composer_dist.distributed.moving import whole as collect
-from composer_dist.distributed.moving.transfer import Cargo, take_part
+from composer_dist.distributed.moving import whole
+from composer_dist.distributed.moving.messages import Cargo, in_buckets
+from composer_dist.distributed.moving.transfer import take_part
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.moving.whole import gather
 from composer_dist.distributed.prepared import mesh_of_world
@@ -109,7 +110,7 @@ def fill(
     source = full if everywhere or rank == 0 else {}
     alone = everywhere or world == 1
     usual = {n: t for n, t in targets.items() if (mesh or alone) and Layout.known(t) is not None}
-    for batch in _batches(usual, by_part):
+    for batch in in_buckets(usual, lambda name: _copied_bytes(targets[name], by_part), whole.BUCKET_BYTES):
         with agreement.together("encoding a state"):
             freights = [f for n in batch for f in _freights(n, targets[n], source.get(n), by_part)]
             if alone:
@@ -118,7 +119,7 @@ def fill(
                     take_part(cargo, here)
         if not alone:
             assert mesh is not None
-            with Transport(mesh.device_mesh, agreement, collect.BUCKET_BYTES) as transport:
+            with Transport(mesh.device_mesh, agreement, whole.BUCKET_BYTES) as transport:
                 transport.send({0: [cargo for cargo, _ in freights]})
         with agreement.together("encoding a state"):
             for cargo, home in freights:
@@ -129,19 +130,9 @@ def fill(
         agreement.collectively("the delivery", lambda: _one_by_one(odd, source, not alone))
 
 
-def _batches(targets: Mapping[str, Tensor], by_part: bool) -> Iterator[list[str]]:
-    """Names of tensors whose copies, where encoding needs any, are one bucket's bytes together."""
-    batch: list[str] = []
-    size = 0
-    for name, target in targets.items():
-        cost = target.numel() * 4 if by_part else sum(inner.nbytes for inner in describe_inner(target))
-        if batch and size + cost > collect.BUCKET_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(name)
-        size += cost
-    if batch:
-        yield batch
+def _copied_bytes(target: Tensor, by_part: bool) -> int:
+    """Bytes of the copies that encoding a tensor takes, if it takes any."""
+    return target.numel() * 4 if by_part else sum(inner.nbytes for inner in describe_inner(target))
 
 
 def _freights(

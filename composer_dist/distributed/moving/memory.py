@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from composer_dist.distributed.moving.messages import in_buckets
 from composer_dist.errors import ParallelismRuntimeError
 
 _ENOUGH = 32 << 20
@@ -192,15 +193,11 @@ def _libc() -> Any:
 
 def _batches(ranges: Sequence[Range]) -> Iterator[list[Range]]:
     """Ranges cut and gathered so that each batch is within the kernel's limits."""
-    batch: list[Range] = []
-    size = 0
-    for theirs, mine, nbytes in ranges:
-        for start in range(0, nbytes, _MAX_BYTES):
-            part = Range(theirs + start, mine + start, min(_MAX_BYTES, nbytes - start))
-            if batch and (size + part.nbytes > _MAX_BYTES or len(batch) == _IOV_MAX):
-                yield batch
-                batch, size = [], 0
-            batch.append(part)
-            size += part.nbytes
-    if batch:
-        yield batch
+    cut = (
+        Range(theirs + start, mine + start, min(_MAX_BYTES, nbytes - start))
+        for theirs, mine, nbytes in ranges
+        for start in range(0, nbytes, _MAX_BYTES)
+    )
+    for bucket in in_buckets(cut, lambda one: one.nbytes, _MAX_BYTES):
+        for start in range(0, len(bucket), _IOV_MAX):
+            yield bucket[start : start + _IOV_MAX]

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.mesh.layout import Coordinate, grid
 from composer_dist.distributed.moving import memory
-from composer_dist.distributed.moving.transfer import Cargo, deliver, take_part
+from composer_dist.distributed.moving.messages import Cargo
+from composer_dist.distributed.moving.transfer import deliver, take_part
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.progress import Progress, Stage

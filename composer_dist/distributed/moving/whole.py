@@ -1,6 +1,6 @@
 """Shards to full tensors: `sync` the other way round.
 
-Sharded tensors are cut into pieces, and pieces are packed into buckets, by the same schedule on every
+Sharded tensors are cut into slices, and slices are packed into buckets, by the same schedule on every
 rank. A bucket costs one collective for each mesh dimension over which anything is cut, however many
 tensors are in it, and a rank holds one gathered bucket at a time beside the full tensors that it keeps.
 Replicas of a shard stay out of it.
@@ -24,7 +24,7 @@ from composer_dist import _torch
 from composer_dist.distributed.mesh.dimensions import roles
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.transfer import Freight, Piece, Ranks, in_buckets, pieces_of
+from composer_dist.distributed.moving.messages import Freight, Ranks, Slice, in_buckets, slices_of
 from composer_dist.distributed.ranks.process_group import world_and_rank
 from composer_dist.tensors.inner import dense, inner_tensors, local_part, rebuild
 from composer_dist.tensors.parts import chunk, elements
@@ -88,7 +88,7 @@ BUCKET_BYTES = 256 << 20
 
 
 _ALIGNED = 16
-"""Where a piece begins in a message, so that it can be read as any dtype: multiples of so many bytes."""
+"""Where a slice begins in a message, so that it can be read as any dtype: multiples of so many bytes."""
 
 
 _CPU = torch.device("cpu")
@@ -111,10 +111,10 @@ def full_tensors(
         dtype: floating-point tensors are cast to it, before they travel; None keeps their own.
     """
     keeps = everywhere or world_and_rank()[1] == 0
-    cut: dict[DeviceMesh, dict[str, Shards]] = {}
+    cut: dict[DeviceMesh, dict[str, Gathered]] = {}
     for name, tensor in tensors.items():
         if (mesh := _mesh_to_cross(tensor)) is not None:
-            freight = Shards(name, Layout.of(tensor), _cast(tensor, dtype), local_part(tensor))
+            freight = Gathered(name, Layout.of(tensor), _cast(tensor, dtype), local_part(tensor))
             cut.setdefault(mesh, {})[name] = freight
             continue
         if Layout.known(tensor) is None:  # cut by the user, in a way of his own
@@ -126,7 +126,7 @@ def full_tensors(
 
 
 @dataclass
-class Shards(Freight):
+class Gathered(Freight):
     """One tensor in parts, on its way to the ranks that want all of it."""
 
     part: Tensor
@@ -135,7 +135,7 @@ class Shards(Freight):
     """Where all of it goes."""
 
 
-def collect(freights: Sequence[Shards], mesh: DeviceMesh, everywhere: bool) -> Iterator[Tensor]:
+def collect(freights: Sequence[Gathered], mesh: DeviceMesh, everywhere: bool) -> Iterator[Tensor]:
     """Bring together tensors that are cut over a mesh; a collective.
 
     Returns:
@@ -146,13 +146,13 @@ def collect(freights: Sequence[Shards], mesh: DeviceMesh, everywhere: bool) -> I
     if root is not None and (root not in ranks.table or ranks.replica(root) != ranks.replica(ranks.me)):
         return
     keeps = root in (None, ranks.me)
-    pieces = list(pieces_of(freights, ranks, BUCKET_BYTES))
-    left = Counter(id(piece.cargo) for piece in pieces)
+    slices = list(slices_of(freights, ranks, BUCKET_BYTES))
+    left = Counter(id(one.cargo) for one in slices)
     waiting, dispatch = deque(freights), _Dispatch(ranks, root)
-    for bucket in [[], *in_buckets(iter(pieces), ranks.parts, BUCKET_BYTES)]:
+    for bucket in [[], *in_buckets(slices, lambda one: one.nbytes, BUCKET_BYTES)]:
         if bucket:
             dispatch.carry(bucket)
-        left.subtract(id(piece.cargo) for piece in bucket)
+        left.subtract(id(one.cargo) for one in bucket)
         while waiting and not left[id(waiting[0])]:
             done = waiting.popleft()
             if keeps:
@@ -170,41 +170,41 @@ class _Dispatch:
         replica = ranks.table[ranks.replica(ranks.me)].flatten().tolist()
         self._places = [Coordinate.in_grid(ranks.table, rank) for rank in replica]
         self._memory: dict[int, Tensor] = {}
-        self._open: tuple[Shards, Tensor] | None = None
+        self._open: tuple[Gathered, Tensor] | None = None
 
-    def carry(self, bucket: Sequence[Piece[Shards]]) -> None:
-        """Bring the pieces from all ranks of a replica to where they are kept."""
+    def carry(self, bucket: Sequence[Slice[Gathered]]) -> None:
+        """Bring the slices from all ranks of a replica to where they are kept."""
         offsets, end = [], 0
-        for piece in bucket:
+        for one in bucket:
             offsets.append(end)
-            nbytes = (piece.stop - piece.start) * piece.cargo.dtype.itemsize
+            nbytes = (one.stop - one.start) * one.cargo.dtype.itemsize
             end += -(-nbytes // _ALIGNED) * _ALIGNED
         message = self._take(-1, end)
-        for piece, offset in zip(bucket, offsets, strict=True):
-            mine = elements(self._dense(piece.cargo), *self._range(piece, self._here))
-            _values(message, offset, mine.numel(), piece.cargo.dtype).copy_(mine)
+        for one, offset in zip(bucket, offsets, strict=True):
+            mine = elements(self._dense(one.cargo), *self._range(one, self._here))
+            _values(message, offset, mine.numel(), one.cargo.dtype).copy_(mine)
         arrived = self._join(message)
         if arrived is None:
             return
         messages = arrived.to(_CPU).split(end)
-        for piece, offset in zip(bucket, offsets, strict=True):
-            if piece.start == 0:
-                piece.cargo.full = _room(piece.cargo)
+        for one, offset in zip(bucket, offsets, strict=True):
+            if one.start == 0:
+                one.cargo.full = _room(one.cargo)
             for at, theirs in zip(self._places, messages, strict=True):
-                start, stop = self._range(piece, at)
-                values = _values(theirs, offset, stop - start, piece.cargo.dtype)
-                piece.cargo.layout.part(at).put(piece.cargo.full, values, start)
+                start, stop = self._range(one, at)
+                values = _values(theirs, offset, stop - start, one.cargo.dtype)
+                one.cargo.layout.part(at).put(one.cargo.full, values, start)
 
-    def _dense(self, freight: Shards) -> Tensor:
-        """This rank's part as a plain tensor; kept from one piece to the next."""
+    def _dense(self, freight: Gathered) -> Tensor:
+        """This rank's part as a plain tensor; kept from slice to the next."""
         if self._open is None or self._open[0] is not freight:
             self._open = freight, dense(freight.part)
         return self._open[1]
 
-    def _range(self, piece: Piece[Shards], at: Coordinate) -> tuple[int, int]:
-        """The elements of the part at a coordinate that are in a piece."""
-        numel = piece.cargo.layout.part(at).numel
-        return min(piece.start, numel), min(piece.stop, numel)
+    def _range(self, one: Slice[Gathered], at: Coordinate) -> tuple[int, int]:
+        """The elements of the part at a coordinate that are in a slice."""
+        numel = one.cargo.layout.part(at).numel
+        return min(one.start, numel), min(one.stop, numel)
 
     def _join(self, message: Tensor) -> Tensor | None:
         """The messages of all ranks of a replica, by rank; None on ranks that only send.
@@ -277,5 +277,5 @@ def _values(message: Tensor, offset: int, count: int, dtype: torch.dtype) -> Ten
     return message[offset : offset + count * dtype.itemsize].view(dtype)
 
 
-def _room(freight: Shards) -> Tensor:
+def _room(freight: Gathered) -> Tensor:
     return torch.empty(freight.layout.shape, dtype=freight.dtype, device=_CPU)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from composer_dist.distributed.mesh.dimensions import roles
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
-from composer_dist.distributed.moving.transfer import Cargo
+from composer_dist.distributed.moving.messages import Cargo
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import local_part, own_attributes
 from composer_dist.wording import dtype_name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composer_dist import _torch
 from composer_dist.distributed import prepared
+from composer_dist.distributed.moving.messages import in_buckets
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
 from composer_dist.tensors.nested import tensors_in
 
@@ -176,7 +177,8 @@ def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) ->
         tensors: dense, and alike in number, shape, dtype and order on all ranks.
         group: None is the whole world.
     """
-    for bucket in _buckets(tensors):
+    alike = (group for _, group in groupby(tensors, key=lambda tensor: (tensor.dtype, tensor.device)))
+    for bucket in (one for run in alike for one in in_buckets(run, lambda tensor: tensor.nbytes, _BUCKET)):
         flat = torch.cat([tensor.detach().flatten() for tensor in bucket])
         dist.all_reduce(flat, group=group)
         means = flat.div_(dist.get_world_size(group)).split([tensor.numel() for tensor in bucket])
@@ -206,17 +208,3 @@ def average_gradients(parameters: Sequence[torch.Tensor], group: dist.ProcessGro
         elif parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
     average((parameter.grad for parameter in somewhere if parameter.grad is not None), group)
-
-
-def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbors of one dtype and device, together no larger than a bucket."""
-    for _, alike in groupby(tensors, key=lambda tensor: (tensor.dtype, tensor.device)):
-        bucket: list[torch.Tensor] = []
-        size = 0
-        for tensor in alike:
-            if bucket and size + tensor.nbytes > _BUCKET:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(tensor)
-            size += tensor.nbytes
-        yield bucket

@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.mesh.dimensions import roles
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
-from composer_dist.distributed.moving.transfer import Cargo, inner_cargoes
+from composer_dist.distributed.moving.messages import Cargo
+from composer_dist.distributed.moving.transfer import inner_cargoes
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.files import checksums

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.moving.messages import in_buckets
 from composer_dist.distributed.moving.transfer import inner_cargoes, take_part
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.optimizers.follow import Follower
@@ -76,7 +77,9 @@ class Filling:
         real = {name: value for name, value in self.values.items() if name not in self.sources.init}
         owners = deal_out(components, self.agreement.ranks, real)
         limit = peak_bytes(components, self.bucket_bytes)
-        rounds = {rank: list(_rounds(mine, limit)) for rank, mine in owners.items()}
+        rounds = {
+            rank: list(in_buckets(mine, lambda one: one.nbytes, limit)) for rank, mine in owners.items()
+        }
         with self.transport.progress.stage("initializing") as stage:
             stage.expect(sum(component.nbytes for component in components))
             for number in range(max(map(len, rounds.values()), default=0)):
@@ -156,16 +159,3 @@ def deal_out(
         dealt[rank].append(component)
         load[rank] += component.nbytes
     return dealt
-
-
-def _rounds(components: Iterable[Component], limit: int) -> Iterable[list[Component]]:
-    batch: list[Component] = []
-    size = 0
-    for component in components:
-        if batch and size + component.nbytes > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append(component)
-        size += component.nbytes
-    if batch:
-        yield batch

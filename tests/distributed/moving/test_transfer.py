@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
-from composer_dist.distributed.moving.transfer import Cargo, deliver, take_slice
+from composer_dist.distributed.moving.messages import Cargo
+from composer_dist.distributed.moving.transfer import deliver, take_part
 from composer_dist.tensors.fingerprint import fingerprint
 from tests.kit.measure import profiled
 from tests.kit.world import run
@@ -224,7 +225,7 @@ def slices() -> int:
     mesh = mesh_of(1)
     everything = [*tensors(), ("turned", torch.arange(2.0**21).reshape(1024, -1).t())]
     cargoes = cargoes_of(everything, mesh, source=dist.get_rank())
-    peak = profiled(lambda: [take_slice(cargo, mesh) for cargo in cargoes])
+    peak = profiled(lambda: [take_part(cargo, Coordinate.of(mesh)) for cargo in cargoes])
     check(cargoes, everything, mesh)
     return peak
 

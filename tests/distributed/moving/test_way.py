@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.moving import memory as peer_memory
-from composer_dist.distributed.moving.transfer import Cargo
+from composer_dist.distributed.moving.messages import Cargo
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismError

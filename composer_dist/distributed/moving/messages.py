@@ -1,0 +1,207 @@
+"""What travels between ranks, and how it is packed.
+
+A *cargo* is one tensor on its way. It is cut into *slices* of bounded size, which are packed into *buckets*
+by the same schedule on every rank. Within a bucket a slice of a megabyte or more is a message of its own,
+straight from the source's storage into the target's; smaller ones share one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_dist.distributed.mesh.layout import Coordinate, Layout, grid
+from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.tensors.parts import as_bytes
+
+LARGE = 1 << 20
+"""Bytes from which a slice is worth a message of its own."""
+
+
+@dataclass
+class Freight:
+    """A tensor that travels in slices."""
+
+    name: str
+    layout: Layout
+    dtype: torch.dtype
+
+    @property
+    def cut(self) -> bool:
+        """Whether ranks get different parts, or everything."""
+        return self.layout.rows or self.layout.tp_dim is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the full tensor."""
+        return prod(self.layout.shape) * self.dtype.itemsize
+
+
+@dataclass
+class Cargo(Freight):
+    """One tensor to deliver."""
+
+    target: torch.Tensor
+    """Where this rank's part goes: contiguous, of the part's elements in row-major order."""
+    source: torch.Tensor | None = None
+    """The full tensor, on the source rank only; any layout, any device, any dtype."""
+
+
+F = TypeVar("F", bound=Freight)
+
+
+@dataclass(frozen=True)
+class Slice(Generic[F]):
+    """The elements [start, stop) of each rank's part of a cargo, in row-major order."""
+
+    cargo: F
+    start: int
+    stop: int
+    copies: int
+    """How many ranks of a replica get elements of their own."""
+
+    @property
+    def nbytes(self) -> int:
+        """Over all the ranks of a replica that it goes to."""
+        return (self.stop - self.start) * self.cargo.dtype.itemsize * self.copies
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The mesh as a table of global ranks: `(replicas, shards, tp)`; parts differ within a replica."""
+
+    mesh: DeviceMesh
+    table: torch.Tensor
+    me: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Ranks:
+        """Read a mesh of any dimensions."""
+        return cls(mesh, grid(mesh), mesh.get_rank())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the groups' messages must lie."""
+        return Mesh(self.mesh).device
+
+    @property
+    def parts(self) -> int:
+        """Ranks of one replica: into how many parts a tensor may be cut."""
+        return self.table[0].numel()
+
+    def replica(self, rank: int) -> int:
+        """The replica that a global rank belongs to."""
+        return int((self.table == rank).nonzero()[0, 0])
+
+    def spread(self, message: torch.Tensor, source: int, dims: int) -> None:
+        """Broadcast from `source` along the outermost `dims` mesh dimensions, the innermost of them first.
+
+        Ranks that differ from the source in a further dimension start from their own message.
+        """
+        here: list[int] = list(self.mesh.get_coordinate() or ())
+        there = (self.mesh.mesh == source).nonzero()[0].tolist()
+        for dim in reversed(range(dims)):
+            if here[:dim] == there[:dim] and self.mesh.size(dim) > 1:
+                index = [*here[:dim], there[dim], *here[dim + 1 :]]
+                dist.broadcast(message, int(self.mesh.mesh[tuple(index)]), group=self.mesh.get_group(dim))
+
+
+def slices_of(cargoes: Sequence[F], ranks: Ranks, limit: int) -> Iterator[Slice[F]]:
+    """Cut every cargo so that no slice, counted over all the ranks it goes to, exceeds the limit."""
+    largest_at = Coordinate.in_grid(ranks.table, int(ranks.table[0, 0, 0]))
+    for cargo in cargoes:
+        largest = cargo.layout.part(largest_at).numel
+        copies = ranks.parts if cargo.cut else 1
+        step = max(1, limit // (cargo.dtype.itemsize * copies))
+        for start in range(0, largest, step):
+            yield Slice(cargo, start, min(start + step, largest), copies)
+
+
+T = TypeVar("T")
+
+
+def in_buckets(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Consecutive items, as many as are together within the limit; a larger item is alone."""
+    bucket: list[T] = []
+    size = 0
+    for item in items:
+        if bucket and size + nbytes(item) > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(item)
+        size += nbytes(item)
+    if bucket:
+        yield bucket
+
+
+@dataclass
+class Parcel:
+    """The messages that carry one rank's part of a bucket: large slices alone, small ones packed."""
+
+    messages: list[torch.Tensor]
+    staged: list[torch.Tensor]
+    """Where the contents of the last message, the packed one, belong when it has arrived."""
+
+    @classmethod
+    def into(cls, slices: Sequence[Slice[Cargo]], ranks: Ranks) -> Parcel:
+        """Messages that are the targets' own storage, or will be unpacked into it."""
+        large, small = _sort(slices, [as_bytes(_target(one)) for one in slices], ranks)
+        size = sum(part.numel() for part in small)
+        packed = torch.empty(size, dtype=torch.uint8, device=ranks.device)
+        return cls([*large, packed] if small else large, small)
+
+    @classmethod
+    def out_of(cls, slices: Sequence[Slice[Cargo]], ranks: Ranks, peer: int) -> Parcel:
+        """Messages for a rank, views of the source's storage where they can be."""
+        at = Coordinate.in_grid(ranks.table, peer)
+        parts = [as_bytes(_source(one, at)) for one in slices]
+        large, small = _sort(slices, parts, ranks)
+        packed = [torch.cat([part.to(ranks.device) for part in small])] if small else []
+        return cls([*(part.to(ranks.device) for part in large), *packed], [])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all messages."""
+        return sum(message.numel() for message in self.messages)
+
+    def copy_from(self, other: Parcel) -> None:
+        """Take the contents of a parcel from this same rank."""
+        for mine, theirs in zip(self.messages, other.messages, strict=True):
+            mine.copy_(theirs)
+
+    def unpack(self) -> None:
+        """Put the packed message's contents where they belong."""
+        if self.staged:
+            parts = self.messages[-1].split([part.numel() for part in self.staged])
+            for part, home in zip(parts, self.staged, strict=True):
+                home.copy_(part)
+
+
+def _sort(
+    slices: Sequence[Slice[Cargo]], parts: Sequence[torch.Tensor], ranks: Ranks
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Parts that travel alone, and parts that are packed; sender and receiver sort alike."""
+    large: list[torch.Tensor] = []
+    small: list[torch.Tensor] = []
+    for one, part in zip(slices, parts, strict=True):
+        alone = part.numel() >= LARGE and one.cargo.target.device.type == ranks.device.type
+        if part.numel():
+            (large if alone else small).append(part)
+    return large, small
+
+
+def _target(one: Slice[Cargo]) -> torch.Tensor:
+    flat = one.cargo.target.view(-1)
+    return flat[min(one.start, flat.numel()) : min(one.stop, flat.numel())]
+
+
+def _source(one: Slice[Cargo], at: Coordinate) -> torch.Tensor:
+    cargo = one.cargo
+    assert cargo.source is not None
+    return cargo.layout.part(at).of(cargo.source, one.start, one.stop).to(cargo.dtype)
