@@ -79,7 +79,7 @@ def test_configuring_and_planning_need_no_heavy_package() -> None:
 
 def test_launching_needs_nothing_that_only_the_launched_need() -> None:
     code = (
-        "import sys, composer_dist.cli.launch, composer_dist.distributed.ranks.launcher;"
+        "import sys, composer_dist.cli.launch, composer_dist.distributed.ranks.cpus;"
         "import torch.distributed.launcher.api;"
         "print(*sys.modules)"
     )

@@ -44,7 +44,7 @@ def launch_local(processes: int, command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from composer_dist.distributed.ranks.launcher import share_cpus
+    from composer_dist.distributed.ranks.cpus import share_cpus
 
     share_cpus(processes)  # inherited
     for part in ("", ".agent.server.api"):  # which sets a level of its own; what they log is told below

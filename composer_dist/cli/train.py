@@ -65,7 +65,7 @@ def train(
 
 def _run(config: Path, overrides: list[str] | None) -> None:
     """One process of a run."""
-    from composer_dist.distributed.ranks.launcher import torchrun_variables
+    from composer_dist.distributed.ranks.launcher_variables import torchrun_variables
     from composer_dist.recipe.read import read_configuration
 
     os.environ.update(torchrun_variables(os.environ))

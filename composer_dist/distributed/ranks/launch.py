@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from composer_dist.distributed.ranks import process_group
-from composer_dist.distributed.ranks.launcher import share_cpus
+from composer_dist.distributed.ranks.cpus import share_cpus
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
 T = TypeVar("T")

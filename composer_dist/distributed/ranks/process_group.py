@@ -19,7 +19,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 
 from composer_dist._torch import clear_dtensor_caches
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.ranks.rendezvous import gloo_variables, meeting_place
+from composer_dist.distributed.ranks.gloo_interface import gloo_variables
+from composer_dist.distributed.ranks.rendezvous import meeting_place
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError
 
 T = TypeVar("T")

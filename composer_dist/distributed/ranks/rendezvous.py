@@ -1,31 +1,18 @@
 """Where the ranks of a new process group meet.
 
-A launcher's store may be older than the group. torchrun keeps one for all attempts of a job, and so does a
-program that ends a group and makes another (torch 2.13). What the earlier ranks wrote there, such as gloo's
-addresses, would be read as if it were the new ones', which would dial processes that are gone. So every
-group has a part of the store for itself, under a name that rank 0 draws.
+A launcher's store may be older than the group: torchrun keeps one for all attempts of a job, and so does a
+program that destroys a group and makes another (torch 2.13). The new ranks would take what earlier ones wrote
+there, such as gloo's addresses, for their own, and dial processes that are gone. So every group uses a
+part of the store under a name that rank 0 draws.
 
-How the others learn the name without believing an old one: each leaves a token of its own and waits for the
-answer to just this token. Rank 0 answers every token it finds until all ranks have said that they are there.
-
-
-MERGED: The network interface by which gloo reaches other hosts.
-
-Gloo gives its peers the address to which the machine's own name resolves. On many machines that is
-127.0.0.1 or 127.0.1.1, under which every other host finds itself, and the ranks wait for each other.
-NCCL looks at the interfaces instead, and needs no help.
+To learn that name without believing an old one, each other rank leaves a token and waits for the answer to
+that token. Rank 0 answers every token it finds until all ranks have reported.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import socket
-import struct
-import sys
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -94,58 +81,3 @@ def _ask_name(store: Store, rank: int) -> str:
 def _seconds(store: Store) -> float:
     """How long it waits for a key."""
     return float(store.timeout.total_seconds())  # type: ignore[attr-defined]  # torch's stub lacks it
-
-
-_ELSEWHERE = "192.0.2.1"
-"""An address that is nobody's (RFC 5737); what is sent there would take the default route."""
-
-
-_SIOCGIFADDR = 0x8915  # netdevice(7)
-
-
-def gloo_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """`GLOO_SOCKET_IFNAME` where it is needed: several hosts, and a name that leads back to this one.
-
-    Args:
-        environ: with torchrun's variables.
-    """
-    world = int(environ.get("WORLD_SIZE") or 1)
-    one_host = int(environ.get("LOCAL_WORLD_SIZE") or 1) >= world
-    if "GLOO_SOCKET_IFNAME" in environ or one_host or not _leads_back(socket.gethostname()):
-        return {}
-    for host in (environ.get("MASTER_ADDR", ""), _ELSEWHERE):
-        if (address := _address_towards(host)) is not None and (name := _interface_of(address)) is not None:
-            return {"GLOO_SOCKET_IFNAME": name}
-    return {}
-
-
-def _leads_back(host: str) -> bool:
-    """Whether a name means the machine on which it is looked up, or nothing."""
-    try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET)
-    except OSError:
-        return True
-    return ipaddress.ip_address(found[0][4][0]).is_loopback
-
-
-def _address_towards(host: str) -> str | None:
-    """This machine's own address on the way to `host`; None without a way out."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: the kernel chooses a route
-        address: str = probe.getsockname()[0]
-        return None if ipaddress.ip_address(address).is_loopback else address
-    return None
-
-
-def _interface_of(address: str) -> str | None:
-    if sys.platform != "linux":
-        return None
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # one without an address
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return None

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from composer_dist.distributed.ranks import process_group as pg
-from composer_dist.distributed.ranks.launcher import share_cpus, threads_per_process
+from composer_dist.distributed.ranks.cpus import share_cpus, threads_per_process
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError
 from tests.kit.world import World
 

@@ -1,46 +1,14 @@
-"""A machine's CPUs, shared among the processes of a run. Launchers use this too, so it imports little.
-
-MERGED: Which rank this process is, by what Slurm, Open MPI or Kubernetes say: as torchrun would say it.
-"""
+"""This process's rank according to Slurm, Open MPI or Kubernetes, in torchrun's variables."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 
-import torch
-
-from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-
-
-def threads_per_process(cpus: int, processes: int) -> int:
-    """How many threads each of `processes` on one machine should use: its share, at least one."""
-    if cpus < 1 or processes < 1:
-        raise ParallelismValueError(
-            f"CPUs and processes are counted from one; got {cpus} CPUs, {processes} processes."
-        )
-    return max(1, cpus // processes)
-
-
-def share_cpus(processes: int) -> int:
-    """Limits this process's torch threads to its share of the machine's CPUs.
-
-    Processes started from it inherit the limit. `OMP_NUM_THREADS`, where it is set, stays in force.
-
-    Returns:
-        The number of threads in force.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        threads = threads_per_process(here or 1, processes)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
-    return torch.get_num_threads()
-
+from composer_dist.errors import ParallelismRuntimeError
 
 PORT = 29400
-"""Where ranks meet if nobody says; shifted by the job's number, so that two jobs may share a host."""
+"""The default MASTER_PORT; Slurm's job number is added, so that two jobs may share a host."""
 
 
 def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:

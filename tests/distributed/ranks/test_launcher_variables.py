@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from composer_dist.distributed.ranks.launcher import first_host, torchrun_variables
+from composer_dist.distributed.ranks.launcher_variables import first_host, torchrun_variables
 from composer_dist.errors import ParallelismRuntimeError
 
 SLURM = {

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from composer_dist.distributed.ranks import rendezvous as interface
-from composer_dist.distributed.ranks.rendezvous import gloo_variables
+from composer_dist.distributed.ranks import gloo_interface as interface
+from composer_dist.distributed.ranks.gloo_interface import gloo_variables
 from tests.kit.hosts import on_two_hosts
 
 TWO_HOSTS = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
@@ -49,7 +49,7 @@ def test_the_loopback_interface_has_its_address_and_leads_nowhere() -> None:
 
 def test_two_hosts_find_the_cable_between_them() -> None:
     code = (
-        "from composer_dist.distributed.ranks.rendezvous import gloo_variables\n"
+        "from composer_dist.distributed.ranks.gloo_interface import gloo_variables\n"
         f"print(gloo_variables({TWO_HOSTS | {'MASTER_ADDR': '10.7.0.1'}!r}))"
     )
     found = on_two_hosts(*[[sys.executable, "-c", code]] * 2)

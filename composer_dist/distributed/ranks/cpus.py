@@ -1,0 +1,34 @@
+"""A machine's CPUs, shared among the processes of a run. Launchers use this too, so it imports little."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from composer_dist.errors import ParallelismValueError
+
+
+def threads_per_process(cpus: int, processes: int) -> int:
+    """How many threads each of `processes` on one machine should use: its share, at least one."""
+    if cpus < 1 or processes < 1:
+        raise ParallelismValueError(
+            f"CPUs and processes are counted from one; got {cpus} CPUs, {processes} processes."
+        )
+    return max(1, cpus // processes)
+
+
+def share_cpus(processes: int) -> int:
+    """Limits this process's torch threads to its share of the machine's CPUs.
+
+    Processes started from it inherit the limit. `OMP_NUM_THREADS`, where it is set, stays in force.
+
+    Returns:
+        The number of threads in force.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        threads = threads_per_process(here or 1, processes)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
