@@ -37,7 +37,7 @@ from composer_dist.files.read import Files, read_slabs
 from composer_dist.files.safetensors import read_index
 from composer_dist.files.slabs import plan_reads
 from composer_dist.files.transformers import revert, untied
-from composer_dist.files.write import Target, create, write_tensor
+from composer_dist.files.write import NewFiles, create, write_tensor
 from composer_dist.progress import Progress, Stage
 from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.blueprint import Blueprint
@@ -279,7 +279,7 @@ def _to_huggingface(
             create(path, plan.headers[name], size)
         if plan.listing is not None:
             (directory / "model.safetensors.index.json").write_text(plan.listing)
-        with Target(paths) as files:
+        with NewFiles(paths) as files:
             for group in plan.groups:
                 made = revert(model, {name: kept[name] for name in group.sources})
                 for name in group.results:

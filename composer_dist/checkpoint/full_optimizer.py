@@ -28,7 +28,7 @@ from composer_dist.distributed.prepared import usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import broadcast, world_and_rank
 from composer_dist.errors import CheckpointValueError
-from composer_dist.files.mismatch import Mismatch
+from composer_dist.files.mismatch import StateMismatch
 
 
 def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _plan_load(values: State, groups: Groups | None, held: Sequence[str], strict
     known = {*values, *(name for group in groups or () for name in group["params"])}
     missing = [name for name in held if name not in known]
     unexpected = [name for name in known if name not in held]
-    Mismatch(missing, unexpected).check("The state does not match the optimizer", strict)
+    StateMismatch(missing, unexpected).check("The state does not match the optimizer", strict)
     state: State = {name: values.get(name, {}) for name in held if name in known}
     tensors = _labeled(state)
     odd = [label for label, value in tensors.items() if isinstance(value, DTensor) or value.is_meta]

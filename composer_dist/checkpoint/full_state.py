@@ -23,7 +23,7 @@ from composer_dist.errors import (
     CheckpointValueError,
     ParallelismValueError,
 )
-from composer_dist.files.mismatch import Mismatch
+from composer_dist.files.mismatch import StateMismatch
 from composer_dist.models.adapters import adapter_keys, whole_state
 from composer_dist.structure.names import canonical_name
 from composer_dist.tensors.inner import codec_of, empty_like, own_attributes
@@ -180,7 +180,7 @@ def _plan_load(
             misfits.append(f"{name}: {type(value).__name__} in the state, a tensor here")
         elif name in targets:
             objects.append(name)
-    Mismatch(missing, unexpected, misfits).check("The state does not match the model", strict)
+    StateMismatch(missing, unexpected, misfits).check("The state does not match the model", strict)
     return {
         "tensors": list(tensors.values()),
         "objects": objects,

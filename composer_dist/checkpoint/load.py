@@ -1,4 +1,4 @@
-"""Loading checkpoints onto whatever mesh there is now: every rank reads what it holds."""
+"""Loads checkpoints onto any mesh: every rank reads what it holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from torch.optim import Optimizer
 
 from composer_dist.checkpoint.background import finish_pending
 from composer_dist.checkpoint.format.opened import Opened, open_checkpoint
-from composer_dist.checkpoint.kinds.contents import KINDS, keys_named, kind_of, models_in, stored_kind
+from composer_dist.checkpoint.kinds.contents import (
+    KINDS,
+    check_same_call,
+    kind_of,
+    kinds_in,
+    models_in,
+    stored_kind,
+)
 from composer_dist.checkpoint.kinds.kind import Loading, Restore
 from composer_dist.distributed.prepared import usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -31,36 +38,37 @@ def load_checkpoint(
     verify: bool = True,
     allow_pickle: bool = False,
 ) -> dict[str, Any]:
-    """Restore from a checkpoint what the state holds, on all ranks together, on any mesh.
+    """Restore the contents of `state` from a checkpoint, on all ranks together, on any mesh.
 
-    Models and optimizers get their values in place, whatever the mesh was when they were saved; parameters
-    on the meta device become real. What has `load_state_dict` is restored by it; other values of the mapping
+    Models and optimizers get their values in place, whatever mesh they were saved on; parameters on the
+    meta device become real. Objects with `load_state_dict` are restored by it; other values of the mapping
     are replaced. Everything is checked before anything is changed.
 
     Args:
         path: a directory or file of `save_checkpoint`, or a single file of Composer, Lightning Fabric or
-            PyTorch Lightning; the first rank's counts.
+            PyTorch Lightning; the first rank's is used.
         state: what to restore, by key; or a single model or optimizer, for a file with the bare state of one;
             None restores nothing and returns everything, tensors in full.
-        strict: whatever is asked for must be there, and all that was saved of a model must have a place.
-            Otherwise what fits is loaded, and a warning lists the rest.
-        model: what an optimizer belongs to, where the state has no model.
-        ignore: says of a name, such as "model.head.weight", whether it is left as it is, there and here.
+        strict: raise if a requested name is missing, or if the model has no place for a saved one.
+            Otherwise load what matches and list the rest in a warning.
+        model: the model that an optimizer belongs to, if the state has no model.
+        ignore: tells whether a name, such as "model.head.weight", is left as it is.
         verify: compare all bytes with their checksums first; every rank does a share.
-        allow_pickle: let the checkpoint's pickles run any code; for those from whom you trust.
+        allow_pickle: let the checkpoint's pickles run any code; only for sources that you trust.
 
     Returns:
         What else was in the checkpoint, by key; states of models and optimizers only if `state` is None.
 
     Raises:
         CheckpointKeyError: names that are missing or unexpected, all of them.
-        CheckpointValueError: no checkpoint, a damaged one, or shapes that differ.
-        CheckpointRuntimeError: a file cannot be read; once loading has begun, the models and
-            optimizers are unusable.
+        CheckpointValueError: there is no checkpoint, it is damaged, or shapes differ.
+        CheckpointRuntimeError: a file cannot be read. If loading had begun, the models and optimizers are
+            unusable.
     """
     finish_pending()
     agreement = Agreement()
-    where = _agreed_path(path, state, [strict, verify, allow_pickle], agreement)
+    options = {"strict": strict, "verify": verify, "allow_pickle": allow_pickle}
+    where = _agreed_path(path, state, options, agreement)
     opened = _open(where, allow_pickle, verify, agreement)
     if state is None:
         with agreement.together("reading the checkpoint"):
@@ -80,28 +88,22 @@ def load_checkpoint(
     return _rest(opened, state)
 
 
-def _agreed_path(path: Any, state: Any, options: list[bool], agreement: Agreement) -> str:
+def _agreed_path(path: Any, state: Any, options: dict[str, bool], agreement: Agreement) -> str:
     """The first rank's path; the ranks make the same call, or all raise."""
     error: Exception | None = None
     post: list[Any] = []
     try:
         if path is None:
             raise CheckpointValueError(
-                "There is no checkpoint to load: the path is None. latest_checkpoint gives None where it "
-                "finds none; begin anew then."
+                "There is no checkpoint to load: the path is None. latest_checkpoint returns None if it "
+                "finds none; start over then."
             )
-        known = state.items() if isinstance(state, Mapping) else [(BARE, state)]
-        post = [os.fspath(path), options, [[key, kind_of(value)] for key, value in known]]
+        post = [os.fspath(path), options, kinds_in(state if isinstance(state, Mapping) else {BARE: state})]
     except Exception as caught:
         error = caught
 
     def decide(posts: list[list[Any]]) -> Any:
-        for rank, other in enumerate(posts):
-            if other[1:] != posts[0][1:]:
-                raise CheckpointValueError(
-                    f"Ranks 0 and {rank} load differently: {_spell(posts[0])} and {_spell(other)}. Every "
-                    "rank must pass the same keys and options."
-                )
+        check_same_call("load", posts)
         return posts[0][0]
 
     agreed: str = agreement.reach("the place of the checkpoint", post, decide, error)
@@ -153,7 +155,7 @@ def _as_bare(opened: Opened) -> Opened:
 
 
 def _rest(opened: Opened, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values that nobody asked for; those that only an unsafe reader could read are warned of."""
+    """Plain values that `state` does not have; warns of those that only an unsafe reader could read."""
     rest: dict[str, Any] = {}
     for key, code in opened.structure.items():
         if key in state or stored_kind(opened, key) != "value":
@@ -163,9 +165,3 @@ def _rest(opened: Opened, state: Mapping[str, Any]) -> dict[str, Any]:
         except CheckpointError as error:
             warnings.warn(f"{key!r} of the checkpoint is left out: {error}", UserWarning, stacklevel=3)
     return rest
-
-
-def _spell(post: list[Any]) -> str:
-    """What a rank loads and how, for the error."""
-    _, (strict, verify, allow_pickle), keys = post
-    return f"{keys_named(keys)} with {strict=}, {verify=}, {allow_pickle=}"

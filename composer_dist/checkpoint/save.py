@@ -1,4 +1,4 @@
-"""Saving checkpoints: everything by name, every byte once, all or nothing."""
+"""Saves checkpoints: everything by name, every byte once, all or nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from composer_dist.checkpoint.format.single_file import SavingFile
 from composer_dist.checkpoint.kinds.contents import (
     Filters,
     check_contents,
+    check_same_call,
     extract,
-    keys_named,
     kind_of,
+    kinds_in,
     models_in,
 )
 from composer_dist.checkpoint.storage.place import Place, place_of
@@ -36,29 +37,29 @@ def save_checkpoint(
 ) -> PendingSave | None:
     """Save models, optimizers and whatever else a run consists of, on all ranks together.
 
-    The checkpoint appears at `path` in one step, when all of it is on the disk. One that is there stays
-    valid until then; other files in its directory stay.
+    The checkpoint appears at `path` in one step, when all of it is on the disk. An older one stays valid
+    until then; other files in its directory stay.
 
     Args:
-        path: a path that all ranks see, or an fsspec URL; the first rank's counts.
-        state: by key. A model is saved by its `state_dict()` names, an optimizer by its parameters' names,
-            what has `state_dict` and `load_state_dict` by its state; tensors and plain values as they are, of
-            which those of the first rank count.
-        sharded: a directory, in the format of torch.distributed.checkpoint, to which every rank writes
-            what it holds. Otherwise one file, which `torch.load` reads, written by the first rank.
-        filter: `(name, value) -> bool` says what of the models is saved; or such functions by key.
+        path: a path that all ranks see, or an fsspec URL such as `s3://...`; the first rank's is used.
+        state: what to save, by key. A model is saved by its `state_dict()` names, an optimizer by its
+            parameters' names, an object with `state_dict` and `load_state_dict` by its state. Tensors and
+            plain values are saved as they are on the first rank.
+        sharded: write a directory in the format of torch.distributed.checkpoint, to which every rank
+            writes what it holds. Otherwise the first rank writes one file, which `torch.load` reads.
+        filter: `(name, value) -> bool` selects what is saved of the models; or such functions by key.
         asynchronous: return once everything has been copied to host memory, and write in the background.
-            The next save waits for it; `PendingSave.check` and `wait` raise what went wrong.
-        keep: of the checkpoints in the same directory, this one included, the newest that stay.
-        model: what an optimizer belongs to, where the state has no model.
+            The next save waits for it; `PendingSave.check` and `wait` raise its error.
+        keep: how many of the newest checkpoints in the same directory to keep, this one included.
+        model: the model that an optimizer belongs to, if the state has no model.
 
     Returns:
-        With `asynchronous` the save under way.
+        With `asynchronous`, the save in progress.
 
     Raises:
         CheckpointValueError: nothing to save, no (parallel) model, ranks that differ, or something that
             cannot be pickled.
-        CheckpointIsADirectoryError: not `sharded`, and there is a directory that is no checkpoint.
+        CheckpointIsADirectoryError: not `sharded`, and the path is a directory that is not a checkpoint.
         CheckpointRuntimeError: it cannot be written.
     """
     finish_pending()
@@ -98,24 +99,19 @@ def _reserve(
     model: nn.Module | None,
     agreement: Agreement,
 ) -> tuple[Place, str]:
-    """Where to save to, as the first rank says; nothing has been changed when this raises."""
+    """The first rank's place and a token of this save; if this raises, nothing has changed."""
     error: Exception | None = None
     post: list[Any] = []
     try:
         check_contents(state, model, filters)
         if keep is not None and (not isinstance(keep, int) or keep < 1):
-            raise CheckpointValueError(f"keep={keep!r}: a number, for at least the checkpoint itself stays.")
-        post = [os.fspath(path), sharded, keep, [[key, kind_of(value)] for key, value in state.items()]]
+            raise CheckpointValueError(f"keep={keep!r}: pass how many checkpoints to keep, at least 1.")
+        post = [os.fspath(path), {"sharded": sharded, "keep": keep}, kinds_in(state)]
     except Exception as caught:
         error = caught
 
     def decide(posts: list[list[Any]]) -> list[str]:
-        for rank, other in enumerate(posts):
-            if other[1:] != posts[0][1:]:
-                raise CheckpointValueError(
-                    f"Ranks 0 and {rank} save differently: {_spell(posts[0])} and {_spell(other)}. Every "
-                    "rank must pass the same keys and options."
-                )
+        check_same_call("save", posts)
         try:
             where = place_of(posts[0][0])
             return [os.fspath(where.path), where.reserve(sharded)]
@@ -128,9 +124,3 @@ def _reserve(
 
     agreed, token = agreement.reach("the place of the checkpoint", post, decide, error)
     return place_of(agreed), token
-
-
-def _spell(post: list[Any]) -> str:
-    """What a rank saves and how, for the error."""
-    _, sharded, keep, keys = post
-    return f"{keys_named(keys)} with sharded={sharded}, keep={keep}"

@@ -16,7 +16,7 @@ import torch
 from composer_dist.errors import CheckpointValueError
 from composer_dist.files.adapters import adapter_entries, base_models, without_adapters
 from composer_dist.files.index import Entry
-from composer_dist.files.mismatch import Mismatch
+from composer_dist.files.mismatch import StateMismatch
 from composer_dist.files.transformers import convert, is_ignored
 from composer_dist.structure.names import canonical_name
 from composer_dist.structure.structure import Held, Structure
@@ -54,7 +54,7 @@ class Match:
             for name, blueprint in self.tensors.items()
             for fault in _misfits(structure.tensors[name], blueprint, entries, self.keys[name])
         ]
-        mismatch = Mismatch(self.missing, self.unexpected, misfits)
+        mismatch = StateMismatch(self.missing, self.unexpected, misfits)
         mismatch.check("The checkpoint does not match the model", strict)
 
 

@@ -8,7 +8,7 @@ from composer_dist.errors import CheckpointError, CheckpointKeyError, Checkpoint
 
 
 @dataclass
-class Mismatch:
+class StateMismatch:
     """Names that only one side has, and values that differ in more than their numbers."""
 
     missing: list[str] = field(default_factory=list)

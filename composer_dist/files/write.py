@@ -46,14 +46,14 @@ def _named(path: Path) -> Iterator[None]:
         raise CheckpointRuntimeError(f"Cannot write {path}: {error.strerror}.") from error
 
 
-class Target:
+class NewFiles:
     """Files that are written to; a context manager, at whose end they are closed."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
         self._open: dict[int, int] = {}
 
-    def __enter__(self) -> Target:
+    def __enter__(self) -> NewFiles:
         """Files are opened when they are first written to."""
         return self
 
@@ -87,7 +87,7 @@ class Target:
                 view, offset = view[done:], offset + done
 
 
-def write_slabs(slabs: Sequence[Slab], target: Target, stage: Stage) -> int:
+def write_slabs(slabs: Sequence[Slab], target: NewFiles, stage: Stage) -> int:
     """Write tensors' elements to their places; returns the bytes that were written.
 
     Args:
@@ -120,7 +120,7 @@ def write_slabs(slabs: Sequence[Slab], target: Target, stage: Stage) -> int:
     return sum(slab.nbytes for slab in slabs)
 
 
-def write_tensor(tensor: torch.Tensor, target: Target, number: int, offset: int) -> int:
+def write_tensor(tensor: torch.Tensor, target: NewFiles, number: int, offset: int) -> int:
     """Write all of a tensor in host memory to one place; returns its bytes."""
     tensor = tensor.detach().contiguous()
     target.open(number)
@@ -149,13 +149,13 @@ def _cut(slab: Slab, limit: int) -> Iterator[Slab]:
         yield from _cut(piece, limit)
 
 
-def _write(slab: Slab, target: Target, base: int, rows: Iterator[tuple[int, int]]) -> None:
+def _write(slab: Slab, target: NewFiles, base: int, rows: Iterator[tuple[int, int]]) -> None:
     for offset, start in rows:
         target.write(slab.file, offset, base + start * slab.dtype.itemsize, slab.run)
 
 
 @torch.no_grad()
-def _write_staged(slab: Slab, target: Target, buffer: torch.Tensor) -> None:
+def _write_staged(slab: Slab, target: NewFiles, buffer: torch.Tensor) -> None:
     """Copy a piece to a staging buffer, in the order of the file, and write it from there."""
     packed = buffer[: slab.nbytes].view(slab.dtype).view(slab.sizes)
     where = slab.target.storage_offset() + slab.start

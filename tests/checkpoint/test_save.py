@@ -381,7 +381,7 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path, sharded: bool) -> None:
         with pytest.raises(CheckpointValueError, match=text):
             save_checkpoint(tmp_path / "c", {"model": stateful(), "odd": value}, sharded=sharded)
     for given, options, text in (
-        (stateful(), {}, "goes by keys, and is no Stateful"),
+        (stateful(), {}, "is a mapping, not a Stateful"),
         ({"model": stateful()}, {"filter": 3}, "takes functions"),
         ({"model": stateful()}, {"keep": 0}, "keep=0"),
     ):

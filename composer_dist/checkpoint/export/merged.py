@@ -25,7 +25,7 @@ from composer_dist.tensors.inner import dense
 
 
 @dataclass(frozen=True)
-class Layer:
+class AdaptedLayer:
     """A module around which peft has put adapters."""
 
     name: str
@@ -54,7 +54,7 @@ class Layer:
             return {f"{self.name}.{canonical_name(key)}": value.detach() for key, value in state}
 
 
-def merged_sources(base: nn.Module) -> tuple[dict[str, Tensor], dict[str, Layer]]:
+def merged_sources(base: nn.Module) -> tuple[dict[str, Tensor], dict[str, AdaptedLayer]]:
     """What a model would have in its `state_dict()` if its active adapters were merged, under plain names.
 
     Args:
@@ -66,9 +66,9 @@ def merged_sources(base: nn.Module) -> tuple[dict[str, Tensor], dict[str, Layer]
     """
     structure = read_structure(base)
     plain = without_adapters(structure)
-    layers = {name: Layer(name, module) for name, module in _adapted(structure.modules)}
+    layers = {name: AdaptedLayer(name, module) for name, module in _adapted(structure.modules)}
     tensors: dict[str, Tensor] = {}
-    homes: dict[str, Layer] = {}
+    homes: dict[str, AdaptedLayer] = {}
     for key, tensor in base.state_dict(keep_vars=True).items():
         key = canonical_name(key)
         if key not in plain:

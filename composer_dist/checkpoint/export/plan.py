@@ -37,7 +37,7 @@ _FEW = 1024
 
 
 @dataclass(frozen=True)
-class Group:
+class Bundle:
     """Stored tensors and the model's tensors that they are made of."""
 
     sources: tuple[str, ...]
@@ -55,7 +55,7 @@ class ExportPlan:
     """The text of the index that goes with several files."""
     direct: dict[str, Blueprint]
     """Name in the model to the elements of stored tensors that are its own."""
-    groups: tuple[Group, ...]
+    groups: tuple[Bundle, ...]
     """What is gathered."""
 
     def digest(self) -> str:
@@ -153,7 +153,7 @@ def _lay_out(
     return Index("", tuple(files), entries), headers, listing and listing + "\n"
 
 
-def _groups(made: Mapping[str, Trace], together: Iterable[Sequence[str]]) -> list[Group]:
+def _groups(made: Mapping[str, Trace], together: Iterable[Sequence[str]]) -> list[Bundle]:
     """Which tensors cannot be told apart when they are stored: those with a stored tensor in common."""
     parent: dict[str, str] = {}
 
@@ -172,18 +172,18 @@ def _groups(made: Mapping[str, Trace], together: Iterable[Sequence[str]]) -> lis
             held, results = members.setdefault(root(sources[0]), ({}, []))
             held.update(dict.fromkeys(sources))
             results.append(result)
-    return [Group(tuple(held), tuple(results)) for held, results in members.values()]
+    return [Bundle(tuple(held), tuple(results)) for held, results in members.values()]
 
 
 def _places(
     model: Any,
     made: Mapping[str, Trace],
-    groups: Iterable[Group],
+    groups: Iterable[Bundle],
     sources: Mapping[str, tuple[Dims, torch.dtype]],
 ) -> dict[str, Blueprint]:
     """Where the elements of the model's tensors are stored, for groups in which each has one place."""
     found: dict[str, Blueprint] = {}
-    moved: list[Group] = []
+    moved: list[Bundle] = []
     for one in groups:
         first = made[one.results[0]]
         if len(one.results) == 1 and first.source is not None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer_dist.checkpoint.export.merged import Layer
-from composer_dist.checkpoint.export.plan import ExportPlan, Group, plan_export
+from composer_dist.checkpoint.export.merged import AdaptedLayer
+from composer_dist.checkpoint.export.plan import Bundle, ExportPlan, plan_export
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.whole import gather
@@ -22,7 +22,7 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.files.slabs import Slab, plan_reads
 from composer_dist.files.transformers import revert, untied
-from composer_dist.files.write import Target, create, write_slabs, write_tensor
+from composer_dist.files.write import NewFiles, create, write_slabs, write_tensor
 from composer_dist.progress import Progress, Stage
 from composer_dist.tensors.inner import codec_of, dense
 
@@ -44,7 +44,7 @@ class Export:
 
     model: Any
     tensors: Mapping[str, Tensor]
-    layers: Mapping[str, Layer]
+    layers: Mapping[str, AdaptedLayer]
     mesh: Mesh | None
     max_shard_size: int | str
     agreement: Agreement = field(default_factory=Agreement)
@@ -85,7 +85,7 @@ class Export:
                     create(path, plan.headers[name], size)
                 if plan.listing is not None:
                     (directory / "model.safetensors.index.json").write_text(plan.listing)
-        with Progress(shown=self.first).stage("exporting") as stage, Target(paths) as target:
+        with Progress(shown=self.first).stage("exporting") as stage, NewFiles(paths) as target:
             with self.agreement.together("writing the shards"):
                 write_slabs(list(self._slabs(plan)), target, stage)
             failed = None
@@ -168,7 +168,9 @@ class Export:
             return (0, numel) if number == 0 else (0, 0)
         return numel * number // holders, numel * (number + 1) // holders
 
-    def _write_groups(self, plan: ExportPlan, target: Target, shared: bool, stage: Stage) -> Exception | None:
+    def _write_groups(
+        self, plan: ExportPlan, target: NewFiles, shared: bool, stage: Stage
+    ) -> Exception | None:
         """Gather what cannot be written from the shards; ranks take turns in writing it.
 
         Returns:
@@ -190,7 +192,7 @@ class Export:
             stage.advance(sum(plan.index.entries[name].nbytes for name in group.results))
         return failed
 
-    def _gathered(self, group: Group, wanted: bool) -> dict[str, Tensor]:
+    def _gathered(self, group: Bundle, wanted: bool) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
         for name in group.sources:
             if name in values:
@@ -205,7 +207,9 @@ class Export:
                 }
         return values
 
-    def _write_group(self, group: Group, values: dict[str, Tensor], plan: ExportPlan, target: Target) -> None:
+    def _write_group(
+        self, group: Bundle, values: dict[str, Tensor], plan: ExportPlan, target: NewFiles
+    ) -> None:
         made = revert(self.model, {name: value.cpu() for name, value in values.items()})
         for name in group.results:
             entry, value = plan.index.entries[name], made[name]

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from composer_dist.checkpoint.background import Buffers
 from composer_dist.checkpoint.format import dcp as dcp_metadata
 from composer_dist.checkpoint.format.dcp import Item
-from composer_dist.checkpoint.format.pieces import Piece, own, pieces_of
-from composer_dist.checkpoint.format.shares import choose
+from composer_dist.checkpoint.format.shares import LocalBox, boxes_of, choose, own
 from composer_dist.checkpoint.format.structure import Leaves, encode
 from composer_dist.checkpoint.storage.place import Place, complete
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -33,7 +32,7 @@ class Saving:
     place: Place
     token: str
     keep: int | None
-    pieces: list[Piece]
+    pieces: list[LocalBox]
     """What this rank writes."""
     leaves: Leaves
     """Of the tensors only dtype and shape count from here on; objects are the first rank's."""
@@ -68,7 +67,7 @@ class Saving:
             }
             first = agreement.rank == agreement.ranks[0]
             held = distinct if first else {name: one for name, one in distinct.items() if name in alike}
-            pieces = [piece for name, tensor in held.items() for piece in pieces_of(name, tensor)]
+            pieces = [piece for name, tensor in held.items() for piece in boxes_of(name, tensor)]
         shapes = {name: tuple(tensor.shape) for name, tensor in distinct.items()}
         mine = choose(agreement, pieces, shapes)
         if not first:

@@ -42,23 +42,41 @@ def extract(key: str, content: Any, models: list[nn.Module], filters: Filters, w
     return KINDS[name].extract(key, content, models, chosen, whole)
 
 
-def keys_named(kinds: Sequence[Sequence[str]]) -> str:
-    """Pairs of a key and the kind of its value, for the error of ranks that give different ones."""
-    return (
-        ", ".join(f"{key!r}" if kind == "value" else f"{key!r} ({kind})" for key, kind in kinds) or "nothing"
-    )
+def kinds_in(state: Mapping[str, Any]) -> list[list[str]]:
+    """Each key and the kind of its value."""
+    return [[key, kind_of(content)] for key, content in state.items()]
+
+
+def check_same_call(verb: str, posts: Sequence[Sequence[Any]]) -> None:
+    """Raise unless all ranks pass the same keys and options.
+
+    Args:
+        posts: of each rank its path (which may differ), its options by name, and `kinds_in` its state.
+    """
+
+    def spell(post: Sequence[Any]) -> str:
+        keys = (f"{key!r}" if kind == "value" else f"{key!r} ({kind})" for key, kind in post[2])
+        options = (f"{name}={value}" for name, value in post[1].items())
+        return f"{', '.join(keys) or 'nothing'} with {', '.join(options)}"
+
+    for rank, post in enumerate(posts):
+        if post[1:] != posts[0][1:]:
+            raise CheckpointValueError(
+                f"Ranks 0 and {rank} {verb} differently: {spell(posts[0])} and {spell(post)}. Every rank "
+                "must pass the same keys and options."
+            )
 
 
 def check_contents(state: Mapping[str, Any], model: nn.Module | None, filters: Filters) -> None:
-    """Refuse what cannot be meant.
+    """Check what the user passes to `save_checkpoint`.
 
     Raises:
         CheckpointValueError: there is nothing to save, or no parallel model in a world of several ranks; a
-            filter is for a key that does not exist, or is none.
+            filter is not callable, or is for a key that does not exist.
     """
     if not isinstance(state, Mapping):
         raise CheckpointValueError(
-            f"What is saved goes by keys, and is no {type(state).__name__}; "
+            f"The state to save is a mapping, not a {type(state).__name__}: "
             'save_checkpoint(path, {"model": model}).'
         )
     chosen = filters.values() if isinstance(filters, Mapping) else [] if filters is None else [filters]

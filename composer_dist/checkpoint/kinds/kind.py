@@ -10,7 +10,7 @@ from torch import nn
 
 from composer_dist.checkpoint.format.opened import Opened
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.files.mismatch import Mismatch
+from composer_dist.files.mismatch import StateMismatch
 
 Chosen = Callable[[str, Any], bool]
 """The user's filter: whether a name and its value are saved."""
@@ -26,7 +26,7 @@ class Restore:
     """Those that the optimizers may belong to."""
     ignore: Callable[[str], bool]
     """Whether a name is left as it is."""
-    mismatch: Mismatch = field(default_factory=Mismatch)
+    mismatch: StateMismatch = field(default_factory=StateMismatch)
     """Collects what does not match."""
 
 
