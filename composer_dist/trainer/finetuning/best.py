@@ -1,7 +1,7 @@
-"""The model as it was at its best: what is trained, with its optimizer state and averages, and the buffers.
+"""A snapshot of the model at its best: trained parameters, their optimizer state and averages, and buffers.
 
-Kept in host memory, each rank its own part: in 32 bits with Adam 12 bytes for each trained parameter, with
-an EMA 16, divided by the number of ranks that share it.
+It is kept in host memory, each rank its own part: 12 bytes for each trained parameter in 32 bits with Adam,
+16 with an EMA, divided by the number of ranks that share it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Snapshot = dict[str, Any]
 def take_snapshot(
     model: nn.Module, optimizers: Sequence[Optimizer], averages: Mapping[str, Tensor] | None = None
 ) -> Snapshot:
-    """A copy of all that training changes, as it is now."""
+    """A copy of everything that training changes."""
     trained = {name: p for name, p in named_parameters_canonical(model) if p.requires_grad}
     return {
         "parameters": {name: _copy(parameter) for name, parameter in trained.items()},
@@ -51,7 +51,7 @@ def put_back(
 ) -> None:
     """Writes a snapshot into model, optimizers and averages.
 
-    Parameters and buffers that it does not name stay as they are, averages that it does not name go.
+    Other parameters and buffers do not change; other averages are removed.
 
     Raises:
         CheckpointKeyError: it names parameters or buffers that the model does not have.
@@ -60,7 +60,7 @@ def put_back(
     buffers = dict(named_buffers_canonical(model))
     named = {**snapshot["parameters"], **snapshot["buffers"]}
     if unknown := sorted(named.keys() - parameters.keys() - buffers.keys()):
-        raise CheckpointKeyError(f"The best weights are of another model: it has no {listed(unknown)}.")
+        raise CheckpointKeyError(f"The model has no {listed(unknown)}: the best weights are of another one.")
     for name, saved in named.items():
         copy_into(parameters[name] if name in parameters else buffers[name], saved)
     for optimizer in optimizers:
@@ -78,7 +78,7 @@ def put_back(
 
 
 def _put_state(optimizer: Optimizer, parameter: nn.Parameter, saved: Mapping[str, Any]) -> None:
-    """Writes into the state's own tensors; what came after the snapshot goes."""
+    """Writes into the tensors of the state and removes what was added after the snapshot."""
     state = optimizer.state[parameter]
     for key in state.keys() - saved.keys():
         del state[key]

@@ -1,8 +1,8 @@
-"""The optimizers' groups while phases come: parameters leave them, and come back.
+"""The optimizers' groups: parameters leave them and return when their phase begins.
 
-Parameters that wait for their phase are in no group, so that nothing is spent on them, and weight decay
-does not move them. Their optimizer state, if there is any, waits with them. They come back to the
-optimizer that held them, with the hyperparameters of the group that held them.
+Parameters that wait for their phase are in no group, so they cost nothing and weight decay does not change
+them. Their optimizer state, if any, is kept meanwhile. They return to the optimizer that held them, with the
+hyperparameters of their old group.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from composer_dist.wording import listed
 
 
 class _Kind(NamedTuple):
-    """What parameters have in common that share a group."""
+    """What the parameters of a group have in common."""
 
     optimizer: int
     source: int | None
-    """The group that held them at the start; None where no optimizer did."""
+    """The group that held them at first; None if no optimizer did."""
     phase: int | None
-    """The phase whose learning rate they have; None for the group's own."""
+    """The phase whose learning rate they have; None for the rate of their group."""
     decays: bool
 
 
 class PhaseGroups:
-    """Takes parameters out of optimizers, and gives them back phase by phase.
+    """Takes parameters out of optimizers and returns them phase by phase.
 
     Args:
         optimizers: all of the run.
-        schedulers: of these optimizers; they learn of every new group.
-        parameters: by name, those of all phases.
-        no_decay: names of parameters whose groups have no weight decay.
-        apply_lambdas: whether a scheduler's function of time goes for groups with a phase's learning
-            rate too.
+        schedulers: of these optimizers; they are extended for every new group.
+        parameters: of all phases, by name.
+        no_decay: names of parameters without weight decay.
+        apply_lambdas: whether a scheduler's function of time also applies to groups with a phase's learning
+            rate.
 
     Raises:
         ParallelismValueError: a parameter is in no optimizer, and there are several to choose from.
@@ -67,18 +67,17 @@ class PhaseGroups:
         outside = [name for name, parameter in parameters.items() if parameter not in self._source]
         if outside and len(optimizers) > 1:
             raise ParallelismValueError(
-                f"{listed(outside)}: in a phase, but in none of the {len(optimizers)} optimizers, so it is "
-                "open which one is to train it. Give every optimizer its parameters; the phases take out "
-                "what waits."
+                f"{listed(outside)}: in a phase, but in none of the {len(optimizers)} optimizers. Give every "
+                "optimizer all its parameters; the phases take out those that wait."
             )
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-        """The names of those that are in a group now."""
+        """The names of the parameters that are in a group now."""
         present = {p for o in self._optimizers for group in o.param_groups for p in group["params"]}
         return [name for name, parameter in parameters.items() if parameter in present]
 
     def withdraw(self, parameters: Collection[nn.Parameter]) -> None:
-        """Takes parameters, and their state, out of their optimizers; emptied groups keep their places."""
+        """Takes parameters and their state out of the optimizers; emptied groups stay."""
         out = set(parameters)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -90,9 +89,9 @@ class PhaseGroups:
                 self._parked[parameter] = optimizer.state.pop(parameter)
 
     def add(self, phase: int, parameters: Mapping[str, nn.Parameter], lr: float | None) -> list[str]:
-        """Puts parameters into groups; those that are in one already stay where they are.
+        """Puts parameters into groups, except those that are already in one.
 
-        Phase 0 has no groups of its own: its learning rate is that of the groups which held it.
+        Phase 0 has no new groups: its learning rate becomes that of the groups which held it.
 
         Returns:
             The schedulers whose function of time the new groups do not follow.
@@ -121,7 +120,7 @@ class PhaseGroups:
     def mixed(
         self, phases: Iterable[tuple[Mapping[str, nn.Parameter], float | None]]
     ) -> dict[int, list[str]]:
-        """By phase, the plain parameters that will share a group with sharded ones; not scalars."""
+        """By phase, the plain parameters, except scalars, that will share a group with sharded ones."""
         groups: dict[_Kind, dict[str, tuple[int, nn.Parameter]]] = {}
         for number, (parameters, lr) in enumerate(phases):
             for kind, members in self._by_kind(number, parameters, lr).items():
@@ -143,20 +142,20 @@ class PhaseGroups:
             optimizer = self._optimizers[number]
             source = optimizer.defaults if index is None else optimizer.param_groups[index]
             own_rate = lr is not None and (phase > 0 or index is None)
-            # A group without weight decay serves both kinds of parameters.
+            # A group without weight decay is good for both kinds of parameters.
             decays = name not in self._no_decay or not source.get("weight_decay")
             kind = _Kind(number, index, phase if own_rate else None, decays)
             kinds.setdefault(kind, {})[name] = parameter
         return kinds
 
     def _group_of(self, kind: _Kind) -> int | None:
-        """The group of such parameters, if there is one: without a rate of their own, the one they left."""
+        """The group for such parameters, if there is one; without a phase's rate, the one that they left."""
         if kind.phase is None and kind.decays and kind.source is not None:
             return kind.source
         return self._groups.get(kind)
 
     def _make(self, kind: _Kind, lr: float | None) -> list[str]:
-        """Adds an empty group like the one that its parameters left; see `add` for what is returned."""
+        """Adds an empty group like the one that the parameters left; returns what `add` returns."""
         optimizer = self._optimizers[kind.optimizer]
         groups = optimizer.param_groups
         source = optimizer.defaults if kind.source is None else groups[kind.source]

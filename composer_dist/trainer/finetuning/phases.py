@@ -15,7 +15,6 @@ from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
-from composer_dist.trainer.finetuning.batch_norm import fix_frozen
 from composer_dist.trainer.finetuning.best import Snapshot, put_back, take_snapshot
 from composer_dist.trainer.finetuning.groups import PhaseGroups
 from composer_dist.trainer.finetuning.progress import PhaseProgress
@@ -35,34 +34,35 @@ from composer_dist.wording import listed
 
 _log = logging.getLogger("composer_dist")
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 class FineTuningPhases(Callback):
-    """Trains a few parameters first, and thaws more of them phase by phase.
+    """Trains a few parameters first and thaws more of them phase by phase.
 
     When the Trainer is built, everything but phase 0 is frozen and leaves the optimizers. A phase begins
-    with a batch: its parameters are thawed, and return to the optimizer that held them, with the
-    hyperparameters of their group and the phase's learning rate. Those of earlier phases go on as they
-    were. All ranks change phase together.
+    with a batch: its parameters are thawed and return to the optimizer that held them, with the
+    hyperparameters of their group and the phase's learning rate. Earlier phases continue unchanged. All ranks
+    change phase together.
 
-    A phase that ends by `NoImprovement` first returns to its best weights (`restore_best`), with the
-    optimizer state of that moment.
+    A phase that ends by `NoImprovement` first restores its best weights (`restore_best`) and their optimizer
+    state.
 
     Args:
         schedule: the phases, or a YAML file of them; None is `default_phases` of the model.
         restore_best: whether a phase that watches a metric ends with the weights of its best value.
-        no_decay: names and patterns, as in `Phase.params`, of parameters without weight decay: they get
-            groups of their own.
+        no_decay: names and patterns, as in `Phase.params`, of parameters without weight decay; they get
+            their own groups.
         reduce_optimizers: whether parameters leave the optimizers until their phase begins. False only
-            freezes them: groups stay as they are, and the phases' learning rates do nothing.
-        apply_lambdas: whether schedulers made of functions (`LambdaLR`, transformers' schedules) move
-            the learning rates of phases too. If not, such a rate stays what the phase says, with a warning.
-        frozen_batch_norm: what batch normalization does while it is frozen: "track" goes on normalizing
-            by the batch and updating the running statistics; "fixed" uses these and leaves them alone.
-        write_to: where the schedule is written as YAML, by rank 0.
+            freezes them: groups do not change, and the phases' learning rates have no effect.
+        apply_lambdas: whether schedulers made of functions (`LambdaLR`, transformers' schedules) also change
+            the learning rates of phases. If not, the phase's rate is constant, with a warning.
+        frozen_batch_norm: what batch normalization does while it is frozen: "track" keeps normalizing by the
+            batch and updating the running statistics; "fixed" uses them unchanged.
+        write_to: a YAML file to which rank 0 writes the schedule.
 
     Raises:
-        ParallelismValueError: a bad schedule, here; when the Trainer is built, one that does not fit
-            the model.
+        ParallelismValueError: the schedule is wrong, or, when the Trainer is built, does not match the model.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class FineTuningPhases(Callback):
         self._fixed_batch_norm = frozen_batch_norm == "fixed"
         self._write_to = write_to
         self.phases: tuple[Phase, ...] = self._schedule or ()
-        """What is trained when."""
+        """The schedule."""
         self.parameters: list[list[str]] = []
         """The names of the parameters that each phase adds; known when the Trainer is built."""
         self.phase = 0
-        """The number of the present phase."""
+        """The number of the current phase."""
         self._progress = PhaseProgress()
         self._best: Snapshot | None = None
         self._is_best = False
@@ -111,7 +111,7 @@ class FineTuningPhases(Callback):
         return select(self._schedule or default_phases(model), model, self._no_decay)
 
     def init(self, state: State, logger: Logger) -> None:
-        """Freezes what is not of phase 0."""
+        """Freezes everything but phase 0."""
         self._state, self.phase, self._progress, self._best = state, 0, PhaseProgress(), None
         self._is_best = False
         with process_group.together("the phases of fine-tuning"):
@@ -127,21 +127,25 @@ class FineTuningPhases(Callback):
             state.optimizers, state.schedulers, scheduled, selection.no_decay, self._apply_lambdas
         )
         idle = [name for name, p in by_name.items() if p.requires_grad and name not in scheduled]
-        self._freeze([by_name[name] for name in (*scheduled, *idle)])
+        frozen = [by_name[name] for name in (*scheduled, *idle)]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+        if self._reduce_optimizers:
+            self._groups.withdraw(frozen)
         self._begin(0)
         self._report(by_name, idle)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Looks after batch norms, which the fit has put into training mode."""
+        """Fixes batch norms, which the fit has put into training mode."""
         self._fitting = True
         if self._is_last and self._is_over():
             warnings.warn(
-                f"The last phase has ended ('until' of phase {self.phase}), and with it the training: this "
-                "fit trains nothing.",
+                f"The last phase has already ended ('until' of phase {self.phase}): this fit trains nothing.",
                 UserWarning,
                 stacklevel=2,
             )
-        self._settle_batch_norms()
+        self._fix_batch_norms()
         logger.log_metrics({"phases/phase": self.phase})
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
@@ -151,17 +155,17 @@ class FineTuningPhases(Callback):
             state.stop_training()
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Begins the next phase if the present one is over.
+        """Begins the next phase if the current one is over.
 
-        With a batch, not after one: a checkpoint is then always of the phase that has just trained, and
-        whoever resumes from it begins the next one at the same batch.
+        Phases begin with a batch and do not end after one, so that a checkpoint is of the phase that has just
+        trained, and a run that resumes from it begins the next phase at the same batch.
         """
         if self._is_last or not self._is_over():
             return
         self._return_to_best()
         self._begin(self.phase + 1)
         self._start(self.phase + 1)
-        self._settle_batch_norms()
+        self._fix_batch_norms()
         logger.log_metrics({"phases/phase": self.phase})
 
     def eval_end(self, state: State, logger: Logger) -> None:
@@ -173,7 +177,7 @@ class FineTuningPhases(Callback):
         self._measure(None)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Keeps the weights if they were the best so far; an EMA may have lent its own to the evaluation."""
+        """Keeps the weights if they are the best so far, once an EMA has swapped its averages out again."""
         self._keep_best()
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
@@ -181,12 +185,12 @@ class FineTuningPhases(Callback):
         self._keep_best()
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """What is evaluated from now on says nothing about the phase."""
+        """Stops measuring: later evaluations are not part of the phase."""
         self._keep_best()
         self._fitting = False
 
     def close(self, state: State, logger: Logger) -> None:
-        """Says which phases never began."""
+        """Warns of phases that never began."""
         left = len(self.phases) - 1 - self.phase
         if left > 0 and state.timestamp.batch and state.rank == 0:
             _log.warning("Training has ended in phase %d; %d more have not begun.", self.phase, left)
@@ -202,16 +206,16 @@ class FineTuningPhases(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Thaws what was thawed, and makes the optimizers' groups as they were.
+        """Thaws the phases of the checkpoint and restores the optimizers' groups.
 
         Raises:
-            CheckpointValueError: it is of other phases, or of an earlier one than the present.
+            CheckpointValueError: it has other phases, or an earlier one than the current phase.
         """
         begun, reached = self.parameters[: state["phase"] + 1], state["phase"]
         if begun != [list(part) for part in state["parameters"]]:
             raise CheckpointValueError(
-                "The checkpoint was written in another schedule: its phases up to "
-                f"{reached} train other parameters. Only phases that have not begun may be changed."
+                f"The checkpoint has another schedule: its phases up to {reached} train other parameters. "
+                "Only phases that have not begun may be changed."
             )
         if reached < self.phase:
             raise CheckpointValueError(
@@ -224,15 +228,8 @@ class FineTuningPhases(Callback):
         self._progress = PhaseProgress.from_state_dict(state["progress"])
         self._best = state["best"]
 
-    def _freeze(self, parameters: Sequence[nn.Parameter]) -> None:
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-            parameter.grad = None
-        if self._reduce_optimizers:
-            self._groups.withdraw(parameters)
-
     def _begin(self, number: int) -> None:
-        """Thaws the parameters of a phase and gives them to their optimizers; what is there stays there."""
+        """Thaws the parameters of a phase and gives them to their optimizers."""
         model, phase = self._state.model, self.phases[number]
         by_name = dict(named_parameters_canonical(model))  # the shards, which optimizers hold
         parameters = {name: by_name[name] for name in self.parameters[number]}
@@ -240,23 +237,29 @@ class FineTuningPhases(Callback):
             parameter.requires_grad_()
         if unmoved := self._groups.add(number, parameters, phase.lr):
             warnings.warn(
-                f"Phase {number}: {', '.join(unmoved)} moves learning rates by a function, which is not for "
-                f"those of phases: lr stays {phase.lr}. FineTuningPhases(apply_lambdas=True) lets it follow.",
+                f"Phase {number}: {', '.join(unmoved)} changes learning rates by a function, but not those "
+                f"of phases: lr stays {phase.lr}. FineTuningPhases(apply_lambdas=True) changes it too.",
                 UserWarning,
                 stacklevel=2,
             )
 
     def _start(self, number: int) -> None:
-        """Lets a phase begin now; where it watches the metric of the one before, the best value stays."""
+        """Begins a phase now. If it watches the metric of the previous phase, the best value is kept."""
         before, until = self.phases[self.phase].until, self.phases[number].until
-        goes_on = self._best is not None and _watch_alike(before, until)
-        best = self._progress.best if goes_on else None
+        keeps = (
+            self._best is not None
+            and isinstance(before, NoImprovement)
+            and isinstance(until, NoImprovement)
+            and (before.metric, before.mode) == (until.metric, until.mode)
+        )
         self.phase = number
         self._progress = PhaseProgress(
-            start=self._state.timestamp, best=best, diverged=self._progress.diverged
+            start=self._state.timestamp,
+            best=self._progress.best if keeps else None,
+            diverged=self._progress.diverged,
         )
-        # The weights are the best ones now, and those that have just been thawed belong to them.
-        self._best = self._snapshot() if goes_on else None
+        # The model has the best weights now; the parameters that were just thawed belong to them.
+        self._best = self._snapshot() if keeps else None
 
     @property
     def _is_last(self) -> bool:
@@ -266,7 +269,7 @@ class FineTuningPhases(Callback):
         return self._progress.is_over(self.phases[self.phase].until, self._state)
 
     def _measure(self, label: str | None) -> None:
-        """Looks at the phase's metric, if it is one of the dataloader called `label`, or of none."""
+        """Measures the phase's metric if it belongs to the dataloader called `label`, or to none."""
         until, state = self.phases[self.phase].until, self._state
         if not self._fitting or not isinstance(until, NoImprovement) or measured_on(until.metric) != label:
             return
@@ -276,7 +279,7 @@ class FineTuningPhases(Callback):
             self._is_best = True
 
     def _keep_best(self) -> None:
-        """Takes the weights whose evaluation was the best; after it, for then the model has its own again."""
+        """Keeps the weights of the best evaluation."""
         if self._is_best:
             self._best = self._snapshot()
             self._is_best = False
@@ -288,45 +291,47 @@ class FineTuningPhases(Callback):
     def _snapshot(self) -> Snapshot:
         return take_snapshot(self._state.model, self._state.optimizers, self._state.averages)
 
-    def _settle_batch_norms(self) -> None:
-        """Puts frozen batch norms into evaluation mode, and thawed ones back, if they are to be fixed."""
+    def _fix_batch_norms(self) -> None:
+        """Puts batch norms whose parameters are all frozen into evaluation mode, if they are to be fixed."""
         if self._fixed_batch_norm:
             for module in self._fixed:
                 module.train()
-            self._fixed = fix_frozen(self._state.model)
+            norms = [module for module in self._state.model.modules() if isinstance(module, _BATCH_NORMS)]
+            self._fixed = [
+                module
+                for module in norms
+                if {parameter.requires_grad for parameter in module.parameters()} == {False}
+            ]
+            for module in self._fixed:
+                module.eval()
 
     def _report(self, by_name: Mapping[str, nn.Parameter], idle: Sequence[str]) -> None:
-        """Says, once, what the user may not have meant."""
+        """Reports, once, what the user may not have intended."""
+        scheduled = [{name: by_name[name] for name in part} for part in self.parameters]
+        rates = [phase.lr for phase in self.phases]
         if self._state.rank == 0:
-            self._log_oddities(by_name, idle)
-        later = [name for part in self.parameters[1:] for name in part]
-        held = self._groups.held({name: by_name[name] for name in later})
-        rated = [str(number) for number, phase in enumerate(self.phases) if phase.lr is not None]
-        if held:
-            effect = f": lr of phase {', '.join(rated)} has no effect" if rated else ""
+            if idle:
+                _log.warning(
+                    "%s: in no phase, so frozen for the whole training. A phase with 'rest' trains all "
+                    "parameters that no other phase names.",
+                    listed(idle),
+                )
+            for number, names in sorted(self._groups.mixed(zip(scheduled, rates, strict=True)).items()):
+                _log.warning(
+                    "Phase %d: %s: plain among the sharded parameters of their optimizer group, which "
+                    "foreach=True and fused=True reject. Shard their modules (prepare the whole model, "
+                    "without Rule(shard=False)), or give them an optimizer group of their own.",
+                    number,
+                    listed(names),
+                )
+        if held := self._groups.held({name: p for part in scheduled[1:] for name, p in part.items()}):
+            rated = ", ".join(str(number) for number, lr in enumerate(rates) if lr is not None)
+            effect = f": lr of phase {rated} has no effect" if rated else ""
             warnings.warn(
                 f"{listed(held)} stay in their optimizer groups before their phase begins, and keep the rate "
                 f"of these{effect}. Leave out reduce_optimizers=False.",
                 UserWarning,
                 stacklevel=2,
-            )
-
-    def _log_oddities(self, by_name: Mapping[str, nn.Parameter], idle: Sequence[str]) -> None:
-        if idle:
-            _log.warning(
-                "%s: in no phase, so frozen for the whole training. A phase with 'rest' trains what no other "
-                "names.",
-                listed(idle),
-            )
-        scheduled = [{name: by_name[name] for name in part} for part in self.parameters]
-        rates = [phase.lr for phase in self.phases]
-        for number, names in sorted(self._groups.mixed(zip(scheduled, rates, strict=True)).items()):
-            _log.warning(
-                "Phase %d: %s: plain among the sharded parameters of their optimizer group, which "
-                "foreach=True and fused=True refuse. Shard their modules (prepare the whole model, without "
-                "Rule(shard=False)), or give them an optimizer group of their own.",
-                number,
-                listed(names),
             )
 
 
@@ -336,11 +341,3 @@ def _alike(plans: Sequence[list[list[str]]]) -> None:
             raise ParallelismValueError(
                 f"Ranks 0 and {rank} have different phases. Give every rank the same schedule."
             )
-
-
-def _watch_alike(one: Any, other: Any) -> bool:
-    return (
-        isinstance(one, NoImprovement)
-        and isinstance(other, NoImprovement)
-        and (one.metric, one.mode) == (other.metric, other.mode)
-    )

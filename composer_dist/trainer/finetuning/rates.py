@@ -1,7 +1,7 @@
-"""Learning rates of groups that come later, and the schedulers that move them.
+"""Learning rates of groups that are added later, and the schedulers that change them.
 
-Torch's schedulers keep lists with an entry for each group, made when they are built. A group that is
-added afterwards would be an error at their next step.
+Torch's schedulers keep lists with an entry for each group, made when they are built. They would fail at the
+next step after a group is added.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ _PER_GROUP = ("base_lrs", "max_lrs", "min_lrs", "base_momentums", "max_momentums
 
 
 _PEAKS = ("max_lr", "min_lr")
-"""Rates that a scheduler keeps in the group; they keep their ratio to the group's own."""
+"""Rates that a scheduler keeps in the group; their ratio to the group's rate is kept."""
 
 
 def extend(
     schedulers: Sequence[LRScheduler], optimizer: Optimizer, source: int, keep_lambdas: bool
 ) -> list[LRScheduler]:
-    """Tells the schedulers of an optimizer of its last group, which is new and made like group `source`.
+    """Extends the schedulers of an optimizer for its last group, which is new.
 
     Args:
         schedulers: of any optimizers.
         optimizer: has the new group.
         source: the group whose schedule the new one follows.
-        keep_lambdas: whether it does so where the schedule is a function of time too; if not, such a
-            scheduler leaves its rate alone.
+        keep_lambdas: whether it also follows schedules that are functions of time.
 
     Returns:
-        The schedulers that leave it alone.
+        The schedulers that do not change the rate of the new group.
     """
     apart = []
     for scheduler in _of(schedulers, optimizer):
@@ -50,7 +49,7 @@ def extend(
 
 
 def rebase(schedulers: Sequence[LRScheduler], optimizer: Optimizer, index: int, lr: float) -> None:
-    """Lets a group and its schedules start from `lr`; what they did to its rate stays in proportion."""
+    """Makes a group and its schedules start from `lr`, and scales the group's rate in proportion."""
     group = optimizer.param_groups[index]
     base = float(group.get("initial_lr", group["lr"]))
     ratio = lr / base if base else 1.0
@@ -74,19 +73,19 @@ def has_lambdas(schedulers: Sequence[LRScheduler], optimizer: Optimizer) -> bool
 
 
 def like(old: float | Tensor, new: float) -> float | Tensor:
-    """A rate of the old one's kind: a tensor, where the optimizer wants one."""
+    """A rate of the same type as the old one: a tensor if the optimizer uses one."""
     return old.new_tensor(new) if isinstance(old, Tensor) else new
 
 
 class _Unmoved:
-    """The function of time that leaves a rate as it is."""
+    """A function of time that does not change a rate."""
 
     def __call__(self, epoch: int) -> float:
         return 1.0
 
 
 def _of(schedulers: Sequence[Any], optimizer: Optimizer) -> Iterator[Any]:
-    """The schedulers of one optimizer, those inside of others too."""
+    """The schedulers of one optimizer, including those inside others."""
     for scheduler in schedulers:
         if scheduler.optimizer is optimizer:
             yield scheduler

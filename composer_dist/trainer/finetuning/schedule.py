@@ -1,4 +1,4 @@
-"""What is fine-tuned when: phases, as Python objects and as a YAML file."""
+"""The phases of fine-tuning, as Python objects and as YAML files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueE
 from composer_dist.trainer.clock import Time
 
 REST = "rest"
-"""Stands for every parameter that no phase names."""
+"""Means every parameter that no phase names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +26,16 @@ class NoImprovement(FromDict):
     """The end of a phase: a metric has stopped improving."""
 
     metric: str
-    """As it is logged: `"loss/eval/total"`, `"metrics/eval/MulticlassAccuracy"`."""
+    """The name in the logs: `"loss/eval/total"`, `"metrics/eval/MulticlassAccuracy"`."""
     patience: int = 1
-    """How many measurements in a row without improvement end the phase. An evaluation is a measurement;
-    for a metric of training (`"loss/train/total"`) the end of an epoch is."""
+    """How many measurements in a row without improvement end the phase. A metric is measured at each
+    evaluation, a metric of training (`"loss/train/total"`) at the end of each epoch."""
     mode: Literal["min", "max"] | None = None
-    """Whether less or more is better; None is "min" for a loss, by its name, and refused for the rest."""
+    """Whether smaller or larger values are better; None means "min" for a loss and is an error for others."""
     min_delta: float = 0.0
-    """By how much a value must beat the best one to be an improvement."""
+    """How much better than the best value an improvement must be."""
     at_most: Time | str | None = None
-    """The phase ends after this time, even if the metric still improves."""
+    """The longest time that the phase lasts, even if the metric still improves."""
 
     def __post_init__(self) -> None:
         with Faults("NoImprovement: ", ".", "; ") as faults:
@@ -60,16 +60,16 @@ class NoImprovement(FromDict):
 
 @dataclass(frozen=True)
 class Phase(FromDict):
-    """A part of fine-tuning: which parameters join those that are trained already, and for how long."""
+    """A part of fine-tuning: which parameters join those already trained, and for how long."""
 
     params: str | Sequence[str]
     """Names of parameters or of modules, `"re:..."` patterns that match a whole name of either, or
     `"rest"`: all that no phase names."""
     lr: float | None = None
-    """The learning rate of these parameters; None is that of the optimizer's group they belong to."""
+    """The learning rate of these parameters; None means the rate of their group in the optimizer."""
     until: Time | str | NoImprovement | None = None
-    """How long the phase lasts: a time counted from its start, such as "2ep" or "500ba", or `NoImprovement`.
-    The last phase needs none; if it has one, training ends with it."""
+    """How long the phase lasts: a time from its start, such as "2ep" or "500ba", or `NoImprovement`. The last
+    phase needs none; if it has one, training ends with it."""
 
     def __post_init__(self) -> None:
         params = (self.params,) if isinstance(self.params, str) else tuple(self.params)
@@ -87,7 +87,7 @@ class Phase(FromDict):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """A phase from a dictionary, as YAML gives it; `until` may be one too, of `NoImprovement`.
+        """A phase from a dictionary, in which `until` may be a dictionary of `NoImprovement`.
 
         Raises:
             ParallelismValueError: an unknown key (with its nearest neighbor) or a wrong value.
@@ -110,10 +110,10 @@ Schedule = Sequence[Phase | Mapping[str, Any]] | Mapping[int, Phase | Mapping[st
 
 
 def phases_of(schedule: Schedule) -> tuple[Phase, ...]:
-    """The phases of a schedule in any of its forms, checked as far as that needs no model.
+    """The phases of a schedule in any form, after the checks that need no model.
 
     Raises:
-        ParallelismValueError: all faults at once: numbers that are not 0, 1, 2, ..., unknown keys, bad
+        ParallelismValueError: everything that is wrong: numbers other than 0, 1, 2, ..., unknown keys, bad
             learning rates, times or patience, a phase that would never end.
     """
     if isinstance(schedule, str | Path):
@@ -141,37 +141,36 @@ def phases_of(schedule: Schedule) -> tuple[Phase, ...]:
 
 
 def default_phases(model: nn.Module, *, until: Time | str | NoImprovement = "1ep") -> list[Phase]:
-    """A schedule that trains a model from its output to its input, two parameters more in each phase.
+    """A schedule that trains a model from its output to its input, with two more parameters in each phase.
 
-    Two are mostly a layer's weight and bias. Of an odd number the last one, the first parameter of the
-    model, has a phase to itself. Only parameters that are trainable now take part.
+    The two are mostly a layer's weight and bias. If the number is odd, the model's first parameter has the
+    last phase for itself. Only parameters that are trainable now take part.
 
     Args:
         model: prepared or not.
-        until: how long each phase but the last one lasts.
+        until: how long each phase except the last one lasts.
 
     Raises:
         ParallelismValueError: the model has no trainable parameter.
     """
     names = [name for name, p in named_parameters_canonical(model) if p.requires_grad][::-1]
     if not names:
-        raise ParallelismValueError("No phases can be made: the model has no trainable parameter.")
+        raise ParallelismValueError("The model has no trainable parameter to schedule.")
     pairs = [names[first : first + 2] for first in range(0, len(names), 2)]
     return [Phase(pair, until=until) for pair in pairs[:-1]] + [Phase(pairs[-1])]
 
 
 def dump_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Writes phases as a YAML file that `load_schedule` reads back, and that is meant to be edited."""
+    """Writes phases as a YAML file, to edit and to read back with `load_schedule`."""
     values = [phase.to_dict() for phase in phases_of(schedule)]
     Path(path).write_text(yaml.safe_dump(values, sort_keys=False, width=100))
 
 
 def load_schedule(path: str | Path) -> tuple[Phase, ...]:
-    """The phases of a YAML file: a list of them, or a mapping of their numbers to them.
+    """The phases of a YAML file: a list of phases, or a mapping of numbers to phases.
 
     Raises:
-        ParallelismValueError: what `phases_of` refuses, a key that stands twice, no YAML, or no file; names
-            the file.
+        ParallelismValueError: as `phases_of`, or a duplicate key, invalid YAML, no file; names the file.
     """
     try:
         found = parse(Path(path).read_text())

@@ -104,7 +104,7 @@ class _NamedParameters:
         """First name to parameter, in the model's order."""
         by_id: dict[int, str] = {}
         self._owners: dict[str, set[str]] = {}
-        """Any name of a parameter or of a module to the first names of the parameters it means."""
+        """Any name of a parameter or module to the first names of its parameters."""
         for name, parameter in named_parameters_canonical(model, remove_duplicate=False):
             first = by_id.setdefault(id(parameter), name)
             self.first.setdefault(first, parameter)
@@ -115,7 +115,7 @@ class _NamedParameters:
         self.frozen = len(self.first) - len(self.trainable)
 
     def select(self, entry: str) -> set[str]:
-        """The trainable parameters that one name or pattern means."""
+        """The trainable parameters that a name or pattern matches."""
         if entry.startswith("re:"):
             try:
                 pattern = re.compile(entry.removeprefix("re:"))

@@ -93,5 +93,5 @@ def test_weights_of_another_model_are_refused() -> None:
     model, optimizer = trained(None, 0)
     best = take_snapshot(model, [optimizer])
     best["parameters"]["elsewhere"] = torch.zeros(1)
-    with pytest.raises(CheckpointKeyError, match="it has no elsewhere"):
+    with pytest.raises(CheckpointKeyError, match="The model has no elsewhere"):
         put_back(best, model, [optimizer])

@@ -314,7 +314,7 @@ def test_the_last_phase_ends_the_training_with_the_best_weights_of_all() -> None
     trainer.fit()
     assert len(recorder.weights) == 5
     close(weights(trainer.state.model), recorder.weights[1])  # nothing after it was better
-    with pytest.warns(UserWarning, match="last phase has ended"):
+    with pytest.warns(UserWarning, match="last phase has already ended"):
         trainer.fit()
     assert len(recorder.weights) == 5
 
@@ -497,7 +497,7 @@ def test_a_lambda_scheduler_warns_unless_it_is_to_be_applied() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.fit()
-        assert [str(w.message)[:19] for w in caught] == ([] if apply else ["Phase 1: LambdaLR m"])
+        assert [str(w.message)[:19] for w in caught] == ([] if apply else ["Phase 1: LambdaLR c"])
         assert recorder.rates[-1] == pytest.approx([0.025, rate])
 
 
