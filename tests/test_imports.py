@@ -6,9 +6,16 @@ import ast
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import composer_dist
 
@@ -106,17 +113,79 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         composer_dist.Trainr  # noqa: B018
 
 
-def test_only_one_file_imports_private_names_of_torch() -> None:
+def _outside_of_torch_room() -> dict[str, ast.Module]:
+    """The syntax tree of every file that must not use private names of torch, by path."""
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    return {n: ast.parse(p.read_text()) for n, p in files.items() if not n.startswith("_torch/")}
+
+
+def test_only_one_package_imports_private_names_of_torch() -> None:
     found = []
-    for path in PACKAGE.rglob("*.py"):
-        if path.name == "_torch.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in _outside_of_torch_room().items():
+        for node in ast.walk(tree):
             names = []
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
             private = [n for n in names if any(part.startswith("_") for part in n.split("."))]
-            found += [f"{path.relative_to(PACKAGE)}: {name}" for name in private]
+            found += [f"{path}: {name}" for name in private]
+    assert found == []
+
+
+NOT_TORCHS = {
+    "_modules _parameters _buffers": "torch's, but what every module library walks",
+    "_attn_implementation _init_weights _name_or_path _supports_sdpa _tp_plan": "transformers'",
+    "_defaults": "torchmetrics'",
+    "_new_buffer": "torchao's",
+    "_exit": "os's",
+}
+
+
+def _own_attributes(trees: Iterable[ast.Module]) -> set[str]:
+    """Private attributes of this package's own classes and modules."""
+    own = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, (ast.ClassDef, ast.Module)):
+            defined = [n for n in node.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+            own |= {member.name for member in defined}
+            own |= {
+                n.target.id
+                for n in node.body
+                if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+            }
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            own.add(node.attr)
+    return own
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def test_only_one_package_touches_private_attributes_of_torch() -> None:
+    objects = (
+        torch,
+        nn,
+        nn.Linear(1, 1),
+        torch.ones(1),
+        torch.ones(1).untyped_storage(),
+        DTensor,
+        DeviceMesh,
+    )
+    objects += (torch.optim.Optimizer, FSDPModule, dist, dist.ProcessGroup, torch.ops.aten.mm.default)
+    torchs = {name for one in objects for name in dir(one)}
+    trees = _outside_of_torch_room()
+    allowed = {name for names in NOT_TORCHS for name in names.split()}
+    own = _own_attributes(trees.values()) - torchs
+    found = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.endswith("__")
+        and not _is_self(node.value)
+        and node.attr not in own | allowed
+    ]
     assert found == []

@@ -34,6 +34,11 @@ FEATURES = {
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "quantized parameters (codecs)",
     "torch.distributed.tensor._dtensor_spec.TensorMeta": "quantized parameters (codecs)",
     "torch._amp_foreach_non_finite_check_and_unscale_": "precision='amp_fp16'",
+    "torch.nn.modules.batchnorm._BatchNorm": "context parallelism refuses what mixes positions",
+    "torch.nn.modules.conv._ConvNd": "context parallelism refuses what mixes positions",
+    "torch._ops.HigherOrderOperator": "activation_checkpointing=(..., {'save': ...})",
+    "torch._ops.OpOverload": "FLOPs counted by the SpeedMonitor; selective checkpointing",
+    "torch._ops.OpOverloadPacket": "activation_checkpointing=(..., {'save': ...})",
     "torch._foreach_lerp_": "EMA",
     "torch._foreach_mul_": "clip_grad_norm",
     "torch._foreach_norm": "clip_grad_norm",
@@ -53,11 +58,19 @@ FEATURES = {
 
 
 def _imported() -> set[str]:
-    """What `_torch.py` imports from torch, but for what is public."""
+    """What `_torch` imports from torch, or takes from its modules, but for what is public."""
     names = set()
-    for node in ast.walk(ast.parse(Path(_torch.__file__).read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    for path in Path(_torch.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        modules = {"torch": "torch"}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+                modules |= {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        for assigned in (node.value for node in tree.body if isinstance(node, ast.Assign)):
+            for node in assigned.elts if isinstance(assigned, ast.Tuple) else [assigned]:
+                first, _, rest = ast.unparse(node).partition(".")
+                names |= {f"{modules[first]}.{rest}"} if first in modules else set()
     public = {
         "torch.nn",
         "torch.autograd.Variable",
@@ -68,6 +81,9 @@ def _imported() -> set[str]:
         "torch.distributed.tensor.DTensor",
         "torch.distributed.tensor.placement_types.Placement",
         "torch.nn.parallel.DistributedDataParallel",
+        "torch.distributed.distributed_c10d",
+        "torch.distributed.tensor.placement_types",
+        "torch.distributed.utils",
     }
     return names - public
 
@@ -212,7 +228,7 @@ def test_the_groups_timeout_can_be_read() -> None:
 
 def test_a_policy_s_function_can_be_read() -> None:
     """Without `CustomPolicy._lambda_fn`: CustomPolicy as fsdp_wrap_policy."""
-    assert _torch.CustomPolicy(bool)._lambda_fn is bool
+    assert _torch.policy_function(_torch.CustomPolicy(bool)) is bool
     assert list(inspect.signature(_torch.CustomPolicy).parameters) == ["lambda_fn"]
 
 
@@ -296,3 +312,38 @@ assert _torch.optimizers_were_made()
 def test_it_shows_that_an_optimizer_was_made() -> None:
     """Without the mark on a class's step: an optimizer that was not handed in goes unnoticed."""
     subprocess.run([sys.executable, "-c", _MADE], check=True)
+
+
+def test_tensors_tell_their_storage_version_view_and_hooks() -> None:
+    """Without `_cdata`, `_version`, `_base` and the hooks: ties, kept activations, hooks that stay."""
+    x, y = torch.ones(4, requires_grad=True), torch.ones(4)
+    assert _torch.storage_key(y) == _torch.storage_key(y[1:]) != _torch.storage_key(x)
+    before = _torch.version(y)
+    y.add_(1)
+    assert _torch.version(y) == before + 1
+    assert [_torch.is_view(one) for one in (y, y[1:], x * 2)] == [False, True, False]
+    assert _torch.gradient_hooks(x) == _torch.accumulated_gradient_hooks(x) == []
+    x.register_hook(repr)
+    x.register_post_accumulate_grad_hook(print)
+    assert (_torch.gradient_hooks(x), _torch.accumulated_gradient_hooks(x)) == ([repr], [print])
+
+
+def test_modules_tell_what_is_saved_and_compiled() -> None:
+    """Without `_non_persistent_buffers_set` and `_compiled_call_impl`: load_pretrained, compile."""
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("table", torch.ones(1), persistent=False)
+    assert [_torch.is_saved(module, key) for key in ("running_mean", "table")] == [True, False]
+    assert isinstance(module, _torch.AnyBatchNorm)
+    assert isinstance(nn.Conv1d(1, 1, 1), _torch.AnyConvolution)
+    assert not _torch.has_compiled_call(module)
+    module.compile(backend="eager")
+    assert _torch.has_compiled_call(module)
+
+
+def test_operations_tell_their_arguments() -> None:
+    """Without an operation's schema: tracing initializers, selective checkpointing, FLOPs."""
+    add, mm = torch.ops.aten.add_.Tensor, torch.ops.aten.mm.default
+    assert (_torch.is_mutable(add), _torch.is_mutable(mm)) == (True, False)
+    assert [argument.name for argument in _torch.arguments(mm)] == ["self", "mat2"]
+    assert _torch.packet(mm) is torch.ops.aten.mm
+    assert _torch.packet(len) is None

@@ -88,7 +88,7 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of `module` run compiled code, by our doing or the user's."""
-    return has(module, Layer.COMPILE) or getattr(module, "_compiled_call_impl", None) is not None
+    return has(module, Layer.COMPILE) or _torch.has_compiled_call(module)
 
 
 def _layers(module: nn.Module) -> Layers:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from composer_dist import _torch
 from composer_dist.errors import CheckpointValueError
 from composer_dist.files.adapters import adapter_entries, base_models, without_adapters
 from composer_dist.files.index import Entry
@@ -218,7 +219,7 @@ def _may_miss(names: _Names, first: str) -> bool:
 def _is_saved(held: Held) -> bool:
     """Whether a tensor is part of `state_dict`: parameters and persistent buffers are."""
     return held.info.kind == "parameter" or any(
-        place.key not in place.module._non_persistent_buffers_set for place in held.places
+        _torch.is_saved(place.module, place.key) for place in held.places
     )
 
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from composer_dist import _torch
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.families import architecture_of
 from composer_dist.structure.structure import Held, Structure
@@ -66,7 +67,7 @@ def _overlaps(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:
             start = tensor.storage_offset() * tensor.itemsize
             reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             span = (int(start), int(start + reach * tensor.itemsize), name)
-            spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
+            spans.setdefault(_torch.storage_key(tensor), []).append(span)
     sharded = {name for name, _ in _sharded(structure, plain)}
     for found in spans.values():
         found.sort()

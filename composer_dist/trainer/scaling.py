@@ -79,7 +79,7 @@ class LossScaler:
         for (device, _), gradients in by_place.items():
             here = torch.zeros(1, device=device)
             inverse = torch.full((1,), 1 / self.scale, device=device)
-            _torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inverse)
+            _torch.amp_foreach_non_finite_check_and_unscale_(gradients, here, inverse)
             found += here.to(found.device)
         return not bool(process_group.all_reduce(found, "max"))
 

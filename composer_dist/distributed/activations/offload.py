@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composer_dist import _torch
 from composer_dist.errors import ParallelismRuntimeError
 
 
@@ -68,7 +69,7 @@ class Packed:
 
 def stay(tensor: torch.Tensor) -> Packed:
     """The tensor where it is."""
-    return Packed(tensor, None, tensor._version)
+    return Packed(tensor, None, _torch.version(tensor))
 
 
 def to_host(tensor: torch.Tensor, kept: Set[int], pin_memory: bool) -> Packed:
@@ -91,7 +92,7 @@ def unpack(packed: Packed) -> torch.Tensor:
     tensor = packed.tensor
     if packed.home is not None:
         return tensor.to(packed.home, non_blocking=tensor.is_pinned())
-    if tensor._version != packed.version:
+    if _torch.version(tensor) != packed.version:
         raise ParallelismRuntimeError(
             f"A tensor of shape {tuple(tensor.shape)} that backward needs was changed in place "
             "after forward saved it."

@@ -168,22 +168,22 @@ def _overloads(name: str, known: Mapping[str, Sequence[str]]) -> Iterator[Any]:
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     found = getattr(getattr(torch.ops, namespace, None), packet, None) if packet else None
-    if not isinstance(found, torch._ops.OpOverloadPacket):
-        yield from [found] if isinstance(found, torch._ops.HigherOrderOperator) else []
+    if not isinstance(found, _torch.OpOverloadPacket):
+        yield from [found] if isinstance(found, _torch.HigherOrderOperator) else []
         return
     every = {one: getattr(found, one) for one in known.get(f"{namespace}.{packet}", ())}
     if overload:
         yield from [every[overload]] if overload in every else []
         return
     # Overloads that write to a given tensor are not meant, unless there are no others ("aten.relu_").
-    yield from [one for one in every.values() if not one._schema.is_mutable] or every.values()
+    yield from [one for one in every.values() if not _torch.is_mutable(one)] or every.values()
 
 
 def _fault(name: str, overloads: Sequence[Any], known: Mapping[str, Any]) -> str | None:
     if not overloads:
         return f"{name!r}, for there is no such operation.{near_miss(name, list(known))}"
-    plain = [one for one in overloads if isinstance(one, torch._ops.OpOverload)]
-    if any(one._schema.is_mutable for one in plain):
+    plain = [one for one in overloads if isinstance(one, _torch.OpOverload)]
+    if any(_torch.is_mutable(one) for one in plain):
         return f"{name!r}, which changes a tensor in place; leave it out"
     if any(_torch.is_composite(one) for one in plain):
         return (
@@ -200,7 +200,7 @@ def _is_random(operator: Any) -> bool:
 
 
 def _dropout_position(operator: Any) -> int | None:
-    names = [argument.name for argument in operator._schema.arguments]
+    names = [argument.name for argument in _torch.arguments(operator)]
     return names.index("dropout_p") if "dropout_p" in names else None
 
 
@@ -210,5 +210,5 @@ def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     position = _dropout_position(operator)
     if position is None:
         return True
-    default = operator._schema.arguments[position].default_value
+    default = _torch.arguments(operator)[position].default_value
     return bool(kwargs.get("dropout_p", args[position] if position < len(args) else default))

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from composer_dist import _torch
 from composer_dist.distributed.wishes import Request
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.families import class_name, transformers_models
@@ -20,7 +21,7 @@ from composer_dist.wording import listed
 
 _ACROSS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((nn.RNNBase, nn.RNNCellBase), "is recurrent: each position needs the one before it"),
-    ((nn.modules.batchnorm._BatchNorm,), "normalizes over all positions"),
+    ((_torch.AnyBatchNorm,), "normalizes over all positions"),
     ((nn.ZeroPad1d, nn.ZeroPad2d), "shifts positions"),
 )
 
@@ -114,7 +115,7 @@ def _built(modules: dict[str, nn.Module]) -> Iterator[str]:
 
 def _fault(module: nn.Module) -> str:
     """Why a module needs other positions, if its type says so."""
-    if isinstance(module, nn.modules.conv._ConvNd) and any(size > 1 for size in module.kernel_size):
+    if isinstance(module, _torch.AnyConvolution) and any(size > 1 for size in module.kernel_size):
         return "convolves neighboring positions"
     if _is_own_attention(type(module)):
         return "computes a softmax of its own; let it call torch.nn.functional.scaled_dot_product_attention"

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composer_dist._torch import optimizers_were_made
+from composer_dist import _torch
 from composer_dist.distributed.optimizers.follow import is_made_at_construction, names_by_id
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.structure import Structure
@@ -116,7 +116,7 @@ def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) 
     They would go on stepping the parameters from before, which no module has any more. Found among the
     objects that the garbage collector knows; one that the caller has dropped may be among them.
     """
-    if not optimizers_were_made():
+    if not _torch.optimizers_were_made():
         return []
     names = names_by_id(structure)
     known = {id(optimizer) for optimizer in optimizers}
@@ -142,7 +142,7 @@ def check_hooks(structure: Structure, plain: Mapping[str, str]) -> None:
     hooked = [
         name
         for name, held in structure.parameters.items()
-        if name not in plain and held.get()._backward_hooks
+        if name not in plain and _torch.gradient_hooks(held.get())
     ]
     if hooked:
         raise ParallelismValueError(

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from composer_dist import _torch
 from composer_dist.distributed.mesh.dimensions import roles
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.moving.messages import Cargo
@@ -189,9 +190,9 @@ def empty_state(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
 def carry_attributes(old: torch.Tensor, new: nn.Parameter) -> None:
     """Give a new parameter the Python attributes and the gradient hooks of the old one."""
     new.__dict__.update(own_attributes(old))
-    for hook in (old._backward_hooks or {}).values():
+    for hook in _torch.gradient_hooks(old):
         new.register_hook(hook)
-    for hook in (old._post_accumulate_grad_hooks or {}).values():
+    for hook in _torch.accumulated_gradient_hooks(old):
         new.register_post_accumulate_grad_hook(hook)
 
 

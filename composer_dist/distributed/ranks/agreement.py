@@ -312,7 +312,7 @@ def _line(key: _Key) -> _Line:
     line = _lines.get(key)
     if line is not None and not dist.is_initialized():
         return line
-    store = _torch._get_default_store()
+    store = _torch.get_default_store()
     if line is None or line.store is not store:
         name, ranks = key
         base = f"composer_dist/{name}{ranks[0]}-{len(ranks)}-{hash(ranks)}"

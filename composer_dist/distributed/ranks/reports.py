@@ -35,7 +35,7 @@ def told_to_all() -> Iterator[None]:
     if world == 1:
         yield
         return
-    store = _torch._get_default_store()
+    store = _torch.get_default_store()
     key = f"composer_dist/report/{store.add(f'composer_dist/reporting/{rank}', 1)}"
     try:
         yield

@@ -171,7 +171,7 @@ class Replica:
                 contexts.pop().__exit__(None, None, None)
             if output_dtype is None:
                 return None
-            return _torch._apply_to_tensors(
+            return _torch.apply_to_tensors(
                 lambda t: t.to(output_dtype) if t.is_floating_point() else t, output
             )
 

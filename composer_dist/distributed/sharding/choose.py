@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
+from composer_dist import _torch
 from composer_dist._torch import CustomPolicy
 from composer_dist.distributed.wishes import UNIT_FIELDS, Wishes, WrapPolicy
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
@@ -128,7 +129,7 @@ def _ask(
     That a function says no to a module means that it does not choose it, not that nobody may.
     """
     if policy is not None:
-        function = policy._lambda_fn if isinstance(policy, CustomPolicy) else policy
+        function = _torch.policy_function(policy) if isinstance(policy, CustomPolicy) else policy
         return _read_answer(function(module), name, "fsdp_wrap_policy")
     own = getattr(module, "_fsdp_wrap", None)
     if own is not None:

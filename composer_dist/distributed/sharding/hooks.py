@@ -33,12 +33,12 @@ def own_outputs(unit: nn.Module, traced: bool = False) -> None:
 
 def _replace_views(module: nn.Module, args: Any, output: Any) -> Any:
     if torch.is_grad_enabled() and any(_is_view(tensor) for tensor in tensors_in(output)):
-        return _torch._apply_to_tensors(_owned, output)
+        return _torch.apply_to_tensors(_owned, output)
     return output
 
 
 def _is_view(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and tensor._base is not None
+    return tensor.requires_grad and _torch.is_view(tensor)
 
 
 def _owned(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ def _require_gradient(module: nn.Module, args: Any, kwargs: Any) -> Any:
     floating = [t for t in tensors_in([args, kwargs]) if t.is_floating_point()]
     if not torch.is_grad_enabled() or not floating or any(t.requires_grad for t in floating):
         return None
-    return _torch._apply_to_tensors(
+    return _torch.apply_to_tensors(
         lambda t: t.detach().requires_grad_() if t is floating[0] else t, (args, kwargs)
     )
 
@@ -103,7 +103,7 @@ class _Around:
         tied = [t for t in tensors_in(output) if t.is_floating_point()]
         tied = [t for t in tied if t.requires_grad] or tied
         chosen, passes = set(map(id, tied)), set[int]()
-        return _torch._apply_to_tensors(
+        return _torch.apply_to_tensors(
             lambda t: _Tied.apply(t, passes, *parameters) if id(t) in chosen else t,  # type: ignore[no-untyped-call]
             output,
         )

@@ -109,7 +109,7 @@ def _cut(held: Held, cut: Cut, mesh: DeviceMesh) -> nn.Parameter:
     """A parameter on the meta device, cut among the ranks of `mesh`, like `held` in everything else."""
     layout = Layout(held.info.shape, tp_dim=cut.dim, tp_groups=cut.groups)
     here = Coordinate(tp=mesh.get_local_rank(), tps=mesh.size())
-    placement = _torch._StridedShard(cut.dim, split_factor=cut.groups) if cut.groups > 1 else Shard(cut.dim)
+    placement = _torch.StridedShard(cut.dim, split_factor=cut.groups) if cut.groups > 1 else Shard(cut.dim)
     value = DTensor.from_local(
         torch.empty(layout.local_shape(here), dtype=held.info.dtype, device="meta"),
         mesh,
@@ -212,10 +212,10 @@ def _copy_once(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     if not _copies or torch.compiler.is_compiling():  # which cannot ask for versions
         return copy(tensor, mesh)
     for known, version, copied in _copies[-1]:
-        if known is tensor and version == tensor._version:
+        if known is tensor and version == _torch.version(tensor):
             return copied
     copied = copy(tensor, mesh)
-    _copies[-1].append((tensor, tensor._version, copied))
+    _copies[-1].append((tensor, _torch.version(tensor), copied))
     return copied
 
 

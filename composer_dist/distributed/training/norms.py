@@ -72,7 +72,7 @@ def clip_grad_norm(model_or_parameters: Parameters, max_norm: float, norm_type: 
     norm = norm.to(torch.float64 if double else torch.float32)
     scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     for tensors in _alike([gradient for group in groups.values() for gradient in group]):
-        _torch._foreach_mul_(tensors, scale.to(tensors[0].device))
+        _torch.foreach_mul_(tensors, scale.to(tensors[0].device))
     return norm
 
 
@@ -131,7 +131,7 @@ def _power(tensors: list[torch.Tensor], p: float, device: torch.device) -> torch
     for alike in _alike(tensors):
         half = alike[0].dtype in (torch.float16, torch.bfloat16)
         wide = torch.float32 if half else None
-        each = torch.stack(_torch._foreach_norm(alike, p, dtype=wide))
+        each = torch.stack(_torch.foreach_norm(alike, p, dtype=wide))
         norms.append(each.to(device, torch.float64))
     norm = torch.cat(norms)
     return norm.amax() if math.isinf(p) else (norm**p).sum()
@@ -203,7 +203,7 @@ def _squares(values: Sequence[torch.Tensor | None], device: torch.device) -> tor
     for (_, dtype), indices in alike.items():
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
         tensors = [value for index in indices if (value := values[index]) is not None]
-        each = torch.stack(_torch._foreach_norm(tensors, 2, dtype=wide))
+        each = torch.stack(_torch.foreach_norm(tensors, 2, dtype=wide))
         squares[indices] = each.to(device, torch.float64).square()
     return squares
 

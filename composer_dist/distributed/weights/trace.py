@@ -105,7 +105,7 @@ class _Recorder(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schema = func._schema.arguments
+        schema = _torch.arguments(func)
         values = [*args, *(kwargs[a.name] for a in schema[len(args) :] if a.name in kwargs)]
         declared = [*schema[: len(args)], *(a for a in schema[len(args) :] if a.name in kwargs)]
         view = any(a.alias_info is not None and not a.alias_info.is_write for a in declared)
@@ -120,7 +120,7 @@ class _Recorder(_torch.TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return _torch.storage_key(tensor)
 
 
 def seed_all(text: str) -> None:

@@ -76,7 +76,7 @@ class EMA(Callback):
         self.averages |= {name: weights[name].clone() for name in weights if name not in known}
         if known:
             ours = [_local(self.averages[name]) for name in known]
-            _torch._foreach_lerp_(ours, [_local(weights[name]) for name in known], share)
+            _torch.foreach_lerp_(ours, [_local(weights[name]) for name in known], share)
         self._updated = state.timestamp
 
     def eval_before_all(self, state: State, logger: Logger) -> None:

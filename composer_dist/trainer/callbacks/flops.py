@@ -9,10 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
-from composer_dist._torch import TorchDispatchMode
+from composer_dist import _torch
 
 
-class FlopCount(TorchDispatchMode):
+class FlopCount(_torch.TorchDispatchMode):
     """Counts matrix products, convolutions and attention while it is entered, by torch's formulas.
 
     torch's own FlopCounterMode would also count what activation checkpointing computes a second time, which
@@ -36,8 +36,8 @@ class FlopCount(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        formula = flop_registry.get(func._overloadpacket) if hasattr(func, "_overloadpacket") else None
-        if formula is None and isinstance(func, torch._ops.OpOverload):
+        formula = flop_registry.get(_torch.packet(func))
+        if formula is None and isinstance(func, _torch.OpOverload):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:

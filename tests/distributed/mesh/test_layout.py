@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from composer_dist._torch import _StridedShard
+from composer_dist._torch import StridedShard
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.tensors.parts import chunk
 
@@ -100,9 +100,9 @@ def test_rows_are_cut_as_torch_chunk_cuts_them() -> None:
         (("dp_replicate", "dp_shard"), [Replicate(), Shard(0)], True),
         (("dp_replicate", "dp_shard"), [Shard(0), Shard(0)], False),
         (("dp_shard", "tp"), [Shard(0), Shard(1)], True),
-        (("dp_shard", "tp"), [_StridedShard(0, split_factor=2), Shard(0)], True),
+        (("dp_shard", "tp"), [StridedShard(0, split_factor=2), Shard(0)], True),
         (("dp_shard", "tp"), [Shard(0), Shard(0)], False),
-        (("dp_shard", "tp"), [_StridedShard(0, split_factor=2), Replicate()], False),
+        (("dp_shard", "tp"), [StridedShard(0, split_factor=2), Replicate()], False),
         (("dp_shard", "tp"), [Replicate(), Partial()], False),
         (("a", "b", "c"), [Replicate(), Replicate(), Shard(0)], False),
     ],

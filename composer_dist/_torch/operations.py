@@ -1,0 +1,102 @@
+"""Operations of the dispatcher, and torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+# An operation of one signature, all of one name, and those that take functions. Since torch 1.12.
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+
+# The mode under which an operation's arguments are seen: how initializers are traced. Since torch 1.13.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+
+def arguments(operation: Any) -> Sequence[Any]:
+    """The declared arguments of an operation: name, default value, whether it writes. Since torch 1.12."""
+    declared: Sequence[Any] = operation._schema.arguments
+    return declared
+
+
+def is_mutable(operation: OpOverload) -> bool:
+    """Whether an operation changes one of its arguments. Since torch 1.12."""
+    return bool(operation._schema.is_mutable)
+
+
+def packet(operation: Any) -> Any:
+    """All overloads of an operation; None for one without overloads. Since torch 1.12."""
+    return getattr(operation, "_overloadpacket", None)
+
+
+def operators() -> dict[str, list[str]]:
+    """Every operation that the dispatcher knows, as "aten.mm", with its overloads. Since torch 1.5."""
+    found: dict[str, list[str]] = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        base, _, overload = name.partition(".")
+        found.setdefault(base.replace("::", "."), []).append(overload or "default")
+    return found
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether torch replaces an operation by others before a dispatch mode sees it. Since torch 1.12."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(operator.has_kernel_for_dispatch_key(key))
+
+
+def one_side_effect() -> AbstractContextManager[None]:
+    """Inside, what a checkpointed forward changes about objects does not keep it from being compiled.
+
+    Tensor parallelism exchanges parameters for their parts and back, say. Compiled, such a change happens
+    in forward and not again in backward. Since torch 2.10; torchtitan sets it too.
+    """
+    from torch._dynamo import config
+
+    patch: AbstractContextManager[None] = config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+    return patch
+
+
+def inductor_modes() -> list[str]:
+    """The values of torch.compile's `mode`. Since torch 2.0."""
+    from torch._inductor import list_mode_options
+
+    return sorted(list_mode_options())
+
+
+def inductor_options() -> list[str]:
+    """The keys of torch.compile's `options`. Since torch 2.0."""
+    from torch._inductor import list_options
+
+    return list_options()
+
+
+def backend_within(
+    budget: float, backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+) -> Callable[[Any, Any], Any]:
+    """A backend for torch.compile that keeps at most a share `budget` of the activations.
+
+    The setting is global in torch, so it holds while this backend compiles and no longer. Since torch
+    2.4; torch 2.13 has `torch.autograd.graph.region_activation_memory_budget`, which is to be traced.
+    """
+    from torch._functorch import config
+
+    if backend == "inductor":
+        compiler: Any = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+    else:
+        compiler = torch._TorchCompileWrapper(backend, mode, options, dynamic)
+
+    def compile_within_budget(graph: Any, inputs: Any) -> Any:
+        with config.patch(activation_memory_budget=budget):
+            return compiler(graph, inputs)
+
+    return compile_within_budget
+
+
+def has_compiled_call(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called. Since torch 2.2."""
+    return getattr(module, "_compiled_call_impl", None) is not None
