@@ -16,19 +16,19 @@ class Callback:
 
     A method that communicates must do so on all ranks.
 
-    What a callback must know to go on in a later process it returns from `state_dict`. A checkpoint
-    saves it, by the name of the callback's class and its number among those of that class.
+    `state_dict` returns what the callback needs to resume in a later process. A checkpoint saves it under the
+    name of the callback's class and its number among callbacks of that class.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """What to remember from one process to the next: plain values, tensors or DTensors; all ranks ask."""
+        """What a later process needs: plain values, tensors or DTensors; all ranks ask."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` once gave; called after INIT, before `fit`, on all ranks.
+        """Loads what `state_dict` returned; called after INIT, before `fit`, on all ranks.
 
         The states of model, optimizers and schedulers are loaded afterwards: a callback that changes the
-        optimizers' groups makes them here as they were.
+        optimizers' groups restores them here.
         """
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
@@ -90,7 +90,7 @@ class Callback:
         """After `epoch_end` and the evaluation that may follow it."""
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """A `fit` has come to its end."""
+        """A `fit` has ended."""
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
         """Evaluation begins."""
@@ -132,10 +132,10 @@ class Callback:
         """The outputs have been kept."""
 
     def predict_end(self, state: State, logger: Logger) -> None:
-        """A prediction has come to its end."""
+        """A prediction has ended."""
 
     def close(self, state: State, logger: Logger) -> None:
-        """The last call, also after an error or Ctrl-C: release what you hold."""
+        """The last call, also after an error or Ctrl-C: release resources."""
 
 
 class Periodic(Callback):

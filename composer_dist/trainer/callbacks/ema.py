@@ -1,4 +1,4 @@
-"""The exponential moving average of the weights, of shards as of whole tensors."""
+"""The exponential moving average of the weights, whether they are sharded or not."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Time, Timestamp, TimeUnit
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
-
-_SHOWN = 5
+from composer_dist.wording import listed
 
 
 class EMA(Callback):
     """Averages the trainable weights over the run, and evaluates with the averages.
 
-    What is `half_life` old counts half of what is new. Each rank averages its own shards, without any
-    communication; a checkpoint saves them as it saves the weights. Frozen parameters and buffers stay as
-    the model has them.
+    Weights that are `half_life` old count half as much as new ones. Each rank averages its own shards,
+    without communication; a checkpoint saves them as it saves the weights. Frozen parameters and buffers are
+    not averaged.
 
     Args:
-        half_life: in any unit but `dur`, such as "100ba" or "1e6tok".
+        half_life: in any unit except `dur`, such as "100ba" or "1e6tok".
         start: when averaging begins; until then evaluation uses the weights as they are.
-        update_interval: how often the averages move: in batches.
+        update_interval: how often to update the averages, in batches.
 
     Raises:
         ParallelismValueError: a time that is not positive or in another unit.
@@ -46,26 +45,26 @@ class EMA(Callback):
         self._interval = Time.of(update_interval, unit=None)
         if not self._half_life.value > 0 or self._half_life.unit is TimeUnit.DURATION:
             raise ParallelismValueError(
-                f"EMA's half_life is a positive time, not in 'dur', not '{half_life}'."
+                f"EMA's half_life must be a positive time, and not in 'dur': '{half_life}'."
             )
         if self._start.value < 0 or self._start.unit is TimeUnit.DURATION:
-            raise ParallelismValueError(f"EMA's start is a time, not in 'dur', not '{start}'.")
+            raise ParallelismValueError(f"EMA's start must be a time, and not in 'dur': '{start}'.")
         if self._interval.unit is not TimeUnit.BATCH or self._interval.value < 1:
-            raise ParallelismValueError(f"EMA's update_interval is in 'ba', not '{update_interval}'.")
+            raise ParallelismValueError(f"EMA's update_interval must be in 'ba', not '{update_interval}'.")
         self.averages: dict[str, Tensor] = {}
-        """By parameter name; DTensors where the parameters are. While they are swapped in, the weights."""
+        """By parameter name; DTensors like the parameters; the weights, while the averages are swapped in."""
         self._updated = Timestamp()
         self._swapped = False
         self._state: State | None = None
 
     def init(self, state: State, logger: Logger) -> None:
-        """Shows others the averages: fine-tuning in phases returns to earlier ones."""
+        """Shares the averages: fine-tuning in phases restores earlier ones."""
         self._state = state
         state.averages = self.averages
 
     @torch.no_grad()
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Moves the averages."""
+        """Updates the averages."""
         if not state.timestamp.reached(self._start) or state.timestamp.batch % int(self._interval.value):
             return
         weights = _weights(state)
@@ -89,13 +88,13 @@ class EMA(Callback):
         self.close(state, logger)
 
     def close(self, state: State, logger: Logger) -> None:
-        """The model gets its weights back, should an evaluation have failed."""
+        """The model gets its weights back, if an evaluation failed."""
         if self._swapped:
             self._exchange(state)
 
     @contextmanager
     def swapped_in(self, state: State) -> Iterator[None]:
-        """Inside, the model has the averages, to be exported or to predict, say."""
+        """Inside, the model has the averages, for example to export it or to predict."""
         self._exchange(state)
         try:
             yield
@@ -103,15 +102,15 @@ class EMA(Callback):
             self._exchange(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages, as they are sharded, and when they last moved."""
+        """The averages, sharded as they are, and when they were last updated."""
         return {"averages": dict(self.averages), "updated": self._updated.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over averages of the same parameters, sharded as these are now.
+        """Loads averages of the same parameters, sharded as these are now.
 
         Raises:
-            CheckpointValueError: they are of another model.
+            CheckpointValueError: they belong to another model.
         """
         model = self._state.model if self._state is not None else nn.Module()
         weights = dict(named_parameters_canonical(model))
@@ -136,15 +135,13 @@ class EMA(Callback):
 
 def _check_alike(weights: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> None:
     wrong = [
-        f"{name} is {tuple(average.shape)} there, "
-        + (f"{tuple(weights[name].shape)} here" if name in weights else "and not here")
+        f"{name} {tuple(average.shape)} / {tuple(weights[name].shape) if name in weights else 'missing'}"
         for name, average in averages.items()
         if weights and (name not in weights or weights[name].shape != average.shape)
     ]
     if wrong:
-        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise CheckpointValueError(
-            f"The EMA's averages are of another model: {'; '.join(wrong[:_SHOWN])}{more}."
+            f"The EMA's averages do not match the model (checkpoint / model): {listed(wrong, 5)}."
         )
 
 

@@ -1,4 +1,4 @@
-"""The floating-point operations that a training batch needs."""
+"""The floating-point operations of a training batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from composer_dist import _torch
 class FlopCount(_torch.TorchDispatchMode):
     """Counts matrix products, convolutions and attention while it is entered, by torch's formulas.
 
-    torch's own FlopCounterMode would also count what activation checkpointing computes a second time, which
-    no measure of a model's utilization does. That runs in backward with gradients enabled, as nothing else.
+    torch's own FlopCounterMode also counts what activation checkpointing computes a second time, which model
+    FLOPs utilization leaves out. Only that runs in backward with gradients enabled.
     """
 
     def __init__(self) -> None:
@@ -25,11 +25,11 @@ class FlopCount(_torch.TorchDispatchMode):
         self.in_backward = False
 
     def enter(self) -> None:
-        """Begins to count."""
+        """Starts counting."""
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
-        """Ends it."""
+        """Stops counting."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(

@@ -20,8 +20,8 @@ from composer_dist.trainer.state import State
 class Generate(Periodic):
     """Lets a `HuggingFaceModel` continue prompts now and then, and logs the table `generations`.
 
-    All ranks take part, each with all prompts, so it works however the model is sharded. Training goes on
-    as if nothing had happened: modes and random numbers are put back, and the time does not count.
+    All ranks take part, each with all prompts, so it works however the model is sharded. Training is
+    unaffected: modes and random numbers are restored, and the time does not count.
 
     Args:
         prompts: texts to continue.
@@ -44,7 +44,7 @@ class Generate(Periodic):
         self._prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not self._prompts or (batch_size is not None and batch_size < 1):
             raise ParallelismValueError(
-                f"Generate needs a prompt at least, and a positive batch_size, not {self._prompts} and "
+                f"Generate needs at least one prompt and a positive batch_size, not {self._prompts} and "
                 f"{batch_size}."
             )
         super().__init__(interval)
@@ -53,7 +53,7 @@ class Generate(Periodic):
         self._options = default | {"do_sample": False} | options
 
     def init(self, state: State, logger: Logger) -> None:
-        """Refuses models that cannot do it."""
+        """Refuses models that cannot generate."""
         lacking = [name for name in ("generate", "tokenizer") if getattr(state.model, name, None) is None]
         if lacking:
             raise ParallelismTypeError(
@@ -72,7 +72,7 @@ class Generate(Periodic):
     epoch_checkpoint = batch_checkpoint
 
     def _batches(self, state: State) -> Iterator[list[str]]:
-        """The prompts, one by one where the tokenizer cannot make them equally long."""
+        """The prompts, one by one if the tokenizer cannot pad them to one length."""
         tokenizer: Any = state.model.tokenizer
         size = self._size if tokenizer.pad_token is not None else 1
         for start in range(0, len(self._prompts), size):
@@ -92,7 +92,7 @@ class Generate(Periodic):
 
 
 def _side(model: Any) -> str:
-    """A decoder continues at the right end, so that it is padded on the left."""
+    """A decoder continues at the right end, so it is padded on the left."""
     return "right" if model.config.is_encoder_decoder else "left"
 
 

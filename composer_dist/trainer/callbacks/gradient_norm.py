@@ -23,7 +23,7 @@ class GradientNorm(Periodic):
         self._norm: Tensor | None = None
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Measures, if it is time to; the value belongs to the batch's end."""
+        """Measures, if it is time to; the value is logged at the batch's end."""
         self._norm = None
         if self._every.passes_with_this_batch(state):
             parts = {

@@ -12,10 +12,10 @@ from composer_dist.trainer.state import State
 
 
 class LRMonitor(Callback):
-    """Logs the rate of each parameter group that each step has used.
+    """Logs the learning rate of each parameter group, as each step used it.
 
-    The names are Composer's: `lr-AdamW/group0`; a second optimizer of a class is `lr-AdamW2`. Every Trainer
-    has one.
+    Names are Composer's: `lr-AdamW/group0`; a second optimizer of a class is `lr-AdamW2`. Every Trainer has
+    an LRMonitor.
     """
 
     def __init__(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import resource
-from pathlib import Path
 
+import psutil
 import torch
 
 from composer_dist.distributed.ranks import process_group
@@ -23,7 +23,7 @@ _ALLOCATOR = {
 
 
 class MemoryMonitor(Periodic):
-    """Logs the memory in use, in bytes: the least, the mean and the most of all ranks.
+    """Logs the memory in use, in bytes: the minimum, mean and maximum over all ranks.
 
     `memory/host/rss/min`, `.../mean`, `.../max`, and so on for `host/peak_rss` and, on an accelerator,
     `device/allocated`, `device/peak_allocated`, `device/reserved`, `device/peak_reserved` and the count
@@ -45,7 +45,7 @@ class MemoryMonitor(Periodic):
 def memory_of(device: torch.device) -> dict[str, float]:
     """This process's memory on the host and on its device, in bytes, by name."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-    now = _resident()
+    now = float(psutil.Process().memory_info().rss)
     memory = {"memory/host/rss": now, "memory/host/peak_rss": max(peak, now)}
     if device.type != "cpu":
         stats = torch.get_device_module(device).memory_stats(device)
@@ -54,20 +54,13 @@ def memory_of(device: torch.device) -> dict[str, float]:
 
 
 def over_ranks(values: dict[str, float]) -> dict[str, float]:
-    """Least, mean and most of each value; a collective with the same names on every rank."""
+    """Minimum, mean and maximum of each value; a collective with the same names on every rank."""
     world, rank = process_group.world_and_rank()
     table = torch.zeros(world, len(values), dtype=torch.float64)
     table[rank] = torch.tensor(list(values.values()), dtype=torch.float64)
     table = process_group.all_reduce(table, "sum")
-    reduced: dict[str, float] = {}
-    for name, column in zip(values, table.unbind(1), strict=True):
-        reduced[f"{name}/min"] = float(column.min())
-        reduced[f"{name}/mean"] = float(column.mean())
-        reduced[f"{name}/max"] = float(column.max())
-    return reduced
-
-
-def _resident() -> float:
-    """Bytes of this process in physical memory."""
-    pages = Path("/proc/self/statm").read_text().split()[1]
-    return float(int(pages) * resource.getpagesize())
+    return {
+        f"{name}/{how}": float(getattr(column, how)())
+        for name, column in zip(values, table.unbind(1), strict=True)
+        for how in ("min", "mean", "max")
+    }

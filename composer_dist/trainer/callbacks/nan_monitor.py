@@ -1,4 +1,4 @@
-"""Stops a run whose loss is no number any more."""
+"""Stops a run whose loss is nan or infinite."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from composer_dist.trainer.state import State
 class NaNMonitor(Periodic):
     """Raises on every rank when a batch's loss is nan or infinite, before the optimizers step.
 
-    The error names the first bad tensor, where there is one: in the batch, among the parameters, the
-    buffers, or else the gradients.
+    The error names the first bad tensor, if there is one: in the batch, the parameters, the buffers or the
+    gradients, in this order.
 
     Args:
-        interval: how often to look; an integer means epochs. Each look waits for the device.
+        interval: how often to check; an integer means epochs. Each check waits for the device.
     """
 
     def __init__(self, interval: Time | str | int = "1ba") -> None:
         super().__init__(interval)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Looks at the loss, which is the same on all ranks.
+        """Checks the loss, which is the same on all ranks.
 
         Raises:
             ParallelismValueError: it is not finite.
@@ -49,14 +49,15 @@ class NaNMonitor(Periodic):
             )
 
 
+_KINDS = ("the batch's", "the parameter", "the buffer", "the gradient of")
+
+
 def _first_bad(state: State) -> str | None:
     """The first tensor on this rank that holds nan or infinity, in words."""
-    for what, tensors in (
-        ("the batch's", _tensors(state.batch)),
-        ("the parameter", named_parameters_canonical(state.model)),
-        ("the buffer", named_buffers_canonical(state.model)),
-        ("the gradient of", _gradients(state)),
-    ):
+    parameters = named_parameters_canonical
+    gradients = ((name, p.grad) for name, p in parameters(state.model) if p.grad is not None)
+    groups = _tensors(state.batch), parameters(state.model), named_buffers_canonical(state.model), gradients
+    for what, tensors in zip(_KINDS, groups, strict=True):
         for name, tensor in tensors:
             if tensor.is_floating_point() and not _is_finite(tensor):
                 return f"{what} {name!r}"
@@ -65,8 +66,7 @@ def _first_bad(state: State) -> str | None:
 
 def _join(found: list[str | None]) -> str:
     """What all ranks have found; the first kind of tensor that is bad anywhere is the cause."""
-    kinds = ("the batch's", "the parameter", "the buffer", "the gradient of")
-    for kind in kinds:
+    for kind in _KINDS:
         by_text: dict[str, list[int]] = {}
         for rank, text in enumerate(found):
             if text and text.startswith(kind):
@@ -86,12 +86,6 @@ def _tensors(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(batch, Sequence) and not isinstance(batch, str):
         for index, value in enumerate(batch):
             yield from _tensors(value, f"{name}[{index}]")
-
-
-def _gradients(state: State) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in named_parameters_canonical(state.model):
-        if parameter.grad is not None:
-            yield name, parameter.grad
 
 
 def _is_finite(tensor: Tensor) -> bool:

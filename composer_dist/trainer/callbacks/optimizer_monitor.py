@@ -23,7 +23,7 @@ class OptimizerMonitor(Periodic):
 
     `l2_norm/<what>/<parameter>` and `l2_norm/<what>/global`, where `what` is "param", "grad" (before
     clipping), "moment", "second_moment" or another tensor that the optimizer keeps, and "update" (the
-    parameter's change by the step). All are those of whole tensors, however these are sharded.
+    parameter's change by the step). Norms are of whole tensors, however they are sharded.
 
     Args:
         interval: how often; an integer means epochs. A measured step copies this rank's shards.
@@ -47,7 +47,7 @@ class OptimizerMonitor(Periodic):
 
     @torch.no_grad()
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Measures what the step has made of them, and logs."""
+        """Measures the parameters after the step, and logs."""
         if not self._before:
             return
         parameters = dict(_trained(state))

@@ -1,4 +1,4 @@
-"""What devices can do at best."""
+"""The peak FLOP/s of devices."""
 
 from __future__ import annotations
 

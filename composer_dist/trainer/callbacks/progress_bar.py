@@ -1,4 +1,4 @@
-"""How far training is, how well it goes and how long it takes, on rank 0.
+"""The progress of training on rank 0: place, loss, speed and time left.
 
 A bar on a terminal; a line every few seconds in a log file and under torchrun, where several
 processes share the terminal.
@@ -18,14 +18,14 @@ from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
 
 BAR_INTERVAL = 0.25
-"""Seconds between two looks at the loss; each look waits for the device."""
+"""Seconds between two updates; each one reads the loss, which waits for the device."""
 
 
 class ProgressBar(Callback):
     """Shows epoch and batch, loss, samples or tokens per second, and the time left.
 
     Args:
-        bar: a bar that moves (True) or lines (False); None finds out what the stream can show.
+        bar: a moving bar (True) or lines (False); None chooses what the stream can show.
         interval: seconds between two lines.
         stream: where to write; standard error if None.
         clock: gives the seconds.
@@ -43,7 +43,7 @@ class ProgressBar(Callback):
         self._lines_interval = interval
         self._stream = stream
         self._clock = clock
-        self._display: _Display | None = None
+        self._display: _Surface | None = None
         self._began = 0.0
         self._shown: float | None = None
         self._at = Timestamp()
@@ -67,7 +67,7 @@ class ProgressBar(Callback):
         self.close(state, logger)
 
     def eval_start(self, state: State, logger: Logger) -> None:
-        """Opens the display, where the evaluation stands alone."""
+        """Opens the display, if the evaluation is not part of a fit."""
         self._open(state)
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
@@ -92,7 +92,7 @@ class ProgressBar(Callback):
         self._display.leave(label, "  ".join(where + parts))
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
-        """Closes the display, unless training goes on."""
+        """Closes the display, unless the evaluation is part of a fit."""
         if state.dataloader_label != "train":
             self.close(state, logger)
 
@@ -140,7 +140,7 @@ class ProgressBar(Callback):
         self._display.show("train", share, "  ".join(parts))
 
 
-class _Display(Protocol):
+class _Surface(Protocol):
     """Where the progress appears."""
 
     def show(self, label: str, share: float | None, text: str) -> None:
@@ -154,7 +154,7 @@ class _Display(Protocol):
 
 
 class _Lines:
-    """One line per look."""
+    """One line per update."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -211,7 +211,7 @@ def _can_show_a_bar(stream: TextIO) -> bool:
 
 
 def _where(state: State, at: Timestamp) -> str:
-    """The place in the run, in the words of its duration."""
+    """The place in the run, in the unit of its duration."""
     until = state.max_duration
     if until is None:
         return f"epoch {at.epoch}  batch {at.batch}"

@@ -1,4 +1,4 @@
-"""How long a run will go on."""
+"""The time that is left."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from composer_dist.trainer.state import State
 class RuntimeEstimator(Callback):
     """Logs `time/remaining_estimate`: the seconds until the `fit` ends, evaluations included.
 
-    Training goes on at its mean speed, without the first batches, which compile and allocate;
-    evaluations come as often, and take as long, as they have done so far.
+    It assumes the mean speed so far, without the first batches, which compile and allocate, and evaluations
+    as frequent and as long as so far.
 
     Args:
-        skip_batches: how many batches to leave out at first.
+        skip_batches: how many batches to skip first.
         clock: gives the seconds.
     """
 
@@ -36,7 +36,7 @@ class RuntimeEstimator(Callback):
         """The share that had passed at the last evaluation."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Begins to measure anew."""
+        """Starts measuring again."""
         self._start, self._skipped, self._paused = None, 0, 0.0
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -58,13 +58,13 @@ class RuntimeEstimator(Callback):
             logger.log_metrics({"time/remaining_estimate": remaining})
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
-        """An evaluation takes its own time."""
+        """An evaluation begins."""
         self._eval_began = self._clock()
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
         """Notes how long it took."""
         if state.dataloader_label != "train":
-            return  # no part of a fit
+            return  # not part of a fit
         seconds = self._clock() - self._eval_began
         self._paused += seconds
         self._eval_seconds += seconds
@@ -72,7 +72,7 @@ class RuntimeEstimator(Callback):
         self._last_eval = state.elapsed_duration() or 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """What evaluations have taken."""
+        """The number and duration of evaluations."""
         return {
             "eval_seconds": self._eval_seconds,
             "evaluations": self._evaluations,

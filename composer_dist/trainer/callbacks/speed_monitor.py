@@ -1,4 +1,4 @@
-"""How fast training is, and how much of the hardware it uses."""
+"""The speed of training, and how much of the hardware it uses."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from composer_dist.trainer.state import State
 class SpeedMonitor(Callback):
     """Logs batches, samples and tokens per second over the last batches, and the utilization (MFU).
 
-    `throughput/batches_per_sec`, `samples_per_sec`, `tokens_per_sec` and `flops_per_sec` are those of all
-    ranks together, `throughput/device/...` those of one on average. `throughput/device/mfu` is the share of
-    the peak. Time in evaluations does not count. Every Trainer has one.
+    `throughput/batches_per_sec`, `samples_per_sec`, `tokens_per_sec` and `flops_per_sec` cover all ranks,
+    `throughput/device/...` is the average of one rank. `throughput/device/mfu` is the share of the peak. Time
+    in evaluations does not count. Every Trainer has a SpeedMonitor.
 
-    A model that has a method `flops_per_batch(batch)`, as in Composer, says itself what forward and backward
-    of this rank's batch need. Else they are counted once, while the first batch is trained on.
+    A model may have Composer's method `flops_per_batch(batch)`: the FLOPs of forward and backward of this
+    rank's batch. Otherwise they are counted once, during the first batch.
 
     Args:
         window_size: batches to average over.
-        peak_flops: what one device can do, in FLOP/s; None looks the device up, and where it is not
-            known, as on a CPU, neither FLOPs nor MFU are logged.
+        peak_flops: the peak of one device, in FLOP/s; None looks the device up. If it is not known, as on a
+            CPU, neither FLOPs nor MFU are logged.
     """
 
     def __init__(self, window_size: int = 20, peak_flops: float | None = None) -> None:
@@ -45,18 +45,18 @@ class SpeedMonitor(Callback):
         self._window = window_size
         self._given = peak_flops
         self._peak: float | None = None
-        """That of all ranks together."""
+        """Of all ranks together."""
         self._count: FlopCount | None = None
         self._entered = False
         self._flops = self._samples = 0.0
         """Of this rank's microbatches of the first batch."""
         self._before = Timestamp()
         self._per_sample: float | None = None
-        """FLOPs of the model for a sample, and for a token; 0 where batches have none."""
+        """FLOPs of the model per sample, and per token; 0 if batches have no tokens."""
         self._per_token: float | None = None
 
     def init(self, state: State, logger: Logger) -> None:
-        """Finds out what the devices can do."""
+        """Looks up the devices' peak."""
         state.throughput.window = self._window
         mine = self._given or peak_of_device(state.device)
         if process_group.all_ranks(mine is not None):
@@ -75,7 +75,7 @@ class SpeedMonitor(Callback):
         if hasattr(model, "flops_per_batch"):
             self._flops, self._samples = float(model.flops_per_batch(state.batch)), num_samples(state.batch)
         elif any(is_compiled(module) for module in state.model.modules()):
-            # Dynamo gives up, for good, on what it meets inside of a dispatch mode.
+            # Dynamo permanently skips what it meets inside of a dispatch mode.
             self._count, self._peak = None, None
             warnings.warn(
                 "The FLOPs of a compiled model cannot be counted, so no MFU is logged. Give the model a "
@@ -93,7 +93,7 @@ class SpeedMonitor(Callback):
             self._entered = True
 
     def before_backward(self, state: State, logger: Logger) -> None:
-        """From here on, a forward is one of activation checkpointing."""
+        """From here on, a forward belongs to activation checkpointing."""
         if self._count is not None:
             self._count.in_backward = True
 
@@ -125,11 +125,11 @@ class SpeedMonitor(Callback):
         logger.log_metrics(metrics)
 
     def close(self, state: State, logger: Logger) -> None:
-        """Ends a counting that an error has cut off."""
+        """Stops counting after an error."""
         self._leave()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was counted: the first batch of a resumed run is one like all others."""
+        """The counts: a resumed run does not count its first batch again."""
         return {} if self._per_sample is None else {"flops": [self._per_sample, self._per_token]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -137,7 +137,7 @@ class SpeedMonitor(Callback):
         self._per_sample, self._per_token = state["flops"]
 
     def _learn(self, state: State) -> None:
-        """What a sample, and a token, of this batch needed on all ranks together."""
+        """The FLOPs of a sample and a token of this batch, over all ranks."""
         flops, samples = process_group.all_reduce([self._flops, self._samples], "sum")
         if not hasattr(state.model, "flops_per_batch"):  # ranks with the same data have shared its FLOPs
             flops *= state.world_size / data_part(mesh_of(state.model))["num_replicas"]

@@ -8,7 +8,8 @@ from typing import Any, TextIO
 
 from torch import Tensor
 
-from composer_dist.trainer.clock import Time, Timestamp
+from composer_dist.trainer.clock import Time
+from composer_dist.trainer.events import Every
 from composer_dist.trainer.logger import Logger, Metrics, Row
 from composer_dist.trainer.loggers.destination import LoggerDestination
 from composer_dist.trainer.state import State
@@ -18,15 +19,14 @@ class ConsoleLogger(LoggerDestination):
     """Prints the latest values every so often, on rank 0.
 
     Args:
-        interval: time between two printouts, such as "10ba" or "1ep"; an integer means epochs.
-            What is logged by an evaluation is printed at once.
+        interval: time between two printouts, such as "10ba" or "1ep"; an integer means epochs. What an
+            evaluation logs is printed at once.
         stream: where to print; standard error if None.
     """
 
     def __init__(self, interval: Time | str | int = "1ba", stream: TextIO | None = None) -> None:
-        self._interval = Time.of(interval)
+        self._every = Every("ConsoleLogger's interval", interval)
         self._stream = stream
-        self._printed = Timestamp()
         self._pending: dict[str, Any] = {}
 
     def log_metrics(self, metrics: Metrics, state: State) -> None:
@@ -40,10 +40,8 @@ class ConsoleLogger(LoggerDestination):
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Row], state: State) -> None:
         """Prints it at once, a block for each row."""
         if state.rank == 0:
-            lines = [f"[epoch {state.timestamp.epoch}, batch {state.timestamp.batch}] {name}"]
-            for row in rows:
-                lines += [f"  {column}: {value}" for column, value in zip(columns, row, strict=True)]
-            print("\n".join(lines), file=self._stream or sys.stderr, flush=True)
+            cells = (cell for row in rows for cell in zip(columns, row, strict=True))
+            self._write(state, f" {name}", [f"{column}: {value}" for column, value in cells])
 
     def init(self, state: State, logger: Logger) -> None:
         """Prints the hyperparameters."""
@@ -51,7 +49,7 @@ class ConsoleLogger(LoggerDestination):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Prints, if the interval has passed."""
-        if state.intervals(self._interval) > state.intervals(self._interval, self._printed):
+        if self._every.passed(state):
             self._print(state)
 
     epoch_end = batch_end
@@ -65,14 +63,17 @@ class ConsoleLogger(LoggerDestination):
         self._print(state)
 
     def _print(self, state: State) -> None:
-        self._printed = state.timestamp
+        self._every.start(state)
         if state.rank == 0 and self._pending:
-            at = state.timestamp
             width = max(map(len, self._pending))
-            lines = [f"[epoch {at.epoch}, batch {at.batch}]"]
-            lines += [f"  {name:<{width}}  {_spell(value)}" for name, value in self._pending.items()]
-            print("\n".join(lines), file=self._stream or sys.stderr, flush=True)
+            self._write(
+                state, "", [f"{name:<{width}}  {_spell(value)}" for name, value in self._pending.items()]
+            )
         self._pending.clear()
+
+    def _write(self, state: State, name: str, lines: Sequence[str]) -> None:
+        head = f"[epoch {state.timestamp.epoch}, batch {state.timestamp.batch}]{name}"
+        print("\n  ".join([head, *lines]), file=self._stream or sys.stderr, flush=True)
 
 
 def _spell(value: Any) -> str:
