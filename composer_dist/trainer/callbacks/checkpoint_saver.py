@@ -1,4 +1,4 @@
-"""Saves the run every so often, at its end, and when the process is asked to end."""
+"""Saves the run at an interval, at its end, and when the process is asked to end."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _log = logging.getLogger("composer_dist")
 
 
 class CheckpointSaver(Callback):
-    """Saves all that a run consists of, so that another process goes on as if nothing had happened.
+    """Saves the whole run, so that another process can resume it exactly.
 
-    A checkpoint holds the model, the optimizers, and what `Trainer.state_dict` gives: clock,
-    schedulers, callbacks, the place in the data, each rank's random generators.
+    A checkpoint holds the model, the optimizers, and what `Trainer.state_dict` returns: clock, schedulers,
+    callbacks, the position in the data, each rank's random generators.
 
-    While `fit` runs, SIGTERM does not end the process: all ranks finish the batch under way, or the
-    one after it, save, and end with `SystemExit(143)`. The handler is then the one from before again.
+    While `fit` runs, SIGTERM does not end the process: all ranks finish the present batch or the next one,
+    save, and exit with `SystemExit(143)`. Then the previous handler is restored.
 
     Args:
         folder: where checkpoints go, a path that all ranks see or an fsspec URL.
         interval: how often; an integer means epochs. None: only at the end.
         filename: of a checkpoint; `{epoch}`, `{batch}`, `{sample}` and `{token}` are filled in.
-        keep: how many stay, the newest, those of earlier processes included; None keeps all.
-        asynchronous: go on training while a checkpoint is written; at most one is at a time.
-        latest: name of a link in the folder to the newest checkpoint; where links are impossible it is
-            a file with its name. None makes none.
-        on_sigterm: save and end on SIGTERM.
+        keep: how many of the newest to keep, including those of earlier processes; None keeps all.
+        asynchronous: continue training while a checkpoint is written; at most one at a time.
+        latest: name of a link in the folder to the newest checkpoint, or of a file with its name if links are
+            impossible. None makes none.
+        on_sigterm: save and exit on SIGTERM.
 
     Raises:
         ParallelismValueError: the interval or `keep` is not positive; a filename that never changes.
@@ -62,7 +62,7 @@ class CheckpointSaver(Callback):
         self._every = None if interval is None else Every("interval", interval)
         self._filename = filename
         if keep is not None and keep < 1:
-            raise ParallelismValueError(f"keep={keep}: the newest checkpoint always stays; None keeps all.")
+            raise ParallelismValueError(f"keep={keep}: the newest checkpoint is always kept; None keeps all.")
         if self._name(Timestamp()) == self._name(Timestamp(epoch=1, batch=1, sample=1, token=1)):
             raise ParallelismValueError(
                 f"filename={filename!r} would be the same for all checkpoints; put {{batch}} into it."
@@ -90,10 +90,10 @@ class CheckpointSaver(Callback):
         if state.alarmed:
             self._finish()
             self._end_if_asked(state)
-        if state.timestamp.batch_in_epoch != state.train_length:  # else the epoch ends now, and is saved
+        if state.timestamp.batch_in_epoch != state.train_length:  # else the epoch ends now and is saved
             self._save_if_due(state)
         if self._pending is not None and self._pending.done:
-            state.raise_alarm()  # all ranks look after it together, after the next batch
+            state.raise_alarm()  # all ranks finish it together, after the next batch
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
         """Saves if it is time."""
@@ -107,11 +107,11 @@ class CheckpointSaver(Callback):
         self._end_if_asked(state)
 
     def close(self, state: State, logger: Logger) -> None:
-        """Waits for the save under way, and gives the signal back."""
+        """Waits for the present save, and restores the signal handler."""
         self._restore_handler()
         try:
             self._finish()
-        except ParallelismError as error:  # another error may be on its way up
+        except ParallelismError as error:  # another error may be propagating
             _log.error("The last checkpoint was not saved: %s", error)
 
     def _save_if_due(self, state: State) -> None:
@@ -134,7 +134,7 @@ class CheckpointSaver(Callback):
             self._finish()
 
     def _finish(self) -> None:
-        """Wait until the save under way is complete; then let `latest` point to it."""
+        """Wait until the present save is complete; then point `latest` to it."""
         pending, self._pending = self._pending, None
         path, self._writing = self._writing, ""
         if pending is not None:
@@ -150,7 +150,12 @@ class CheckpointSaver(Callback):
         self._save(state)
         self._finish()
         if state.rank == 0:
-            _log.warning("SIGTERM: the run is saved in %s and ends with status %d.", self.folder, EXIT_STATUS)
+            _log.warning(
+                "SIGTERM received: checkpoint saved in %s, exiting with status %d. Run the same command to "
+                "resume.",
+                self.folder,
+                EXIT_STATUS,
+            )
         raise SystemExit(EXIT_STATUS)
 
     def _restore_handler(self) -> None:
@@ -162,18 +167,18 @@ class CheckpointSaver(Callback):
             return self._filename.format(epoch=now.epoch, batch=now.batch, sample=now.sample, token=now.token)
         except (KeyError, IndexError) as error:
             raise ParallelismValueError(
-                f"filename={self._filename!r}: {error} is not known; there are epoch, batch, sample, token."
+                f"filename={self._filename!r}: {error} is unknown. Valid keys: epoch, batch, sample, token."
             ) from error
 
 
 def contents(state: State, run: bool = True) -> dict[str, Any]:
-    """What a checkpoint is made of, by key; every rank must ask. Without `run`, model and optimizers."""
+    """The contents of a checkpoint, by key; every rank must ask. Without `run`, model and optimizers."""
     optimizers = {f"optimizer{index or ''}": one for index, one in enumerate(state.optimizers)}
     return {"model": state.model, **optimizers, **(state.remember() if run else {})}
 
 
 def _point(folder: str, latest: str, name: str) -> None:
-    """Let `latest` lead to a checkpoint, in one step."""
+    """Point `latest` to a checkpoint, atomically."""
     if "://" in folder and not folder.startswith("file://"):
         import fsspec  # type: ignore[import-untyped]
 

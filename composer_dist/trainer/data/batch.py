@@ -1,7 +1,7 @@
-"""Batches of any structure: how large they are, how they are cut, where they are.
+"""Batches of any structure: their size, cutting them, moving them to a device.
 
 A batch is a tensor, or a mapping, sequence, named tuple or dataclass of batches; leaves of another
-kind are carried along. The samples are dimension 0 of every tensor that has a dimension.
+kind are kept as they are. The samples are dimension 0 of every tensor that has a dimension.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def num_samples(batch: Any) -> int:
 
 
 def num_tokens(batch: Any) -> int:
-    """The tokens of a Hugging Face batch, padding left out where a mask tells; 0 of any other."""
+    """The tokens of a Hugging Face batch, without padding if there is a mask; 0 for any other batch."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if not isinstance(ids, Tensor):
         return 0
@@ -44,7 +44,7 @@ def num_tokens(batch: Any) -> int:
 
 
 def split(batch: Any, count: int) -> list[Any]:
-    """At most `count` parts, in order, whose sizes differ by one sample at most; none is empty.
+    """At most `count` parts, in order, whose sizes differ by at most one sample; none is empty.
 
     Raises:
         ParallelismValueError: the tensors differ in their first dimension.

@@ -3,8 +3,8 @@
 Before each batch every rank tells all others, in one small all-reduce, whether it has one and how
 large it is. So all ranks take the same number of steps and microbatches, whatever their dataloaders
 hold: a rank that has run out takes part with its last batch at weight 0 until all have run out, and
-no sample is lost or counted twice. The same message carries what else must be equal everywhere:
-rank 0's clock, a wish to stop, and the failure of a dataloader.
+no sample is lost or counted twice. The same message carries whatever else must be equal everywhere:
+rank 0's clock, a request to stop, and the failure of a dataloader.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Fed:
 
     batch: Any
     filler: bool
-    """This rank has run out: the batch is an old one and counts for nothing."""
+    """This rank has run out: the batch is an old one and does not count."""
     weight: float
     """This rank's terms in the loss, 0 for a filler."""
     mean_weight: float
@@ -75,7 +75,7 @@ class Feed:
         measure: the size of a batch.
         clock: this rank's seconds.
         replicas: how many ranks have different data; None means all.
-        place: where the pass begins, as `place` gave it, perhaps in another process; None is the start.
+        place: where the pass starts, as `place` returned it, perhaps in another process; None: at the start.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class Feed:
         self.ended = False
         """Whether all ranks have run out."""
         self.stopped = False
-        """Whether a rank wished to stop, at the last `next`; a batch is kept for the next call."""
+        """Whether a rank asked to stop, at the last `next`; a batch is kept for the next call."""
         self.length: int | None = None
         """The most batches that any rank has, where all know it; from the first `next` on."""
 
     def next(self, stop: bool = False, alarm: bool = False) -> Fed | None:
-        """The next batch; None when all ranks have run out (`ended`), or any wishes to `stop`.
+        """The next batch; None if all ranks have run out (`ended`), or any asks to `stop`.
 
         Raises:
             ParallelismError: on every rank: a dataloader failed, or a rank has no batch at all.
@@ -126,11 +126,11 @@ class Feed:
         return fed
 
     def place(self) -> dict[str, Any]:
-        """Where the next batch is, for another process to begin there; every rank asks."""
+        """Where the next batch is, for another process to start there; every rank asks."""
         return self._reading.place_of_all(self._holds)
 
     def generators(self) -> dict[str, Any]:
-        """The host's generators before a batch that was read, but not given out; {} where there is none."""
+        """The host's generators before a batch that was read but not returned; {} if there is none."""
         return self._reading.generators(self._holds)
 
     @property
@@ -197,11 +197,11 @@ class Feed:
                 "rank needs at least one batch. (A generator can be read only once.)"
             )
         self._behind += bool(without)
-        if self._behind == 2:  # one batch less is how samples fall that no number divides
+        if self._behind == 2:  # one batch less happens if samples do not divide evenly
             warnings.warn(
                 f"The {self._label} dataloader of {_spell(without, self._world)} ended after "
-                f"{self._count - 1} batches, before the others. Until all have ended, it takes part "
-                "with its last batch at weight 0: results are exact, but its time is wasted.",
+                f"{self._count - 1} batches, before the others. Until all have ended, it repeats its last "
+                "batch at weight 0: results are exact, but its time is wasted.",
                 UserWarning,
                 stacklevel=4,
             )

@@ -1,4 +1,4 @@
-"""How a batch is fetched, in a worker or not: the samples of one rank, with randomness of its own."""
+"""How a batch is fetched, in a worker or not: the samples of one rank, with its own randomness."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Collate = Callable[[list[Any]], Any]
 class FetchBatch(Dataset[Any]):
     """Whole batches of a dataset: `fetch[seed, indices]`, collated.
 
-    What the dataset and `collate` draw at random is a function of the seed, in whichever process.
+    What the dataset and `collate` draw at random depends on the seed alone, in any process.
     """
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
@@ -46,7 +46,7 @@ class StreamBatches(IterableDataset[Any]):
         size: samples of all ranks together.
         num_replicas: ranks with different data.
         rank: this one.
-        start: samples to pass over.
+        start: samples to skip.
         drop_last: leave out a last batch that is smaller.
         seed: of what the dataset and `collate` draw.
     """
@@ -63,14 +63,9 @@ class StreamBatches(IterableDataset[Any]):
         drop_last: bool,
         seed: int,
     ) -> None:
-        self.dataset = dataset
-        self.collate = collate
-        self.size = size
-        self.num_replicas = num_replicas
-        self.rank = rank
-        self.start = start
-        self.drop_last = drop_last
-        self.seed = seed
+        self.dataset, self.collate, self.seed = dataset, collate, seed
+        self.size, self.num_replicas, self.rank = size, num_replicas, rank
+        self.start, self.drop_last = start, drop_last
 
     def __iter__(self) -> Iterator[Any]:
         randomness = OwnRandomness(self.seed)

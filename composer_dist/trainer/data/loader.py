@@ -1,7 +1,7 @@
 """A dataloader whose order depends on the seed and the epoch alone, and that resumes anywhere.
 
-It is a plain torch DataLoader inside: what is its own is the order (order.py), the place in it, which
-is one number for all ranks, and the randomness of a batch, which is a function of its place.
+It wraps a plain torch DataLoader. It adds the order (order.py), the position in it, which is one number for
+all ranks, and the randomness of a batch, which is a function of its position.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from composer_dist.trainer.data.randomness import derived_seed
 class DistributedDataLoader:
     """This rank's batches of a dataset that all ranks read together.
 
-    No sample is left out, or read twice in an epoch, on any number of ranks, and after a resume with
-    another number either. Give it to the Trainer, which places it, or place it with `mesh`.
+    No sample is skipped or read twice in an epoch, on any number of ranks, also after resuming on another
+    number of ranks. Give it to the Trainer, which places it, or place it with `mesh`.
 
     Args:
         dataset: anything with `__getitem__` and `__len__` (a torch or Hugging Face dataset, a list),
-            or an iterable one: then every rank reads the whole stream and keeps its own samples.
+            or an iterable: then every rank reads the whole stream and keeps its own samples.
         batch_size: samples of one rank's batch.
-        global_batch_size: samples of all ranks together, instead; it stays when their number changes.
-        shuffle: a new order in each epoch; an iterable dataset must do that itself, by `set_epoch`.
+        global_batch_size: samples of all ranks together, instead; independent of the number of ranks.
+        shuffle: a new order in each epoch; an iterable dataset must shuffle itself, by `set_epoch`.
         seed: of the order, and of what the dataset and `collate_fn` draw from Python's, numpy's and
             torch's generators, whatever `num_workers` is.
         drop_last: leave out the last global batch if it is smaller.
@@ -42,7 +42,7 @@ class DistributedDataLoader:
         options: go to torch's DataLoader: `num_workers`, `pin_memory`, `prefetch_factor`, ...
 
     Raises:
-        ParallelismValueError: not one of the two sizes is given; an option that cannot work here.
+        ParallelismValueError: not exactly one of the two sizes; an option that cannot work here.
         ParallelismTypeError: the dataset can be neither indexed nor iterated.
     """
 
@@ -63,7 +63,7 @@ class DistributedDataLoader:
         self.batch_size = _positive("batch_size", batch_size)
         self.global_batch_size = _positive("global_batch_size", global_batch_size)
         if (batch_size is None) == (global_batch_size is None):
-            raise ParallelismValueError("Give batch_size, or global_batch_size, and not both.")
+            raise ParallelismValueError("Pass either batch_size or global_batch_size.")
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
@@ -98,14 +98,14 @@ class DistributedDataLoader:
         return other
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of an epoch, and tells the dataset, if it wants to know."""
+        """Goes to the start of an epoch; calls the dataset's own `set_epoch`, if it has one."""
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
         self._epoch, self._ended = epoch, False
         self._start, self._batches_before, self._batches = 0, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the last batch that was given: equal on all ranks, good for any number."""
+        """The position after the last batch: equal on all ranks, valid for any number of ranks."""
         samples = self._start + self._batches * self._size
         batches = self._batches_before + self._batches
         if self._length is not None:
@@ -120,25 +120,24 @@ class DistributedDataLoader:
                 "length": self._length,
                 "shuffle": self.shuffle,
                 "seed": self.seed,
-                # Streams that shuffle, as those of `datasets`, do it otherwise in a worker.
+                # Streams that shuffle, like those of `datasets`, use another order in a worker.
                 "num_workers": self._options.get("num_workers", 0) if self._length is None else None,
             },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to the place that `state_dict` tells of.
+        """Goes to the position that `state_dict` returned.
 
         Raises:
-            ParallelismValueError: the data are others now, so that the place means nothing.
+            ParallelismValueError: the data differ, so the position has no meaning.
         """
         now = self.state_dict()["data"]
         then = state["data"]
-        changed = [f"{name} was {then[name]} and is {now[name]}" for name in now if then[name] != now[name]]
+        changed = [f"{name} was {then[name]}, is now {now[name]}" for name in now if then[name] != now[name]]
         if changed:
             raise ParallelismValueError(
-                f"The training data are not those of the checkpoint: {'; '.join(changed)}. The samples that "
-                "were read already cannot be told. Give the same data, or ignore the place with "
-                "load_ignore_keys=['data'], which starts the epoch again."
+                f"The data differ from the checkpoint's ({'; '.join(changed)}), so the samples already seen "
+                "are unknown. Restore the data, or restart the epoch with load_ignore_keys=['data']."
             )
         self.set_epoch(state["epoch"])
         self._start, self._batches_before = state["samples"], state["batches"]
@@ -150,7 +149,7 @@ class DistributedDataLoader:
         return self._batches_before + batches_left(self._start, self._length, self._size, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        """A pass from the present place to the end of the epoch; the next one begins at its start."""
+        """A pass from the present position to the end of the epoch; the next one starts at the beginning."""
         if self.num_replicas is None:
             world, _ = process_group.world_and_rank()
             if world > 1:
@@ -213,7 +212,7 @@ class DistributedDataLoader:
         if self._size < num_replicas and self.global_batch_size:
             raise ParallelismValueError(
                 f"global_batch_size={self.global_batch_size} leaves some of the {num_replicas} data-parallel "
-                "ranks without samples; give it one for each rank at least."
+                "ranks without samples; it must be at least the number of ranks."
             )
         self.num_replicas, self.rank, self._loader = num_replicas, rank, None
 
@@ -236,28 +235,28 @@ def _check(dataset: Any, shuffle: bool, options: Mapping[str, Any]) -> None:
     """Refuses what would lose samples, or their order."""
     if wrong := [name for name in ("sampler", "batch_sampler", "generator") if name in options]:
         raise ParallelismValueError(
-            f"{', '.join(wrong)}: a DistributedDataLoader has an order of its own, by shuffle and seed. With "
-            "another one use torch's DataLoader and DistributedSampler(dataset, **sampler_kwargs(mesh))."
+            f"{', '.join(wrong)}: a DistributedDataLoader makes its own order from shuffle and seed. For "
+            "another order use torch's DataLoader and DistributedSampler(dataset, **sampler_kwargs(mesh))."
         )
     if _length(dataset) is not None:
         return
     if not isinstance(dataset, Iterable):
         raise ParallelismTypeError(
-            f"A {type(dataset).__name__} has neither __getitem__ and __len__, nor __iter__: it is no dataset."
+            f"{type(dataset).__name__} is not a dataset: it has neither __getitem__ and __len__ nor __iter__."
         )
     if isinstance(dataset, Iterator):
         raise ParallelismTypeError(
-            f"A {type(dataset).__name__} can be read only once; give an object whose __iter__ begins anew."
+            f"A {type(dataset).__name__} can be read only once; pass an object whose __iter__ starts over."
         )
     if shuffle:
         raise ParallelismValueError(
-            f"A {type(dataset).__name__} has no length, so its samples cannot be shuffled here. Let it do "
-            "that itself, by the epoch that its set_epoch(epoch) is told."
+            f"A {type(dataset).__name__} has no length, so its samples cannot be shuffled here. Shuffle "
+            "inside the dataset, by the epoch that its set_epoch(epoch) receives."
         )
     if options.get("num_workers", 0) > 1 or options.get("persistent_workers"):
         raise ParallelismValueError(
-            "A stream has one order, so one worker reads it: give num_workers=0 or 1, and no "
-            "persistent_workers, which would not hear of the next epoch."
+            "A stream has one order, so one worker reads it: pass num_workers=0 or 1, without "
+            "persistent_workers, which would not learn of the next epoch."
         )
 
 
@@ -272,5 +271,5 @@ def _length(dataset: Any) -> int | None:
 
 def _positive(name: str, size: int | None) -> int | None:
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ParallelismValueError(f"{name} is a positive number of samples, not {size!r}.")
+        raise ParallelismValueError(f"{name} must be a positive number of samples, not {size!r}.")
     return size

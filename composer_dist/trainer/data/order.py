@@ -1,8 +1,8 @@
-"""Which sample comes when: a function of the seed and the epoch, whatever the number of ranks.
+"""The order of samples: a function of the seed and the epoch, whatever the number of ranks.
 
 All ranks together read the samples of an epoch in one order, a global batch at a time, and each rank
-takes its contiguous share of every batch. So after any number of batches, what has been read is the
-beginning of that order, and a run with another number of ranks goes on at its end.
+takes its contiguous share of every batch. So after any number of batches, the samples read are the
+beginning of that order, and a run on another number of ranks continues after them.
 """
 
 from __future__ import annotations

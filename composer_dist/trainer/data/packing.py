@@ -1,15 +1,15 @@
-"""Documents of any length as blocks of one length, without attention from one document to another.
+"""Documents of any length packed into blocks of one length, without attention between documents.
 
-A block has `input_ids`, `labels` and `position_ids`. Positions begin at 0 with each document: from that,
-and from there being no attention mask and no cache, transformers' models tell the documents of a block
-apart. (`HuggingFaceModel` sees to the cache; a bare model needs `use_cache=False`.) The first label of
-each document is -100, because its predecessor in the block is another document's; so are those of padding.
+A block has `input_ids`, `labels` and `position_ids`. Positions start at 0 with each document; without an
+attention mask and a cache, transformers' models use them to separate the documents of a block.
+(`HuggingFaceModel` turns the cache off; a bare model needs `use_cache=False`.) The first label of each
+document is -100, because its predecessor in the block is another document's; so are the labels of padding.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         drop_last: with "cut", leave out the last block if it is not full.
 
     Raises:
-        ParallelismValueError: there are no tokens, or an option cannot be.
+        ParallelismValueError: there are no tokens, or an option is invalid.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     ) -> None:
         check_length(length)
         if how not in ("cut", "whole"):
-            raise ParallelismValueError(f"how is 'cut' or 'whole', not {how!r}.")
+            raise ParallelismValueError(f"how must be 'cut' or 'whole', not {how!r}.")
         self._documents = documents
         self._length = length
         self._key = key
@@ -85,7 +85,7 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
     """Blocks of tokens from a stream of documents, cut where a block is full.
 
     Args:
-        documents: an iterable of token sequences, or of mappings with one; begins anew each time.
+        documents: an iterable of token sequences, or of mappings with one; starts over each time.
         length: tokens of a block.
         key: of the tokens in a mapping.
         pad_token_id: for what is left of the last block.
@@ -109,7 +109,7 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         self._drop_last = drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the documents, if they want to know."""
+        """Calls the documents' own `set_epoch`, if they have one."""
         if callable(tell := getattr(self._documents, "set_epoch", None)):
             tell(epoch)
 
@@ -144,9 +144,9 @@ def block(pieces: Sequence[Tensor], length: int, pad_token_id: int) -> dict[str,
 
 
 def check_length(length: object) -> None:
-    """Refuses lengths of which no label would be left."""
+    """Refuses lengths that would leave no label."""
     if not isinstance(length, int) or length < 2:
-        raise ParallelismValueError(f"length is a number of tokens, 2 at least, not {length!r}.")
+        raise ParallelismValueError(f"length must be a number of tokens, at least 2, not {length!r}.")
 
 
 def _cut(lengths: Sequence[int], size: int) -> list[list[Piece]]:
@@ -193,24 +193,23 @@ def _best_fit(lengths: Sequence[int], size: int) -> list[list[Piece]]:
 def _all_tokens(documents: Any, key: str) -> Iterator[Any]:
     """The token sequences of all documents; of a Hugging Face dataset by its column, as Python lists."""
     if hasattr(documents, "with_format") and hasattr(documents, "column_names"):
-        if key not in documents.column_names:
-            raise ParallelismValueError(
-                f"The dataset has no column {key!r}; it has {', '.join(documents.column_names)}. Tokenize it "
-                "first."
-            )
+        _check_key(key, "The dataset has no column", documents.column_names)
         yield from documents.with_format(None)[key]
         return
     for number in range(len(documents)):
         yield _tokens(documents[number], key, number)
 
 
+def _check_key(key: str, lacks: str, there: Collection[Any]) -> None:
+    if key not in there:
+        raise ParallelismValueError(
+            f"{lacks} {key!r}; it has {', '.join(map(str, there))}. Tokenize it first."
+        )
+
+
 def _tokens(document: Any, key: str, number: int) -> Tensor:
     if isinstance(document, Mapping):
-        if key not in document:
-            raise ParallelismValueError(
-                f"Document {number} has no {key!r}; it has {', '.join(map(str, document))}. Tokenize it "
-                "first."
-            )
+        _check_key(key, f"Document {number} has no", document)
         document = document[key]
     try:
         tokens = torch.as_tensor(document)
@@ -218,6 +217,6 @@ def _tokens(document: Any, key: str, number: int) -> Tensor:
         tokens = None
     if tokens is None or tokens.ndim != 1 or (len(tokens) and tokens.is_floating_point()):
         raise ParallelismTypeError(
-            f"Document {number} is no sequence of tokens, but a {type(document).__name__}. Tokenize it first."
+            f"Document {number} is not a sequence of tokens but a {type(document).__name__}; tokenize it."
         )
     return tokens.long()

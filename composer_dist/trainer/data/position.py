@@ -1,8 +1,8 @@
-"""A pass over a dataloader that knows its place, and can begin at one.
+"""A pass over a dataloader that knows its position, and can start at one.
 
-There are three kinds. A `DistributedDataLoader` says it in one number for all ranks. Other dataloaders
-with a `state_dict`, such as torchdata's, each say their own. Of any other the batches are counted, and
-read once more: with the generators as they were when the pass began, so that a sampler shuffles alike.
+There are three kinds. A `DistributedDataLoader` has one position for all ranks. Other dataloaders with a
+`state_dict`, such as torchdata's, have one on each rank. The batches of any other dataloader are counted and
+read again, with the generators as they were when the pass began, so that a sampler shuffles alike.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Reading:
 
     Args:
         dataloader: this rank's.
-        place: where to begin, as `place_of_all` once gave it; None is the start.
+        place: where to start, as `place_of_all` returned it; None is the beginning.
 
     Raises:
-        ParallelismValueError: the place means nothing in this dataloader.
+        ParallelismValueError: the position has no meaning in this dataloader.
     """
 
     def __init__(self, dataloader: Iterable[Any], place: Mapping[str, Any] | None = None) -> None:
@@ -42,7 +42,7 @@ class Reading:
         self._generators = {} if self._kind == _ANY_WORLD else host_states()
         self._began: dict[str, Any] = to_plain(self._generators) if self._kind == _COUNTED else {}
         self.batches = 0
-        """Batches of this rank, those before `place` among them."""
+        """Batches of this rank, including those before `place`."""
         if place is None:
             self._iterator = iter(dataloader)
         else:
@@ -60,12 +60,12 @@ class Reading:
         return batch
 
     def place(self, last: bool) -> dict[str, Any]:
-        """The place of this rank: after its last batch, or, if that is held back, `last`, before it."""
+        """This rank's position: after its last batch, or before it if that is held back (`last`)."""
         batches = self.batches - last
         return {"batches": batches, "state": self._state if last else self._state_now()}
 
     def generators(self, last: bool) -> dict[str, Any]:
-        """The host's generators at that place, as far as reading has moved them."""
+        """The host's generators at that position, if reading has moved them."""
         return self._generators if last else {}
 
     def place_of_all(self, last: bool) -> dict[str, Any]:
@@ -95,8 +95,8 @@ class Reading:
 
 
 _REMEDY = (
-    "Give the same data as then, or start the epoch again with load_ignore_keys=['data']; a "
-    "DistributedDataLoader goes on with any number of ranks."
+    "Restore the data, or restart the epoch with load_ignore_keys=['data']; a DistributedDataLoader resumes "
+    "on any number of ranks."
 )
 
 
@@ -108,14 +108,14 @@ def _kind(dataloader: object) -> str:
 
 
 def _mine(place: Mapping[str, Any], kind: str, name: str) -> Mapping[str, Any]:
-    """This rank's place.
+    """This rank's position.
 
     Raises:
-        ParallelismValueError: another kind of dataloader gave it, or another number of ranks did.
+        ParallelismValueError: it comes from another kind of dataloader, or another number of ranks.
     """
     if place["kind"] != kind:
         raise ParallelismValueError(
-            f"The checkpoint's place is none in a {name}: another dataloader was in use. {_REMEDY}"
+            f"The checkpoint's position has no meaning in a {name}: another dataloader was in use. {_REMEDY}"
         )
     ranks = place["ranks"]
     if kind == _ANY_WORLD:
@@ -124,8 +124,8 @@ def _mine(place: Mapping[str, Any], kind: str, name: str) -> Mapping[str, Any]:
     world, rank = process_group.world_and_rank()
     if len(ranks) != world:
         raise ParallelismValueError(
-            f"The checkpoint has the places of {len(ranks)} ranks in their {name}, and there are {world} "
-            f"ranks now. {_REMEDY}"
+            f"The checkpoint has positions of {len(ranks)} ranks in their {name}, but there are {world} "
+            f"now. {_REMEDY}"
         )
     mine: Mapping[str, Any] = ranks[rank]
     return mine

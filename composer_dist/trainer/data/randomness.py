@@ -1,7 +1,4 @@
-"""The states of all random generators: taken, set back, and set aside for a while.
-
-MERGED: Random seeds, and algorithms that give the same every time.
-"""
+"""Random seeds, the states of all random generators, and deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import torch
 
 
 def derived_seed(*parts: object) -> int:
-    """A seed that is a function of `parts`, and unlike those of any other parts."""
+    """A seed that depends on `parts` alone, and differs for other parts."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1  # torch's seeds are signed
 
@@ -61,7 +58,7 @@ def generator_states(device: torch.device, host: Mapping[str, Any] | None = None
 
 
 def set_generator_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """The inverse of `generator_states`; a generator without a state there stays as it is."""
+    """The inverse of `generator_states`; a generator without a saved state stays as it is."""
     set_host_states(from_plain(states))
     if device.type != "cpu" and "device" in states:
         torch.get_device_module(device).set_rng_state(states["device"].cpu(), device)
@@ -89,7 +86,7 @@ def from_plain(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """Whatever the body draws or seeds on the host, the generators are afterwards where they were."""
+    """Restores the host's generators afterwards, whatever the body draws or seeds."""
     states = host_states()
     try:
         yield
@@ -98,10 +95,10 @@ def set_aside() -> Iterator[None]:
 
 
 class OwnRandomness:
-    """Generators of the host that only its bodies draw from: they go on where the last one ended.
+    """Host generators of one's own: each `with` continues where the last one ended.
 
     Args:
-        seed: where they begin.
+        seed: of the first one.
     """
 
     def __init__(self, seed: int) -> None:
@@ -110,7 +107,7 @@ class OwnRandomness:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Puts them in the place of the process's own while the body runs."""
+        """Replaces the process's generators while the body runs."""
         with set_aside():
             if self._states is None:
                 seed_host(self._seed)
@@ -124,14 +121,12 @@ class OwnRandomness:
 
 def seed_all(seed: int) -> None:
     """Seeds Python, torch on all devices, and numpy if it has been imported."""
-    random.seed(seed)
+    seed_host(seed)
     torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def use_deterministic_algorithms() -> Callable[[], None]:
-    """Has torch raise where it has no deterministic algorithm; returns what undoes that.
+    """Makes torch raise if it has no deterministic algorithm. Returns a function that undoes this.
 
     cuBLAS is deterministic only with a workspace of fixed size, which it reads from the environment when
     it is first used (see torch.use_deterministic_algorithms); nothing else reads that variable.

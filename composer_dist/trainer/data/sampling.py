@@ -23,7 +23,7 @@ def data_part(mesh: Mesh | None) -> dict[str, int]:
     if world > 1:
         raise ParallelismValueError(
             f"There are {world} ranks, but neither a parallelism_config nor a prepared model: each "
-            "would train a model of its own. Pass parallelism_config='fsdp', for example."
+            "would train its own model. Pass parallelism_config='fsdp', for example."
         )
     return {"num_replicas": 1, "rank": 0}
 
@@ -55,18 +55,18 @@ def check_sampler(dataloader: Iterable[Any], expected: Mapping[str, int]) -> Non
             f"All {expected['num_replicas']} data-parallel ranks would train on the same samples: "
             f"the sampler of the training {type(dataloader).__name__} is not distributed. Give it "
             "sampler=DistributedSampler(dataset, **sampler_kwargs(mesh)), or pass a "
-            "DistributedDataLoader(dataset, batch_size), which does that by itself; or, if every rank's "
-            "dataset is its own part already, pass check_sampler=False to the Trainer."
+            "DistributedDataLoader(dataset, batch_size), which does that itself; or, if every rank's dataset "
+            "already is its own part, pass check_sampler=False to the Trainer."
         )
 
 
 def placed(dataloader: Iterable[Any], part: Mapping[str, int]) -> Iterable[Any]:
-    """A dataloader for this rank, if it leaves that to us, as `DistributedDataLoader` does; else itself."""
+    """The dataloader, placed on this rank if it is a `DistributedDataLoader`."""
     return dataloader.placed(**part) if isinstance(dataloader, DistributedDataLoader) else dataloader
 
 
 def set_epoch(dataloader: Iterable[Any], epoch: int) -> None:
-    """Tells the epoch to whatever shuffles by it: the sampler, the dataset, the dataloader."""
+    """Calls `set_epoch` of whatever shuffles by it: the sampler, the dataset, the dataloader."""
     for part in _parts(dataloader):
         setter = getattr(part, "set_epoch", None)
         if callable(setter):

@@ -102,11 +102,11 @@ def test_an_asynchronous_save_that_fails_ends_the_run(tmp_path: Path, monkeypatc
 
 
 def test_options_that_cannot_work(tmp_path: Path) -> None:
-    with pytest.raises(ParallelismValueError, match="keep=0: the newest checkpoint always stays"):
+    with pytest.raises(ParallelismValueError, match="keep=0: the newest checkpoint is always kept"):
         CheckpointSaver(tmp_path, keep=0)
     with pytest.raises(ParallelismValueError, match="'model' would be the same for all"):
         CheckpointSaver(tmp_path, filename="model")
-    with pytest.raises(ParallelismValueError, match="'step' is not known"):
+    with pytest.raises(ParallelismValueError, match="'step' is unknown"):
         CheckpointSaver(tmp_path, filename="{step}")
     with pytest.raises(ParallelismValueError, match="interval must be positive"):
         CheckpointSaver(tmp_path, "0ba")

@@ -123,5 +123,5 @@ def test_a_model_that_cannot_is_refused_on_every_rank(world2: World) -> None:
 
 def test_there_must_be_prompts() -> None:
     for prompts, size in (([], None), (["a"], 0)):
-        with pytest.raises(ParallelismValueError, match="prompt at least"):
+        with pytest.raises(ParallelismValueError, match="at least one prompt"):
             Generate(prompts, batch_size=size)

@@ -152,7 +152,9 @@ def test_data_that_changed_are_refused() -> None:
     [other] = loaders(1, list(range(9)), shuffle=True, seed=2)
     with pytest.raises(ParallelismValueError) as caught:
         other.load_state_dict(state)
-    assert "length was 23 and is 9; shuffle was False and is True; seed was 0 and is 2" in str(caught.value)
+    assert "length was 23, is now 9; shuffle was False, is now True; seed was 0, is now 2" in str(
+        caught.value
+    )
 
 
 class Noisy:
@@ -247,7 +249,7 @@ def test_hugging_face_datasets() -> None:
     rest.load_state_dict(first[0].state_dict())
     seen += [batch["x"] for batch in rest]
     assert sorted(torch.cat(seen).tolist()) == list(range(LENGTH))
-    with pytest.raises(ParallelismValueError, match="num_workers was 1 and is 0"):
+    with pytest.raises(ParallelismValueError, match="num_workers was 1, is now 0"):
         loaders(1, stream)[0].load_state_dict(first[0].state_dict())
 
 
@@ -262,10 +264,10 @@ def test_persistent_workers_follow_the_epochs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((), {}, "Give batch_size, or global_batch_size, and not both"),
-        ((2,), {"global_batch_size": 4}, "and not both"),
-        ((0,), {}, "batch_size is a positive number of samples, not 0"),
-        ((2,), {"sampler": [1]}, "sampler: a DistributedDataLoader has an order of its own"),
+        ((), {}, "either batch_size or global_batch_size"),
+        ((2,), {"global_batch_size": 4}, "either batch_size or global"),
+        ((0,), {}, "batch_size must be a positive number of samples, not 0"),
+        ((2,), {"sampler": [1]}, "sampler: a DistributedDataLoader makes its own order"),
     ],
 )
 def test_options_that_cannot_work(arguments: Any, options: Any, message: str) -> None:
@@ -274,7 +276,7 @@ def test_options_that_cannot_work(arguments: Any, options: Any, message: str) ->
 
 
 def test_datasets_that_cannot_work() -> None:
-    with pytest.raises(ParallelismTypeError, match="A int has neither"):
+    with pytest.raises(ParallelismTypeError, match="int is not a dataset: it has neither"):
         DistributedDataLoader(3, 1)
     with pytest.raises(ParallelismTypeError, match="A range_iterator can be read only once"):
         DistributedDataLoader(iter(range(3)), 1)

@@ -132,11 +132,11 @@ def test_a_stream_hears_of_the_epoch() -> None:
 def test_what_cannot_be_packed_is_named() -> None:
     with pytest.raises(ParallelismValueError, match="all documents are empty"):
         PackedDataset([[], []], 4)
-    with pytest.raises(ParallelismValueError, match="length is a number of tokens, 2 at least, not 1"):
+    with pytest.raises(ParallelismValueError, match="length must be a number of tokens, at least 2, not 1"):
         PackedStream(DOCUMENTS, 1)
-    with pytest.raises(ParallelismValueError, match="how is 'cut' or 'whole', not 'bins'"):
+    with pytest.raises(ParallelismValueError, match="how must be 'cut' or 'whole', not 'bins'"):
         PackedDataset(DOCUMENTS, 4, how="bins")  # type: ignore[arg-type]
-    with pytest.raises(ParallelismTypeError, match="Document 1 is no sequence of tokens, but a str"):
+    with pytest.raises(ParallelismTypeError, match="Document 1 is not a sequence of tokens but a str"):
         PackedDataset([[1], "text"], 4)
     with pytest.raises(ParallelismValueError, match="Document 0 has no 'input_ids'; it has text"):
         list(PackedStream([{"text": "a"}], 4))

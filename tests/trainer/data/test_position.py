@@ -168,9 +168,11 @@ def go_on_alone(make: Any, saved: Mapping[str, Any]) -> None:
 def test_places_of_another_number_of_ranks_are_refused_or_understood(world2: World) -> None:
     go_on_alone(own, world2(save_after_three, own)[0])
     saved = world2(save_after_three, plain)[0]
-    with pytest.raises(ParallelismValueError, match="places of 2 ranks in their DataLoader, and there are 1"):
+    with pytest.raises(
+        ParallelismValueError, match="positions of 2 ranks in their DataLoader, but there are 1"
+    ):
         go_on_alone(plain, saved)
-    with pytest.raises(ParallelismValueError, match="is none in a DistributedDataLoader: another"):
+    with pytest.raises(ParallelismValueError, match="no meaning in a DistributedDataLoader: another"):
         go_on_alone(own, saved)
 
 
