@@ -1,7 +1,7 @@
 """Precision names, and what FSDP2 gathers and reduces under each of them.
 
-`precision` names the dtype of the computation, `mixed_precision` how much of the communication
-follows it. Shards, and with them the optimizer, always keep the parameters' own dtype.
+`precision` is the dtype of the computation, and `mixed_precision` says how much of the communication uses it.
+Shards, and therefore the optimizer, always keep the dtype of the parameters.
 
 =============  ==================  ==================  ==================
 gathered in,   DEFAULT             PURE                FULL
@@ -106,8 +106,8 @@ def mixed_precision_policy(
             full = torch.float32 if precision else None
             return MixedPrecisionPolicy(param_dtype=full, reduce_dtype=full)
     raise ParallelismValueError(
-        f"There is no mixed_precision {mixed_precision!r}; there are 'DEFAULT', 'PURE', 'FULL', "
-        f"and a mapping with the keys {', '.join(_KEYS)}."
+        f"Unknown mixed_precision {mixed_precision!r}. Valid: 'DEFAULT', 'PURE', 'FULL', or a mapping with "
+        f"the keys {', '.join(_KEYS)}."
     )
 
 
@@ -115,7 +115,7 @@ def as_precision(precision: str | Precision | None) -> Precision | None:
     """The `Precision` of a name.
 
     Raises:
-        ParallelismValueError: there is none of that name.
+        ParallelismValueError: the name is unknown.
     """
     if precision is None or isinstance(precision, Precision):
         return precision
@@ -124,7 +124,7 @@ def as_precision(precision: str | Precision | None) -> Precision | None:
     except (ValueError, AttributeError):
         names = ", ".join(repr(known.value) for known in Precision)
         raise ParallelismValueError(
-            f"There is no precision {precision!r}; there are {names}, and None for no casting."
+            f"Unknown precision {precision!r}. Valid: {names}, or None for no casting."
         ) from None
 
 
@@ -142,7 +142,7 @@ def as_dtype(value: Any) -> torch.dtype:
             if name in names:
                 return dtype
     known = ", ".join(name for names in _DTYPES.values() for name in names)
-    raise ParallelismValueError(f"{value!r} is no dtype to communicate in; there are {known}.")
+    raise ParallelismValueError(f"{value!r} is not a dtype to communicate in. Valid dtypes: {known}.")
 
 
 def autocast(precision: Precision | None, device: torch.device) -> AbstractContextManager[object]:
@@ -166,7 +166,7 @@ def _from_mapping(precision: Precision | None, values: Mapping[str, Any]) -> Mix
     unknown = sorted(str(key) for key in values if key not in _KEYS)
     if unknown:
         raise ParallelismValueError(
-            f"mixed_precision has no {', '.join(map(repr, unknown))}; its keys are {', '.join(_KEYS)}."
+            f"mixed_precision: unknown keys {', '.join(map(repr, unknown))}. Valid keys: {', '.join(_KEYS)}."
         )
     if values.get("buffer_dtype") is not None:
         as_dtype(values["buffer_dtype"])
@@ -187,13 +187,13 @@ def _from_mapping(precision: Precision | None, values: Mapping[str, Any]) -> Mix
 
 
 def require_fp8(device: torch.device) -> None:
-    """Refuses amp_fp8 where it cannot run.
+    """Raises if amp_fp8 cannot run.
 
     Args:
-        device: where the model is, or will be.
+        device: of the model.
 
     Raises:
-        ParallelismValueError: names everything that is missing.
+        ParallelismValueError: lists everything that is missing.
     """
     missing = []
     if importlib.util.find_spec("torchao") is None:

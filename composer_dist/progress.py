@@ -1,7 +1,7 @@
-"""How far a long step is, shown by one rank: a bar on a terminal, now and then a line in a log.
+"""The progress of a long step, shown by one rank: a bar on a terminal, or an occasional line in a log.
 
-Nothing appears, and nothing is imported for it, before two seconds have passed. The bar goes when its
-step ends, by an error or Ctrl-C too.
+Nothing is shown, or imported for it, in the first two seconds. The bar is removed when the step ends, also by
+an error or Ctrl-C.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from composer_dist.ending import Ending
 
 PATIENCE = 2.0
-"""Seconds after which a step is worth a display."""
+"""Seconds before a step is shown."""
 
 
 INTERVAL = 10.0
@@ -29,7 +29,7 @@ _TICK = 0.25
 
 @dataclass
 class Stage:
-    """One step's account: bytes to move on this rank, and bytes moved."""
+    """One step: the bytes to move on this rank, and the bytes already moved."""
 
     label: str
     total: int = 0
@@ -37,12 +37,12 @@ class Stage:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def expect(self, nbytes: int) -> None:
-        """There is more to do."""
+        """Adds bytes to move."""
         with self._lock:
             self.total += nbytes
 
     def advance(self, nbytes: int) -> None:
-        """So much more is done; any thread may say so."""
+        """Adds moved bytes; any thread may call it."""
         with self._lock:
             self.done += nbytes
 
@@ -51,9 +51,9 @@ class Progress:
     """Shows one stage at a time.
 
     Args:
-        shown: whether this rank is the one that shows; elsewhere stages only count.
-        stream: where to; standard error if None.
-        clock: gives the seconds.
+        shown: whether this rank shows stages; other ranks only count.
+        stream: where they are shown; None means standard error.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Progress:
 
     @contextmanager
     def stage(self, label: str) -> Iterator[Stage]:
-        """Show a step while the body runs; within another one, the outer goes on being shown."""
+        """Shows a step while the body runs; inside another step, only the outer one is shown."""
         stage = Stage(label)
         if not self._idle:
             yield stage
@@ -86,7 +86,7 @@ class Progress:
 
 
 class Display:
-    """One stage on a stream, brought up to date by `tick`."""
+    """One stage on a stream; `tick` updates it."""
 
     def __init__(self, stage: Stage, stream: TextIO, clock: Callable[[], float]) -> None:
         self._stage = stage
@@ -97,7 +97,7 @@ class Display:
         self._bar: Any = None
 
     def tick(self) -> None:
-        """Show how far the stage is, if it is time to."""
+        """Shows the progress if it is time to."""
         now = self._clock()
         if now < self._next:
             return
@@ -109,7 +109,7 @@ class Display:
             print(f"{self._stage.label}: {text}", file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Remove the bar."""
+        """Removes the bar."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -120,7 +120,7 @@ class Display:
 
             columns = TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[text]}")
             console = Console(file=self._stream)
-            # Redirecting would move what is printed meanwhile to another stream.
+            # Redirecting would send what is printed meanwhile to another stream.
             self._bar = Progress(
                 *columns,
                 console=console,

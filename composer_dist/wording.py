@@ -18,7 +18,7 @@ def ranks_named(ranks: Sequence[int]) -> str:
 
 
 def kind_in_words(value: object) -> str:
-    """What an argument of a wrong type is, for the error: a class itself is told from its instances."""
+    """The kind of an argument of a wrong type, which tells a class from its instances."""
     return f"the class {value.__name__} itself" if isinstance(value, type) else type(value).__name__
 
 

@@ -84,9 +84,9 @@ def test_buffer_dtype_is_accepted_with_a_warning() -> None:
         (None, "PURE", "precision is None"),
         ("bf16-mixed", "DEFAULT", "'amp_fp16', 'amp_bf16', 'amp_fp8'"),
         ("fp32", "HALF", "'DEFAULT', 'PURE', 'FULL'"),
-        ("fp32", {"parm_dtype": "fp32"}, "'parm_dtype'; its keys are param_dtype, reduce_dtype"),
-        ("fp32", {"param_dtype": "float8"}, "'float8' is no dtype .* float64, .* bf16"),
-        ("fp32", {"param_dtype": torch.int8}, "torch.int8 is no dtype"),
+        ("fp32", {"parm_dtype": "fp32"}, "'parm_dtype'. Valid keys: param_dtype, reduce_dtype"),
+        ("fp32", {"param_dtype": "float8"}, "'float8' is not a dtype .* float64, .* bf16"),
+        ("fp32", {"param_dtype": torch.int8}, "torch.int8 is not a dtype"),
         ("fp32", {"cast_forward_inputs": "no"}, "is a bool, not 'no'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Configurations from dictionaries, as YAML gives them, validated and refused in words; and back."""
+"""Configurations from dictionaries, validated with clear errors, and back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def require(name: str, value: object, known: Sequence[object]) -> None:
 
 
 class FromDict:
-    """`from_dict`, the validated way in for a dataclass."""
+    """Gives a dataclass `from_dict`, with validation, and `to_dict`."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "extra": "forbid",
@@ -43,11 +43,10 @@ class FromDict:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build this configuration from a dictionary (nested ones included).
+        """Builds this configuration from a dictionary, in which configurations may be dictionaries too.
 
         Raises:
-            ParallelismValueError: an unknown key (with its nearest neighbor) or a value of the
-                wrong type; all of them at once.
+            ParallelismValueError: all unknown keys (with the closest valid one) and values of a wrong type.
         """
         import pydantic  # only where a dictionary comes in: importing it costs 0.1 s
 
@@ -61,12 +60,12 @@ class FromDict:
             raise ParallelismValueError("\n".join(lines)) from None
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults, in plain types, for YAML and JSON; `from_dict` reads it back.
+        """What differs from the defaults, in plain types for YAML and JSON; `from_dict` reads it back.
 
         A compiled pattern becomes "re:...", a module type "type:...".
 
         Raises:
-            ParallelismTypeError: something has no form in a file: a function, a device mesh; names it.
+            ParallelismTypeError: a value cannot be written to a file (a function, a device mesh); names it.
         """
         return {
             field.name: _plain(getattr(self, field.name), f"{type(self).__name__}.{field.name}")
@@ -94,7 +93,7 @@ def _plain(value: Any, path: str) -> Any:
             return value.value
         case None | bool() | int() | float() | str():
             return value
-    raise ParallelismTypeError(f"{path} has no form in a file: {type(value).__name__}.")
+    raise ParallelismTypeError(f"{path} cannot be written to a file: it is a {type(value).__name__}.")
 
 
 def _spell_flags(flags: int) -> str:

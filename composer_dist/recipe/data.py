@@ -84,7 +84,7 @@ def _of_classes(data: LabeledData, tokenizer: Any) -> Datasets:
     chosen = [tokens[torch.arange(count) * len(tokens) // count] for tokens in found]
     tokens = torch.stack(chosen, dim=1).flatten(0, 1)  # one of each class in turn
     labels = torch.arange(len(found)).repeat(count)
-    whole = text.LabeledSamples(tokens, labels)
+    whole = text.TokenSamples(tokens, labels)
     # A row has one sample of each class, so that the held-out samples are balanced too.
     rows, held_rows = text.hold_out(range(count), data.held_out // len(found))
     train, held = (

@@ -113,16 +113,17 @@ def hold_out(samples: Sequence[Any], count: int) -> tuple[list[int], list[int]]:
 
 
 class TokenSamples(Dataset[Sample]):
-    """Samples for causal language models: the labels are the tokens."""
+    """Tokens with labels; for causal language models, where the labels are the tokens, and for classes."""
 
-    def __init__(self, tokens: Tensor) -> None:
+    def __init__(self, tokens: Tensor, labels: Tensor | None = None) -> None:
         self._tokens = tokens
+        self._labels = tokens if labels is None else labels
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def __getitem__(self, index: int) -> Sample:
-        return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
+        return {"input_ids": self._tokens[index], "labels": self._labels[index]}
 
 
 class MaskedSamples(Dataset[Sample]):
@@ -164,17 +165,3 @@ class MaskedSamples(Dataset[Sample]):
         masked = torch.where(chosen & (fate < 0.8), self._mask, tokens)
         masked = torch.where(chosen & (fate >= 0.9), others, masked)
         return {"input_ids": masked, "labels": torch.where(chosen, tokens, IGNORED)}
-
-
-class LabeledSamples(Dataset[Sample]):
-    """Samples for classification."""
-
-    def __init__(self, tokens: Tensor, labels: Tensor) -> None:
-        self._tokens = tokens
-        self._labels = labels
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: int) -> Sample:
-        return {"input_ids": self._tokens[index], "labels": self._labels[index]}

@@ -70,7 +70,7 @@ def test_ddp_beside_the_default_mesh_replicates_on_every_rank() -> None:
         ({"options": {"bucket_cap": 1}}, "which this torch's DistributedDataParallel does not take"),
         ({"comm_hook": "bf61"}, "There is no comm_hook 'bf61'"),
         ({"comm_hook": "fp16", "mixed_precision": {"reduce_dtype": "bf16"}}, "both say how gradients travel"),
-        ({"mixed_precision": "SOME"}, "There is no mixed_precision 'SOME'"),
+        ({"mixed_precision": "SOME"}, "Unknown mixed_precision 'SOME'"),
     ],
 )
 def test_what_ddp_cannot_do_is_refused_by_name(options: dict[str, Any], text: str) -> None:
