@@ -305,7 +305,7 @@ def test_a_rank_that_never_comes_is_named(absent: int) -> None:
     results = run(waits_in_vain, 2, absent)
     kind, text = results[1 - absent]
     assert kind is ParallelismRuntimeError
-    assert text.startswith(f"Rank {absent} did not come within")
+    assert text.startswith(f"Rank {absent} did not answer within")
     assert "'the mesh'" in text
 
 

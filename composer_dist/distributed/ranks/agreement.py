@@ -1,20 +1,20 @@
 """All ranks agree, or all raise.
 
 Ranks agree through the process group's store and not through collectives: a store answers within its
-time limit even when a peer is dead or has taken another way, where a collective would hang. Every
-rank posts what it found; the first rank reads all of it, decides, and posts one verdict that all
-others wait for. An error on any rank becomes the verdict: the same exception, with the same text,
-everywhere. A rank that leaves without an answer (Ctrl-C) says so, and nobody waits for it. Collectives
-run under `collectively`, so that a failure on one rank does not leave the others inside of them.
+time limit even when a peer is dead or runs other code, where a collective would hang. Every rank posts its
+finding; the first rank reads all of them, decides, and posts one verdict that all others wait for. An error
+on any rank becomes the verdict: the same exception, with the same text, everywhere. A rank that leaves
+without an answer (Ctrl-C) says so, and nobody waits for it. Collectives run under `collectively`, so that
+a failure on one rank does not leave the others inside of them.
 
-After any failure the ranks start a new sequence of agreements, for they may be at different places
+After any failure the ranks start a new sequence of agreements, because they may be at different places
 in the old one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,14 +24,13 @@ import torch.distributed as dist
 
 from composer_dist import _torch
 from composer_dist._torch import Store
+from composer_dist.distributed.ranks.failures import LostError, is_lost, merge, pack, unpack
 from composer_dist.distributed.ranks.liveness import Identity, has_ended, identify
 from composer_dist.distributed.ranks.waiting import Task, poll
-from composer_dist.errors import ParallelismError, ParallelismRuntimeError, kind_named, kind_of
+from composer_dist.errors import ParallelismError, ParallelismRuntimeError
 from composer_dist.wording import ranks_named
 
 T = TypeVar("T")
-
-
 Post = dict[str, Any]
 
 
@@ -40,7 +39,7 @@ GRACE = timedelta(seconds=4)
 
 
 MARGIN = timedelta(seconds=4)
-"""How much longer than the first rank the others wait, so that its verdict on who is missing comes."""
+"""How much longer than the first rank the others wait, so that its verdict on who is missing arrives."""
 
 
 @dataclass
@@ -52,12 +51,21 @@ class _Line:
     count: int = 0
     processes: dict[int, Identity | None] = field(default_factory=dict)
 
+    def read(self, key: str) -> Any:
+        """What a rank has written, or None if it has not yet."""
+        key = f"{self.prefix}/{key}"
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def write(self, key: str, value: Any) -> None:
+        """Write JSON for the other ranks."""
+        self.store.set(f"{self.prefix}/{key}", json.dumps(value))
+
     def has_lost(self, rank: int) -> bool:
         """Whether the process of `rank` is known to have ended."""
         if rank not in self.processes:
-            if not self.store.check([f"{self.prefix}/process/{rank}"]):
+            if (identity := self.read(f"process/{rank}")) is None:
                 return False
-            self.processes[rank] = _read(self, f"process/{rank}")
+            self.processes[rank] = identity
         return has_ended(self.processes[rank])
 
 
@@ -72,7 +80,7 @@ class Agreement:
 
     Args:
         ranks: global ranks that take part, this one included; None means all. Each of them must
-            call the same agreements in the same order; one that is elsewhere is named in an error.
+            call the same agreements in the same order; an error names a rank that does not.
         timeout: how long to wait for the others; None takes the process group's limit for a
             collective.
         line: agreements of one line do not wait for those of another, which another thread may make.
@@ -98,14 +106,14 @@ class Agreement:
         """Exchange findings and return what `decide` makes of them, the same on every rank.
 
         Args:
-            step: what is being agreed on, for the error of a rank that is elsewhere.
+            step: what is being agreed on, to be named in errors.
             mine: this rank's finding, in plain JSON types.
             decide: from all findings, in the order of `ranks`, to a JSON value; runs on the first
                 rank only, and may raise for all.
-            error: what has gone wrong on this rank, if anything has.
+            error: what failed on this rank, if anything did.
 
         Raises:
-            ParallelismError: this rank's error, another's, or `decide`'s; or a rank did not come.
+            ParallelismError: this rank's error, another's, or `decide`'s; or a rank did not answer.
         """
         post = {"step": step, "mine": mine, "error": error and pack(error), "lost": is_lost(error)}
         return self._agree(post, decide, self.timeout, error)
@@ -126,9 +134,9 @@ class Agreement:
     def collectively(self, step: str, body: Callable[[], T]) -> T:
         """Run a body of collectives: where it fails on one rank, or one is lost, all raise the same.
 
-        It runs in a thread of its own, for a collective whose peers have gone cannot be called back:
-        when another rank reports trouble, this one leaves the thread to its own time limit. Ranks
-        that got through learn of the trouble at their next agreement; there is none when all is well.
+        It runs in a separate thread, because a collective whose peers are gone cannot be canceled: when
+        another rank reports trouble, this one abandons the thread to its own time limit. Ranks that got
+        through learn of the trouble at their next agreement. Without trouble nothing is exchanged.
 
         Raises:
             ParallelismError: this rank's error or another's; ParallelismRuntimeError names a lost rank.
@@ -139,14 +147,13 @@ class Agreement:
         try:
             line = _line(self._key)
             while not task.done.wait(0.1):
-                if line.store.check([f"{line.prefix}/trouble"]):
+                if line.read("trouble"):
                     task.abandon(interrupted=False)
-                    raise _LostError("another rank is in trouble")
+                    raise LostError("another rank is in trouble")
             return task.result()
         except Exception as caught:
             with suppress(RuntimeError):  # the store is gone: then the others know
-                line = _line(self._key)
-                line.store.set(f"{line.prefix}/trouble", "")
+                _line(self._key).write("trouble", True)
             post = {"step": step, "mine": None, "error": pack(caught), "lost": is_lost(caught)}
             self._agree(post, lambda _: None, GRACE, caught)
             raise AssertionError from caught  # an agreement on an error always raises
@@ -166,19 +173,18 @@ class Agreement:
         return [rank for rank in self.ranks if line.has_lost(rank)]
 
     def begin(self) -> None:
-        """Take up the line now, in the thread that owns the process group."""
+        """Start the sequence now, in the thread that owns the process group."""
         if len(self.ranks) > 1:
             _line(self._key)
 
     def leave(self, cause: BaseException) -> None:
-        """Tell the others not to wait for this rank; does nothing where they know the cause."""
+        """Tell the others not to wait for this rank; does nothing if they know the cause."""
         if len(self.ranks) == 1 or cause is self._raised:
             return
         with suppress(RuntimeError):  # the store is gone: then they know
             line = _line(self._key)
-            text = _merge({self.rank: pack(cause)}, len(self.ranks))
-            line.store.set(f"{line.prefix}/left", json.dumps(text))
-            line.store.set(f"{line.prefix}/trouble", "")
+            line.write("left", merge({self.rank: pack(cause)}, len(self.ranks)))
+            line.write("trouble", True)
         _lines.pop(self._key, None)
 
     def _agree(
@@ -204,51 +210,43 @@ class Agreement:
             raise
 
     def _exchange(self, post: Post, decide: Callable[..., Any], limit: timedelta) -> Any:
-        step = post["step"]
         try:
             line = _line(self._key)
             line.count += 1
-            key = str(line.count)
             if self.rank == self.ranks[0]:
-                verdict = self._judge(line, key, post, decide, limit)
-                line.store.set(f"{line.prefix}/{key}/verdict", json.dumps(verdict))
+                verdict = self._judge(line, post, decide, limit)
+                line.write(f"{line.count}/verdict", verdict)
             else:
-                line.store.set(f"{line.prefix}/{key}/{self.rank}", json.dumps(post))
-                verdict = self._await_verdict(line, key, step, limit + MARGIN)
+                line.write(f"{line.count}/{self.rank}", post)
+                verdict = self._await_verdict(line, post["step"], limit + MARGIN)
         except ParallelismError:
             raise
         except RuntimeError as lost:
             raise ParallelismRuntimeError(
-                f"The connection to the store, which the launcher or rank 0 hosts, was lost at {step!r}; a "
-                "process has ended early. See the ranks' own output."
+                f"The connection to the store, which the launcher or rank 0 hosts, was lost at "
+                f"{post['step']!r}: a process has ended early. See the ranks' own output."
             ) from lost
         if verdict["error"]:
             raise unpack(verdict["error"])
         return verdict["result"]
 
-    def _judge(
-        self, line: _Line, key: str, post: Post, decide: Callable[..., Any], limit: timedelta
-    ) -> dict[str, Any]:
+    def _judge(self, line: _Line, post: Post, decide: Callable[..., Any], limit: timedelta) -> dict[str, Any]:
         """The first rank's part: collect, compare, decide."""
         step, first = post["step"], self.ranks[0]
-        posts = {first: post}
-        ended = self._gather(line, key, step, posts, limit, stop_at_error=True)
+        posts, ended = self._gather(line, step, {first: post}, limit, stop_at_error=True)
         if any(other["error"] for other in posts.values()):
-            ended = self._gather(line, key, step, posts, GRACE, stop_at_error=False)
+            posts, ended = self._gather(line, step, posts, GRACE, stop_at_error=False)
         missing = [rank for rank in self.ranks if rank not in posts]
         errors = {rank: posts[rank]["error"] for rank in sorted(posts) if posts[rank]["error"]}
         causes = {rank: error for rank, error in errors.items() if not posts[rank].get("lost")}
-        left = _read(line, "left") if missing else None
+        left = line.read("left") if missing else None
         try:
             if left and not causes:
                 return {"error": left, "result": None}
             if missing and not causes:
-                why = "was lost" if errors or ended else f"did not come within {limit.total_seconds():.0f} s"
-                raise ParallelismRuntimeError(
-                    f"{ranks_named(ended or missing).capitalize()} {why} at {step!r}; see the output there."
-                )
+                raise _absent(ended or missing, step, None if errors or ended else limit)
             if errors:
-                return {"error": _merge(causes or errors, len(self.ranks)), "result": None}
+                return {"error": merge(causes or errors, len(self.ranks)), "result": None}
             for rank, other in posts.items():
                 if other["step"] != step:
                     raise ParallelismRuntimeError(
@@ -260,54 +258,55 @@ class Agreement:
             return {"error": pack(caught), "result": None}
 
     def _gather(
-        self, line: _Line, key: str, step: str, posts: dict[int, Post], limit: timedelta, stop_at_error: bool
-    ) -> list[int]:
-        """Collect posts until all are there, a rank has left or ended, or the time is over.
+        self, line: _Line, step: str, known: Mapping[int, Post], limit: timedelta, stop_at_error: bool
+    ) -> tuple[dict[int, Post], list[int]]:
+        """Collect posts until all have arrived, a rank has left or ended, or the time is over.
 
         Returns:
-            The missing ranks whose processes are known to have ended.
+            The posts, those already known included, and the missing ranks whose processes have ended.
         """
+        posts = dict(known)
 
-        def absent() -> str:
-            return (
-                f"{ranks_named([rank for rank in self.ranks if rank not in posts]).capitalize()} at {step!r}"
-            )
+        def absent() -> list[int]:
+            return [rank for rank in self.ranks if rank not in posts]
 
-        for _ in poll(limit, absent):
-            ended = [rank for rank in self.ranks if rank not in posts and line.has_lost(rank)]
-            for rank in self.ranks:
-                if rank not in posts and (post := _read(line, f"{key}/{rank}")):
+        for _ in poll(limit, lambda: f"{ranks_named(absent())} at {step!r}"):
+            ended = [rank for rank in absent() if line.has_lost(rank)]
+            for rank in absent():
+                if post := line.read(f"{line.count}/{rank}"):
                     posts[rank] = post
-            if len(posts) == len(self.ranks) or _read(line, "left"):
-                return []
+            if not absent() or line.read("left"):
+                break
             if ended := [rank for rank in ended if rank not in posts]:
-                return ended  # and what they posted before they ended has been read
+                return posts, ended  # and what they posted before they ended has been read
             if stop_at_error and any(post["error"] for post in posts.values()):
-                return []
-        return []
+                break
+        return posts, []
 
-    def _await_verdict(self, line: _Line, key: str, step: str, limit: timedelta) -> Any:
-        for _ in poll(
-            limit, lambda: f"{ranks_named(self.ranks[:1]).capitalize()}, which speaks for all, at {step!r}"
-        ):
-            if verdict := _read(line, f"{key}/verdict"):
+    def _await_verdict(self, line: _Line, step: str, limit: timedelta) -> Any:
+        first = self.ranks[0]
+        for _ in poll(limit, lambda: f"rank {first}, which decides for all, at {step!r}"):
+            if verdict := line.read(f"{line.count}/verdict"):
                 return verdict
-            if left := _read(line, "left"):
+            if left := line.read("left"):
                 return {"error": left}
-            if line.has_lost(self.ranks[0]) and not _read(line, f"{key}/verdict"):
-                raise ParallelismRuntimeError(
-                    f"Rank {self.ranks[0]} was lost at {step!r}; see the output there."
-                )
-        raise ParallelismRuntimeError(
-            f"Rank {self.ranks[0]} did not come within {limit.total_seconds():.0f} s at {step!r}; see the "
-            "output there."
-        )
+            if line.has_lost(first) and not line.read(f"{line.count}/verdict"):
+                raise _absent([first], step)
+        raise _absent([first], step, limit)
+
+
+def _absent(ranks: Sequence[int], step: str, limit: timedelta | None = None) -> ParallelismRuntimeError:
+    """The error for ranks that died, or, with a limit, did not answer in time."""
+    why = "died" if limit is None else f"did not answer within {limit.total_seconds():.0f} s"
+    return ParallelismRuntimeError(
+        f"{ranks_named(ranks).capitalize()} {why} at {step!r}; see the output there."
+    )
 
 
 def _line(key: _Key) -> _Line:
-    """The sequence for these ranks over the present store; a new process group starts a new one.
+    """The sequence for these ranks over the current store; a new process group starts a new one.
 
-    One that is begun goes on where the process group is destroyed meanwhile, by another thread.
+    A sequence that has begun continues if another thread destroys the process group meanwhile.
     """
     line = _lines.get(key)
     if line is not None and not dist.is_initialized():
@@ -318,48 +317,5 @@ def _line(key: _Key) -> _Line:
         base = f"composer_dist/{name}{ranks[0]}-{len(ranks)}-{hash(ranks)}"
         generation = store.add(f"{base}/generation/{dist.get_rank()}", 1)
         line = _lines[key] = _Line(store, f"{base}/{generation}")
-        store.set(f"{line.prefix}/process/{dist.get_rank()}", json.dumps(identify()))
+        line.write(f"process/{dist.get_rank()}", identify())
     return line
-
-
-def _read(line: _Line, key: str) -> Any:
-    """What a rank has written, or None if it has not yet."""
-    key = f"{line.prefix}/{key}"
-    return json.loads(line.store.get(key)) if line.store.check([key]) else None
-
-
-class _LostError(RuntimeError):
-    """A collective was given up because of another rank."""
-
-
-def is_lost(error: BaseException | None) -> bool:
-    """Whether a collective, or a read, failed because of another rank, and not by itself."""
-    words = "gloo", "NCCL", "Connection", "No such process"
-    return isinstance(error, (_LostError, dist.DistError)) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
-
-
-def pack(error: BaseException) -> list[str]:
-    """An error as kind and text, to travel."""
-    text = str(error)
-    if not isinstance(error, ParallelismError):
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return [kind_of(error).__name__, text]
-
-
-def unpack(packed: list[str]) -> ParallelismError:
-    """The inverse of `pack`, of our own kind."""
-    name, text = packed
-    return kind_named(name)(text)
-
-
-def _merge(failed: dict[int, list[str]], world: int) -> list[str]:
-    """One error from those of several ranks: each different text once, with the ranks that have it."""
-    by_text: dict[str, list[int]] = {}
-    for rank, (_, text) in failed.items():
-        by_text.setdefault(text, []).append(rank)
-    kind = next(iter(failed.values()))[0]
-    if len(by_text) == 1 and len(failed) == world:
-        return [kind, next(iter(by_text))]
-    return [kind, "\n".join(f"{ranks_named(ranks).capitalize()}: {text}" for text, ranks in by_text.items())]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from composer_dist import _torch
 from composer_dist.distributed.ranks import process_group
-from composer_dist.distributed.ranks.agreement import is_lost, pack, unpack
+from composer_dist.distributed.ranks.failures import is_lost, pack, unpack
 from composer_dist.distributed.ranks.waiting import poll
 
 PATIENCE = timedelta(seconds=2)

@@ -142,7 +142,7 @@ def test_a_rank_that_never_comes_is_named_on_all_others(absent: int) -> None:
     assert len(set(present)) == 1
     kind, text = present[0]
     assert kind is ParallelismRuntimeError
-    assert text.startswith(f"Rank {absent} did not come within")
+    assert text.startswith(f"Rank {absent} did not answer within")
     assert "'a step'" in text
 
 

@@ -403,4 +403,4 @@ def test_a_rank_that_ends_before_it_has_agreed_on_anything_is_noticed() -> None:
         for rank in range(2)
     ]
     errors = [process.communicate(timeout=100)[1] for process in ranks]
-    assert "Rank 1 was lost at 'the work'" in errors[0]
+    assert "Rank 1 died at 'the work'" in errors[0]

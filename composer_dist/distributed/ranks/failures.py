@@ -1,0 +1,45 @@
+"""How an error on one rank reaches the others: as its kind and its text."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from composer_dist.errors import ParallelismError, kind_named, kind_of
+from composer_dist.wording import ranks_named
+
+
+class LostError(RuntimeError):
+    """A collective was given up because of another rank."""
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """Whether a collective or a read failed because of another rank."""
+    words = "gloo", "NCCL", "Connection", "No such process"
+    return isinstance(error, (LostError, dist.DistError)) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
+def pack(error: BaseException) -> list[str]:
+    """An error as kind and text."""
+    text = str(error)
+    if not isinstance(error, ParallelismError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return [kind_of(error).__name__, text]
+
+
+def unpack(packed: list[str]) -> ParallelismError:
+    """The inverse of `pack`, of our own kind."""
+    name, text = packed
+    return kind_named(name)(text)
+
+
+def merge(failed: dict[int, list[str]], world: int) -> list[str]:
+    """One error from those of several ranks: each different text once, with the ranks that have it."""
+    by_text: dict[str, list[int]] = {}
+    for rank, (_, text) in failed.items():
+        by_text.setdefault(text, []).append(rank)
+    kind = next(iter(failed.values()))[0]
+    if len(by_text) == 1 and len(failed) == world:
+        return [kind, next(iter(by_text))]
+    return [kind, "\n".join(f"{ranks_named(ranks).capitalize()}: {text}" for text, ranks in by_text.items())]
