@@ -1,8 +1,8 @@
-"""Saving while training goes on.
+"""Saves in the background, while training continues.
 
-What is to be saved is copied to host memory, into buffers that the next save uses again, and a thread writes
-it. The thread makes no collectives, and its agreements have a line of their own in the store. At most one
-save is under way. The interpreter does not end before it has: the thread is no daemon.
+What is saved is copied to host memory, into buffers that the next save reuses, and a thread writes it. The
+thread runs no collectives, and its agreements use separate keys in the store. At most one save is in
+progress. The thread is not a daemon, so the interpreter waits for it before it exits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Buffers:
         self._used: dict[object, Tensor] = {}
 
     def copy(self, key: object, values: Tensor) -> Tensor:
-        """`values` on the CPU, in memory of its own; a copy from an accelerator may be under way."""
+        """Copy `values` to separate CPU memory; a copy from an accelerator may still be in progress."""
         held, there = self._held.pop(key, None), values.device.type != "cpu"
         if held is None or (held.shape, held.dtype) != (values.shape, values.dtype):
             held = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=there)
@@ -36,7 +36,7 @@ class Buffers:
         return held
 
     def complete(self) -> None:
-        """Wait for the copies, and let go of what was not used this time."""
+        """Wait for the copies, and release what was not used this time."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self._held, self._used = self._used, {}
@@ -53,7 +53,7 @@ class Job(Protocol):
 
 
 class PendingSave:
-    """A save under way."""
+    """A save in progress."""
 
     def __init__(self, job: Job, agreement: Agreement) -> None:
         self._agreement = agreement
@@ -63,22 +63,22 @@ class PendingSave:
         self._thread = threading.Thread(target=self._run, args=(job, agreement), name="composer_dist-save")
 
     def begin(self) -> None:
-        """Have the thread begin. One that has begun goes on, also where Ctrl-C comes right then."""
+        """Start the thread. Once it has started, it continues even if Ctrl-C arrives at that moment."""
         try:
             self._thread.start()
         except BaseException as error:  # Ctrl-C, or there are no more threads
-            if self._claim.acquire(blocking=False):  # it has not begun, and now it will not
+            if self._claim.acquire(blocking=False):  # it has not started, and now it cannot
                 self._ended.set()
                 self._agreement.leave(error)
             raise
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return self._ended.is_set()
 
     def check(self) -> None:
-        """Raise what went wrong, if anything has so far, the same on every rank; does not wait.
+        """Raise the error if the save has failed, the same on every rank; does not wait.
 
         Raises:
             CheckpointError: as from `save_checkpoint`; only once.
@@ -93,7 +93,7 @@ class PendingSave:
             CheckpointError: as from `save_checkpoint`; only once.
         """
         global _pending
-        self._ended.wait()  # Ctrl-C during Thread.join() has Python 3.11 and 3.12 take the thread for ended
+        self._ended.wait()  # after Ctrl-C in Thread.join(), Python 3.11 and 3.12 think the thread has ended
         if _pending is self:
             _pending = None
         error, self._error = self._error, None
@@ -119,20 +119,20 @@ _buffers = Buffers()
 
 
 def finish_pending() -> None:
-    """Wait for the save under way, if there is one, and raise what went wrong."""
+    """Wait for the save in progress, if there is one, and raise its error."""
     if _pending is not None:
         _pending.wait()
 
 
 def stage(job: Job) -> None:
-    """Copy what a job saves; no other save is under way."""
+    """Copy what a job saves; no other save is in progress."""
     with Agreement().together("copying to host memory"):
         job.stage(_buffers)
         _buffers.complete()
 
 
 def in_background(job: Job) -> PendingSave:
-    """Have a thread write what has been staged."""
+    """Write what has been staged in a thread."""
     global _pending
     agreement = Agreement(line="saves")
     agreement.begin()

@@ -57,7 +57,12 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
         check_whole(model, named["state"])
     except Exception as caught:
         error = caught
-    agree_on("full_optimizer_state", model.parameters(), [_spell(*item) for item in tensors.items()], error)
+    agree_on(
+        "full_optimizer_state",
+        model.parameters(),
+        [f"{k} {tuple(v.shape)}" for k, v in tensors.items()],
+        error,
+    )
     full = gather_full(tensors, False, torch.float32 if is_low_bit(optimizer) else None)
     if world_and_rank()[1] != 0:
         return {}
@@ -73,19 +78,19 @@ def load_full_optimizer_state(
 ) -> LoadResult:
     """Give the optimizer the state that rank 0 has, by name, and its groups their options; a collective.
 
-    Afterwards it goes on as the one that was saved. No step is taken; pending gradients, frozen parameters
-    and the order of parameters do not matter. A parameter that was saved without state has none. Nothing
-    changes where anything is refused.
+    Afterwards it continues as the saved optimizer would. No step is taken; pending gradients, frozen
+    parameters and the order of parameters do not matter. A parameter that was saved without state has none.
+    If anything is refused, nothing changes.
 
     Args:
         model: as prepared, or plain.
         optimizer: of its parameters, with the groups that were saved; `foreach`, `fused` and `capturable`
             stay its own.
-        state: rank 0's counts. As from `full_optimizer_state`, from torch's `get_optimizer_state_dict`
+        state: rank 0's is used. As from `full_optimizer_state`, from torch's `get_optimizer_state_dict`
             (flattened or not), or from the `state_dict()` of an optimizer on one device, whose numbers
             are places in the groups.
-        strict: names that the state does not know, or the optimizer does not hold, are an error;
-            otherwise the first keep what they have, and the others are passed over.
+        strict: names that the state lacks, or the optimizer does not hold, are an error; otherwise the
+            first keep what they have, and the others are ignored.
 
     Returns:
         Names that the state does not know, and names that the optimizer does not hold.
@@ -93,7 +98,7 @@ def load_full_optimizer_state(
     Raises:
         CheckpointKeyError: `strict`, and names are missing or unexpected: all of them are listed.
         CheckpointValueError: another number of groups, parameters of one group from several, shapes that
-            do not fit, no optimizer's state.
+            do not match, or this is not an optimizer's state.
         CheckpointRuntimeError: it failed half way; the optimizer is unusable from then on.
     """
     plan: dict[str, Any] = {}
@@ -124,7 +129,7 @@ def load_full_optimizer_state(
 
 
 def _plan_load(values: State, groups: Groups | None, held: Sequence[str], strict: bool) -> dict[str, Any]:
-    """What to put where: state without the values of its tensors, which are in "full"; all plain else."""
+    """What to load where; the values of tensors are in "full", and everything else is plain."""
     known = {*values, *(name for group in groups or () for name in group["params"])}
     missing = [name for name in held if name not in known]
     unexpected = [name for name in known if name not in held]
@@ -173,10 +178,6 @@ def _labeled(state: State) -> dict[str, Tensor]:
         for key, value in values.items()
         if isinstance(value, Tensor)
     }
-
-
-def _spell(label: str, tensor: Tensor) -> str:
-    return f"{label} {tuple(tensor.shape)}"
 
 
 def _copied(value: Any) -> Any:

@@ -45,7 +45,7 @@ def full_model_state(
     Args:
         model: sharded or not.
         select: None for all; "trainable" parameters; "adapters", by peft's rules; or a function
-            `(name, tensor) -> bool`, which sees a shard with its full shape and must answer alike on
+            `(name, tensor) -> bool`, which sees a shard with its full shape and must return the same on
             every rank.
         ranks: which ranks get the state; the others get `{}`.
         dtype: floating-point tensors are cast to it; None keeps their own.
@@ -91,8 +91,8 @@ def load_full_model_state(
     """Write a full state into `model`, sharded or not, on the meta device or not; a collective.
 
     Tensors take the model's dtype. A parameter on the meta device becomes real on its mesh's device
-    and stays the same object; what the state lacks stays on meta. Nothing is written where anything
-    is refused.
+    and stays the same object; what the state lacks stays on meta. If anything is refused, nothing is
+    written.
 
     Args:
         model: as prepared, or plain.
@@ -162,7 +162,7 @@ def _first_plan(posts: list[list[Any]]) -> Any:
 def _plan_load(
     expected: list[str], targets: Mapping[str, Any], given: Mapping[str, Any], strict: bool
 ) -> dict[str, Any]:
-    """Which names are loaded (each tensor once), and what does not match; raises for all faults."""
+    """Which names are loaded (each tensor once), and what does not match."""
     present = {id(targets[name]) for name in given if name in targets}
     missing = [name for name in expected if id(targets[name]) not in present]
     unexpected = [name for name in given if name not in targets]

@@ -1,4 +1,4 @@
-"""The newest checkpoint whose bytes are those that were written."""
+"""Finds the newest intact checkpoint, to resume from."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from composer_dist.errors import CheckpointError
 
 
 def latest_checkpoint(directory: str | os.PathLike[str], *, verify: bool = True) -> str | None:
-    """The path of the newest complete checkpoint in a directory; None where there is none.
+    """Return the path of the newest complete checkpoint in a directory, or None.
 
-    All ranks call it. One that is damaged is passed over, with a warning.
+    All ranks call it. It skips damaged checkpoints with a warning.
 
     Args:
-        directory: of checkpoints, a path or an fsspec URL; the first rank's counts.
-        verify: compare all bytes with their checksums, every rank a share; `load_checkpoint` need not then.
+        directory: of checkpoints, a path or an fsspec URL; the first rank's is used.
+        verify: compare all bytes with their checksums, every rank a share. `load_checkpoint` need not
+            verify them again then.
     """
     finish_pending()
     agreement = Agreement()
@@ -33,7 +34,7 @@ def latest_checkpoint(directory: str | os.PathLike[str], *, verify: bool = True)
                 if verify:
                     opened.verify(agreement.ranks.index(agreement.rank), len(agreement.ranks))
         except CheckpointError as error:
-            warnings.warn(f"{path} is passed over: {error}", UserWarning, stacklevel=2)
+            warnings.warn(f"Skipping {path}: {error}", UserWarning, stacklevel=2)
         else:
             return path
     return None

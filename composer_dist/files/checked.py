@@ -1,4 +1,4 @@
-"""Files whose checksums are computed as they are written; `distributed.checksums` verifies them."""
+"""Files whose checksums are computed as they are written; `checksums` verifies them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class LocalSink:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileNotFoundError as error:
             raise CheckpointRuntimeError(
-                f"{path.parent} is gone, in which a checkpoint is being written: somebody else saves to the "
-                "same place, or empties it. Give every run a directory of its own."
+                f"{path.parent}, in which a checkpoint is being written, no longer exists: another process "
+                "saves to the same place, or empties it. Give every run a separate directory."
             ) from error
 
     def write(self, data: memoryview) -> None:

@@ -37,7 +37,7 @@ BLOCK = 16 << 20
 Kind = Literal["model", "optimizer", "value"]
 
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)

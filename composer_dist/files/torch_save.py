@@ -57,7 +57,7 @@ def read_seal(path: Path) -> StoredFile | None:
     """The checksums of a file; None if it has no seal, as other libraries' files have none.
 
     Raises:
-        CheckpointValueError: there was a seal, but the file was cut short or changed at its end.
+        CheckpointValueError: there was a seal, but the file was truncated or changed at its end.
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -91,7 +91,7 @@ def read_torch_file(path: Path, allow_pickle: bool = False, values: bool = False
         values: tensors have values, which lie in the file, mapped, until they are copied.
 
     Raises:
-        CheckpointValueError: it is no such file, is cut short, or holds objects that are not allowed.
+        CheckpointValueError: it is not such a file, is truncated, or holds objects that are not allowed.
         CheckpointRuntimeError: it cannot be read.
     """
     try:

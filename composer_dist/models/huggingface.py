@@ -36,13 +36,13 @@ class HuggingFaceModel(ComposerModel):
 
     Args:
         model: a transformers model or a `PeftModel`, real or on the meta device.
-        tokenizer: travels with exports; gives `generate` its padding token.
+        tokenizer: is exported with the model; gives `generate` its padding token.
         use_logits: metrics get logits instead of the model's whole output.
         metrics: torchmetrics to follow while training.
         eval_metrics: torchmetrics to follow while evaluating; copies of `metrics` by default.
-        shift_labels: metrics compare position i with label i + 1, and the last with nothing; None
+        shift_labels: metrics compare position i with label i + 1, and ignore the last position; None
             does so for causal language models.
-        allow_embedding_resizing: embeddings grow to a larger tokenizer.
+        allow_embedding_resizing: enlarge the embeddings if the tokenizer has more tokens.
         peft_config: adds an adapter to `model`, on the meta device where `model` is.
         should_save_peft_only: `state_dict()` has the adapters alone, by peft's rules, and loads so.
 
@@ -148,9 +148,9 @@ class HuggingFaceModel(ComposerModel):
     def generate(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
         """Transformers' `generate`, on a prepared model too; a collective there.
 
-        Every rank may have prompts of its own, of its own lengths. A rank that is done keeps taking
-        part until all are. Parameters of the root unit stay gathered until the end, because
-        `generate` calls encoders, and the base of a `PeftModel`, past the root's forward.
+        Ranks may have different prompts of different lengths. A rank that is done takes part until all
+        are. Parameters of the root unit stay gathered until the end, because `generate` calls encoders,
+        and the base of a `PeftModel`, without the root's forward.
 
         Args:
             input_ids: prompts `(batch, length)`; None where `kwargs` name other inputs.
@@ -181,8 +181,8 @@ def _adapted(model: nn.Module, peft_config: PeftConfig) -> nn.Module:
 
     if isinstance(model, PeftModel):
         raise ParallelismValueError(
-            "The model is a PeftModel already; add another adapter with model.add_adapter, or leave "
-            "out peft_config."
+            "The model is already a PeftModel; add another adapter with model.add_adapter, or omit "
+            "peft_config."
         )
     if not isinstance(peft_config, PeftConfig):
         raise ParallelismTypeError(
@@ -199,12 +199,14 @@ def _adapted(model: nn.Module, peft_config: PeftConfig) -> nn.Module:
 
 
 def _register_once(model: nn.Module) -> None:
-    """Prompt learning registers the base's embedding a second time, as `word_embeddings`.
+    """Undo prompt learning's second registration of the base's embedding, as `word_embeddings`.
 
-    A plain attribute serves peft as well, and leaves one name and one unit for its parameters.
+    A plain attribute works for peft as well, and leaves one name and one unit for its parameters.
     """
-    if "prompt_encoder" in model._modules and "word_embeddings" in model._modules:
-        vars(model)["word_embeddings"] = model._modules.pop("word_embeddings")
+    children = dict(model.named_children())
+    if "prompt_encoder" in children and "word_embeddings" in children:
+        del model.word_embeddings
+        vars(model)["word_embeddings"] = children["word_embeddings"]
 
 
 def _fit_vocabulary(model: Any, tokens: int, allow_resizing: bool) -> None:
@@ -234,7 +236,7 @@ def _is_causal(base: nn.Module) -> bool:
 
 
 def _first_logits(outputs: Sequence[Any]) -> Any:
-    """A tuple's logits: its first entry that is no scalar loss."""
+    """A tuple's logits: its first entry that is not a scalar loss."""
     return outputs[1] if outputs[0].ndim == 0 else outputs[0]
 
 

@@ -175,5 +175,5 @@ def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
 
 
 def test_a_directory_that_somebody_else_removes_meanwhile_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointRuntimeError, match="somebody else saves to the same place"):
+    with pytest.raises(CheckpointRuntimeError, match="another process saves to the same place"):
         checked_file.LocalSink(tmp_path / "removed" / "__0_0.distcp")

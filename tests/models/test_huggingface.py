@@ -184,7 +184,7 @@ def test_everything_on_request() -> None:
     assert "model.base_model.model.lm_head.weight" in model.state_dict()
     with pytest.raises(RuntimeError, match=r"lm_head\.weight"):
         model.load_state_dict(full_model_state(model, select="adapters"))
-    with pytest.raises(ParallelismValueError, match="PeftModel already"):
+    with pytest.raises(ParallelismValueError, match="already a PeftModel"):
         HuggingFaceModel(model.model, peft_config=adapter("lora"))
 
 

@@ -175,7 +175,7 @@ def test_autoresume_passes_over_what_is_damaged(tmp_path: Path) -> None:
     one.fit(duration="4ba")
     [data] = sorted((tmp_path / "ep0-ba4").glob("*.distcp"))[:1]
     data.write_bytes(data.read_bytes()[:-9])
-    with pytest.warns(UserWarning, match="ep0-ba4 is passed over"):
+    with pytest.warns(UserWarning, match="Skipping .*ep0-ba4: "):
         again, _ = trainer(tmp_path, resume=True)
     assert again.state.timestamp.batch == 2
 

@@ -1,4 +1,4 @@
-"""A model directory that appears all at once, and what lies in it beside the weights."""
+"""Makes a model directory appear in one step, and writes everything in it except the weights."""
 
 from __future__ import annotations
 

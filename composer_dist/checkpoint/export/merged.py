@@ -165,10 +165,9 @@ def _full_copies(layer: nn.Module) -> Iterator[None]:
     try:
         with original_classes(layer.modules()):
             for module in modules:
-                for registry in (module._parameters, module._buffers):
-                    for key, tensor in registry.items():
-                        if tensor is not None:
-                            registry[key] = copied(tensor)  # type: ignore[assignment]
+                for named in (module.named_parameters, module.named_buffers):
+                    for key, tensor in list(named(recurse=False, remove_duplicate=False)):
+                        setattr(module, key, copied(tensor))
             yield
     finally:
         for value, before in contents:

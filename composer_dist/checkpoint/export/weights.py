@@ -99,7 +99,7 @@ class Export:
                 target.flush()
 
     def _is_shared(self, directory: Path) -> bool:
-        """Whether every rank sees the first one's directory, told by a file of a name never used before."""
+        """Whether every rank sees the first one's directory, tested with a file of an unused name."""
         nonce = directory / f"nonce-{secrets.token_hex(8)}"
         with self.agreement.together("making the directory"):
             if self.first:
@@ -112,7 +112,7 @@ class Export:
             warnings.warn(
                 f"Ranks {', '.join(str(self.agreement.ranks[number]) for number in blind)} do not see "
                 f"{directory.parent}, where rank {self.agreement.ranks[0]} writes: it gathers and writes "
-                "everything by itself. Export to a directory that all ranks share to write in parallel.",
+                "everything alone. Export to a directory that all ranks share to write in parallel.",
                 stacklevel=4,
             )
         return not blind
@@ -120,7 +120,7 @@ class Export:
     def _plan(self, gather_all: bool) -> ExportPlan:
         odd = [name for name, value in self.tensors.items() if not isinstance(value, Tensor)]
         meta = [name for name in self.tensors if name not in odd and self.tensors[name].is_meta]
-        for names, what in ((odd, "no tensors"), (meta, "on the meta device")):
+        for names, what in ((odd, "not tensors"), (meta, "on the meta device")):
             if names:
                 raise CheckpointValueError(f"These of the model's state are {what}: {', '.join(names)}.")
         kept = untied(self.model, self.tensors, self.values)

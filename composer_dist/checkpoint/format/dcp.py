@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from composer_dist import _torch
 from composer_dist.files.checksums import seal
-from composer_dist.files.manifest import Manifest, Path
+from composer_dist.files.manifest import KeyPath, Manifest
 
 NAME = ".metadata"
 
@@ -42,7 +42,7 @@ class Item:
 
 
 def dcp_metadata(
-    manifest: Manifest, items: Mapping[tuple[str, tuple[int, ...] | None], Item], paths: Mapping[str, Path]
+    manifest: Manifest, items: Mapping[tuple[str, tuple[int, ...] | None], Item], paths: Mapping[str, KeyPath]
 ) -> bytes:
     """The contents of `.metadata`.
 

@@ -1,6 +1,6 @@
-"""A checkpoint opened for reading: what is in it, where, and whether its bytes are those that were written.
+"""Opens checkpoints: what is in them, where, and whether any byte has changed.
 
-A directory of ours, a single file of ours, and the files of other libraries look alike from here on.
+`Opened` is the same for our directories, our single files, and the files of other libraries.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Opened:
             metadata = place_of(self.where).read(dcp.NAME)
             if metadata is None or unseal(metadata) is None:
                 raise CheckpointValueError(
-                    f"{self.where}/{dcp.NAME} is corrupt or cut short. Load an earlier checkpoint."
+                    f"{self.where}/{dcp.NAME} is corrupt or truncated. Load an earlier checkpoint."
                 )
         with self.files() as files:
             verify(files, self.stored, part, parts)
@@ -140,7 +140,7 @@ def open_checkpoint(where: str, allow_pickle: bool = False) -> Opened:
     """Read what a checkpoint says about itself.
 
     Raises:
-        CheckpointValueError: it is none, is not complete, or is damaged.
+        CheckpointValueError: it is not a checkpoint, not complete, or damaged.
         CheckpointRuntimeError: it cannot be read.
     """
     place = place_of(where)
@@ -186,7 +186,9 @@ def _open_file(path: Path, allow_pickle: bool) -> Opened:
     seal = read_seal(path)
     contents = normalized(read_torch_file(path, allow_pickle))
     if not isinstance(contents, Mapping):
-        raise CheckpointValueError(f"{path} holds a {type(contents).__name__}, and not a checkpoint's keys.")
+        raise CheckpointValueError(
+            f"{path} holds a {type(contents).__name__}, not a mapping of a checkpoint's keys."
+        )
     leaves = Leaves()
     structure = {str(key): encode((str(key),), value, leaves) for key, value in contents.items()}
     if not all(is_plain(one) for one in leaves.objects.values()):  # a tuple may hold tensors
@@ -205,7 +207,7 @@ def _open_file(path: Path, allow_pickle: bool) -> Opened:
 
 
 def _objects_of(path: Path, allow_pickle: bool) -> dict[str, Any]:
-    """What a file holds beside tensors, by path, with the values of all tensors within."""
+    """What a file holds besides tensors, by path, with the values of all tensors inside."""
     leaves = Leaves()
     for key, value in normalized(read_torch_file(path, allow_pickle, values=True)).items():
         encode((str(key),), value, leaves)

@@ -1,4 +1,4 @@
-"""The writing of one sharded checkpoint, from what every rank holds to the mark that completes it."""
+"""Writes a sharded checkpoint: from what every rank holds to `checkpoint.json`, which completes it."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Saving:
         contents: Mapping[str, tuple[Kind, Any]],
         agreement: Agreement,
     ) -> Saving:
-        """Take apart what is to be saved, and divide it among the ranks.
+        """Take apart what is saved, and divide it among the ranks.
 
         Raises:
-            CheckpointValueError: something that cannot be stored, or the ranks do not fit together.
+            CheckpointValueError: something cannot be stored, or the ranks hold different things.
         """
         with agreement.together("the contents of the checkpoint"):
             leaves = Leaves()
@@ -123,7 +123,7 @@ class Saving:
         }
 
     def _finish(self, posts: list[dict[str, Any]]) -> None:
-        """Write what the checkpoint says about itself, and put it in its place; on the first rank."""
+        """Write the manifest and put the checkpoint in its place, on the first rank."""
         manifest, items = self._describe(posts)
         metadata = dcp_metadata.dcp_metadata(manifest, items, self.leaves.paths)
         marks = {dcp_metadata.NAME: metadata, manifests.NAME: manifest.to_text().encode()}

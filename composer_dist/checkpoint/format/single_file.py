@@ -97,7 +97,7 @@ class _WithoutLength:
         return len(view)
 
     def flush(self) -> None:
-        """What is held back stays so."""
+        """What is held back is not written."""
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,8 +1,8 @@
-"""What a user wants saved, taken apart: tensors, objects, and how they were put together.
+"""Takes apart what a user saves: tensors, objects, and the structure that held them.
 
-The paths of leaves are those of torch.distributed.checkpoint, so that its plain `load` finds them. The
-structure, in JSON, keeps what those paths lose: empty mappings, keys that are numbers, where a name has
-dots in it. Plain values stand in it as they are; whatever else there is goes by its path.
+The key paths of leaves are those of torch.distributed.checkpoint, so its plain `load` finds them. The
+structure, in JSON, keeps what those paths lose: empty mappings, keys that are numbers, dots within names.
+It contains plain values themselves, and the key paths of everything else.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composer_dist.errors import CheckpointValueError
-from composer_dist.files.manifest import Path
+from composer_dist.errors import CheckpointValueError, Faults
+from composer_dist.files.manifest import KeyPath
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -31,9 +31,9 @@ class Leaves:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
+    paths: dict[str, KeyPath] = field(default_factory=dict)
 
-    def add(self, path: Path, value: Any) -> str:
+    def add(self, path: KeyPath, value: Any) -> str:
         """Note a leaf; returns its path joined with dots.
 
         Raises:
@@ -49,7 +49,7 @@ class Leaves:
         return name
 
     def check(self) -> None:
-        """Refuse what cannot be stored.
+        """Check that everything can be stored.
 
         Raises:
             CheckpointValueError: names of tensors on the meta device, or not laid out as plain ones are; and
@@ -67,16 +67,16 @@ class Leaves:
                 name for name, one in self.objects.items() if _holds_shards(one)
             ],
         }
-        if faults := [f"{', '.join(names)}: {what}" for what, names in odd.items() if names]:
-            raise CheckpointValueError(f"This cannot be saved. {'. '.join(faults)}.")
+        with Faults("This cannot be saved. ", ".", ". ", CheckpointValueError) as faults:
+            faults += [f"{', '.join(names)}: {what}" for what, names in odd.items() if names]
 
 
-def join(path: Path) -> str:
+def join(path: KeyPath) -> str:
     """A path as torch.distributed.checkpoint writes it."""
     return ".".join(map(str, path))
 
 
-def encode(path: Path, value: Any, leaves: Leaves) -> Any:
+def encode(path: KeyPath, value: Any, leaves: Leaves) -> Any:
     """The structure of a value in JSON types; its leaves are added to `leaves`."""
     for tag, kind in _DICTS.items():
         if type(value) is kind and all(type(key) in _PLAIN for key in value):

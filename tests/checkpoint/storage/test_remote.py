@@ -32,7 +32,7 @@ def test_in_memory() -> None:
     system.pipe_file(files[0], bytes(data))
     with pytest.raises(CheckpointError, match="distcp is corrupt"):
         load_checkpoint("memory://runs/c", {"model": model})
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="Skipping memory:///runs/c: "):
         assert latest_checkpoint("memory://runs") == "memory:///runs/b"
     system.rm("/runs", recursive=True)
 
