@@ -24,7 +24,7 @@ from composer_dist.checkpoint.kinds.optimizer_names import (
     parameter_names,
 )
 from composer_dist.distributed.moving.into import fill
-from composer_dist.distributed.prepared import usable_or_marked
+from composer_dist.distributed.prepared import mesh_of_world, usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import broadcast, world_and_rank
 from composer_dist.errors import CheckpointValueError
@@ -124,7 +124,12 @@ def load_full_optimizer_state(
             for label, scalar in scalars.items():
                 if not scalar.ndim:
                     made[label].copy_(scalar)
-        fill(model, {k: v for k, v in made.items() if v.ndim}, full, by_part=is_low_bit(optimizer))
+        fill(
+            mesh_of_world(model),
+            {k: v for k, v in made.items() if v.ndim},
+            full,
+            by_part=is_low_bit(optimizer),
+        )
     return LoadResult(plan["missing"], plan["unexpected"])
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from composer_dist.checkpoint.gather import agree_on, gather_full
 from composer_dist.checkpoint.kinds.model import foreign_tensors, live_state, owner_of
 from composer_dist.distributed.moving.into import fill
-from composer_dist.distributed.prepared import usable_or_marked
+from composer_dist.distributed.prepared import mesh_of_world, usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import broadcast, device_of_group, world_and_rank
 from composer_dist.errors import (
@@ -123,7 +123,12 @@ def load_full_model_state(
     with usable_or_marked(model):
         for name in plan["tensors"]:
             _materialize(targets[name])
-        fill(model, {name: targets[name] for name in plan["tensors"]}, given, everywhere=source == "all")
+        fill(
+            mesh_of_world(model),
+            {name: targets[name] for name in plan["tensors"]},
+            given,
+            everywhere=source == "all",
+        )
         for name in plan["objects"]:
             value = given.get(name)
             owner_of(model, name).set_extra_state(value if source == "all" else broadcast(value))

@@ -95,7 +95,7 @@ class Blueprint(torch.Tensor):
         raise CheckpointValueError(f"it computes with {function}, which needs values")
 
 
-class Trace(Blueprint):
+class TracedBlueprint(Blueprint):
     """A blueprint that may be computed with: after that it only knows from which stored tensors it is."""
 
     @property

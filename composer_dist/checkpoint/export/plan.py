@@ -22,7 +22,7 @@ from composer_dist.files.index import Entry, Index
 from composer_dist.files.safetensors import DTYPES
 from composer_dist.files.slabs import plan_reads
 from composer_dist.files.transformers import convert, revert
-from composer_dist.tensors.blueprint import Blueprint, Box, Trace
+from composer_dist.tensors.blueprint import Blueprint, Box, TracedBlueprint
 from composer_dist.tensors.parts import Dims, Part, contiguous_strides
 
 _WEIGHTS = "model{suffix}.safetensors"
@@ -88,8 +88,8 @@ def plan_export(
     Raises:
         CheckpointValueError: safetensors has no such dtype, or there is nothing to save.
     """
-    given = {name: Trace.stored(name, shape, dtype) for name, (shape, dtype) in sources.items()}
-    made: dict[str, Trace] = revert(model, dict(given))
+    given = {name: TracedBlueprint.stored(name, shape, dtype) for name, (shape, dtype) in sources.items()}
+    made: dict[str, TracedBlueprint] = revert(model, dict(given))
     index, headers, listing = _lay_out(made, max_shard_size, parameters)
     groups = _groups(made, together)
     candidates = [one for one in groups if not everything and all(name in parts for name in one.sources)]
@@ -153,7 +153,7 @@ def _lay_out(
     return Index("", tuple(files), entries), headers, listing and listing + "\n"
 
 
-def _groups(made: Mapping[str, Trace], together: Iterable[Sequence[str]]) -> list[Bundle]:
+def _groups(made: Mapping[str, TracedBlueprint], together: Iterable[Sequence[str]]) -> list[Bundle]:
     """Which tensors cannot be told apart when they are stored: those with a stored tensor in common."""
     parent: dict[str, str] = {}
 
@@ -177,7 +177,7 @@ def _groups(made: Mapping[str, Trace], together: Iterable[Sequence[str]]) -> lis
 
 def _places(
     model: Any,
-    made: Mapping[str, Trace],
+    made: Mapping[str, TracedBlueprint],
     groups: Iterable[Bundle],
     sources: Mapping[str, tuple[Dims, torch.dtype]],
 ) -> dict[str, Blueprint]:
@@ -209,7 +209,7 @@ def _places(
     return found
 
 
-def _inverse(loaded: Mapping[str, Blueprint], saved: Mapping[str, Trace]) -> bool:
+def _inverse(loaded: Mapping[str, Blueprint], saved: Mapping[str, TracedBlueprint]) -> bool:
     """Whether loading takes each stored element exactly to where saving took it from; ends are compared."""
     count = dict.fromkeys(saved, 0)
     for blueprint in loaded.values():

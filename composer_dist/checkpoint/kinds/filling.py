@@ -12,18 +12,20 @@ from composer_dist.checkpoint.format.opened import Opened
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.moving.into import Landing
 from composer_dist.distributed.moving.messages import Cargo
 from composer_dist.distributed.moving.transfer import deliver
 from composer_dist.distributed.prepared import mesh_of_world, usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import device_of_group
 from composer_dist.distributed.steps import meta_init
-from composer_dist.distributed.weights.disk import Pretrained, Target, fill_encoded
+from composer_dist.distributed.weights.disk import Destination, Pretrained
+from composer_dist.distributed.weights.fill import fill_encoded
 from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.files.match import Match
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.blueprint import Blueprint
-from composer_dist.tensors.inner import codec_of, encode_into, local_part
+from composer_dist.tensors.inner import codec_of, local_part
 
 
 def fill_model(
@@ -45,14 +47,15 @@ def fill_model(
         encoded_names = sorted(pretrained.names.difference(names))
         on_meta = [name for name in names if local_part(tensors[name].get()).is_meta]
         give_memory(structure, [*on_meta, *encoded_names], device)
-        targets = [_target(name, tensors[name].get(), mesh) for name in names]
+        landings = {name: Landing.of(now := tensors[name].get(), now.dtype) for name in names}
+        targets = [_destination(name, tensors[name].get(), landings[name], mesh) for name in names]
         pretrained.fill(targets, limit)
         others = {name: tensors[name].get() for name in encoded_names}
         fill_encoded(
             pretrained, others, device, agreement, lambda cargoes: _send(cargoes, mesh, agreement, limit)
         )
-        for target in targets:
-            _put_back(structure.tensors[target.name].get(), target.local)
+        for landing in landings.values():
+            landing.settle()
         if lacking:
             with agreement.together("initialization"), torch.device(device):
                 meta_init(model)
@@ -60,20 +63,15 @@ def fill_model(
 
 def fill_tensors(opened: Opened, tensors: Mapping[str, Tensor], agreement: Agreement) -> None:
     """Read tensors, sharded or not, in place; on all ranks together."""
-    targets, later = [], []
+    landings, targets = [], []
     for path, tensor in tensors.items():
-        local = local_part(tensor)
-        direct = codec_of(local) is None and local.is_contiguous()
-        dtype = tensor.dtype if codec_of(local) is None else torch.float32
-        memory = local if direct else torch.empty(local.shape, dtype=dtype, device=local.device)
-        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        targets.append(Target(path, Layout.of(tensor), memory, mesh))
-        if memory is not local:
-            later.append((local, memory))
+        dtype = tensor.dtype if codec_of(tensor) is None else torch.float32
+        landings.append(Landing.of(tensor, dtype))
+        targets.append(_destination(path, tensor, landings[-1], None))
     if targets:
         reader_of(opened, opened.tensors, agreement).fill(targets, ParallelismConfig().bucket_bytes)
-    for local, memory in later:
-        encode_into(local, memory)
+    for landing in landings:
+        landing.settle()
 
 
 def reader_of(opened: Opened, blueprints: dict[str, Blueprint], agreement: Agreement) -> Pretrained:
@@ -81,15 +79,10 @@ def reader_of(opened: Opened, blueprints: dict[str, Blueprint], agreement: Agree
     return Pretrained(opened.index, opened.root, Match(tensors=blueprints), agreement)
 
 
-def _target(name: str, tensor: torch.Tensor, mesh: Mesh | None) -> Target:
-    """Where a tensor's values go: its own memory, if that is contiguous."""
-    local = local_part(tensor).detach()
-    if not local.is_contiguous():
-        local = torch.empty_like(local, memory_format=torch.contiguous_format)
+def _destination(name: str, tensor: Tensor, landing: Landing, mesh: Mesh | None) -> Destination:
     whole = None if mesh is None else mesh.device_mesh
-    return Target(
-        name, Layout.of(tensor), local, tensor.device_mesh if isinstance(tensor, DTensor) else whole
-    )
+    over = tensor.device_mesh if isinstance(tensor, DTensor) else whole
+    return Destination(name, Layout.of(tensor), landing.memory, over)
 
 
 def _send(
@@ -102,10 +95,3 @@ def _send(
     for cargo in (cargo for mine in cargoes.values() for cargo in mine):
         assert cargo.source is not None
         cargo.target.copy_(cargo.source)
-
-
-@torch.no_grad()
-def _put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy what could not be read in place."""
-    if not (local := local_part(tensor).detach()).is_contiguous():
-        local.copy_(values)

@@ -1,22 +1,22 @@
-"""Full tensors into a model's own, sharded or not: `collect` the other way round."""
+"""Wholes to parts: full values are written into tensors, sharded or not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving import whole
 from composer_dist.distributed.moving.messages import Cargo, in_buckets
 from composer_dist.distributed.moving.transfer import take_part
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.moving.whole import gather
-from composer_dist.distributed.prepared import mesh_of_world
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import device_of_group, world_and_rank
 from composer_dist.tensors.inner import (
@@ -40,35 +40,44 @@ def scatter_into(target: Tensor, full: Tensor | None) -> None:
     """
     if full is None:
         return
-    if isinstance(target, DTensor):
-        mesh = target.device_mesh
-        full = full.detach().to(mesh.device_type)
-        if (layout := Layout.of(target)).tp_dim is not None:
-            part = layout.part(Coordinate.of(mesh)).of(full)
-            target.to_local().copy_(part.view(target.to_local().shape))
-            return
-        # src_data_rank=None slices what is here; the default would scatter rank 0's.
-        shard = distribute_tensor(full, mesh, target.placements, src_data_rank=None)
-        target.to_local().copy_(shard.to_local())
-    else:
+    if not isinstance(target, DTensor):
         target.copy_(full)
+        return
+    mesh, local, layout = target.device_mesh, target.to_local(), Layout.of(target)
+    full = full.detach().to(mesh.device_type)
+    if layout.tp_dim is not None:
+        local.copy_(layout.part(Coordinate.of(mesh)).of(full).view(local.shape))
+    else:  # src_data_rank=None slices what is here; the default would scatter rank 0's
+        local.copy_(distribute_tensor(full, mesh, target.placements, src_data_rank=None).to_local())
 
 
 def copy_into(target: Tensor, value: Tensor) -> None:
     """Write a value into `target`, however either is sharded; a collective where they are so differently."""
     if not isinstance(value, DTensor):
         scatter_into(target, value)
-    elif isinstance(target, DTensor) and _place(target) == _place(value):
+    elif isinstance(target, DTensor) and (target.device_mesh, target.placements) == (
+        value.device_mesh,
+        value.placements,
+    ):
         target.to_local().copy_(value.to_local())
     else:
         scatter_into(target, gather(value))
 
 
-def _place(tensor: DTensor) -> tuple[Any, ...]:
-    return tensor.device_mesh, tensor.placements
+def write_full(target: Tensor, full: Tensor | None, from_rank0: bool) -> None:
+    """Write a full value into a tensor, or into each of the tensors that it is made of.
+
+    Args:
+        full: of the target's class; None writes nothing, unless the value comes from rank 0.
+        from_rank0: rank 0's value counts on every rank; a collective.
+    """
+    for _, part, value in parts("", target, full):
+        if from_rank0:
+            value = _broadcast(value, part.shape, part.dtype)
+        scatter_into(part, value)
 
 
-def broadcast_full(full: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _broadcast(full: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Rank 0's `full` on every rank, on the device of the default group."""
     device = device_of_group()
     if world_and_rank()[1] != 0 or full is None:
@@ -79,9 +88,32 @@ def broadcast_full(full: Tensor | None, shape: torch.Size, dtype: torch.dtype) -
     return full
 
 
+@dataclass(frozen=True)
+class Landing:
+    """Where values for this rank's part of a tensor arrive: in its own memory if that will do."""
+
+    memory: Tensor
+    """Contiguous, plain, of the part's elements in row-major order."""
+    home: Tensor | None
+    """The part, if it is not the memory: `settle` gives it the value."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, dtype: torch.dtype) -> Landing:
+        """For values of a dtype."""
+        local = local_part(tensor).detach()
+        if codec_of(local) is None and local.dtype == dtype and local.is_contiguous():
+            return cls(local, None)
+        return cls(torch.empty(local.shape, dtype=dtype, device=local.device), local)
+
+    def settle(self) -> None:
+        """Encode or copy what has arrived, if it has not arrived in place."""
+        if self.home is not None:
+            encode_into(self.home, self.memory)
+
+
 @torch.no_grad()
 def fill(
-    model: nn.Module,
+    mesh: Mesh | None,
     targets: Mapping[str, Tensor],
     full: Mapping[str, Tensor],
     *,
@@ -91,7 +123,7 @@ def fill(
     """Write full values into tensors in place, in the tensors' own dtypes; a collective.
 
     Args:
-        model: whose mesh the values travel over.
+        mesh: of all ranks, over which the values travel; None if there is none.
         targets: real tensors by name: the same names in the same order on every rank.
         full: their full values, of the same shapes, on rank 0; not read on the others.
         everywhere: every rank has them; then nothing travels.
@@ -103,7 +135,7 @@ def fill(
     """
     if not targets:
         return
-    agreement, mesh = Agreement(), mesh_of_world(model)
+    agreement = Agreement()
     world, rank = world_and_rank()
     if mesh is not None and mesh.size != world:
         mesh = None
@@ -122,9 +154,8 @@ def fill(
             with Transport(mesh.device_mesh, agreement, whole.BUCKET_BYTES) as transport:
                 transport.send({0: [cargo for cargo, _ in freights]})
         with agreement.together("encoding a state"):
-            for cargo, home in freights:
-                if home is not None:
-                    encode_into(home, cargo.target)
+            for _, landing in freights:
+                landing.settle()
     odd = {name: target for name, target in targets.items() if name not in usual}
     if odd:
         agreement.collectively("the delivery", lambda: _one_by_one(odd, source, not alone))
@@ -137,31 +168,22 @@ def _copied_bytes(target: Tensor, by_part: bool) -> int:
 
 def _freights(
     name: str, target: Tensor, source: Tensor | None, by_part: bool
-) -> Iterator[tuple[Cargo, Tensor | None]]:
-    """The cargoes that fill a tensor; with each, the tensor that has to be made of it, if any."""
+) -> Iterator[tuple[Cargo, Landing]]:
+    """The cargoes that fill a tensor, and where they arrive."""
     if source is not None and (by_part or codec_of(target) is None):
         source = dense(source)
     if by_part:
-        yield _freight(name, target, source, torch.float32 if target.is_floating_point() else target.dtype)
-        return
-    value = encoded(source, target) if source is not None else None
-    for part, inner, full in parts(name, target, value):
-        yield _freight(part, inner, full, inner.dtype)
-
-
-def _freight(
-    name: str, target: Tensor, source: Tensor | None, dtype: torch.dtype
-) -> tuple[Cargo, Tensor | None]:
-    local = local_part(target).detach()
-    direct = codec_of(local) is None and local.dtype == dtype and local.is_contiguous()
-    place = local if direct else torch.empty(local.shape, dtype=dtype, device=local.device)
-    return Cargo(name, Layout.of(target), dtype, place, source), None if direct else local
+        dtype = torch.float32 if target.is_floating_point() else target.dtype
+        inner = [(name, target, source, dtype)]
+    else:
+        value = encoded(source, target) if source is not None else None
+        inner = [(path, part, full, part.dtype) for path, part, full in parts(name, target, value)]
+    for path, part, full, dtype in inner:
+        landing = Landing.of(part, dtype)
+        yield Cargo(path, Layout.of(part), dtype, landing.memory, full), landing
 
 
 def _one_by_one(targets: Mapping[str, Tensor], full: Mapping[str, Tensor], broadcasts: bool) -> None:
-    """What is cut in ways of its user's own: every rank gets the whole of it, and takes its part."""
+    """Tensors that the user has cut in other ways: every rank gets the whole, and takes its part."""
     for name, target in targets.items():
-        value = encoded(full[name], target) if name in full else None
-        for _, part, inner in parts(name, target, value):
-            sent = broadcast_full(inner, part.shape, part.dtype) if broadcasts else inner
-            scatter_into(part, sent)
+        write_full(target, encoded(full[name], target) if name in full else None, broadcasts)

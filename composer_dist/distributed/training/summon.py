@@ -1,8 +1,4 @@
-"""Full parameters in place of shards, for a while.
-
-`gather` and `scatter_into` move one tensor between its shards and its full value; everything that
-needs full values (`summon_full_params` here, the states in `checkpoint/`) is built on these two.
-"""
+"""Full parameters in place of shards, for a while."""
 
 from __future__ import annotations
 
@@ -14,14 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed.moving.into import broadcast_full, scatter_into
+from composer_dist.distributed.moving.into import write_full
 from composer_dist.distributed.moving.whole import gather
 from composer_dist.distributed.prepared import check_usable, reshard
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import world_and_rank
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.names import canonical_name
-from composer_dist.tensors.inner import encoded, parts
+from composer_dist.tensors.inner import encoded
 
 
 @dataclass
@@ -137,9 +133,9 @@ def _write_back(summoned: list[_Summoned], rank0_only: bool, with_grads: bool) -
     with Agreement().together("summon_full_params"):
         held = [None if one.full is None else _held(one, with_grads) for one in summoned]
     for one, full in zip(summoned, held, strict=True):
-        _deliver(one.shard, full, rank0_only)
+        write_full(one.shard, full, rank0_only)
         if with_grads and one.shard.grad is not None:
-            _deliver(one.shard.grad, None if full is None else full.grad, rank0_only)
+            write_full(one.shard.grad, None if full is None else full.grad, rank0_only)
 
 
 def _held(one: _Summoned, with_grads: bool) -> Tensor:
@@ -161,10 +157,3 @@ def _held(one: _Summoned, with_grads: bool) -> Tensor:
                 f"end of summon_full_params, {tuple(one.shard.shape)} before; change values only."
             )
     return encoded(now, one.shard)
-
-
-def _deliver(shard: Tensor, full: Tensor | None, rank0_only: bool) -> None:
-    for _, target, value in parts("", shard, full):
-        if rank0_only:
-            value = broadcast_full(value, target.shape, target.dtype)
-        scatter_into(target, value)

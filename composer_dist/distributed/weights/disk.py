@@ -1,21 +1,15 @@
-"""Weights from files into the shards: every rank reads what it holds, and nothing else.
+"""Weights from files into the shards: every rank reads only what it holds.
 
-One rank reads the headers and hands what they say to the others through the store; all find out by
-themselves which bytes of which files they need, check everything that can be checked, and only then
-read, straight into their shards. Ranks that hold the same part of a tensor read a share of it each and
-gather the rest from one another, unless it is small.
-
-
-MERGED: Quantized weights from files that hold them dense.
-
-What a shard holds may depend on the whole tensor (NF4 has a mean of all scales), so each tensor is read
-and encoded by one rank, every rank its share of the tensors, and delivered from there.
+One rank reads the headers and hands them to the others through the store. All ranks then work out which
+bytes of which files they need, check everything that can be checked, and only then read, straight into
+their shards. Ranks that hold the same part of a tensor each read a share of it and gather the rest from
+one another, unless it is small.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from math import prod
@@ -28,8 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.mesh.dimensions import roles
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
-from composer_dist.distributed.moving.messages import Cargo
-from composer_dist.distributed.moving.transfer import inner_cargoes
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.files import checksums
@@ -42,7 +34,6 @@ from composer_dist.files.slabs import MIB, Slab, plan_reads
 from composer_dist.progress import Progress
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.blueprint import Blueprint
-from composer_dist.tensors.inner import encoded
 from composer_dist.tensors.parts import Part
 
 _SMALL = MIB
@@ -57,7 +48,7 @@ _SAMPLE = MIB // 4
 
 
 @dataclass
-class Target:
+class Destination:
     """This rank's part of a tensor, to be filled."""
 
     name: str
@@ -176,7 +167,9 @@ class Pretrained:
         """First names of the tensors that the checkpoint has values for."""
         return frozenset(self.match.tensors)
 
-    def fill(self, targets: Sequence[Target], bucket_bytes: int, progress: Progress | None = None) -> None:
+    def fill(
+        self, targets: Sequence[Destination], bucket_bytes: int, progress: Progress | None = None
+    ) -> None:
         """Read the targets' values; every rank calls it with the same tensors.
 
         Args:
@@ -201,20 +194,20 @@ class Pretrained:
 
     def read(self, name: str, whole: torch.Tensor) -> None:
         """Read all of one tensor, on this rank alone."""
-        target = Target(name, Layout(tuple(whole.shape)), whole, None)
+        target = Destination(name, Layout(tuple(whole.shape)), whole, None)
         with open_files(self.root, self.index.files) as files:
             self.bytes_read += read_slabs(
                 list(self._slabs(target, target.layout.part(Coordinate()), 0)), files
             )
 
-    def _slabs(self, target: Target, part: Part, bucket_bytes: int) -> Iterator[Slab]:
+    def _slabs(self, target: Destination, part: Part, bucket_bytes: int) -> Iterator[Slab]:
         """What this rank reads of a target: its share of each window, or everything."""
         blueprint, flat = self.match.tensors[target.name], target.local.view(-1)
         for first, last in _shares(target, bucket_bytes):
             yield from plan_reads(blueprint, self.index.entries, part, flat, first, last)
 
 
-def _parts(targets: Sequence[Target]) -> Iterator[tuple[Target, Part]]:
+def _parts(targets: Sequence[Destination]) -> Iterator[tuple[Destination, Part]]:
     """Targets and what this rank holds of each tensor."""
     places: dict[int, Coordinate] = {id(None): Coordinate()}
     for target in targets:
@@ -224,7 +217,7 @@ def _parts(targets: Sequence[Target]) -> Iterator[tuple[Target, Part]]:
         yield target, target.layout.part(places[id(target.mesh)])
 
 
-def _windows(target: Target, bucket_bytes: int) -> Iterator[tuple[int, int]]:
+def _windows(target: Destination, bucket_bytes: int) -> Iterator[tuple[int, int]]:
     """A shared target in windows that all its holders have an equal share of: (first element, length).
 
     What is left at the end, less than one element per holder, is not in any.
@@ -237,7 +230,7 @@ def _windows(target: Target, bucket_bytes: int) -> Iterator[tuple[int, int]]:
         yield first, min(step, whole - first)
 
 
-def _shares(target: Target, bucket_bytes: int) -> Iterator[tuple[int, int]]:
+def _shares(target: Destination, bucket_bytes: int) -> Iterator[tuple[int, int]]:
     """The elements [first, last) of a target that this rank reads."""
     dims, numel = target.sharing, target.local.numel()
     if not dims:
@@ -255,7 +248,7 @@ def _shares(target: Target, bucket_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 @torch.no_grad()
-def _gather(target: Target, bucket_bytes: int) -> int:
+def _gather(target: Destination, bucket_bytes: int) -> int:
     """Complete a target from the shares that its holders have read; returns bytes sent and received."""
     flat, mesh, moved = target.local.view(-1), target.mesh, 0
     assert mesh is not None
@@ -315,32 +308,3 @@ def _check_twin(name: str, one: Blueprint, other: Blueprint, index: Index, files
             f"{one.source} and {other.source} differ in the checkpoint, but are one tensor, {name}, in the "
             "model. Untie them (tie_word_embeddings=False) or remove the one that does not count."
         )
-
-
-def fill_encoded(
-    pretrained: Pretrained,
-    tensors: Mapping[str, torch.Tensor],
-    device: torch.device,
-    agreement: Agreement,
-    send: Callable[[Mapping[int, Sequence[Cargo]]], None],
-) -> None:
-    """Fill tensors that have codecs; every rank calls it with the same ones.
-
-    Args:
-        tensors: of the model, by first name: full or sharded, and real.
-        device: where values are encoded, one tensor at a time.
-        send: brings cargoes from the ranks that have them to all.
-
-    Raises:
-        CheckpointRuntimeError: a file cannot be read, on whichever rank.
-    """
-    names, ranks = list(tensors), agreement.ranks
-    for start in range(0, len(names), len(ranks)):
-        turn = dict(zip(ranks, names[start : start + len(ranks)], strict=False))
-        made: dict[str, torch.Tensor] = {}
-        with agreement.together("reading the weights"):
-            if (name := turn.get(agreement.rank)) is not None:
-                whole = torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device=device)
-                pretrained.read(name, whole)
-                made[name] = encoded(whole, tensors[name])
-        send({rank: inner_cargoes(name, tensors[name], made.get(name)) for rank, name in turn.items()})

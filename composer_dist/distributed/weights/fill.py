@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,17 +11,17 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.messages import in_buckets
+from composer_dist.distributed.moving.messages import Cargo, in_buckets
 from composer_dist.distributed.moving.transfer import inner_cargoes, take_part
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.optimizers.follow import Follower
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.weights.disk import Pretrained, Target, fill_encoded
+from composer_dist.distributed.weights.disk import Destination, Pretrained
 from composer_dist.distributed.weights.initialize import Component, peak_bytes, run_component
 from composer_dist.distributed.weights.sources import Sources
 from composer_dist.distributed.weights.storage import make_anew, replace
 from composer_dist.structure.structure import Structure
-from composer_dist.tensors.inner import local_part
+from composer_dist.tensors.inner import encoded, local_part
 
 
 @dataclass
@@ -116,11 +116,11 @@ class Filling:
             for cargo in cargoes:
                 take_part(cargo, self.mesh.here)
 
-    def _target(self, name: str) -> Target:
+    def _target(self, name: str) -> Destination:
         """A tensor that is read from files, and where its part goes."""
         tensor = self._destination(name)
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else self.mesh.device_mesh
-        return Target(name, Layout.of(tensor), local_part(tensor).detach(), mesh)
+        return Destination(name, Layout.of(tensor), local_part(tensor).detach(), mesh)
 
     def _read(self, component: Component) -> dict[str, torch.Tensor]:
         """What files have of a component's tensors, whole, for initializers that look at them."""
@@ -159,3 +159,35 @@ def deal_out(
         dealt[rank].append(component)
         load[rank] += component.nbytes
     return dealt
+
+
+def fill_encoded(
+    pretrained: Pretrained,
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+    agreement: Agreement,
+    send: Callable[[Mapping[int, Sequence[Cargo]]], None],
+) -> None:
+    """Fill tensors that have codecs from files that hold them dense; every rank calls it with the same ones.
+
+    A shard's value may depend on the whole tensor (NF4 has a mean of all scales), so each tensor is read and
+    encoded by one rank, every rank its share of the tensors, and delivered from there.
+
+    Args:
+        tensors: of the model, by first name: full or sharded, and real.
+        device: where values are encoded, one tensor at a time.
+        send: brings cargoes from the ranks that have them to all.
+
+    Raises:
+        CheckpointRuntimeError: a file cannot be read, on whichever rank.
+    """
+    names, ranks = list(tensors), agreement.ranks
+    for start in range(0, len(names), len(ranks)):
+        turn = dict(zip(ranks, names[start : start + len(ranks)], strict=False))
+        made: dict[str, torch.Tensor] = {}
+        with agreement.together("reading the weights"):
+            if (name := turn.get(agreement.rank)) is not None:
+                whole = torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device=device)
+                pretrained.read(name, whole)
+                made[name] = encoded(whole, tensors[name])
+        send({rank: inner_cargoes(name, tensors[name], made.get(name)) for rank, name in turn.items()})

@@ -47,7 +47,9 @@ def trace(structure: Structure, initializers: list[Initializer]) -> None:
             kept.append(shadow)
             is_parameter = held.info.kind == "parameter"
             held.put(nn.Parameter(shadow, held.info.requires_grad) if is_parameter else shadow)
-        recorder = _Recorder({_storage(held.get()): name for name, held in structure.tensors.items()})
+        recorder = _Recorder(
+            {_torch.storage_key(held.get()): name for name, held in structure.tensors.items()}
+        )
         with random_state_kept(torch.device("cpu")), torch.no_grad(), _torch.all_initializers_write():
             for initializer in initializers:
                 mine = below.get(initializer.module, [])
@@ -61,9 +63,11 @@ def trace(structure: Structure, initializers: list[Initializer]) -> None:
                     recorder.writes.update(mine)  # it looks at values, so it may do anything to its own
                 for name in mine:
                     now = structure.tensors[name].get()
-                    if recorder.names.get(_storage(now)) != name:  # rebound to another tensor or storage
+                    if (
+                        recorder.names.get(_torch.storage_key(now)) != name
+                    ):  # rebound to another tensor or storage
                         recorder.writes.add(name)
-                        recorder.names[_storage(now)] = name
+                        recorder.names[_torch.storage_key(now)] = name
                         kept.append(now)
                 _check_ties(structure, mine, initializer)
                 initializer.writes = frozenset(recorder.writes)
@@ -113,14 +117,10 @@ class _Recorder(_torch.TorchDispatchMode):
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, torch.Tensor) and (writes or not view):
-                    name = self.names.get(_storage(tensor))
+                    name = self.names.get(_torch.storage_key(tensor))
                     if name is not None:
                         (self.writes if writes else self.reads).add(name)
         return func(*args, **kwargs)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return _torch.storage_key(tensor)
 
 
 def seed_all(text: str) -> None:

@@ -26,7 +26,7 @@ from composer_dist.distributed.moving.whole import gather
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.weights import disk as pretrained
-from composer_dist.distributed.weights.disk import Pretrained, Target
+from composer_dist.distributed.weights.disk import Destination, Pretrained
 from composer_dist.errors import (
     CheckpointKeyError,
     CheckpointRuntimeError,
@@ -141,7 +141,7 @@ def as_from_pretrained(directory: Path) -> None:
         model = built(make, device="meta")
         prepare = parallelize_composer_model if make is wrapped else parallelize_model
         if make is llama_base:
-            with pytest.raises(CheckpointKeyError, match="unexpected: lm_head.weight. strict=False takes"):
+            with pytest.raises(CheckpointKeyError, match="unexpected: lm_head.weight. strict=False loads"):
                 prepare(model, config=config(), weights=directory / name)
             with pytest.warns(UserWarning, match="lm_head.weight"):
                 prepare(model, config=config(strict=False), weights=directory / name)
@@ -363,7 +363,7 @@ def any_layout(path: Path) -> None:
             for name, value in everything.items():
                 for layout in layouts(value):
                     local = torch.full(layout.local_shape(at), -1.0)
-                    targets.append(Target(name, layout, local, mesh))
+                    targets.append(Destination(name, layout, local, mesh))
             disk.fill(targets, 64)
             for target in targets:
                 expected = target.layout.part(at).of(everything[target.name].float())
@@ -404,7 +404,7 @@ def fill_peak(path: Path, kind: str) -> int:
     targets = []
     for name, value in disk.match.tensors.items():
         layout = Layout(tuple(value.shape), rows=kind == "cut", tp_dim=1 if kind == "columns" else None)
-        targets.append(Target(name, layout, torch.full(layout.local_shape(at), 1.0), mesh))
+        targets.append(Destination(name, layout, torch.full(layout.local_shape(at), 1.0), mesh))
     gathered = [0]
     gather = dist.all_gather
 
