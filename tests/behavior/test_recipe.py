@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +32,6 @@ from composer_dist.distributed import (
 )
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models import ComposerModel
-from tests.distributed.test_prepare import fails_later, wrong_on_one_rank
 from tests.kit import models
 from tests.kit.compare import full, values
 from tests.kit.huggingface import pretrained_llama
@@ -405,25 +403,6 @@ def test_wrong_combinations_are_refused_with_the_model_untouched(
 
 
 # P12: nobody waits
-
-
-def seconds(stage: str) -> float:
-    dist.barrier()
-    start = time.monotonic()
-    if stage in LATER:
-        fails_later(stage, 1)
-    else:
-        wrong_on_one_rank(stage)
-    return time.monotonic() - start
-
-
-LATER = ("init",)
-
-
-@pytest.mark.promise(12)
-@pytest.mark.parametrize("stage", ["config", "policy", "duplicate", "optimizer", "tracing", *LATER])
-def test_a_failure_on_one_rank_is_raised_on_all_within_ten_seconds(world2: World, stage: str) -> None:
-    assert max(world2(seconds, stage)) < 10
 
 
 # P103: every public function after an evaluation

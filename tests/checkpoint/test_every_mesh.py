@@ -13,9 +13,8 @@ from torch import Tensor
 from composer_dist.checkpoint import export_pretrained, full_model_state, load_pretrained
 from composer_dist.distributed import parallelize_model, summon_full_params
 from composer_dist.models import HuggingFaceModel
-from tests.checkpoint.export.test_export import MESHES
-from tests.checkpoint.export.test_merged import LORA
-from tests.kit.huggingface import gpt2, llama
+from tests.kit.huggingface import LORA, gpt2, llama
+from tests.kit.meshes import BY_WORLD
 from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -46,10 +45,10 @@ def adapters(directory: Path, names: list[str]) -> None:
     for name in names:
         for kind in LORA:
             model = seeded(kind)
-            parallelize_model(model, MESHES[name]())
+            parallelize_model(model, BY_WORLD[name]())
             export_pretrained(model, directory / name / kind)
             other = seeded(kind, seed=4)
-            parallelize_model(other, MESHES[name]())
+            parallelize_model(other, BY_WORLD[name]())
             assert load_pretrained(other, directory / name / kind) == ([], [])
             found, expected = (full_model_state(one, ranks="all") for one in (other, model))
             assert all(torch.equal(found[key], expected[key]) for key in expected if "lora_" in key)
@@ -75,7 +74,7 @@ def summoned(names: list[str]) -> None:
     for name in names:
         model, reference = seeded("llama"), seeded("llama")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        parallelize_model(model, MESHES[name](), optimizer)
+        parallelize_model(model, BY_WORLD[name](), optimizer)
         held = {key: id(value) for key, value in model.named_parameters()}
         with summon_full_params(model):
             for (key, value), (_, other) in zip(
@@ -103,7 +102,7 @@ def generated(names: list[str]) -> list[Tensor]:
     for name in names:
         torch.manual_seed(3)
         model = HuggingFaceModel(llama().eval())
-        parallelize_model(model, MESHES[name]())
+        parallelize_model(model, BY_WORLD[name]())
         found.append(model.generate(ids(), max_new_tokens=6, do_sample=False))
     return found
 

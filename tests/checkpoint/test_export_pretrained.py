@@ -16,10 +16,13 @@ from composer_dist.checkpoint import export_pretrained
 from composer_dist.distributed import init_context, parallelize_model
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, ParallelismTypeError
 from composer_dist.models import HuggingFaceModel
+from tests.kit.files import files
 from tests.kit.huggingface import (
     ADAPTERS,
+    adapted,
     adapter,
     base_for,
+    logits,
     pretrained_llama,
     pretrained_t5,
     prompt,
@@ -36,22 +39,10 @@ pytestmark = [
 ]
 
 
-def logits(model: nn.Module) -> Tensor:
-    ids = prompt(0)
-    given = {"decoder_input_ids": ids} if "T5" in type(model).__name__ else {}
-    with torch.no_grad():
-        result: Tensor = model.eval()(input_ids=ids, **given).logits
-    return result
-
-
 def settings(path: Path) -> dict[str, Any]:
     """The adapter's configuration; sets are written in any order."""
     read = json.loads((path / "adapter_config.json").read_text())
     return {k: sorted(v) if isinstance(v, list) else v for k, v in read.items()}
-
-
-def files(path: Path) -> set[str]:
-    return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
 
 
 # Models
@@ -127,11 +118,6 @@ def test_a_model_is_as_before_after_its_export(world2: World, tmp_path: Path) ->
 
 
 # Adapters
-
-
-def adapted(kind: str) -> HuggingFaceModel:
-    torch.manual_seed(1)
-    return HuggingFaceModel(base_for(kind), tokenizer(), peft_config=adapter(kind)).eval()
 
 
 def export_adapter(kind: str, path: Path, place: str) -> None:

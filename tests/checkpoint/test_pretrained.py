@@ -25,9 +25,9 @@ from composer_dist.errors import (
     ParallelismValueError,
 )
 from composer_dist.files.read import Files
-from tests.distributed.weights.test_disk import saved
-from tests.files.test_match import llama, lora, random
 from tests.kit.compare import same, values
+from tests.kit.files import saved
+from tests.kit.huggingface import llama, lora, random
 from tests.kit.meshes import config
 from tests.kit.toy import Toy, built, tokens, train
 from tests.kit.world import run

@@ -14,9 +14,8 @@ from torch import Tensor
 from composer_dist.checkpoint import export_pretrained, full_model_state, load_full_model_state
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import parallelize_model
-from tests.checkpoint.test_export_pretrained import logits
 from tests.kit.compare import equal
-from tests.kit.huggingface import pretrained_llama
+from tests.kit.huggingface import logits, pretrained_llama
 from tests.kit.toy import stateful
 from tests.kit.world import World
 

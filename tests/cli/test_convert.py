@@ -20,10 +20,9 @@ from composer_dist.cli.main import app
 from composer_dist.distributed import parallelize_model
 from composer_dist.models import HuggingFaceModel
 from composer_dist.progress import Progress
-from tests.checkpoint.export.test_export import mixtral, same_tensors, tensors
-from tests.checkpoint.test_export_pretrained import logits
-from tests.files.test_match import random
-from tests.kit.huggingface import pretrained_llama, tokenizer
+from tests.kit.compare import same
+from tests.kit.files import tensors
+from tests.kit.huggingface import logits, mixtral, pretrained_llama, random, tokenizer
 from tests.kit.measure import profiled
 from tests.kit.world import run
 
@@ -65,7 +64,7 @@ def same_run(path: Path) -> None:
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "steps": 0}
     assert load_checkpoint(path, state) == {"note": "a run"}
     assert state["steps"] == 7
-    same_tensors(model.state_dict(), expected.state_dict())
+    same(model.state_dict(), expected.state_dict())
     for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
         found, wanted = optimizer.state[parameter], its_optimizer.state[other]
         assert all(torch.equal(found[key], wanted[key]) for key in wanted)
@@ -107,15 +106,15 @@ def test_models_into_checkpoints_and_back(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "model", max_shard_size="5KB")
     convert(tmp_path / "model", tmp_path / "model.pt")
     held: dict[str, Tensor] = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
-    same_tensors(held, model.state_dict())
+    same(held, model.state_dict())
     convert(tmp_path / "model", tmp_path / "sharded", "--to", "sharded", "--prefix", "model.")
     other = HuggingFaceModel(mixtral())
     load_checkpoint(tmp_path / "sharded", {"model": other})
-    same_tensors(other.model.state_dict(), model.state_dict())
+    same(other.model.state_dict(), model.state_dict())
     for source in ("model.pt", "sharded"):
         target = tmp_path / f"back from {source}"
         convert(tmp_path / source, target, "--to", "huggingface", "--like", tmp_path / "model")
-        same_tensors(tensors(target), tensors(tmp_path / "model"))
+        same(tensors(target), tensors(tmp_path / "model"))
 
 
 def test_what_cannot_be_converted_is_said_in_a_statement(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_run_is_interrupted_and_goes_on(
 
 def test_a_second_one_does_not_wait_for_ranks_that_do_not_listen(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    deaf = f"callbacks={{tests.kit.recipes.Deaf: {{sign: {tmp_path}/deaf}}}}"
+    deaf = f"callbacks={{tests.kit.scripts.recipes.Deaf: {{sign: {tmp_path}/deaf}}}}"
     run = start(out, *LONG, deaf, "-n", "2")
     wait_for("both ranks", lambda: len(list(tmp_path.glob("deaf.*"))) == 2)
     assert run.stderr is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -43,10 +44,12 @@ Outcome = tuple[type, str]
 
 
 def attempt(model: nn.Module, *args: Any, **kwargs: Any) -> Outcome:
-    """What preparing raises."""
+    """What preparing raises, on every rank within ten seconds."""
+    start = time.monotonic()
     try:
         parallelize_model(model, *(args or (config(),)), **kwargs)
     except BaseException as error:
+        assert time.monotonic() - start < 10
         return type(error), str(error)
     return type(None), ""
 
@@ -188,6 +191,7 @@ def test_a_ready_plan_does_not_let_a_foreign_optimizer_pass() -> None:
 # After that: the same error everywhere, and a model that says so.
 
 
+@pytest.mark.promise(12)
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("stage", ["init", "parallelize_fn", "delivery", "checkpointing"])
 def test_what_fails_later_on_one_rank_makes_the_model_unusable_on_all(stage: str, failing: int) -> None:

@@ -20,10 +20,9 @@ from composer_dist.distributed import (
 )
 from composer_dist.distributed.weights.initialize import assert_no_meta
 from composer_dist.errors import ParallelismError, ParallelismKeyError, ParallelismValueError
-from tests.distributed.weights.test_sources import Buffers
 from tests.kit.compare import close, same, values
 from tests.kit.meshes import config
-from tests.kit.toy import Kinds, Toy, built, train
+from tests.kit.toy import Buffers, Kinds, Toy, built, train
 from tests.kit.world import run
 
 MODELS: dict[str, Any] = {"Toy": Toy, "Kinds": Kinds, "Buffers": Buffers}

@@ -21,8 +21,8 @@ from composer_dist.distributed.wishes import Request, Wishes
 from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.select import select, spell
 from composer_dist.structure.structure import read_structure
-from tests.distributed.sharding.test_choose import BLOCKS, _choose
 from tests.kit import models
+from tests.kit.planning import BLOCKS, choose
 
 
 @pytest.mark.promise(10)
@@ -53,7 +53,7 @@ def test_each_kind_of_match(match: Any, names: list[str]) -> None:
 def test_a_name_is_the_whole_name() -> None:
     model = models.B(blocks=12)
     assert select("layers.1", read_structure(model).modules) == ["layers.1"]
-    assert list(_choose(model, Rule("layers.1", shard=True)).units) == ["layers.1"]
+    assert list(choose(model, Rule("layers.1", shard=True)).units) == ["layers.1"]
 
 
 @pytest.mark.promise(10)
@@ -72,7 +72,7 @@ def test_a_pattern_that_is_none_is_refused() -> None:
 @pytest.mark.promise(12)
 def test_unmatched_rules_are_all_named_with_a_neighbor() -> None:
     with pytest.raises(ParallelismValueError) as caught:
-        _choose(models.B(), Rule("layer.1", shard=True), Rule("re:x", shard=True), Rule("head", shard=True))
+        choose(models.B(), Rule("layer.1", shard=True), Rule("re:x", shard=True), Rule("head", shard=True))
     assert "No module matches 'layer.1'. Did you mean 'layers.1'?" in str(caught.value)
     assert "No module matches 're:x'." in str(caught.value)
     assert "'head'" not in str(caught.value)
@@ -82,25 +82,25 @@ def test_unmatched_rules_are_all_named_with_a_neighbor() -> None:
 def test_every_part_of_a_list_matches() -> None:
     match = ["layers.0", ["layer.1", "type:Mlpp", nn.Conv1d]]
     with pytest.raises(ParallelismValueError) as caught:
-        _choose(models.B(), Rule(match, shard=True))
+        choose(models.B(), Rule(match, shard=True))
     allow = "(Rule(..., optional=True) allows that.)"
     assert str(caught.value).splitlines() == [
         f"No module matches 'layer.1'. Did you mean 'layers.1'? {allow}",
         f"No module matches 'type:Mlpp'. Did you mean 'type:Mlp'? {allow}",
         f"No module matches Conv1d. {allow}",
     ]
-    assert "layers.0" in _choose(models.B(), Rule(match, shard=True, optional=True)).units
+    assert "layers.0" in choose(models.B(), Rule(match, shard=True, optional=True)).units
 
 
 @pytest.mark.promise(12)
 def test_a_rule_that_sets_nothing_is_refused() -> None:
     with pytest.raises(ParallelismValueError, match="The rule 'head' sets nothing; give it one of shard, "):
-        _choose(models.B(), Rule("head"))
+        choose(models.B(), Rule("head"))
 
 
 @pytest.mark.promise(12)
 def test_optional_rules_may_match_nothing() -> None:
-    assert list(_choose(models.B(), Rule("nope", shard=True, optional=True)).units) == ["", *BLOCKS]
+    assert list(choose(models.B(), Rule("nope", shard=True, optional=True)).units) == ["", *BLOCKS]
 
 
 @pytest.mark.promise(13)
@@ -110,7 +110,7 @@ def test_rules_merge_by_field_and_the_later_wins() -> None:
         Rule("layers.1", reshard_after_forward=False),
         Rule("layers.1", offload=True),
     )
-    choices = _choose(models.B(), *rules)
+    choices = choose(models.B(), *rules)
     assert choices.units["layers.0"].options == {"reshard_after_forward": True, "mixed_precision": "FULL"}
     assert choices.units["layers.1"].options == {
         "reshard_after_forward": False,
@@ -125,12 +125,12 @@ def test_rules_merge_by_field_and_the_later_wins() -> None:
 @pytest.mark.promise(14)
 def test_containers_in_containers() -> None:
     model = nn.ModuleDict({"a": nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)])})
-    assert list(_choose(model, Rule("a", shard=True)).units) == ["a.0.0", "a.1"]
+    assert list(choose(model, Rule("a", shard=True)).units) == ["a.0.0", "a.1"]
 
 
 @pytest.mark.promise(14)
 def test_containers_can_be_skipped() -> None:
-    choices = _choose(models.B(), Rule("layers", shard=True), Rule("head", shard=True), containers="skip")
+    choices = choose(models.B(), Rule("layers", shard=True), Rule("head", shard=True), containers="skip")
     assert list(choices.units) == ["head"]
     assert choices.warnings == ("layers is a ModuleList, which has no forward of its own; it is skipped.",)
 
@@ -138,10 +138,10 @@ def test_containers_can_be_skipped() -> None:
 def test_a_parameter_list_is_no_unit() -> None:
     model = models.B()
     model.extra = nn.ParameterList([torch.ones(3)])
-    choices = _choose(model, Rule("extra", shard=True), Rule("head", shard=True))
+    choices = choose(model, Rule("extra", shard=True), Rule("head", shard=True))
     assert list(choices.units) == ["head"]
     assert choices.warnings == ("extra is a ParameterList, which has no forward of its own; it is skipped.",)
-    assert dict(_choose(model, Rule("extra", shard=False)).plain) == {
+    assert dict(choose(model, Rule("extra", shard=False)).plain) == {
         "extra": "rule 'extra' leaves it replicated"
     }
 
@@ -187,7 +187,7 @@ def test_rules_are_spelt_alike_on_every_rank() -> None:
 def test_a_rule_for_any_name_of_a_module_counts() -> None:
     model = models.B()
     model.last = model.layers[2]
-    assert list(_choose(model, Rule("last", shard=True)).units) == ["layers.2"]
+    assert list(choose(model, Rule("last", shard=True)).units) == ["layers.2"]
 
 
 @pytest.mark.promise(17)
@@ -230,7 +230,7 @@ def test_what_only_python_has_is_spelt_for_yaml() -> None:
         "activation_checkpointing": ["composable", None],
     }
     read = ParallelismConfig.from_dict(values)
-    assert _choose(models.B(), *read.rules).units.keys() == _choose(models.B(), *own.rules).units.keys()
+    assert choose(models.B(), *read.rules).units.keys() == choose(models.B(), *own.rules).units.keys()
 
 
 @pytest.mark.promise(91)

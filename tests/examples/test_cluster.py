@@ -17,7 +17,7 @@ from torch.distributed.run import parse_args
 
 from composer_dist.cli.init import PRESETS
 from composer_dist.distributed.ranks.launcher_variables import torchrun_variables
-from tests.kit.hosts import on_two_hosts
+from tests.kit.scripts.hosts import on_two_hosts
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cluster"
 

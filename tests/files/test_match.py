@@ -15,12 +15,6 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
 )
 
 from composer_dist._torch import checkpoint_wrapper
@@ -32,29 +26,15 @@ from composer_dist.files.safetensors import read_index
 from composer_dist.files.slabs import plan_reads
 from composer_dist.models import HuggingFaceModel
 from composer_dist.structure.structure import read_structure
+from tests.kit.huggingface import gpt2, llama, lora, mixtral, random
 from tests.zoo import toy
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
-def llama() -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 33}
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
-
-
-def gpt2() -> Any:
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 33, "n_positions": 8}
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-
-
 def bert() -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 33}
     return BertForSequenceClassification(BertConfig(num_hidden_layers=1, **sizes))
-
-
-def lora(model: nn.Module, **options: Any) -> Any:
-    options = {"target_modules": ["q_proj", "v_proj"], "r": 3} | options
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
 
 
 def matched(model: nn.Module, path: Path, strict: bool = True) -> Match:
@@ -77,15 +57,6 @@ def fill(model: nn.Module, path: Path, strict: bool = True) -> Match:
     with Files(Path(index.root), index.files) as files:
         read_slabs(slabs, files)
     return match
-
-
-def random(model: nn.Module, seed: int = 1) -> Any:
-    """The model with parameters and saved buffers that no initializer gives."""
-    generator = torch.Generator().manual_seed(seed)
-    for value in model.state_dict().values():
-        if value.is_floating_point():
-            value.copy_(torch.rand(value.shape, generator=generator))
-    return model
 
 
 def same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -169,9 +140,7 @@ def test_transformers_own_tables_of_names_and_fused_tensors(tmp_path: Path, name
 
 
 def test_experts_that_lie_apart_are_read_as_they_are_fused(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 33}
-    options = {"num_hidden_layers": 1, "num_key_value_heads": 1, "num_local_experts": 4}
-    source = random(MixtralForCausalLM(MixtralConfig(**sizes, **options)))
+    source = random(mixtral(num_hidden_layers=1, num_local_experts=4))
     source.save_pretrained(tmp_path)
     match = matched(source, tmp_path)
     (name,) = [name for name in match.tensors if name.endswith("gate_up_proj")]

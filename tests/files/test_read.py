@@ -20,7 +20,7 @@ from composer_dist.files.safetensors import read_index
 from composer_dist.files.slabs import Slab, plan_reads
 from composer_dist.progress import Stage
 from composer_dist.tensors.blueprint import Blueprint
-from tests.distributed.mesh.test_layout import expected, layouts
+from tests.kit.meshes import expected_part, layouts
 
 NUMBERS = torch.arange(4 * 6 * 12).remainder(113)
 
@@ -66,7 +66,7 @@ def test_parts_of_any_layout(
     counted = Stage("reading")
     read(index, slabs, stage=counted)
     for layout, at, local in targets:
-        assert torch.equal(local, expected(values[str(layout.shape)].float(), layout, at)), (layout, at)
+        assert torch.equal(local, expected_part(values[str(layout.shape)].float(), layout, at)), (layout, at)
     assert counted.done == counted.total == sum(local.numel() for *_, local in targets) * stored.itemsize
 
 
@@ -97,7 +97,7 @@ def test_rearranged_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sta
                 at = Coordinate(shard, 3, 1, 2)
                 local = target(layout, at, torch.float32)
                 slabs += plan_reads(blueprint, index.entries, layout.part(at), local.view(-1))
-                targets.append((name, local, expected(value.float(), layout, at)))
+                targets.append((name, local, expected_part(value.float(), layout, at)))
     read(index, slabs, threads=3)
     for name, local, wanted in targets:
         assert torch.equal(local, wanted), name

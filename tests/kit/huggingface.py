@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from composer_dist.models import HuggingFaceModel
+
 VOCABULARY = 64
 SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -159,6 +161,11 @@ def gpt2(**options: Any) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**(sizes | still | tokens | options)))
 
 
+def dropping_gpt2(**options: Any) -> nn.Module:
+    """A GPT-2 with dropout."""
+    return gpt2(**({"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1} | options))
+
+
 def lora_llama() -> nn.Module:
     """A Llama with LoRA on matrices that are cut by rows and by columns."""
     from peft import LoraConfig, get_peft_model
@@ -195,3 +202,44 @@ def phi3() -> nn.Module:
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
     return Phi3ForCausalLM(Phi3Config(**(sizes | heads | tokens)))
+
+
+def mixtral(**options: Any) -> Any:
+    """A model whose experts lie one by one in its checkpoints."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 33, "hidden_size": 16, "intermediate_size": 24, "num_local_experts": 3}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return MixtralForCausalLM(MixtralConfig(**(sizes | heads | options)))
+
+
+LORA = {"llama": lora_llama, "gpt2": lora_gpt2}
+
+
+def logits(model: nn.Module) -> Tensor:
+    ids = prompt(0)
+    given = {"decoder_input_ids": ids} if "T5" in type(model).__name__ else {}
+    with torch.no_grad():
+        result: Tensor = model.eval()(input_ids=ids, **given).logits
+    return result
+
+
+def adapted(kind: str) -> HuggingFaceModel:
+    torch.manual_seed(1)
+    return HuggingFaceModel(base_for(kind), tokenizer(), peft_config=adapter(kind)).eval()
+
+
+def lora(model: nn.Module, **options: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    options = {"target_modules": ["q_proj", "v_proj"], "r": 3} | options
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+
+
+def random(model: nn.Module, seed: int = 1) -> Any:
+    """The model with parameters and saved buffers that no initializer gives."""
+    generator = torch.Generator().manual_seed(seed)
+    for value in model.state_dict().values():
+        if value.is_floating_point():
+            value.copy_(torch.rand(value.shape, generator=generator))
+    return model

@@ -304,3 +304,67 @@ def batch(model: nn.Module, step: int = 0) -> Tensor:
         return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
     width = 10 if isinstance(model, Composers) else 8
     return torch.randn(ROWS, width, generator=generator)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+class Vision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        for layer in self.layers:
+            images = layer(images)
+        return images * self.gain
+
+
+class Multimodal(nn.Module):
+    """Text `(rows, WIDTH)`, and images or none; returns a tuple, as models do."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.vision = Vision().requires_grad_(not frozen)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, text: Tensor, images: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if images is not None:
+            text = text + self.vision(images)
+        for layer in self.layers:
+            text = layer(text)
+        return self.head(text), text
+
+
+EXPECTED = {
+    "single_auto_sync": [[-1, None, None], [-1.5, -1.5, None], [-1.5, -1.5, None]],
+    "multi_auto_sync": [[-1.5, None, None], [-1.5, -1.5, None], [-1.5, -1.5, None]],
+    "forced_sync": [[-1, None, None], [-1, -1, None], [-1.5, -1.5, None]],
+}
+
+
+class Choices(nn.Module):
+    """Each input uses one of three weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
+        for choice in self.choices:
+            nn.init.zeros_(choice.weight)
+
+    def forward(self, which: int) -> torch.Tensor:
+        return self.choices[which](torch.ones(1))
+
+
+def choice_gradients(model: nn.Module) -> list[float | None]:
+    """Each choice's gradient; untouched ones, None or zero, as None."""
+    return [float(p.grad) if p.grad is not None and p.grad.any() else None for p in model.parameters()]

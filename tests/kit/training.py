@@ -11,8 +11,9 @@ from torch.nn import functional
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from composer_dist.models import ComposerClassifier, ComposerModel
-from composer_dist.trainer import InMemoryLogger, Trainer
+from composer_dist.models import ComposerClassifier, ComposerModel, HuggingFaceModel
+from composer_dist.trainer import DistributedDataLoader, InMemoryLogger, Trainer
+from tests.kit.huggingface import llama
 
 IGNORED = -100
 BATCHES = 4
@@ -106,3 +107,23 @@ def quiet(model: ComposerModel, **options: Any) -> tuple[Trainer, InMemoryLogger
     log = InMemoryLogger()
     options = {"optimizers": sgd(model), "progress_bar": False, "loggers": log} | options
     return Trainer(model=model, **options), log
+
+
+def loaders(replicas: int, dataset: Any = None, batch_size: int | None = 3, **options: Any) -> list[Any]:
+    data = list(range(23)) if dataset is None else dataset
+    one = DistributedDataLoader(data, batch_size, **options)
+    return [one.placed(replicas, rank) for rank in range(replicas)]
+
+
+def language_model() -> HuggingFaceModel:
+    """A Llama of 50 tokens, the same each time."""
+    torch.manual_seed(0)
+    return HuggingFaceModel(llama())
+
+
+def sentences(count: int) -> dict[str, Tensor]:
+    """Token ids `(count, 8)` of which the first few, more for each sentence, bear no label."""
+    ids = torch.randint(32, (count, 8), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[torch.arange(8) < (torch.arange(count) * 3 % 8)[:, None]] = IGNORED
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}

@@ -7,19 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from composer_dist.cli.init import PRESETS, Preset
+from composer_dist.cli.init import PRESETS
 from composer_dist.recipe.read import read_configuration
-from tests.kit.recipes import PROMPT, accuracy_of, losses_of, trained_and_exported
+from tests.kit.scripts.recipes import (
+    EVERY,
+    PROMPT,
+    accuracy_of,
+    in_the_default_run,
+    losses_of,
+    trained_and_exported,
+)
 from tests.kit.world import World
 
-EVERY = [preset.value for preset in Preset]
 ADAPTERS = ["lora", "dora", "qlora"]
 SMALL = ["data.batch_size=2", "data.context=32", "data.held_out=4", "trainer.max_duration=3ba"]
 SMALL += ["trainer.eval_interval=null"]
-
-
-def in_the_default_run(*chosen: str, among: list[str]) -> list[object]:
-    return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in among]
 
 
 @pytest.mark.parametrize("name", EVERY)

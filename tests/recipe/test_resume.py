@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from composer_dist.cli.init import PRESETS
-from tests.kit.recipes import failing, weights_of
+from tests.kit.scripts.recipes import EVERY, failing, in_the_default_run, weights_of
 from tests.kit.world import WorkerError, World
-from tests.recipe.test_presets import EVERY, in_the_default_run
 
 RUN = ["trainer.max_duration=5ba", "trainer.eval_interval=2ba", "export=false", "checkpoints.interval=2ba"]
 TEXT = ["data.batch_size=2", "data.context=32", "data.held_out=4"]
@@ -31,7 +30,7 @@ def test_killed_and_resumed_runs_are_bit_equal_to_uninterrupted_ones(
     # Written at once: else the end may come before the checkpoint is complete.
     killed = [*run, f"out={tmp_path}/killed", "checkpoints.asynchronous=false"]
     with pytest.raises(WorkerError):
-        world2(weights_of, file, *killed, "callbacks={tests.kit.recipes.KillAt: {batch: 3}}")
+        world2(weights_of, file, *killed, "callbacks={tests.kit.scripts.recipes.KillAt: {batch: 3}}")
     (found, began), _ = world2(weights_of, file, *killed)
     assert began == 2
     assert found.keys() == expected.keys()

@@ -14,9 +14,8 @@ from torch.optim import SGD
 from composer_dist.models import ComposerModel
 from composer_dist.trainer import EMA, Callback, CheckpointSaver, FineTuningPhases, NoImprovement, Phase
 from tests.kit.compare import close, weights
-from tests.kit.training import PER_BATCH, batches, quiet, tagger
+from tests.kit.training import PER_BATCH, batches, language_model, quiet, sentences, tagger
 from tests.kit.world import World
-from tests.trainer.test_parallel import llama, sentences
 
 # Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.
 compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -182,7 +181,7 @@ def test_auto_finds_the_size_of_compiled_blocks_and_they_are_compiled_then(world
 def fitted_on_parts_of_sentences() -> list[Any]:
     results = []
     for size in (FITS, "auto"):
-        model = llama()
+        model = language_model()
         if size == "auto" and dist.get_rank() == 1:
             short_of_memory(model.get_submodule("model.model.layers.1"))
         batch = [sentences(5)] * 4

@@ -12,16 +12,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from torch.optim import SGD
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed.prepare import parallelize_composer_model
 from composer_dist.errors import ParallelismValueError
-from composer_dist.models import HuggingFaceModel
 from tests.kit.compare import close, weights
-from tests.kit.training import BATCHES, IGNORED, PER_BATCH, batches, classifier, quiet, tagger
+from tests.kit.training import (
+    BATCHES,
+    IGNORED,
+    PER_BATCH,
+    batches,
+    classifier,
+    language_model,
+    quiet,
+    sentences,
+    tagger,
+)
 from tests.kit.world import World
 
 Result = tuple[list[float], dict[str, Tensor]]
@@ -156,30 +164,9 @@ def test_a_model_that_is_prepared_already_is_trained_as_it_is(world2: World) -> 
         close(parameters, expected)
 
 
-def llama() -> HuggingFaceModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-    )
-    return HuggingFaceModel(LlamaForCausalLM(config))
-
-
-def sentences(count: int) -> dict[str, Tensor]:
-    """Token ids `(count, 8)` of which the first few, more for each sentence, bear no label."""
-    ids = torch.randint(32, (count, 8), generator=torch.Generator().manual_seed(1))
-    labels = ids.clone()
-    labels[torch.arange(8) < (torch.arange(count) * 3 % 8)[:, None]] = IGNORED
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-
-
-def language_model(parts: list[int], config: Any = None, size: int | None = None, peers: int = 1) -> Result:
+def trained_llama(parts: list[int], config: Any = None, size: int | None = None, peers: int = 1) -> Result:
     """Losses and final weights; `peers` ranks after one another have the same part."""
-    model, batch = llama(), sentences(sum(parts))
+    model, batch = language_model(), sentences(sum(parts))
     rank = dist.get_rank() // peers if dist.is_initialized() else 0
     rows = slice(sum(parts[:rank]), sum(parts[: rank + 1]))
     trainer, log = quiet(
@@ -199,8 +186,8 @@ def language_model(parts: list[int], config: Any = None, size: int | None = None
 
 @pytest.mark.promise(99)
 def test_a_language_models_gradients_are_weighted_by_tokens(world2: World) -> None:
-    losses, expected = language_model([7])
-    for found, parameters in world2(language_model, [5, 2], "fsdp", 2):
+    losses, expected = trained_llama([7])
+    for found, parameters in world2(trained_llama, [5, 2], "fsdp", 2):
         assert found == pytest.approx(losses, rel=1e-5)
         close(parameters, expected)
 
@@ -226,12 +213,12 @@ def tagger_on_parts_of_sentences(config: Any = None) -> Result:
 
 def both_on_parts_of_sentences() -> list[Result]:
     config = {"mesh": {"cp": 2}}
-    return [language_model([7], config, 4, peers=2), tagger_on_parts_of_sentences(config)]
+    return [trained_llama([7], config, 4, peers=2), tagger_on_parts_of_sentences(config)]
 
 
 def test_context_parallelism_trains_as_one_process(world2: World) -> None:
     """A loss that the model computes, weighted by the whole's labels, and one that the Trainer weighs."""
-    expected = [language_model([7]), tagger_on_parts_of_sentences()]
+    expected = [trained_llama([7]), tagger_on_parts_of_sentences()]
     for results in world2(both_on_parts_of_sentences):
         for (found, parameters), (losses, whole) in zip(results, expected, strict=True):
             assert found == pytest.approx(losses, rel=1e-5)
@@ -240,8 +227,8 @@ def test_context_parallelism_trains_as_one_process(world2: World) -> None:
 
 @pytest.mark.slow
 def test_context_parallelism_beside_data_parallelism_trains_as_one_process(world4: World) -> None:
-    losses, expected = language_model([7])
-    for found, parameters in world4(language_model, [5, 2], {"mesh": {"cp": 2}}, 2, peers=2):
+    losses, expected = trained_llama([7])
+    for found, parameters in world4(trained_llama, [5, 2], {"mesh": {"cp": 2}}, 2, peers=2):
         assert found == pytest.approx(losses, rel=1e-5)
         close(parameters, expected)
 

@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
-from composer_dist import DDPConfig, FSDP2Config, MeshConfig, ParallelismConfig, TPConfig
+from composer_dist import FSDP2Config
 from composer_dist.checkpoint import export_pretrained
 from composer_dist.checkpoint.export import plan as export_plan
 from composer_dist.checkpoint.export import weights as export_model
@@ -25,66 +22,27 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, ParallelismValueError
 from composer_dist.files.slabs import Slab
-from tests.files.test_match import random
-from tests.kit.huggingface import gpt2, phi3, qwen3, tied_llama
+from tests.kit.compare import same
+from tests.kit.files import tensors
+from tests.kit.huggingface import gpt2, mixtral, phi3, qwen3, random, tied_llama
 from tests.kit.measure import profiled
+from tests.kit.meshes import BY_WORLD
 from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 
-def mixtral() -> Any:
-    """A model whose experts lie one by one in its checkpoints."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(
-        MixtralConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            vocab_size=33,
-            num_local_experts=3,
-        )
-    )
-
-
-def mesh(**sizes: int) -> ParallelismConfig:
-    return ParallelismConfig(
-        mesh=MeshConfig(**sizes), tp=TPConfig() if sizes.get("tp", 1) > 1 else None, bucket_bytes=4096
-    )
-
-
-MESHES: dict[str, Any] = {
-    "fsdp": lambda: FSDP2Config(),
-    "ddp": DDPConfig,
-    "hsdp": lambda: mesh(dp_replicate=2, dp_shard=dist.get_world_size() // 2),
-    "tp": lambda: mesh(tp=2, dp_shard=dist.get_world_size() // 2),
-    "replicas of tp": lambda: mesh(dp_replicate=2, dp_shard=1, tp=2),
-}
 MODELS = {"phi3": phi3, "gpt2": gpt2, "qwen3": qwen3, "tied": tied_llama, "mixtral": mixtral}
 
 
 def same_files(found: Path, expected: Path, kind: str) -> None:
     if kind == "mixtral":  # transformers keeps what shares memory in one file, however large
-        same_tensors(tensors(found), tensors(expected))
+        same(tensors(found), tensors(expected))
         return
     names = {path.name for path in expected.iterdir()}
     assert {path.name for path in found.iterdir()} == names
     for name in names:
         assert (found / name).read_bytes() == (expected / name).read_bytes(), name
-
-
-def tensors(path: Path) -> dict[str, Tensor]:
-    return {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
-def same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert torch.equal(found[name], value), name
 
 
 def expect(kind: str, path: Path, size: str) -> None:
@@ -109,7 +67,7 @@ def export_all(directory: Path, kinds: dict[str, list[str]]) -> dict[str, bool]:
             for kind in models:
                 key = f"{name} {kind}"
                 model = random(MODELS[kind]())
-                parallelize_model(model, MESHES[name]())
+                parallelize_model(model, BY_WORLD[name]())
                 export_pretrained(model, directory / name / kind, max_shard_size="6KB")
     return wrote
 
@@ -174,7 +132,7 @@ def export_gathered(directory: Path) -> None:
     warnings.simplefilter("ignore")
     for kind, name in (("mixtral", "fsdp"), ("phi3", "tp"), ("tied", "ddp")):
         model = random(MODELS[kind]())
-        parallelize_model(model, MESHES[name]())
+        parallelize_model(model, BY_WORLD[name]())
         with gathering():
             export_pretrained(model, directory / kind)
 
@@ -242,7 +200,7 @@ def big() -> Any:
 def export_peak(directory: Path, name: str) -> int:
     warnings.simplefilter("ignore")
     model = big()
-    parallelize_model(model, MESHES[name]())
+    parallelize_model(model, BY_WORLD[name]())
     return profiled(lambda: export_pretrained(model, directory / name))
 
 

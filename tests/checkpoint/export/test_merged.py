@@ -13,9 +13,9 @@ import torch
 from composer_dist.checkpoint import export_pretrained, full_model_state
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import CheckpointValueError
-from tests.checkpoint.export.test_export import MESHES, tensors
-from tests.checkpoint.test_export_pretrained import adapted, files, logits
-from tests.kit.huggingface import lora_gpt2, lora_llama, pretrained_llama
+from tests.kit.files import files, tensors
+from tests.kit.huggingface import LORA, adapted, logits, pretrained_llama
+from tests.kit.meshes import BY_WORLD
 from tests.kit.world import run
 
 pytestmark = [
@@ -69,16 +69,13 @@ def test_merged_from_shards_equals_merge_and_unload(tmp_path: Path, kinds: list[
         assert not {name for name in found if name.startswith("adapter")}
 
 
-LORA = {"llama": lora_llama, "gpt2": lora_gpt2}
-
-
 def export_from(directory: Path, names: list[str]) -> None:
     warnings.simplefilter("ignore")
     for name in names:
         for kind, make in LORA.items():
             torch.manual_seed(3)
             model = make()
-            parallelize_model(model, MESHES[name]())
+            parallelize_model(model, BY_WORLD[name]())
             export_pretrained(model, directory / name / kind, merge_adapters=True)
 
 

@@ -20,8 +20,8 @@ from composer_dist.distributed.activations import (
 )
 from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.errors import ParallelismRuntimeError
-from tests.distributed.activations.test_recompute import BLOCKS, Model, checkpointed, gradients
 from tests.kit import compare, models
+from tests.kit.planning import BLOCKS, Dropping, checkpointed, dropping_gradients
 from tests.kit.world import World
 
 
@@ -44,7 +44,7 @@ def count_packed(value: Any) -> tuple[int, int]:
         mock.patch.object(activation_offload, "to_host", packing),
         mock.patch.object(activation_offload, "unpack", unpacking),
     ):
-        gradients(model)
+        dropping_gradients(model)
     return len(packed), len(unpacked)
 
 
@@ -93,8 +93,8 @@ def test_a_saved_tensor_changed_in_place_is_noticed() -> None:
 def test_pinning_without_an_accelerator_is_refused() -> None:
     with mock.patch("torch.accelerator.is_available", return_value=False):
         with pytest.raises(ParallelismRuntimeError, match="pin_memory=True needs an accelerator"):
-            checkpoint_modules(Model(), BLOCKS, "offload", {"pin_memory": True})
-        checkpoint_modules(Model(), BLOCKS, "offload", {})
+            checkpoint_modules(Dropping(), BLOCKS, "offload", {"pin_memory": True})
+        checkpoint_modules(Dropping(), BLOCKS, "offload", {})
 
 
 @pytest.mark.promise(86)
@@ -135,8 +135,8 @@ def test_what_selective_checkpointing_keeps_lies_on_the_host_too() -> None:
         chosen = activation_checkpointing.ac_mode(("selective", {"offload": True}))
         assert chosen is not None
         checkpoint_modules(plain, BLOCKS, *chosen)
-        found = gradients(plain)
-    for name, value in gradients(model).items():
+        found = dropping_gradients(plain)
+    for name, value in dropping_gradients(model).items():
         assert torch.equal(value, found[name])
     assert Counter(kept) == {torch.Size([20, 8]): 6, torch.Size([20, 16]): 3}  # three products per block
 

@@ -25,6 +25,8 @@ from composer_dist.distributed.activations.recompute import (
 from composer_dist.distributed.forwards import is_checkpointed
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from tests.kit.huggingface import dropping_gpt2, llama
+from tests.kit.planning import Dropping, DroppingBlock, checkpointed, dropping_gradients, ids
 from tests.kit.world import World
 
 MODES: list[Any] = [
@@ -40,45 +42,7 @@ MODES: list[Any] = [
 ]
 
 
-class Block(nn.Module):
-    def __init__(self, dropout: float = 0.2) -> None:
-        super().__init__()
-        self.attention = nn.Linear(8, 8)
-        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 8))
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        self.calls += 1
-        return x + scale * self.mlp(torch.tanh(self.attention(x)))
-
-
-class Model(nn.Module):
-    def __init__(self, dropout: float = 0.2) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList(Block(dropout) for _ in range(3))
-        self.head = nn.Linear(8, 16)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x, scale=0.5)
-        return self.head(x).clone()  # FSDP2 warns of a unit that returns a view
-
-
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
-
-
-def ids() -> torch.Tensor:
-    return torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(1))
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    torch.manual_seed(5)  # the dropout masks
-    model(ids()).square().mean().backward()
-    named = named_parameters_canonical(model)
-    return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -87,21 +51,11 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(actual[name], value), name
 
 
-def checkpointed(value: Any, names: list[str] | None = None) -> tuple[Model, Model]:
-    """A model with activation checkpointing, and its copy without."""
-    model = Model()
-    plain = copy.deepcopy(model)
-    chosen = ac_mode(value)
-    assert chosen is not None
-    checkpoint_modules(model, BLOCKS if names is None else names, *chosen)
-    return model, plain
-
-
 @pytest.mark.promise(26)
 @pytest.mark.parametrize("value", MODES, ids=str)
 def test_gradients_equal_those_without_and_dropout_repeats(value: Any) -> None:
     model, plain = checkpointed(value)
-    assert_same(gradients(model), gradients(plain))
+    assert_same(dropping_gradients(model), dropping_gradients(plain))
     runs = 1 if value == "offload" else 2
     assert [layer.calls for layer in model.layers] == [runs] * 3
     assert [layer.calls for layer in plain.layers] == [1] * 3
@@ -132,13 +86,13 @@ def test_names_are_the_users(value: Any) -> None:
 def test_composable_keeps_objects_signatures_and_deep_copies() -> None:
     model, plain = checkpointed("composable")
     blocks = list(model.layers)
-    assert [type(block) for block in blocks] == [Block] * 3
+    assert [type(block) for block in blocks] == [DroppingBlock] * 3
     assert inspect.signature(blocks[0].forward) == inspect.signature(plain.layers[0].forward)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    assert_same(gradients(copied), gradients(plain))
+    assert_same(dropping_gradients(copied), dropping_gradients(plain))
     assert [layer.calls for layer in copied.layers] == [2] * 3
 
 
@@ -163,25 +117,25 @@ def test_hooks_of_the_user_run_once_and_may_change_inputs() -> None:
         each.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
         each.layers[1].register_forward_hook(lambda module, args, output: output * 3)
     checkpoint_modules(model, BLOCKS, "composable", {})
-    assert_same(gradients(model), gradients(plain))
+    assert_same(dropping_gradients(model), dropping_gradients(plain))
 
 
 @pytest.mark.promise(26)
 @pytest.mark.parametrize("value", MODES, ids=str)
 def test_nested_modules(value: Any) -> None:
     model, plain = checkpointed(value, [*BLOCKS, "layers.0.mlp", "layers.0.mlp.0"])
-    assert_same(gradients(model), gradients(plain))
+    assert_same(dropping_gradients(model), dropping_gradients(plain))
 
 
 @pytest.mark.promise(26)
 def test_a_module_under_two_names_is_wrapped_as_one() -> None:
-    model, plain = Model(), Model()
+    model, plain = Dropping(), Dropping()
     for each in (model, plain):
         each.layers.append(each.layers[0])
     plain.load_state_dict(model.state_dict())
     checkpoint_modules(model, ["layers.0"], "wrapped", {})
     assert model.layers[3] is model.layers[0]
-    assert_same(gradients(model), gradients(plain))
+    assert_same(dropping_gradients(model), dropping_gradients(plain))
 
 
 @pytest.mark.promise(26)
@@ -193,7 +147,7 @@ def test_an_error_in_forward_leaves_nothing_open(value: Any) -> None:
         model(ids())
     for layer in model.layers:
         layer.calls = 0
-    assert_same(gradients(model), gradients(plain))
+    assert_same(dropping_gradients(model), dropping_gradients(plain))
 
 
 # Modes
@@ -283,19 +237,19 @@ def test_faults_are_all_named_before_anything_changes() -> None:
     with pytest.raises(ParallelismValueError, match="no module 'x'.*root.*'layers.0' is check"):
         checkpoint_modules(model, ["layers.1", "x", "", "layers.0"], "wrapped", {})
     assert [is_checkpointed(layer) for layer in model.layers] == [True, False, False]
-    assert_same(gradients(model), gradients(plain))
+    assert_same(dropping_gradients(model), dropping_gradients(plain))
 
 
 # Which modules
 
 
 def is_block(module: nn.Module) -> bool:
-    return isinstance(module, Block)
+    return isinstance(module, DroppingBlock)
 
 
 @pytest.mark.promise(86)
 def test_check_fn_decides_alone() -> None:
-    model = Model()
+    model = Dropping()
     model.head._activation_checkpointing = True
     assert checkpointed_modules(model, is_block) == BLOCKS
     assert checkpointed_modules(model, lambda module: module is model) == []
@@ -303,7 +257,7 @@ def test_check_fn_decides_alone() -> None:
 
 @pytest.mark.promise(86)
 def test_attributes_and_the_nearest_function_are_honored() -> None:
-    model = Model()
+    model = Dropping()
     assert checkpointed_modules(model) == []
     model.layers[1]._activation_checkpointing = True
     assert checkpointed_modules(model) == ["layers.1"]
@@ -316,7 +270,7 @@ def test_attributes_and_the_nearest_function_are_honored() -> None:
 
 @pytest.mark.promise(86)
 def test_a_container_stands_for_its_children() -> None:
-    model = Model()
+    model = Dropping()
     model.layers._activation_checkpointing = True
     assert checkpointed_modules(model) == BLOCKS
     everything = checkpointed_modules(model, lambda module: True)
@@ -330,8 +284,8 @@ def test_a_container_stands_for_its_children() -> None:
 @pytest.mark.promise(86)
 def test_check_fn_without_checkpointing_or_offload_is_an_error() -> None:
     with pytest.raises(ParallelismValueError, match="activation_checkpointing_check_fn"):
-        apply_ac(Model(), False, False, is_block)
-    apply_ac(Model(), False, False)
+        apply_ac(Dropping(), False, False, is_block)
+    apply_ac(Dropping(), False, False)
 
 
 @pytest.mark.promise(86)
@@ -340,17 +294,17 @@ def test_check_fn_without_checkpointing_or_offload_is_an_error() -> None:
 )
 @pytest.mark.parametrize("mode", ["composable", "wrapped"])
 def test_apply_ac_runs_a_block_twice(checkpointing: bool, offload: bool, runs: int, mode: Any) -> None:
-    model = Model()
+    model = Dropping()
     plain = copy.deepcopy(model)
     apply_ac(model, checkpointing, offload, is_block, mode=mode)
-    assert_same(gradients(model), gradients(plain))
+    assert_same(dropping_gradients(model), dropping_gradients(plain))
     assert [layer.calls for layer in model.layers] == [runs] * 3
 
 
 @pytest.mark.promise(86)
 def test_apply_ac_warns_where_nothing_is_marked() -> None:
     with pytest.warns(UserWarning, match="No module is marked"):
-        apply_ac(Model(), True, False)
+        apply_ac(Dropping(), True, False)
 
 
 # Sharded
@@ -396,21 +350,8 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(config)
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=16, num_attention_heads=4, **sizes))
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=16, n_embd=16, n_layer=2, n_head=4))
-
-
 @pytest.mark.promise(26)
-@pytest.mark.parametrize("build", [t5, llama, gpt2])
+@pytest.mark.parametrize("build", [t5, llama, dropping_gpt2])
 @pytest.mark.parametrize("mode", ["composable", "wrapped"])
 def test_models_with_a_cache_recompute_the_same(build: Any, mode: Any) -> None:
     model = build().train()

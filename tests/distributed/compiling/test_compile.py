@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from composer_dist.distributed.compiling.apply import compile_modules
 from composer_dist.distributed.compiling.plan import Compiled, compile_options
 from composer_dist.distributed.forwards import is_checkpointed, is_compiled
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from tests.kit import compare, huggingface, models
+from tests.kit import compare, models
+from tests.kit.huggingface import dropping_gpt2, llama
 from tests.kit.world import World
 
 # Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.
@@ -212,17 +214,17 @@ BUDGET = ("memory_budget", {"budget": 0.5})
         ),
         (models.B, {"rules": [Rule("", True, compile=AOT), Rule("layers", True)]}, "root: units inside"),
         (
-            huggingface.llama,
+            llama,
             {"compile": AOT, "mesh": MeshConfig(cp=2), "activation_checkpointing": True},
             r"(?s)\(cp=2\) takes attention out of the graphs, which activation.*which fullgraph=True does",
         ),
         (
-            huggingface.llama,
+            llama,
             {"compile": AOT, "tp": TPConfig(), "mesh": MeshConfig(tp=2), "activation_checkpointing": True},
             "model.layers.0, model.layers.1: .* repeat the collectives of .*='selective'",
         ),
         (
-            huggingface.llama,
+            llama,
             {"compile": AOT, "tp": TPConfig(), "mesh": MeshConfig(tp=2), "activation_checkpointing": BUDGET},
             "cannot repeat the collectives",
         ),
@@ -447,7 +449,7 @@ def test_replicas_compile_too(world2: World) -> None:
 def train_tensor_parallel(ac: Any) -> int:
     fresh()
     torch.manual_seed(3)
-    model = llama()
+    model = llama(num_hidden_layers=10)
     reference = copy.deepcopy(model)
     parallelize_model(
         model,
@@ -478,20 +480,6 @@ def test_tensor_parallel_blocks_compile_whole(world2: World) -> None:
 # Hugging Face
 
 
-def llama(layers: int = 10) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": layers}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=16, num_attention_heads=4, **sizes))
-
-
-def gpt2(layers: int = 10) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=16, n_positions=16, n_embd=16, n_layer=layers, n_head=4)
-    return GPT2LMHeadModel(config)
-
-
 def one_step(model: nn.Module, use_cache: bool) -> list[torch.Tensor]:
     torch.manual_seed(2)
     ids = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(1))
@@ -516,9 +504,11 @@ def hugging_face(build: Any, ac: Any, use_cache: bool) -> int:
 
 
 def hugging_face_models() -> list[int]:
+    deep = partial(llama, num_hidden_layers=10)
+    gpt2 = partial(dropping_gpt2, n_layer=10)
     return [
-        hugging_face(llama, None, False),
-        hugging_face(llama, "composable", True),
+        hugging_face(deep, None, False),
+        hugging_face(deep, "composable", True),
         hugging_face(gpt2, "selective", True),
         hugging_face(gpt2, "wrapped", True),
     ]
@@ -532,7 +522,7 @@ def test_hugging_face_models_compile_once(world2: World) -> None:
 
 
 def test_training_with_a_cache_is_warned_about() -> None:
-    model = llama(2).train()
+    model = llama().train()
     compile_modules(
         dict(model.named_modules()), [Compiled(f"model.layers.{i}", "", {"backend": "eager"}) for i in (0, 1)]
     )

@@ -14,31 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from composer_dist._torch import StridedShard
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.tensors.parts import chunk
-
-SHAPES = [(12, 8), (7, 5), (3, 6), (6,), (1, 4), (4, 6, 5), (2, 0), (0, 3)]
-
-
-def expected(full: torch.Tensor, layout: Layout, at: Coordinate) -> torch.Tensor:
-    """The local tensor, by torch.chunk: first the tensor-parallel cut of each group, then rows."""
-    if layout.tp_dim is not None:
-        groups = full.chunk(layout.tp_groups, layout.tp_dim)
-        full = torch.cat([cut(group, layout.tp_dim, at.tps, at.tp) for group in groups], layout.tp_dim)
-    return cut(full, 0, at.shards, at.shard) if layout.rows else full
-
-
-def cut(tensor: torch.Tensor, dim: int, parts: int, part: int) -> torch.Tensor:
-    chunks = tensor.chunk(parts, dim)
-    return chunks[part] if part < len(chunks) else tensor.narrow(dim, 0, 0)
-
-
-def layouts() -> list[Layout]:
-    found = []
-    for shape in SHAPES:
-        for rows, dim in itertools.product((True, False), (None, *range(len(shape)))):
-            for groups in (1, 2, 3) if dim is not None else (1,):
-                if dim is None or (shape[dim] % groups == 0 and shape[dim]):
-                    found.append(Layout(shape, rows, dim, groups))
-    return found
+from tests.kit.meshes import expected_part, layouts
 
 
 @pytest.mark.parametrize("layout", layouts(), ids=str)
@@ -49,7 +25,7 @@ def test_parts_are_what_torch_chunk_gives(layout: Layout) -> None:
         count = 0
         for shard, tp in itertools.product(range(shards), range(tps)):
             at = Coordinate(shard, shards, tp, tps)
-            want = expected(full, layout, at)
+            want = expected_part(full, layout, at)
             part = layout.part(at)
             assert layout.local_shape(at) == tuple(want.shape)
             for source in (full, turned):

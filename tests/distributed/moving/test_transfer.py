@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,45 +14,10 @@ from composer_dist.distributed.moving.messages import Cargo
 from composer_dist.distributed.moving.transfer import deliver, take_part
 from composer_dist.tensors.fingerprint import fingerprint
 from tests.kit.measure import profiled
+from tests.kit.meshes import awkward_tensors, cargoes_of, mesh_of
 from tests.kit.world import run
 
 MIB = 1 << 20
-
-
-def mesh_of(replicas: int) -> Any:
-    world = dist.get_world_size()
-    if replicas == 1:
-        return init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
-    return init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("dp_replicate", "dp_shard"))
-
-
-def tensors(dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[tuple[str, torch.Tensor]]:
-    """Tensors of every awkward shape, numbered through so that no two elements are the same."""
-    found: list[tuple[str, torch.Tensor]] = []
-    for dtype in dtypes:
-        for shape in [(7, 3), (1, 4), (5,), (2, 1, 3), (64, 40), (4, 0), (3, 2, 2)]:
-            numbers = torch.arange(math.prod(shape)).remainder(120).reshape(shape) + len(found)
-            found.append((f"{dtype}{shape}", numbers.to(dtype)))
-        found.append((f"{dtype} scalar", torch.tensor(3).to(dtype)))
-    base = torch.arange(600.0)
-    found.append(("transposed", base.reshape(20, 30).t()))
-    found.append(("strided", base.reshape(30, 20)[::3, ::2]))
-    found.append(("expanded", base[:6].expand(9, 6)))
-    found.append(("permuted", base.reshape(5, 4, 30).permute(2, 0, 1)))
-    return found
-
-
-def cargoes_of(everything: list[tuple[str, torch.Tensor]], mesh: Any, source: int) -> list[Cargo]:
-    at, cargoes = Coordinate.of(mesh), []
-    for name, value in everything:
-        for sharded in (True, False):
-            if sharded and (value.ndim == 0 or value.numel() == 0):
-                continue
-            layout = Layout(tuple(value.shape), rows=sharded)
-            target = torch.empty(layout.local_shape(at), dtype=value.dtype).fill_(1)
-            given = value if dist.get_rank() == source else None
-            cargoes.append(Cargo(name, layout, value.dtype, target, given))
-    return cargoes
 
 
 def check(cargoes: list[Cargo], everything: list[tuple[str, torch.Tensor]], mesh: Any) -> None:
@@ -74,7 +37,7 @@ def test_every_element_arrives_from_any_source(size: int, replicas: int, bucket_
 
 
 def arrives(replicas: int, bucket_bytes: int) -> None:
-    mesh, everything = mesh_of(replicas), tensors() if bucket_bytes > 1 else tensors()[:3]
+    mesh, everything = mesh_of(replicas), awkward_tensors() if bucket_bytes > 1 else awkward_tensors()[:3]
     for source in range(dist.get_world_size()):
         cargoes = cargoes_of(everything, mesh, source)
         deliver({source: cargoes}, mesh, bucket_bytes)
@@ -113,7 +76,7 @@ def test_several_ranks_deliver_at_a_time() -> None:
 
 def all_at_once(replicas: int) -> None:
     mesh = mesh_of(replicas)
-    lots = {source: tensors()[source * 3 : source * 3 + 4] for source in range(4)}
+    lots = {source: awkward_tensors()[source * 3 : source * 3 + 4] for source in range(4)}
     cargoes = {source: cargoes_of(lot, mesh, source) for source, lot in lots.items()}
     deliver(cargoes, mesh, 256)
     for source, lot in lots.items():
@@ -127,7 +90,7 @@ def test_every_dtype_travels() -> None:
 def dtypes_travel() -> None:
     names = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float64 complex64 float8_e4m3fn"
     mesh = mesh_of(1)
-    everything = tensors([getattr(torch, name) for name in names.split()])
+    everything = awkward_tensors([getattr(torch, name) for name in names.split()])
     cargoes = cargoes_of(everything, mesh, 0)
     deliver({0: cargoes}, mesh, 1000)
     for cargo in cargoes:  # float8 has no comparison
@@ -141,7 +104,7 @@ def test_a_source_of_another_dtype_is_converted_on_its_way() -> None:
 
 def converted() -> None:
     mesh = mesh_of(1)
-    everything = [(name, value.to(torch.bfloat16)) for name, value in tensors()]
+    everything = [(name, value.to(torch.bfloat16)) for name, value in awkward_tensors()]
     cargoes = cargoes_of(everything, mesh, 0)
     for cargo in cargoes:
         cargo.source = None if cargo.source is None else cargo.source.double()
@@ -223,7 +186,7 @@ def test_slices_are_taken_without_a_copy_of_the_whole() -> None:
 
 def slices() -> int:
     mesh = mesh_of(1)
-    everything = [*tensors(), ("turned", torch.arange(2.0**21).reshape(1024, -1).t())]
+    everything = [*awkward_tensors(), ("turned", torch.arange(2.0**21).reshape(1024, -1).t())]
     cargoes = cargoes_of(everything, mesh, source=dist.get_rank())
     peak = profiled(lambda: [take_part(cargo, Coordinate.of(mesh)) for cargo in cargoes])
     check(cargoes, everything, mesh)

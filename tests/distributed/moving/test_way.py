@@ -22,10 +22,9 @@ from composer_dist.distributed.moving.messages import Cargo
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismError
-from tests.distributed.moving.test_transfer import cargoes_of, tensors
 from tests.kit.compare import values
 from tests.kit.measure import profiled
-from tests.kit.meshes import config
+from tests.kit.meshes import awkward_tensors, cargoes_of, config
 from tests.kit.toy import built
 from tests.kit.worker import HOST
 from tests.kit.world import _host_store, run
@@ -127,7 +126,7 @@ def test_every_element_arrives_from_one_source_and_from_several_at_once(asked: s
 
 def arrives(asked: str) -> None:
     """Awkward shapes and dtypes, tensor-parallel windows, and what has no address."""
-    everything = tensors((torch.float32, torch.bfloat16, torch.bool))
+    everything = awkward_tensors((torch.float32, torch.bfloat16, torch.bool))
     for names in MESHES:
         dims = tuple(names.split())
         mesh = init_device_mesh("cpu", (4,) if len(dims) == 1 else (2, 2), mesh_dim_names=dims)

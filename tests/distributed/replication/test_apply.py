@@ -6,34 +6,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_dist.distributed.replication.apply import DDPSyncStrategy, ddp_sync_context
+from tests.kit.models import EXPECTED, Choices, choice_gradients
 from tests.kit.world import run
 
+
 # Gradients of the three choices on rank 0: within microbatch 0, within 1, and afterwards.
-EXPECTED = {
-    "single_auto_sync": [[-1, None, None], [-1.5, -1.5, None], [-1.5, -1.5, None]],
-    "multi_auto_sync": [[-1.5, None, None], [-1.5, -1.5, None], [-1.5, -1.5, None]],
-    "forced_sync": [[-1, None, None], [-1, -1, None], [-1.5, -1.5, None]],
-}
-
-
-class Choices(nn.Module):
-    """Each input uses one of three weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.choices = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
-        for choice in self.choices:
-            nn.init.zeros_(choice.weight)
-
-    def forward(self, which: int) -> torch.Tensor:
-        return self.choices[which](torch.ones(1))
-
-
-def gradients(model: nn.Module) -> list[float | None]:
-    """Each choice's gradient; untouched ones, None or zero, as None."""
-    return [float(p.grad) if p.grad is not None and p.grad.any() else None for p in model.parameters()]
-
-
 def accumulate(strategy: str) -> list[list[float | None]]:
     rank = torch.distributed.get_rank()
     model = DistributedDataParallel(Choices(), find_unused_parameters=True)
@@ -42,8 +19,8 @@ def accumulate(strategy: str) -> list[list[float | None]]:
         with ddp_sync_context(model, is_final_microbatch=microbatch == 1, sync_strategy=strategy):
             loss = (model(microbatch) - (rank + 1)).square().sum() / 2
             loss.backward()
-            seen.append(gradients(model))
-    return [*seen, gradients(model)]
+            seen.append(choice_gradients(model))
+    return [*seen, choice_gradients(model)]
 
 
 @pytest.mark.parametrize("strategy", list(DDPSyncStrategy))

@@ -17,10 +17,9 @@ from composer_dist.distributed import clip_grad_norm, no_sync, parallelize_model
 from composer_dist.distributed.replication.apply import DDPSyncStrategy, ddp_sync_context
 from composer_dist.distributed.replication.reducer import replica_of
 from composer_dist.errors import ParallelismRuntimeError
-from tests.distributed.replication.test_apply import EXPECTED, Choices, gradients
 from tests.kit.compare import alike, close, fails, grads_equal, values
 from tests.kit.meshes import ddp, mine
-from tests.kit.models import M
+from tests.kit.models import EXPECTED, Choices, M, choice_gradients
 from tests.kit.toy import built
 from tests.kit.world import World
 
@@ -94,8 +93,8 @@ def composers_table() -> dict[str, Any]:
         for microbatch in range(2):
             with ddp_sync_context(model, microbatch == 1, strategy):
                 (model(microbatch) - (dist.get_rank() + 1)).square().sum().div(2).backward()
-                seen.append(gradients(model))
-        found[str(strategy)] = [*seen, gradients(model)]
+                seen.append(choice_gradients(model))
+        found[str(strategy)] = [*seen, choice_gradients(model)]
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,24 +13,13 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
-from composer_dist.distributed.sharding.choose import Choices, choose_units, composer_children
-from composer_dist.distributed.wishes import Request, Wishes
+from composer_dist.distributed.sharding.choose import composer_children
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerModel
 from composer_dist.structure.select import inherited
 from composer_dist.structure.structure import read_structure
 from tests.kit import models
-
-BLOCKS = ["layers.0", "layers.1", "layers.2"]
-
-
-def _choose(model: nn.Module, *rules: Rule, policy: Any = None, **options: Any) -> Choices:
-    children = options.pop("children", ())
-    config = ParallelismConfig(rules=rules, **options)
-    structure = read_structure(model)
-    wishes = Wishes.read(Request(config=config, wrap_policy=policy, children=children), structure)
-    choices = choose_units(structure, wishes)
-    return replace(choices, warnings=tuple(dict.fromkeys([*wishes.warnings, *choices.warnings])))
+from tests.kit.planning import BLOCKS, choose
 
 
 @pytest.mark.promise(13)
@@ -46,7 +34,7 @@ def test_a_rule_comes_before_a_policy() -> None:
         }
         return options if isinstance(module, models.Block) else False
 
-    choices = _choose(
+    choices = choose(
         models.B(), Rule("layers.1", mixed_precision="PURE", reshard_after_forward=True), policy=policy
     )
     assert choices.units["layers.0"].options["mp_policy"] is mp
@@ -62,7 +50,7 @@ def test_a_container_stands_for_its_children(how: str) -> None:
     model = models.B()
     if how == "attribute":
         model.layers._fsdp_wrap = True
-    choices = _choose(
+    choices = choose(
         model,
         *([Rule("layers", shard=True)] if how == "rule" else []),
         policy=(lambda module: isinstance(module, nn.ModuleList)) if how == "policy" else None,
@@ -75,29 +63,29 @@ def test_a_container_stands_for_its_children(how: str) -> None:
 
 @pytest.mark.promise(14)
 def test_no_warning_where_the_children_are_chosen_themselves() -> None:
-    assert _choose(models.B(), policy=lambda module: True).warnings == ()
-    assert _choose(models.B(), Rule(r"re:layers.*", shard=True)).warnings == ()
+    assert choose(models.B(), policy=lambda module: True).warnings == ()
+    assert choose(models.B(), Rule(r"re:layers.*", shard=True)).warnings == ()
 
 
 @pytest.mark.promise(15)
 def test_parents_and_children_in_any_order() -> None:
     rules = [Rule("layers.0", shard=True), Rule("layers.0.mlp", shard=True)]
-    assert list(_choose(models.B(), *rules).units) == ["layers.0", "layers.0.mlp"]
-    assert list(_choose(models.B(), *reversed(rules)).units) == ["layers.0", "layers.0.mlp"]
+    assert list(choose(models.B(), *rules).units) == ["layers.0", "layers.0.mlp"]
+    assert list(choose(models.B(), *reversed(rules)).units) == ["layers.0", "layers.0.mlp"]
 
 
 @pytest.mark.promise(17)
 def test_the_same_config_serves_two_models() -> None:
     config = ParallelismConfig(rules=[Rule("layers", shard=True, mixed_precision={"param_dtype": "bf16"})])
     before = repr(config)
-    first, second = (_choose(models.B(), *config.rules) for _ in range(2))
+    first, second = (choose(models.B(), *config.rules) for _ in range(2))
     assert first == second
     assert repr(config) == before
 
 
 @pytest.mark.promise(18)
 def test_the_root_is_chosen_once() -> None:
-    choices = _choose(models.B(), policy=lambda module: True)
+    choices = choose(models.B(), policy=lambda module: True)
     assert next(iter(choices.units)) == ""
     assert choices.units[""].reason == "fsdp_wrap_policy"
 
@@ -105,19 +93,19 @@ def test_the_root_is_chosen_once() -> None:
 @pytest.mark.promise(18)
 def test_a_policy_that_chooses_nothing_is_refused() -> None:
     with pytest.raises(ParallelismValueError, match="Nothing would be sharded"):
-        _choose(models.B(), policy=lambda module: False)
+        choose(models.B(), policy=lambda module: False)
     model = models.B()
     model.fsdp_wrap_fn = lambda module: False
     with pytest.raises(ParallelismValueError, match="Nothing would be sharded"):
-        _choose(model)
+        choose(model)
 
 
 @pytest.mark.promise(19)
 def test_rules_leave_the_root_out_and_policies_do_not() -> None:
-    assert list(_choose(models.B(), Rule("layers", shard=True)).units) == BLOCKS
-    both = _choose(models.B(), Rule("layers", shard=True), Rule("", shard=True))
+    assert list(choose(models.B(), Rule("layers", shard=True)).units) == BLOCKS
+    both = choose(models.B(), Rule("layers", shard=True), Rule("", shard=True))
     assert list(both.units) == ["", *BLOCKS]
-    assert list(_choose(models.B(), policy=lambda m: isinstance(m, models.Block)).units) == [
+    assert list(choose(models.B(), policy=lambda m: isinstance(m, models.Block)).units) == [
         "",
         *BLOCKS,
     ]
@@ -127,16 +115,16 @@ def test_rules_leave_the_root_out_and_policies_do_not() -> None:
 def test_attributes_choose_and_refuse() -> None:
     model = models.Composers()
     model._fsdp_wrap = model.m2._fsdp_wrap = model.m5._fsdp_wrap = True
-    assert list(_choose(model).units) == ["", "m2", "m5"]
+    assert list(choose(model).units) == ["", "m2", "m5"]
     model._fsdp_wrap = model.m5._fsdp_wrap = False
-    assert list(_choose(model).units) == ["m2"]
+    assert list(choose(model).units) == ["m2"]
 
 
 @pytest.mark.promise(84)
 def test_an_attribute_that_says_no_takes_a_block_out_of_the_structure() -> None:
     model = models.B()
     model.layers[1]._fsdp_wrap = False
-    assert list(_choose(model).units) == ["", "layers.0", "layers.2"]
+    assert list(choose(model).units) == ["", "layers.0", "layers.2"]
 
 
 @pytest.mark.promise(84)
@@ -144,9 +132,9 @@ def test_the_function_of_the_nearest_ancestor_decides() -> None:
     model = models.Composers()
     model.fsdp_wrap_fn = lambda module: isinstance(module, models.Pair)
     model.m5.fsdp_wrap_fn = lambda module: isinstance(module, nn.Linear)
-    assert list(_choose(model).units) == ["", "m2", "m5.a", "m5.b"]
+    assert list(choose(model).units) == ["", "m2", "m5.a", "m5.b"]
     model._fsdp_wrap = False
-    assert list(_choose(model).units) == ["m2", "m5.a", "m5.b"]
+    assert list(choose(model).units) == ["m2", "m5.a", "m5.b"]
 
 
 @pytest.mark.promise(84)
@@ -155,7 +143,7 @@ def test_policies_return_options_per_module(wrap: Any) -> None:
     def function(module: nn.Module) -> Any:
         return {"reshard_after_forward": False} if isinstance(module, models.Pair) else False
 
-    choices = _choose(models.Composers(), policy=wrap(function))
+    choices = choose(models.Composers(), policy=wrap(function))
     assert choices.units["m2"].options == {"reshard_after_forward": False}
     assert choices.units[""].options == {}
 
@@ -163,7 +151,7 @@ def test_policies_return_options_per_module(wrap: Any) -> None:
 @pytest.mark.promise(84)
 def test_an_empty_dictionary_chooses_nothing_as_in_composer() -> None:
     with pytest.raises(ParallelismValueError, match="Nothing would be sharded"):
-        _choose(models.B(), policy=lambda module: {})
+        choose(models.B(), policy=lambda module: {})
 
 
 @pytest.mark.promise(23, 84)
@@ -176,7 +164,7 @@ def test_a_key_that_fully_shard_cannot_take_is_refused(how: str, key: str) -> No
     with pytest.raises(
         ParallelismKeyError, match=f"'{key}'.*Valid keys are: reshard_after_forward, mp_policy"
     ):
-        _choose(model, policy=(lambda module: {key: False}) if how == "policy" else None)
+        choose(model, policy=(lambda module: {key: False}) if how == "policy" else None)
 
 
 @pytest.mark.promise(84)
@@ -191,13 +179,13 @@ def test_a_key_that_fully_shard_cannot_take_is_refused(how: str, key: str) -> No
 )
 def test_wrong_answers_are_refused(answer: Any, text: str) -> None:
     with pytest.raises(ParallelismTypeError, match=text):
-        _choose(models.B(), policy=lambda module: answer)
+        choose(models.B(), policy=lambda module: answer)
 
 
 def test_a_replicated_module_keeps_blocks_inside_it_whole() -> None:
-    choices = _choose(models.EncoderDecoder(), Rule("encoder", shard=False))
+    choices = choose(models.EncoderDecoder(), Rule("encoder", shard=False))
     assert list(choices.units) == ["", "decoder.block.0", "decoder.block.1"]
-    deeper = _choose(
+    deeper = choose(
         models.EncoderDecoder(), Rule("encoder", shard=False), Rule("encoder.block.1", shard=True)
     )
     assert list(deeper.units) == ["encoder.block.1"]
@@ -236,7 +224,7 @@ class Distance(torchmetrics.Metric):
 def test_a_composer_model_s_children_are_units_and_its_metrics_stay_whole() -> None:
     model = Model()
     assert composer_children(model) == ("module", "other")
-    choices = _choose(model, children=composer_children(model))
+    choices = choose(model, children=composer_children(model))
     assert list(choices.units) == ["", "module", "module.0", "module.2", "other"]
     assert choices.units["other"].reason == "it is a direct child of the ComposerModel"
     assert {"loss_metric", "metrics", "metrics.Distance"} == set(choices.plain)
@@ -247,7 +235,7 @@ def test_a_child_s_attribute_counts_and_its_function_does_not_judge_the_child() 
     model = Model()
     model.other._fsdp_wrap = False
     model.module.fsdp_wrap_fn = lambda module: isinstance(module, nn.Linear) and module.out_features == 4
-    assert list(_choose(model, children=composer_children(model)).units) == ["", "module", "module.2"]
+    assert list(choose(model, children=composer_children(model)).units) == ["", "module", "module.2"]
 
 
 @pytest.mark.promise(85)

@@ -11,7 +11,7 @@ from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismRuntimeError
-from tests.distributed.sharding.test_skip import WIDTH, Layer, Multimodal
+from tests.kit.models import WIDTH, Layer, Multimodal
 from tests.kit.world import World
 
 

@@ -21,48 +21,8 @@ from composer_dist.distributed import (
 )
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import full
+from tests.kit.models import WIDTH, Layer, Multimodal
 from tests.kit.world import World
-
-WIDTH = 4
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(x)))
-        return out
-
-
-class Vision(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
-        self.gain = nn.Parameter(torch.ones(()))
-
-    def forward(self, images: Tensor) -> Tensor:
-        for layer in self.layers:
-            images = layer(images)
-        return images * self.gain
-
-
-class Multimodal(nn.Module):
-    """Text `(rows, WIDTH)`, and images or none; returns a tuple, as models do."""
-
-    def __init__(self, frozen: bool = False) -> None:
-        super().__init__()
-        self.vision = Vision().requires_grad_(not frozen)
-        self.layers = nn.ModuleList([Layer(), Layer()])
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, text: Tensor, images: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if images is not None:
-            text = text + self.vision(images)
-        for layer in self.layers:
-            text = layer(text)
-        return self.head(text), text
 
 
 def _pair(frozen: bool = False) -> tuple[Multimodal, Multimodal]:

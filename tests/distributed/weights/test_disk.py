@@ -41,6 +41,7 @@ from composer_dist.models import HuggingFaceModel
 from composer_dist.structure.structure import read_structure
 from composer_dist.tensors.blueprint import Blueprint
 from tests.kit.compare import same, values
+from tests.kit.files import saved
 from tests.kit.huggingface import gpt2, llama, phi3, qwen3, tied_llama
 from tests.kit.measure import profiled
 from tests.kit.meshes import config
@@ -48,19 +49,6 @@ from tests.kit.toy import Toy, built, tokens, train
 from tests.kit.world import run
 
 MIB = 1 << 20
-
-
-def saved(model: nn.Module, directory: Path, dtype: torch.dtype | None = None, **changes: Any) -> Path:
-    """The model's state, each tied tensor once, in one safetensors file; None leaves a name out."""
-    state = {
-        held.info.name: held.get().detach().to(dtype).contiguous()
-        for held in read_structure(model).tensors.values()
-        if held.info.name in model.state_dict()
-    }
-    state |= {name: value for name, value in changes.items() if value is not None}
-    path = directory / "toy.safetensors"
-    save_file({name: value for name, value in state.items() if changes.get(name, value) is not None}, path)
-    return path
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])

@@ -14,37 +14,11 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from tests.kit.compare import same, values
 from tests.kit.meshes import config
-from tests.kit.toy import Kinds, Toy, built
+from tests.kit.toy import Buffers, Kinds, Toy, built
 from tests.kit.world import run
 from tests.zoo import toy
 
 MODELS = {"Toy": Toy, "Kinds": Kinds}
-
-
-class Buffers(nn.Module):
-    """Buffers of every kind, and tensors as plain attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 5)
-        for persistent in (True, False):
-            for name, value in {
-                "bool": torch.tensor([True, False, True]),
-                "int": torch.arange(7) * 3,
-                "complex": torch.randn(4, 2, dtype=torch.complex64),
-                "half": torch.randn(5).bfloat16(),
-                "scalar": torch.tensor(2.5),
-                "count": torch.tensor(3),
-                "none": torch.empty(0, 4),
-                "turned": torch.randn(6, 4).t(),
-                "wide": torch.randn(1, 3).expand(4, 3),
-            }.items():
-                self.register_buffer(f"{name}_{persistent}", value, persistent=persistent)
-        self.register_buffer("absent", None)
-        self.register_buffer("alias", self.int_True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
 
 
 MODELS["Buffers"] = Buffers

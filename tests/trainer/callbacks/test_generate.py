@@ -15,9 +15,8 @@ from composer_dist.trainer import Generate
 from tests.kit.compare import close, weights
 from tests.kit.huggingface import pretrained_gpt2, tokenizer
 from tests.kit.huggingface import pretrained_llama as plain_llama
-from tests.kit.training import classifier, quiet
+from tests.kit.training import classifier, language_model, quiet
 from tests.kit.world import World
-from tests.trainer import test_parallel
 
 PROMPTS = ["a b c", "d", "e f g h i"]
 
@@ -52,7 +51,7 @@ def trained(config: Any = None, make: Any = plain_llama, **options: Any) -> tupl
 
 def divisible() -> Any:
     """With heads for two ranks."""
-    return test_parallel.llama().model
+    return language_model().model
 
 
 def by_hand(language: HuggingFaceModel) -> list[str]:

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from composer_dist.trainer import GradientNorm, OptimizerMonitor
-from tests.kit.training import batches, quiet, tagger
+from tests.kit.training import batches, language_model, quiet, sentences, tagger
 from tests.kit.world import World
-from tests.trainer.test_parallel import llama, sentences
 
 Logged = dict[str, list[float]]
 
@@ -89,7 +88,7 @@ def test_shards_and_replicas_have_the_norms_of_the_whole(world2: World, config: 
 
 
 def of_a_language_model(config: Any = None, peers: int = 1) -> Logged:
-    model, batch = llama(), sentences(4)
+    model, batch = language_model(), sentences(4)
     ranks = dist.get_world_size() // peers if dist.is_initialized() else 1
     rank = dist.get_rank() // peers if dist.is_initialized() else 0
     rows = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)

@@ -12,9 +12,8 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import SpeedMonitor
 from composer_dist.trainer.callbacks.peak_flops import peak_flops, peak_of
-from tests.kit.training import batches, classifier, loader, quiet, tagger
+from tests.kit.training import batches, classifier, language_model, loader, quiet, sentences, tagger
 from tests.kit.world import World
-from tests.trainer.test_parallel import llama, sentences
 
 TOKEN = 2 * (8 * 8 + 8 * 8 + 8 * 4)
 """FLOPs of the tagger's forward for a token; there is no product behind an embedding."""
@@ -75,7 +74,7 @@ def test_two_ranks_share_the_flops_and_recomputing_is_none(world2: World, config
 
 
 def of_a_language_model(config: Any = None) -> list[float]:
-    language, batch = llama(), sentences(4)
+    language, batch = language_model(), sentences(4)
     trainer, _ = quiet(
         language,
         train_dataloader=[batch],

@@ -15,16 +15,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import DistributedDataLoader
 from tests.kit.compare import close, weights
-from tests.kit.training import classifier, points, quiet
+from tests.kit.training import classifier, loaders, points, quiet
 from tests.kit.world import World
 
 LENGTH = 23
-
-
-def loaders(replicas: int, dataset: Any = None, batch_size: int | None = 3, **options: Any) -> list[Any]:
-    data = list(range(LENGTH)) if dataset is None else dataset
-    one = DistributedDataLoader(data, batch_size, **options)
-    return [one.placed(replicas, rank) for rank in range(replicas)]
 
 
 def read(ranks: list[Any], epoch: int, count: int | None = None) -> list[list[list[int]]]:

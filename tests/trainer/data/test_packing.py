@@ -11,7 +11,7 @@ from torch import Tensor
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import DistributedDataLoader, PackedDataset, PackedStream
-from tests.trainer.data.test_loader import loaders
+from tests.kit.training import language_model, loaders
 
 DOCUMENTS = [[1, 2, 3], [4, 5, 6, 7, 8], [], [9], [10, 11, 12, 13]]
 
@@ -72,20 +72,10 @@ def test_hugging_face_datasets() -> None:
         PackedDataset(data, 4, key="tokens")
 
 
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 def test_documents_do_not_attend_to_each_other() -> None:
     from composer_dist import HuggingFaceModel
 
-    model = llama()
+    model = language_model().model.eval()
     packed = PackedDataset(DOCUMENTS, 7, pad_token_id=31)
     batch = next(iter(DistributedDataLoader(packed, 2)))
     with torch.no_grad():
@@ -99,7 +89,7 @@ def test_documents_do_not_attend_to_each_other() -> None:
 
 
 def test_the_loss_of_a_block_is_that_of_its_documents() -> None:
-    model = llama().requires_grad_(False)
+    model = language_model().model.eval().requires_grad_(False)
     batch = next(iter(DistributedDataLoader(PackedDataset(DOCUMENTS, 13), 1)))
     loss = float(model(**batch, use_cache=False).loss)
     losses: list[tuple[float, int]] = []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 _CABLE = """
 set -e
 mount -t tmpfs none /run  # where `ip netns` keeps names

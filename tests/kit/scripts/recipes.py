@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from composer_dist.checkpoint import full_model_state
 from composer_dist.checkpoint.background import finish_pending
+from composer_dist.cli.init import Preset
 from composer_dist.recipe.build import Session, build
 from composer_dist.recipe.read import read_configuration
 from composer_dist.recipe.session import finish
@@ -105,3 +107,10 @@ class Deaf(Callback):
         self._sign.with_suffix(f".{state.rank}").touch()
         while True:
             time.sleep(1)
+
+
+EVERY = [preset.value for preset in Preset]
+
+
+def in_the_default_run(*chosen: str, among: list[str]) -> list[object]:
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in among]
