@@ -89,8 +89,8 @@ def of_a_language_model(config: Any = None) -> list[float]:
 
 def test_ranks_that_share_a_matrix_count_it_once(world2: World) -> None:
     expected = of_a_language_model()
-    linear = 2 * (4 * 16 * 16 + 3 * 16 * 32) + 16 * 32  # two layers and the head
-    attention = 2 * 2 * 16 * 8
+    linear = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48) + 32 * 50  # two layers and the head
+    attention = 2 * 2 * 32 * 8
     assert expected[1] == pytest.approx(6 * linear + 2 * 3 * 2 * attention / 2, rel=0.1)
     for found in world2(of_a_language_model, {"mesh": {"dp_shard": 1, "tp": 2}, "tp": {}}):
         assert found == pytest.approx(expected, rel=0.02)
