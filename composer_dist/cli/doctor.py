@@ -7,7 +7,8 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -35,7 +36,7 @@ Verdict = Literal["ok", "warning", "fault"]
 _COLORS = {"ok": "green", "warning": "yellow", "fault": "red"}
 
 
-_PACKAGES = ("torch", "transformers", "peft", "safetensors", "torchao")
+_PACKAGES = ("transformers", "peft", "safetensors", "torchao")
 
 
 _SUPPORTED = ((2, 11), (2, 14))
@@ -82,19 +83,10 @@ def doctor(
 
 def survey() -> Iterator[Finding]:
     """The checks that start no other process."""
-    checks: tuple[Callable[[], Finding], ...] = (
-        _python,
-        _torch,
-        _packages,
-        _devices,
-        _backends,
-        _shared_memory,
-        _open_files,
-        _host_name,
-        _threads,
-    )
-    for check in checks:
+    for check in (_python, _torch, _packages, _devices, _backends, _shared_memory, _open_files, _host_name):
         yield check()
+    said = os.environ.get("OMP_NUM_THREADS")
+    yield Finding("threads", f"OMP_NUM_THREADS={said}" if said else f"{_default_threads()} in one process")
     yield from _variables()
 
 
@@ -132,10 +124,9 @@ def described(result: SelfTest) -> list[Finding]:
         text = f"{_speed(slowest)} to {_speed(fastest)} between pairs, all-reduce {_speed(result.all_reduce)}"
         remedy = f"Rank {source} to rank {target} is slow; check its network interface."
         findings.append(Finding("bandwidth", text, "warning" if lags else "ok", remedy if lags else ""))
-        near = [
-            able for able, host in zip(result.memory, result.hosts, strict=True) if host == result.hosts[0]
-        ]
-        text = "ranks on one host read each other's memory" if all(near) else "weights go through sockets"
+        first = result.hosts[0]
+        near = all(able for able, host in zip(result.memory, result.hosts, strict=True) if host == first)
+        text = "ranks on one host read each other's memory" if near else "weights go through sockets"
         findings.append(Finding("peer memory", text))
     return findings
 
@@ -188,11 +179,9 @@ def _torch() -> Finding:
 
 def _packages() -> Finding:
     found = []
-    for name in _PACKAGES[1:]:
-        try:
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
             found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
     return Finding("packages", ", ".join(found) or "none of the optional ones")
 
 
@@ -216,12 +205,7 @@ def _backends() -> Finding:
 
     if not dist.is_available():
         return Finding("backends", "none", "fault", "This build of torch has no torch.distributed.")
-    asked = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-    }
-    have = [name for name, there in asked.items() if there]
+    have = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
     if torch.cuda.is_available() and "nccl" not in have:
         return Finding("backends", ", ".join(have), "fault", "Without NCCL the GPUs cannot communicate.")
     return Finding("backends", ", ".join(have))
@@ -262,13 +246,10 @@ def _host_name() -> Finding:
         return Finding("host name", f"{name!r} has no address", "warning", remedy)
 
 
-def _threads() -> Finding:
+def _default_threads() -> int:
     import torch
 
-    said = os.environ.get("OMP_NUM_THREADS")
-    return Finding(
-        "threads", f"OMP_NUM_THREADS={said}" if said else f"{torch.get_num_threads()} in one process"
-    )
+    return torch.get_num_threads()
 
 
 def _variables() -> Iterator[Finding]:
@@ -276,11 +257,8 @@ def _variables() -> Iterator[Finding]:
     interfaces = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
-        if (
-            value
-            and value[0] not in "^="
-            and not any(n.startswith(v) for v in value.split(",") for n in interfaces)
-        ):
+        known = any(name.startswith(prefix) for prefix in value.split(",") for name in interfaces)
+        if value and value[0] not in "^=" and not known:
             found = f"{variable}={value}, but this host has no such interface"
             remedy = f"Its interfaces: {', '.join(sorted(interfaces))}."
             yield Finding("interface", found, "fault", remedy)

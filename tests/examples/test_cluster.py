@@ -141,24 +141,34 @@ def _agents(count: int, per_node: int, script: Path, *arguments: str) -> Any:
     return json.loads("".join(out for out, _ in told))
 
 
-@pytest.mark.slow
-def test_two_agents_meet_and_train_as_one_process_does(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
+def _rank_script(folder: Path) -> Path:
+    script = folder / "rank.py"
     script.write_text(_RANK)
-    world, sizes, state = _agents(2, 1, script, "fsdp")
-    assert (world, sizes) == (2, {"dp_shard": 2})
+    return script
+
+
+def _assert_as_alone(script: Path, state: dict[str, Any]) -> None:
     alone = subprocess.run([sys.executable, str(script), "fsdp"], capture_output=True, text=True, check=True)
-    _assert_close(state, json.loads(alone.stdout)[2])
+    expected = json.loads(alone.stdout)[2]
+    assert state.keys() == expected.keys()
+    for name, values in expected.items():
+        for row, wanted in zip(values, state[name], strict=True):
+            assert wanted == pytest.approx(row, abs=1e-5), name
 
 
 @pytest.mark.slow
-def test_two_hosts_of_two_ranks_shard_within_and_replicate_across(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(_RANK)
-    world, sizes, state = _agents(2, 2, script, "hsdp")
-    assert (world, sizes) == (4, {"dp_replicate": 2, "dp_shard": 2})
-    alone = subprocess.run([sys.executable, str(script), "fsdp"], capture_output=True, text=True, check=True)
-    _assert_close(state, json.loads(alone.stdout)[2])
+@pytest.mark.parametrize(
+    ("per_node", "strategy", "mesh"),
+    [(1, "fsdp", {"dp_shard": 2}), (2, "hsdp", {"dp_replicate": 2, "dp_shard": 2})],
+)
+def test_two_agents_meet_and_train_as_one_process_does(
+    tmp_path: Path, per_node: int, strategy: str, mesh: dict[str, int]
+) -> None:
+    """With two ranks each, hsdp shards within a host and replicates across hosts."""
+    script = _rank_script(tmp_path)
+    world, sizes, state = _agents(2, per_node, script, strategy)
+    assert (world, sizes) == (2 * per_node, mesh)
+    _assert_as_alone(script, state)
 
 
 def _torchruns(*command: str) -> list[list[str]]:
@@ -171,14 +181,12 @@ def _torchruns(*command: str) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_two_hosts_with_networks_of_their_own_train_as_one_process_does(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(_RANK)
+    script = _rank_script(tmp_path)
     commands = zip(("va", "vb"), _torchruns(str(script), "fsdp"), strict=True)
     told = on_two_hosts(*(["env", f"GLOO_SOCKET_IFNAME={name}", *command] for name, command in commands))
     world, sizes, state = json.loads("".join(told))
     assert (world, sizes) == (2, {"dp_shard": 2})
-    alone = subprocess.run([sys.executable, str(script), "fsdp"], capture_output=True, text=True, check=True)
-    _assert_close(state, json.loads(alone.stdout)[2])
+    _assert_as_alone(script, state)
 
 
 @pytest.mark.slow
@@ -214,10 +222,3 @@ def test_ray_trains_on_two_workers_as_on_one(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-2000:]
         found.append(eval(done.stdout.rpartition("RESULT")[2]))
     assert found[1]["norm"] == pytest.approx(found[0]["norm"], rel=1e-4)  # of all workers together
-
-
-def _assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        for row, wanted in zip(values, found[name], strict=True):
-            assert wanted == pytest.approx(row, abs=1e-5), name

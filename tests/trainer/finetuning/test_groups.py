@@ -38,6 +38,17 @@ def groups_of(
     return PhaseGroups(optimizers, schedulers or [], named, no_decay, apply_lambdas)
 
 
+def grown(
+    optimizers: Optimizer | list[Optimizer], named: dict[str, nn.Parameter], lr: float | None, **options: Any
+) -> PhaseGroups:
+    """All are withdrawn; A comes with phase 0, B with phase 1 at `lr`."""
+    groups = groups_of(optimizers, named, **options)
+    groups.withdraw(named.values())
+    groups.add(0, part(named, A), None)
+    groups.add(1, part(named, B), lr)
+    return groups
+
+
 def names_in(optimizer: Optimizer, named: dict[str, nn.Parameter]) -> list[list[str]]:
     names = {parameter: name for name, parameter in named.items()}
     return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
@@ -86,10 +97,7 @@ def test_replaying_a_phase_adds_nothing() -> None:
 def test_no_decay_makes_two_groups() -> None:
     named = parameters()
     optimizer = AdamW(named.values(), lr=0.1, weight_decay=0.3)
-    groups = groups_of(optimizer, named, no_decay=("a.bias", "b.bias"))
-    groups.withdraw(named.values())
-    groups.add(0, part(named, A), None)
-    groups.add(1, part(named, B), 0.01)
+    grown(optimizer, named, 0.01, no_decay=("a.bias", "b.bias"))
     assert names_in(optimizer, named) == [["a.weight"], ["a.bias"], ["b.weight"], ["b.bias"]]
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0, 0.3, 0.0]
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.1, 0.01, 0.01]
@@ -99,10 +107,7 @@ def test_no_decay_makes_two_groups() -> None:
 def test_an_empty_side_makes_no_group() -> None:
     named = parameters()
     optimizer = AdamW(named.values(), lr=0.1, weight_decay=0.3)
-    groups = groups_of(optimizer, named, no_decay=("b.weight", "b.bias"))
-    groups.withdraw(named.values())
-    groups.add(0, part(named, A), None)
-    groups.add(1, part(named, B), 0.01)
+    grown(optimizer, named, 0.01, no_decay=("b.weight", "b.bias"))
     assert names_in(optimizer, named) == [[*A], [*B]]
     without = SGD(named.values(), lr=0.1)  # has no weight decay: one group does for both
     groups = groups_of(without, named, no_decay=("a.bias",))
@@ -163,10 +168,7 @@ def test_state_waits_with_its_parameters() -> None:
 def test_named_groups_stay_named() -> None:
     named = parameters()
     optimizer = SGD(list(named.items()), lr=0.1)
-    groups = groups_of(optimizer, named)
-    groups.withdraw(named.values())
-    groups.add(0, part(named, A), None)
-    groups.add(1, part(named, B), 0.5)
+    grown(optimizer, named, 0.5)
     assert [group["param_names"] for group in optimizer.param_groups] == [[*A], [*B]]
 
 
@@ -274,9 +276,6 @@ def test_two_optimizers_have_their_own_schedulers() -> None:
     named = parameters()
     one, two = SGD(part(named, A).values(), lr=1.0), SGD(part(named, B).values(), lr=2.0)
     pair = [schedules.ExponentialLR(one, 0.5), schedules.ExponentialLR(two, 0.5)]
-    groups = groups_of([one, two], named, pair)
-    groups.withdraw(named.values())
-    groups.add(0, part(named, A), None)
-    groups.add(1, part(named, B), 0.1)
+    grown([one, two], named, 0.1, schedulers=pair)
     assert [len(o.param_groups) for o in (one, two)] == [1, 2]
     assert [scheduler.base_lrs for scheduler in pair] == [[1.0], [2.0, 0.1]]
