@@ -1,4 +1,4 @@
-"""Ctrl-C: the first one lets a run close what is open, the second one ends it at once."""
+"""Ctrl-C: the first lets a run close what is open, the second one quits at once."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ EXIT_STATUS = 128 + signal.SIGINT
 
 
 TOLD = (
-    "\ncomposer-dist train: Ctrl-C. The run ends; once more ends it at once. The same command goes on from "
-    "its newest checkpoint, or else begins anew.\n"
+    "\ncomposer-dist train: interrupted, stopping (Ctrl-C again to force). Run the same command to resume "
+    "from the latest checkpoint, if there is one.\n"
 )
 
 
 class CtrlC:
-    """Inside, the first SIGINT raises KeyboardInterrupt, and a second one ends the process without Python.
+    """Inside, the first SIGINT raises KeyboardInterrupt, and a second one kills the process.
 
-    Where SIGINT is ignored, as in what a shell's script starts with "&", it stays so.
+    If SIGINT is ignored, as in a command that a shell script starts with "&", it stays ignored.
 
     Args:
-        quiet: say nothing: another process does.
+        quiet: print nothing, because another process does.
     """
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
         self._before: Any = None
         self.received = False
-        """Then whatever fails, fails because of it: peers that have ended, connections that are closed."""
+        """Errors after it are its consequences: peers that have ended, connections that are closed."""
 
     def __enter__(self) -> Self:
         main = threading.current_thread() is threading.main_thread()  # others cannot
@@ -51,5 +51,5 @@ class CtrlC:
 
 
 def tell() -> None:
-    """Says so, past Python's buffers: one of them may be what was interrupted."""
+    """Print the message without Python's buffers, because the signal may have interrupted a write to one."""
     os.write(2, TOLD.encode())

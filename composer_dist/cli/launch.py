@@ -20,20 +20,20 @@ from typing import Any
 from composer_dist.cli import interrupt
 
 _SAVING = 600
-"""Seconds that processes get after SIGTERM, to save what may be large: whoever sent it has a limit too."""
+"""Seconds that processes get after SIGTERM to save a checkpoint; the sender has a limit too."""
 
 
 _CLOSING = 30
-"""Seconds that they get after Ctrl-C."""
+"""Seconds that processes get after Ctrl-C."""
 
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def launch_local(processes: int, command: Sequence[str]) -> int:
-    """Runs `python command...` as `processes` ranks of one world; when one ends badly the others are ended.
+    """Runs `python command...` as `processes` ranks of one world; when one fails the others are terminated.
 
-    Rank 0 has this terminal. What the others print goes to files, of which the first to fail is shown.
+    Rank 0 prints to this terminal. The others print to files; that of the first to fail is shown.
     SIGTERM and Ctrl-C are passed on to all of them. A second Ctrl-C ends this process at once, and with it
     those that have called `end_with`.
 
@@ -47,7 +47,7 @@ def launch_local(processes: int, command: Sequence[str]) -> int:
     from composer_dist.distributed.ranks.cpus import share_cpus
 
     share_cpus(processes)  # inherited
-    for part in ("", ".agent.server.api"):  # which sets a level of its own; what they log is told below
+    for part in ("", ".agent.server.api"):  # which sets its own level; the failure is printed below
         logging.getLogger(f"torch.distributed.elastic{part}").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="composer-dist-") as folder:
         others = dict.fromkeys(range(1, processes), Std.ALL)
@@ -105,7 +105,7 @@ def _interruptible(folder: str) -> Iterator[None]:
 
 
 def end_with(launcher: int) -> None:
-    """Has this process end, from now on, when its launcher does, however that ends; on Linux.
+    """From now on, end this process when its launcher ends, however that happens; on Linux.
 
     Args:
         launcher: the launcher's process id, for it may have ended already.
@@ -126,18 +126,21 @@ def report_failure(text: str) -> None:
 
 
 def _first(failures: Mapping[int, Any]) -> tuple[int, Any]:
-    """The rank that failed first, and how: torch's agent counts whole seconds, and the others follow fast."""
+    """The rank that failed first, and how: torch's agent counts whole seconds, and others fail soon after."""
     ended = (-signal.SIGTERM, 128 + signal.SIGTERM)  # by the agent
     own = {rank: failure for rank, failure in failures.items() if failure.exitcode not in ended}
     return min((own or failures).items(), key=lambda one: one[1].error_file_data.get("at", one[1].timestamp))
 
 
 def _told(rank: int, failure: Any, folder: Path) -> str:
-    """What the first process to fail has to say."""
+    """The message of the first process to fail."""
     if "message" in failure.error_file_data and Path(failure.error_file).is_file():
         return str(failure.message)
     how = f"exit status {failure.exitcode}"
     if failure.exitcode < 0:
         how = f"killed by {signal.Signals(-failure.exitcode).name}"
     printed = [file.read_text(errors="replace") for file in sorted(folder.rglob(f"{rank}/stderr.log"))]
-    return "".join(printed) + f"composer-dist: rank {rank} failed first ({how}); the others were ended."
+    return (
+        "".join(printed)
+        + f"composer-dist: rank {rank} failed first ({how}); the other ranks were terminated."
+    )

@@ -54,10 +54,10 @@ class MeshConfig(FromDict):
         """Fabric's choice: tensor parallel within each host, sharded across hosts.
 
         Args:
-            ranks_per_host: None takes the launcher's word.
+            ranks_per_host: None takes the number from the launcher's variables.
 
         Raises:
-            ParallelismValueError: the launcher does not say.
+            ParallelismValueError: the launcher has not set them.
         """
         return cls(tp=ranks_per_host or launched_per_host())
 
@@ -74,7 +74,7 @@ class MeshConfig(FromDict):
         """The sizes with -1 filled in.
 
         Raises:
-            ParallelismTypeError: `world_size` is no number of ranks.
+            ParallelismTypeError: `world_size` is not a positive integer.
             ParallelismValueError: the product is not, or cannot become, `world_size`.
         """
         if not isinstance(world_size, int) or world_size < 1:
@@ -96,14 +96,14 @@ class MeshConfig(FromDict):
 
 
 def _check_device_type(device_type: str) -> None:
-    """Refuse what torch knows no device by."""
+    """Raise unless torch knows devices of this name."""
     try:
         known = torch.device(device_type).type == device_type
     except (RuntimeError, TypeError):
         known = False
     if not known:
         raise ParallelismValueError(
-            f"device_type is the name of a kind of device, such as 'cpu' or 'cuda', not {device_type!r}."
+            f"device_type must be the name of a kind of device, such as 'cpu' or 'cuda', not {device_type!r}."
         )
 
 
@@ -112,15 +112,15 @@ def _spell(sizes: Mapping[str, int]) -> str:
 
 
 _PER_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-"""Where torchrun, Open MPI and Slurm say how many ranks each machine has."""
+"""The variables in which torchrun, Open MPI and Slurm give the number of ranks on each host."""
 
 
 def launched_per_host() -> int:
-    """How many ranks the launcher has started on each machine; 1 without a launcher.
+    """How many ranks the launcher has started on each host; 1 without a launcher.
 
     Raises:
-        ParallelismValueError: there are several ranks, and the launcher does not say, or another number
-            than fits.
+        ParallelismValueError: there are several ranks, and the launcher has not set their number per host, or
+            one that does not divide the world size.
     """
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
     if world == 1:
@@ -128,8 +128,8 @@ def launched_per_host() -> int:
     value = next(filter(None, map(os.environ.get, _PER_HOST)), "")
     if not value.isdigit() or not int(value) or world % int(value):
         raise ParallelismValueError(
-            f"How many of the {world} ranks are on each host is not known: {_PER_HOST[0]} is "
-            f"{value or 'not set'}. Start with torchrun, as many on every host, or give the mesh's sizes, as "
-            "in MeshConfig(dp_replicate=hosts, dp_shard=ranks_per_host)."
+            f"The number of ranks per host is unknown for a world of {world}: {_PER_HOST[0]} is "
+            f"{value or 'not set'}. Start with torchrun, with the same number on every host, or give the "
+            "mesh's sizes, as in MeshConfig(dp_replicate=hosts, dp_shard=ranks_per_host)."
         )
     return int(value)

@@ -36,7 +36,7 @@ print("rank 1 wrote this", file=sys.stderr)
             "os.kill(os.getpid(), signal.SIGKILL)",
             137,
             "rank 1 wrote this\n"
-            "composer-dist: rank 1 failed first (killed by SIGKILL); the others were ended.\n",
+            "composer-dist: rank 1 failed first (killed by SIGKILL); the other ranks were terminated.\n",
         ),
     ],
 )
