@@ -1,4 +1,4 @@
-"""Word between threads that something has ended, in spite of Ctrl-C."""
+"""An event that tells other threads that something has ended, and survives Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import threading
 
 
 class Ending:
-    """A `threading.Event` that is set once, and whose waiting Ctrl-C may interrupt at any instruction.
+    """A `threading.Event` that is set once; Ctrl-C may interrupt a wait for it at any instruction.
 
-    Inside of `Event.wait` an interrupt can leave the event's own lock taken, because `Condition.__enter__`
-    is Python code (3.11 to 3.14); then whoever sets the event, or waits again, hangs for good.
+    An interrupt inside of `Event.wait` can leave the event's own lock taken, because `Condition.__enter__`
+    is Python code (3.11 to 3.14); then a thread that sets the event, or waits again, hangs forever.
     """
 
     def __init__(self) -> None:
@@ -18,16 +18,16 @@ class Ending:
         self._held.acquire()
 
     def set(self) -> None:
-        """It has ended; called once."""
+        """Set it; called once."""
         self._over = True
         self._held.release()
 
     def is_set(self) -> bool:
-        """Whether it has."""
+        """Whether it is set."""
         return self._over
 
     def wait(self, seconds: float = -1) -> bool:
-        """Whether it has, at the latest after so many seconds; by default there is no limit."""
+        """Whether it is set, after at most so many seconds; by default there is no limit."""
         if not self._over and self._held.acquire(timeout=seconds):
             self._held.release()  # an interrupt before this does no harm: nobody looks at the lock again
         return self._over

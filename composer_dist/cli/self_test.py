@@ -1,4 +1,4 @@
-"""Do the ranks reach each other, and how fast: the first thing to know where a job hangs."""
+"""Whether the ranks reach each other, and how fast, to find out why a job hangs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What a world of ranks can do; the same on every rank."""
+    """The results; the same on every rank."""
 
     backend: str
     device: str
@@ -33,7 +33,7 @@ class SelfTest:
     all_reduce: float
     """Bytes per second of a tensor that all ranks reduce."""
     right: bool
-    """Whether a sum was what it should be, on every rank."""
+    """Whether a sum was correct on every rank."""
     memory: list[bool]
     """Whether each rank can read rank 0's memory, which is how weights travel within a host."""
 
@@ -66,7 +66,7 @@ def self_test(nbytes: int = _NBYTES) -> SelfTest:
 
 
 def _sender(payload: torch.Tensor, source: int, target: int, rank: int) -> Callable[[], None]:
-    """From one rank to another; the others have nothing to do."""
+    """From one rank to another; the others do nothing."""
 
     def send() -> None:
         if rank == source:
@@ -78,7 +78,7 @@ def _sender(payload: torch.Tensor, source: int, target: int, rank: int) -> Calla
 
 
 def _rate(payload: torch.Tensor, work: Callable[[], None]) -> float:
-    """Bytes per second by the clock of the slowest rank."""
+    """Bytes per second, as the slowest rank measured them."""
     seconds = []
     for _ in range(_ROUNDS):
         process_group.barrier()

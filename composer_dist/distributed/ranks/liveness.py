@@ -1,8 +1,8 @@
-"""Whether another process of this host still runs: what tells a dead rank from a slow one.
+"""Whether another process of this host still runs, to tell a dead rank from a slow one.
 
 A process identifies itself by its host's boot, its pid namespace, its pid and its start time (man 5
 proc), so that a pid that is used again, or means another process in another container, is not taken
-for it. Of processes elsewhere, and where there is no /proc, nothing is known.
+for it. Nothing is known about processes on other hosts, or without /proc.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ Identity = list[str]
 
 
 def identify() -> Identity | None:
-    """This process, for others to look after; None where there is no /proc."""
+    """This process, for others to watch; None without /proc."""
     here = _here()
     state = _state(os.getpid())
     return [*here, str(os.getpid()), state[1]] if here and state else None
 
 
 def has_ended(identity: Identity | None) -> bool:
-    """Whether the process is known to have ended; False wherever that cannot be known."""
+    """Whether the process is known to have ended; False if that cannot be known."""
     if identity is None or identity[:2] != _here():
         return False
     state = _state(int(identity[2]))

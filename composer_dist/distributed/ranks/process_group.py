@@ -1,8 +1,8 @@
-"""torch.distributed behind one small door: the same calls for one process and for many.
+"""torch.distributed with the same calls for one process and for many.
 
-Without a process group every function does what it means in a world of one, and needs no
-environment variables, no port and no launcher there. Where a collective runs is read from the
-group, never from what the machine has: a gloo group on a machine with GPUs works on CPU tensors.
+Without a process group every function works as in a world of one rank, which needs no environment
+variables, no port and no launcher. The device of a collective follows from the group and not from the
+machine: a gloo group on a machine with GPUs works on CPU tensors.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def init(
     """Makes the default process group, and this process's accelerator the current device.
 
     With a launcher's environment variables (torchrun's `MASTER_ADDR`, `MASTER_PORT`, `RANK`,
-    `WORLD_SIZE`) the group spans all its processes; gloo is told the interface between several hosts
-    where it would not find it. Without them it has one rank and a store in memory, so that a single
+    `WORLD_SIZE`) the group spans all its processes; on several hosts gloo gets the network interface if
+    it would not find it. Without them it has one rank and a store in memory, so that a single
     process needs no port.
 
     Args:

@@ -1,9 +1,9 @@
-"""What ended the work on one rank, told to those that wait for it in vain.
+"""The reason why one rank failed, reported to the ranks that wait for it.
 
-A rank whose own code raises leaves; the others find their connections closed, or their collective timed
-out, and know no reason. So the first rank that fails by itself writes why into the store, and a rank whose
-collective fails looks there and raises the same. It costs nothing while all is well. The store must
-outlive the rank: torchrun's agent has it, or rank 0.
+When a rank's own code raises, the others only see closed connections or a collective that times out. So the
+first rank that fails writes the reason into the store, and a rank whose collective fails reads it there and
+raises the same error. Without failures this costs nothing. The store must outlive the rank: torchrun's agent
+or rank 0 holds it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PATIENCE = timedelta(seconds=2)
 
 @contextmanager
 def told_to_all() -> Iterator[None]:
-    """Run a body whose failure on one rank is told to the others; every rank enters it alike.
+    """Run a body whose failure on one rank is reported to the others; every rank enters it.
 
     Raises:
-        ParallelismError: this rank has lost another one, which reported why; the text says which.
+        ParallelismError: another rank failed and reported why; the text names it.
     """
     world, rank = process_group.world_and_rank()
     if world == 1:

@@ -23,14 +23,14 @@ _log = logging.getLogger("composer_dist")
 
 
 PATIENCE = timedelta(seconds=20)
-"""How long a wait is silent before the log says what it is for."""
+"""How long a wait lasts before the log says what it is for."""
 
 
 def poll(limit: timedelta, what: Callable[[], str]) -> Iterator[None]:
     """Yield, ever less often, until the time is over; unlike a store's own wait, Ctrl-C ends it.
 
     Args:
-        what: says what is waited for, should it take long.
+        what: gives the reason for the wait, to be logged if it takes long.
     """
     start, pause, silent = time.monotonic(), 0.001, True
     yield
@@ -60,10 +60,10 @@ class Task(Generic[T]):
         return self._value
 
     def abandon(self, interrupted: bool) -> None:
-        """Let it run on, but not into the interpreter's end, which aborts under a thread inside of torch.
+        """Let it continue, but not while the interpreter exits, which aborts if a thread is inside of torch.
 
-        It ends as soon as the peer that it waits for does. After Ctrl-C everywhere peers may wait for
-        each other: then this process ends by the signal instead.
+        It ends as soon as the peer does that it waits for. After Ctrl-C on every rank, peers may wait for
+        each other; then the signal ends this process instead.
         """
         atexit.register(self._await_end, interrupted)
 
