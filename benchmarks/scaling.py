@@ -24,7 +24,7 @@ from composer_dist.config.parallelism import resolve_config
 from composer_dist.distributed import init_context
 from composer_dist.distributed.mesh.build import mesh_for, mesh_sizes
 from composer_dist.distributed.plan.build import build_plan
-from composer_dist.distributed.sharding.apply import shard
+from composer_dist.distributed.steps import divide
 from composer_dist.distributed.wishes import Request
 from composer_dist.structure.structure import read_structure
 
@@ -79,7 +79,7 @@ def seconds_for(model: nn.Module) -> tuple[float, float]:
     structure = read_structure(model)
     plan = build_plan(structure, Request(config=config), mesh_sizes(config.mesh, mesh.size))
     planned = time.perf_counter()
-    shard(structure, plan, mesh, only_real=True)
+    divide(structure, plan, mesh)
     return planned - start, time.perf_counter() - planned
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -22,15 +23,11 @@ from torch.optim import Optimizer
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import Config, ParallelismConfig, resolve_config
 from composer_dist.distributed.account import Preparation, peak, reset_peak
-from composer_dist.distributed.activations.plan import apply_checkpointing, check_pinning
-from composer_dist.distributed.compiling.apply import compile_modules
-from composer_dist.distributed.compiling.float8 import convert_linears
 from composer_dist.distributed.context_parallelism.context import expect_context
 from composer_dist.distributed.mesh.build import meet
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.optimizers.check import (
-    check_hooks,
     check_optimizers,
     check_refills,
     forgotten_optimizers,
@@ -41,13 +38,12 @@ from composer_dist.distributed.plan.plan import ParallelPlan, check_plan
 from composer_dist.distributed.prepared import check_usable, record, usable_or_marked
 from composer_dist.distributed.ranks import process_group as process_group
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.replication.apply import replicate
-from composer_dist.distributed.replication.plan import check_replica, stays
-from composer_dist.distributed.sharding.apply import check_offload, finish, hook_units, shard
+from composer_dist.distributed.replication import apply as replication
+from composer_dist.distributed.replication.plan import stays
+from composer_dist.distributed.sharding import apply as sharding
 from composer_dist.distributed.sharding.choose import composer_children
-from composer_dist.distributed.steps import meta_init
-from composer_dist.distributed.tensor_parallel.apply import finish_tensor_parallel
-from composer_dist.distributed.training.averaging import average_plain_gradients
+from composer_dist.distributed.steps import check_here, divide, meta_init
+from composer_dist.distributed.tensor_parallel import apply as tensor_parallel
 from composer_dist.distributed.weights.disk import Pretrained, check_weights
 from composer_dist.distributed.weights.fill import Filling
 from composer_dist.distributed.weights.initialize import (
@@ -63,8 +59,7 @@ from composer_dist.distributed.weights.sources import Sources, decide_sources
 from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.distributed.wishes import Request, WrapPolicy
 from composer_dist.errors import ParallelismTypeError
-from composer_dist.precision import Precision, require_fp8
-from composer_dist.structure.shared import check_aliasing
+from composer_dist.precision import Precision
 from composer_dist.structure.structure import Structure, read_structure
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -168,6 +163,7 @@ def _prepare(
     ready: ParallelPlan | None,
     parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module | None] | None = None,
 ) -> Preparation:
+    """The recipe. Up to `usable_or_marked` nothing is touched."""
     process_group.init(reuse=True)
     request: Request | None = None
 
@@ -179,8 +175,7 @@ def _prepare(
 
     mesh, agreement = meet(wanted_mesh)
     assert request is not None
-    device = mesh.device
-    reset_peak(device)
+    reset_peak(mesh.device)
     if parallelize_fn is not None:
         model = _run_first(parallelize_fn, model, mesh.device_mesh, agreement)
     optimizers = request.optimizers
@@ -192,68 +187,83 @@ def _prepare(
         else:
             plan = check_plan(ready, structure)
             check_optimizers(optimizers, structure, plan.plain)
-        check_aliasing(structure, plan.plain)
-        check_offload(plan)
-        check_pinning(plan.checkpointing)
-        if plan.float8:
-            require_fp8(device)
-        check_hooks(structure, plan.plain)
-        if plan.replication:
-            check_replica(plan.replication, structure, optimizers, mesh)
+        check_here(structure, plan, mesh, optimizers)
     done = Preparation(model, plan, mesh.device_mesh)
     with done.step("agree"):
-        weights = request.weights
-        disk = Pretrained.open(weights, structure, agreement, plan.delivery.strict) if weights else None
-        names = disk.names if disk else frozenset()
-        sources = decide_sources(agreement, structure, plan, optimizers, names)
+        disk = _open(request.weights, structure, plan, agreement)
+        sources = decide_sources(agreement, structure, plan, optimizers, disk.names if disk else frozenset())
+        components = _agree_on_initializers(agreement, structure, sources, request)
         done.initialized = tuple(sorted(sources.init))
-        components: list[Component] = []
-        with agreement.together("the initializers"):
-            check_refills(optimizers, structure, sources.init)
-            if sources.init:
-                function = None if request.init_fn is meta_init else request.init_fn
-                components = find_components(structure, set(sources.init), function)
-        agreement.reach("what is initialized", describe_components(components), check_alike)
-        init_peak = peak_bytes(components, plan.delivery.bucket_bytes)
-        if init_peak != plan.init_peak:
+        if (init_peak := peak_bytes(components, plan.delivery.bucket_bytes)) != plan.init_peak:
             plan = done.plan = replace(plan, init_peak=init_peak)
-    objects_stay = plan.replication is not None and stays(structure, device)
+    objects_stay = plan.replication is not None and stays(structure, mesh.device)
     forgotten = [] if objects_stay else forgotten_optimizers(optimizers, structure)
     for warning in [*plan.warnings, *forgotten, *(disk.warnings() if disk else ())]:
         warnings.warn(warning, UserWarning, stacklevel=3)
 
     with usable_or_marked(model, agreement=agreement):
-        _execute(done, mesh, structure, sources, components, optimizers, agreement, disk)
-    done.peak_memory = peak(device)
+        with agreement.together("sharding"), done.step("shard"):
+            follower = Follower(optimizers, structure, sources.states, sources.states_here, sources.init)
+            structure, originals = divide(structure, plan, mesh)
+            give_memory(structure, originals, mesh.device)
+        _fill(done, mesh, structure, originals, sources, components, follower, agreement, disk)
+        if replica := plan.replication:
+            agreement.collectively(
+                "replication", lambda: replication.arm(structure, replica, mesh, optimizers)
+            )
+        with agreement.together("the final checks"), done.step("check"):
+            for name, original in originals.items():
+                carry_attributes(original, structure.tensors[name].get())  # type: ignore[arg-type]
+            parameters = {name: structure.parameters[name].get() for name in plan.plain}
+            done.plain_parameters = parameters  # type: ignore[assignment]
+            assert_no_meta(model)
+            sharding.finish(structure, plan.sharding)
+            sharding.arm(structure, plan.sharding, mesh)
+            expect_context(model, mesh)
+            record(model).mesh = mesh
+        tensor_parallel.arm(structure, plan.tensor_parallel, mesh, agreement)
+    done.peak_memory = peak(mesh.device)
     if plan.verbose and agreement.rank == agreement.ranks[0]:
         print(plan, done, sep="\n")
     return done
 
 
-def _execute(
+def _open(
+    weights: Weights, structure: Structure, plan: ParallelPlan, agreement: Agreement
+) -> Pretrained | None:
+    """The files given as `weights`, matched with the model."""
+    return Pretrained.open(weights, structure, agreement, plan.delivery.strict) if weights else None
+
+
+def _agree_on_initializers(
+    agreement: Agreement, structure: Structure, sources: Sources, request: Request
+) -> list[Component]:
+    """What initializes the tensors that are on the meta device everywhere, the same on all ranks."""
+    components: list[Component] = []
+    with agreement.together("the initializers"):
+        check_refills(request.optimizers, structure, sources.init)
+        if sources.init:
+            function = None if request.init_fn is meta_init else request.init_fn
+            components = find_components(structure, set(sources.init), function)
+    agreement.reach("what is initialized", describe_components(components), check_alike)
+    return components
+
+
+def _fill(
     done: Preparation,
     mesh: Mesh,
     structure: Structure,
+    originals: dict[str, torch.Tensor],
     sources: Sources,
     components: Sequence[Component],
-    optimizers: Sequence[Optimizer],
+    follower: Follower,
     agreement: Agreement,
     disk: Pretrained | None,
 ) -> None:
-    """Carry out the plan; from here on the model changes."""
-    plan = done.plan
-    with agreement.together("sharding"), done.step("shard"):
-        follower = Follower(optimizers, structure, sources.states, sources.states_here, sources.init)
-        if plan.float8:
-            convert_linears(structure.modules, plan.float8)
-        if plan.checkpointing:
-            apply_checkpointing(done.model, plan.checkpointing)
-            structure = read_structure(done.model)
-        compile_modules(structure.modules, plan.compiled)
-        originals = shard(structure, plan, mesh)
-        give_memory(structure, originals, mesh.device)
-    limit = plan.delivery.bucket_bytes
-    with Transport(mesh.device_mesh, agreement, limit, plan.delivery.transport) as transport:
+    """Give every tensor its value, and the optimizers their parameters and state."""
+    delivery = done.plan.delivery
+    limit = delivery.bucket_bytes
+    with Transport(mesh.device_mesh, agreement, limit, delivery.transport) as transport:
         filling = Filling(structure, originals, sources, mesh, agreement, transport, limit, disk)
         with done.step("weights"):
             filling.deliver_weights()
@@ -267,22 +277,6 @@ def _execute(
     done.bytes_moved, done.transport = transport.moved, transport.way
     if disk:
         done.bytes_moved, done.bytes_read = done.bytes_moved + disk.bytes_moved, disk.bytes_read
-    if replica := plan.replication:
-        agreement.collectively("replication", lambda: replicate(structure, replica, mesh, optimizers))
-    with agreement.together("the final checks"), done.step("check"):
-        for name, original in originals.items():
-            carry_attributes(original, new[name])  # type: ignore[arg-type]
-        done.plain_parameters = {name: new[name] for name in plan.plain}  # type: ignore[misc]
-        trainable = {n: p for n, p in done.plain_parameters.items() if p.requires_grad}
-        if trainable and not replica and mesh.fsdp is not None:
-            average_plain_gradients(done.model, trainable, mesh.fsdp)
-        assert_no_meta(done.model)
-        finish(structure, plan)
-        hook_units(structure, plan, mesh)
-        record(done.model).mesh = mesh
-        expect_context(done.model, mesh)
-    if plan.tensor_parallel is not None:
-        finish_tensor_parallel(structure, plan.tensor_parallel, mesh, agreement)
 
 
 def _run_first(

@@ -11,12 +11,19 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig, resolve_config
+from composer_dist.distributed.activations import recompute as activations
+from composer_dist.distributed.activations.recompute import check_pinning
+from composer_dist.distributed.compiling import apply as compiling
+from composer_dist.distributed.compiling import float8
 from composer_dist.distributed.context_parallelism.context import expect_context
-from composer_dist.distributed.mesh.build import mesh_for
+from composer_dist.distributed.mesh.build import meet
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.messages import Cargo
@@ -25,16 +32,19 @@ from composer_dist.distributed.optimizers.check import check_hooks
 from composer_dist.distributed.optimizers.follow import carry_attributes
 from composer_dist.distributed.plan.build import build_plan
 from composer_dist.distributed.plan.plan import ParallelPlan
-from composer_dist.distributed.prepared import mesh_of, record
+from composer_dist.distributed.prepared import check_usable, mesh_of, record, usable_or_marked
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.sharding.apply import check_offload, hook_units, shard
-from composer_dist.distributed.training.averaging import average_plain_gradients
+from composer_dist.distributed.replication.plan import check_replica
+from composer_dist.distributed.sharding import apply as sharding
+from composer_dist.distributed.sharding.apply import average_plain, check_offload
+from composer_dist.distributed.tensor_parallel import apply as tensor_parallel
 from composer_dist.distributed.weights.initialize import InitFn, find_components, run_component
 from composer_dist.distributed.weights.storage import give_memory, replace
 from composer_dist.distributed.wishes import Request, WrapPolicy
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
-from composer_dist.precision import Precision
+from composer_dist.precision import Precision, require_fp8
+from composer_dist.structure.shared import check_aliasing
 from composer_dist.structure.structure import Held, Structure, read_structure
 from composer_dist.tensors.inner import encoded
 
@@ -96,7 +106,7 @@ def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
             else:
                 replace(held, values[name])
     if mesh is not None:
-        _average_plain(module, structure, mesh, needed)
+        average_plain(structure, mesh.fsdp, needed)
 
 
 def prepare_fully_shard(
@@ -113,37 +123,91 @@ def prepare_fully_shard(
         ParallelismError: as `plan_parallelism`; the same on every rank.
     """
     process_group.init(reuse=True)
-    request = Request(config=resolve_config(fsdp2_config), precision=precision, wrap_policy=auto_wrap_policy)
-    mesh = mesh_for(request.mesh)
-    agreement = Agreement(mesh.ranks)
+    request: Request | None = None
+
+    def ask() -> MeshConfig | DeviceMesh:
+        nonlocal request
+        check_usable(model)
+        config = resolve_config(fsdp2_config)
+        request = Request(config=config, precision=precision, wrap_policy=auto_wrap_policy)
+        _check_only_shards(request)
+        return request.mesh
+
+    mesh, agreement = meet(ask)
+    assert request is not None
     with agreement.together("the plan of the model"):
-        if request.config.ddp is not None:
-            raise ParallelismValueError("prepare_fully_shard shards; DDP (ddp=) is for parallelize_model.")
         structure = read_structure(model)
         plan = build_plan(structure, request, mesh.sizes)
-        if plan.tensor_parallel is not None:
-            raise ParallelismValueError(
-                "prepare_fully_shard only shards; use parallelize_model for tensor parallelism."
-            )
-        check_offload(plan)
-        check_hooks(structure, plan.plain)
-    originals = shard(structure, plan, mesh)
-    real = {name: original for name, original in originals.items() if not original.is_meta}
-    give_memory(structure, real, mesh.device)
-    for name, original in originals.items():
-        now = structure.tensors[name].get()
-        carry_attributes(original, now)  # type: ignore[arg-type]
-        for cargo in inner_cargoes(name, now, original) if name in real else ():
-            take_part(cargo, mesh.here)
-    for name in plan.plain:
-        held = structure.tensors[name]
-        if not held.get().is_contiguous():
-            replace(held, held.get().detach().contiguous())
-    _average_plain(model, structure, mesh, set(plan.plain))
-    hook_units(structure, plan, mesh)
-    record(model).mesh = mesh
-    expect_context(model, mesh)
+        check_here(structure, plan, mesh)
+    with usable_or_marked(model, agreement=agreement):
+        structure, originals = divide(structure, plan, mesh)
+        real = {name: original for name, original in originals.items() if not original.is_meta}
+        give_memory(structure, real, mesh.device)
+        for name, original in originals.items():
+            now = structure.tensors[name].get()
+            carry_attributes(original, now)  # type: ignore[arg-type]
+            for cargo in inner_cargoes(name, now, original) if name in real else ():
+                take_part(cargo, mesh.here)
+        for name in plan.plain:
+            held = structure.tensors[name]
+            if not held.get().is_contiguous():
+                replace(held, held.get().detach().contiguous())
+        sharding.arm(structure, plan.sharding, mesh)
+        expect_context(model, mesh)
+        record(model).mesh = mesh
+    if plan.verbose and agreement.rank == agreement.ranks[0]:
+        print(plan)
     return plan
+
+
+def _check_only_shards(request: Request) -> None:
+    """Refuse what `prepare_fully_shard` would leave undone."""
+    config = request.config
+    if config.ddp is not None:
+        raise ParallelismValueError("prepare_fully_shard shards; DDP (ddp=) is for parallelize_model.")
+    if config.tp is not None or any(rule.tp is not None for rule in config.rules):
+        raise ParallelismValueError(
+            "prepare_fully_shard only shards; use parallelize_model for tensor parallelism."
+        )
+    if config.sync != "auto":
+        raise ParallelismValueError(
+            f"prepare_fully_shard neither delivers nor compares weights, so sync={config.sync!r} has no "
+            "effect; call sync_module_states afterwards, or use parallelize_model."
+        )
+
+
+def check_here(
+    structure: Structure, plan: ParallelPlan, mesh: Mesh, optimizers: Sequence[Optimizer] = ()
+) -> None:
+    """Refuse what is planned but cannot be done with this very model, or on this machine.
+
+    Raises:
+        ParallelismError: see the checks of the features.
+    """
+    check_aliasing(structure, plan.plain)
+    check_offload(plan.sharding)
+    check_pinning(plan.activations)
+    if plan.float8:
+        require_fp8(mesh.device)
+    check_hooks(structure, plan.plain)
+    if plan.replication:
+        check_replica(plan.replication, structure, optimizers, mesh)
+
+
+def divide(structure: Structure, plan: ParallelPlan, mesh: Mesh) -> tuple[Structure, dict[str, torch.Tensor]]:
+    """Give each rank its part of every parameter, on the meta device, and modules their forwards.
+
+    The order counts: torchao replaces classes, checkpointing goes inside of compilation, both inside of
+    the collectives of tensor parallelism, and FSDP2 shards what tensor parallelism has cut.
+
+    Returns:
+        The structure afterwards, and the divided parameters as they were before, by first name.
+    """
+    float8.apply(structure, plan.compiling)
+    structure = activations.apply(structure, plan.activations)
+    compiling.apply(structure, plan.compiling)
+    originals = tensor_parallel.apply(structure, plan.tensor_parallel, mesh)
+    return structure, originals | sharding.apply(structure, plan.sharding, mesh)
 
 
 def sync_module_states(model: nn.Module, full_state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -178,7 +242,7 @@ def sync_module_states(model: nn.Module, full_state_dict: Mapping[str, torch.Ten
     ]
     limit = ParallelismConfig().bucket_bytes
     agreement.collectively("the delivery", lambda: deliver({first: cargoes}, mesh.device_mesh, limit))
-    _average_plain(model, structure, mesh, on_meta)
+    average_plain(structure, mesh.fsdp, on_meta)
 
 
 def _check_same(digests: Sequence[str]) -> None:
@@ -204,15 +268,3 @@ def _find(held: Held, full_state_dict: Mapping[str, torch.Tensor]) -> torch.Tens
             f"{info.name}: shape {tuple(value.shape)} in full_state_dict, {info.shape} in the model."
         )
     return encoded(value, held.get())
-
-
-def _average_plain(model: nn.Module, structure: Structure, mesh: Mesh, changed: set[str]) -> None:
-    """Average the gradients of parameters that stay whole, once they have their values."""
-    plain = {
-        name: held.get()
-        for name, held in structure.parameters.items()
-        if held.info.requires_grad and not isinstance(held.get(), DTensor)
-    }
-    trains = mesh.fsdp is not None and changed.intersection(plain)
-    if trains and not any(parameter.is_meta for parameter in plain.values()):
-        average_plain_gradients(model, plain, mesh.fsdp)  # type: ignore[arg-type]

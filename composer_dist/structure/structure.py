@@ -101,6 +101,13 @@ class Held:
         """The tensor as the first place holds it."""
         return self.places[0].get()
 
+    def cast_shadow(self) -> torch.Tensor:
+        """Hold a shadow instead, a contiguous parameter on the meta device; gives back what was held."""
+        before = self.get()
+        empty = torch.empty(self.info.shape, dtype=self.info.dtype, device="meta")
+        self.put(nn.Parameter(empty, requires_grad=self.info.requires_grad))
+        return before
+
     def put(self, tensor: torch.Tensor) -> None:
         """Hold `tensor` in every place, so that ties stay ties."""
         for place in self.places:

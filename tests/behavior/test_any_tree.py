@@ -19,7 +19,8 @@ from composer_dist import FSDP2Config, MeshConfig, ParallelismConfig, Rule
 from composer_dist.config.parallelism import resolve_config
 from composer_dist.distributed import plan_parallelism
 from composer_dist.distributed.mesh.build import mesh_for
-from composer_dist.distributed.sharding.apply import finish, shard
+from composer_dist.distributed.sharding.apply import finish
+from composer_dist.distributed.steps import divide
 from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.errors import ParallelismError
 from composer_dist.structure.structure import read_structure
@@ -155,8 +156,8 @@ def test_every_parameter_is_covered_once_or_the_trouble_is_named(data: Any) -> N
         tied = {name: id(value) for name, value in model.named_parameters(remove_duplicate=False)}
         structure = read_structure(model)
         mesh = mesh_for(resolve_config(config).mesh)
-        give_memory(structure, shard(structure, plan, mesh), torch.device("cpu"))
-        finish(structure, plan)
+        give_memory(structure, divide(structure, plan, mesh)[1], torch.device("cpu"))
+        finish(structure, plan.sharding)
     after = dict(model.named_parameters(remove_duplicate=False))
     assert after.keys() == tied.keys()
     for name, parameter in after.items():

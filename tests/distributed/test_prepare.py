@@ -218,7 +218,7 @@ def fails_later(stage: str, failing: int) -> Outcome:
         raise MemoryError("no room")
 
     options: dict[str, Any] = {}
-    originals = transport.Transport._copy, weights.run_component, prepare.shard
+    originals = transport.Transport._copy, weights.run_component, prepare.divide
     if stage == "init":
         options["param_init_fn"] = init
         original = weights.run_component
@@ -234,11 +234,11 @@ def fails_later(stage: str, failing: int) -> Outcome:
     elif stage == "delivery" and bad:
         transport.Transport._copy = fail
     elif stage == "checkpointing" and bad:
-        prepare.shard = fail
+        prepare.divide = fail
     try:
         outcome = attempt(model, config(), **options)
     finally:
-        transport.Transport._copy, weights.run_component, prepare.shard = originals
+        transport.Transport._copy, weights.run_component, prepare.divide = originals
     unusable(model, outcome[1])
     return outcome
 

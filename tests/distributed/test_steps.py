@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.replicate import DDPConfig
+from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import (
     init_context,
     meta_init,
@@ -18,6 +22,7 @@ from composer_dist.distributed import (
     prepare_fully_shard,
     sync_module_states,
 )
+from composer_dist.distributed.forwards import is_checkpointed, is_compiled
 from composer_dist.distributed.weights.initialize import assert_no_meta
 from composer_dist.errors import ParallelismError, ParallelismKeyError, ParallelismValueError
 from tests.kit.compare import close, same, values
@@ -165,3 +170,62 @@ def shard_refused() -> str:
         prepare_fully_shard(model, FSDP2Config(), auto_wrap_policy=policy)
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     return str(error.value)
+
+
+@pytest.mark.promise(87)
+def test_prepare_fully_shard_does_all_that_it_plans() -> None:
+    """Recomputation and compilation are applied, and the result trains as after the recipe."""
+    for units, checkpointed, compiled, losses in run(shard_recomputed_and_compiled, 2):
+        assert units > 1
+        assert checkpointed
+        assert compiled
+        assert losses[0] == losses[1]
+
+
+def shard_recomputed_and_compiled() -> tuple[int, bool, bool, list[float]]:
+    settings = ParallelismConfig(activation_checkpointing=True, compile={"backend": "aot_eager"})
+    model, other = (built(Blocks) for _ in range(2))
+    plan = prepare_fully_shard(model, settings)
+    parallelize_model(other, settings)
+    blocks = [dict(model.named_modules())[one.module] for one in plan.checkpointing]
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with warnings.catch_warnings(action="ignore"):  # Dynamo reads .grad of tensors that are not leaves
+        losses = [one(x).square().mean().item() for one in (model, other)]
+    checkpointed = bool(blocks) and all(map(is_checkpointed, blocks))
+    return len(plan.units), checkpointed, bool(blocks) and all(map(is_compiled, blocks)), losses
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def aliased() -> nn.Module:
+    model = Blocks()
+    model.layers[0][0].bias = nn.Parameter(model.layers[0][0].weight.data[0])
+    return model
+
+
+@pytest.mark.promise(87)
+@pytest.mark.parametrize(
+    ("build", "settings", "message"),
+    [
+        (Blocks, ParallelismConfig(ddp=DDPConfig()), r"prepare_fully_shard shards; DDP \(ddp=\)"),
+        (Blocks, ParallelismConfig(tp=TPConfig()), "parallelize_model for tensor parallelism"),
+        (Blocks, ParallelismConfig(sync="rank0"), "sync='rank0' has no effect; call sync_module_states"),
+        (aliased, ParallelismConfig(), "share memory without being one parameter"),
+    ],
+)
+def test_prepare_fully_shard_refuses_what_it_does_not_do(
+    build: Any, settings: ParallelismConfig, message: str
+) -> None:
+    model = build()
+    with pytest.raises(ParallelismError, match=message):
+        prepare_fully_shard(model, settings)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())

@@ -9,15 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from composer_dist.distributed.activations.offload import pin_memory
 from composer_dist.distributed.activations.options import Mode, ac_mode, in_words, spell
-from composer_dist.distributed.activations.recompute import (
-    check_modules,
-    checkpoint_modules,
-    checkpointed_modules,
-)
+from composer_dist.distributed.forwards import is_checkpointed
 from composer_dist.distributed.wishes import CheckFn, Wishes
 from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.blocks import has_forward
+from composer_dist.structure.select import inherited
 from composer_dist.structure.structure import Structure
 
 
@@ -100,25 +97,6 @@ def plan(
     return ActivationPlan(tuple(chosen.values())) if chosen else None
 
 
-def check_pinning(chosen: Sequence[Checkpointed]) -> None:
-    """Refuse pinned memory where no accelerator can pin it.
-
-    Raises:
-        ParallelismRuntimeError: a module insists on pinned memory and there is no accelerator.
-    """
-    for one in chosen:
-        pin_memory(one.options.get("pin_memory"))
-
-
-def apply_checkpointing(model: nn.Module, chosen: Sequence[Checkpointed]) -> None:
-    """Checkpoint the chosen modules, in place; before anything is compiled or sharded."""
-    ours = [one for one in chosen if one.mode != "memory_budget"]
-    kinds = {(one.mode, repr(one.options)): one for one in ours}
-    for kind, one in kinds.items():
-        names = [other.module for other in ours if (other.mode, repr(other.options)) == kind]
-        checkpoint_modules(model, names, one.mode, one.options)
-
-
 def _by_default(
     model: nn.Module, check_fn: CheckFn | None, blocks: Sequence[str], strict: bool
 ) -> tuple[list[str], str]:
@@ -170,3 +148,54 @@ def _take(
         reason = f"{reason}, every {every} of which the first is taken"
     for name in names[::every]:
         yield Checkpointed(name, mode, reason, options)
+
+
+def checkpointed_modules(model: nn.Module, check_fn: CheckFn | None = None) -> list[str]:
+    """The names of the modules to checkpoint, in the order of the model, never the root.
+
+    `check_fn` decides where it is given. Otherwise a module's own `_activation_checkpointing` does,
+    and where it has none, the `activation_checkpointing_fn` of itself or its nearest ancestor. A
+    container without a forward of its own (a ModuleList) stands for its children.
+    """
+    modules = dict(model.named_modules())
+    chosen: list[str] = []
+    through: set[str] = set()
+    for name, module in modules.items():
+        asked = name in through or _wants_checkpoint(name, module, modules, check_fn)
+        if name and asked and has_forward(module):
+            chosen.append(name)
+        elif name and asked:
+            through.update(f"{name}.{key}" for key, _ in module.named_children())
+    return chosen
+
+
+def _wants_checkpoint(
+    name: str, module: nn.Module, modules: Mapping[str, nn.Module], check_fn: CheckFn | None
+) -> bool:
+    if check_fn is not None:
+        return bool(check_fn(module))
+    own = getattr(module, "_activation_checkpointing", None)
+    if own is not None:
+        return bool(own)
+    function = inherited(name, modules, "activation_checkpointing_fn")
+    return function is not None and bool(function(module))
+
+
+def check_modules(modules: Mapping[str, nn.Module], names: Sequence[str], mode: Mode) -> None:
+    """Raise if the activations of some modules cannot be checkpointed, before any is.
+
+    Raises:
+        ParallelismValueError: a name does not exist, has no forward, is checkpointed already, or is the
+            root in mode "wrapped"; all of them at once.
+    """
+    faults = [f"there is no module {name!r}" for name in names if name not in modules]
+    if mode == "wrapped" and "" in names:
+        faults.append("the root cannot be wrapped, for nothing holds it (use 'composable')")
+    for name in names:
+        module = modules.get(name)
+        if module is not None and not has_forward(module):
+            faults.append(f"{name!r} has no forward of its own (choose the modules in it)")
+        elif mode != "offload" and module is not None and is_checkpointed(module):
+            faults.append(f"{name!r} is checkpointed already")
+    if faults:
+        raise ParallelismValueError(f"Cannot checkpoint activations: {'; '.join(faults)}.")

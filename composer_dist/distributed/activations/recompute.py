@@ -23,12 +23,12 @@ from composer_dist.config.fully_shard import flagged_activations
 from composer_dist.distributed import forwards
 from composer_dist.distributed.activations.offload import HostSaved, pin_memory, stay, to_host
 from composer_dist.distributed.activations.options import Mode, ac_mode
+from composer_dist.distributed.activations.plan import ActivationPlan, check_modules, checkpointed_modules
 from composer_dist.distributed.activations.selective import keeping
-from composer_dist.distributed.forwards import Layer, is_checkpointed, without_cache
+from composer_dist.distributed.forwards import Layer, without_cache
 from composer_dist.distributed.wishes import CheckFn
 from composer_dist.errors import ParallelismValueError
-from composer_dist.structure.blocks import has_forward
-from composer_dist.structure.select import inherited
+from composer_dist.structure.structure import Structure, read_structure
 
 
 def apply_ac(
@@ -74,35 +74,20 @@ def apply_ac(
     checkpoint_modules(model, names, mode if kind == "composable" else kind, options)
 
 
-def checkpointed_modules(model: nn.Module, check_fn: CheckFn | None = None) -> list[str]:
-    """The names of the modules to checkpoint, in the order of the model, never the root.
+def apply(structure: Structure, plan: ActivationPlan | None) -> Structure:
+    """Checkpoint the planned modules, in place; before anything is compiled or sharded.
 
-    `check_fn` decides where it is given. Otherwise a module's own `_activation_checkpointing` does,
-    and where it has none, the `activation_checkpointing_fn` of itself or its nearest ancestor. A
-    container without a forward of its own (a ModuleList) stands for its children.
+    Returns:
+        The model's structure afterwards.
     """
-    modules = dict(model.named_modules())
-    chosen: list[str] = []
-    through: set[str] = set()
-    for name, module in modules.items():
-        asked = name in through or _wants_checkpoint(name, module, modules, check_fn)
-        if name and asked and has_forward(module):
-            chosen.append(name)
-        elif name and asked:
-            through.update(f"{name}.{key}" for key, _ in module.named_children())
-    return chosen
-
-
-def _wants_checkpoint(
-    name: str, module: nn.Module, modules: Mapping[str, nn.Module], check_fn: CheckFn | None
-) -> bool:
-    if check_fn is not None:
-        return bool(check_fn(module))
-    own = getattr(module, "_activation_checkpointing", None)
-    if own is not None:
-        return bool(own)
-    function = inherited(name, modules, "activation_checkpointing_fn")
-    return function is not None and bool(function(module))
+    if plan is None:
+        return structure
+    ours = [one for one in plan.modules if one.mode != "memory_budget"]
+    kinds = {(one.mode, repr(one.options)): one for one in ours}
+    for kind, one in kinds.items():
+        names = [other.module for other in ours if (other.mode, repr(other.options)) == kind]
+        checkpoint_modules(structure.modules[""], names, one.mode, one.options)
+    return read_structure(structure.modules[""])
 
 
 def checkpoint_modules(
@@ -139,26 +124,6 @@ def checkpoint_modules(
             module = wrapper
         if offload:
             HostSaved(module, pinned)
-
-
-def check_modules(modules: Mapping[str, nn.Module], names: Sequence[str], mode: Mode) -> None:
-    """Raise if the activations of some modules cannot be checkpointed, before any is.
-
-    Raises:
-        ParallelismValueError: a name does not exist, has no forward, is checkpointed already, or is the
-            root in mode "wrapped"; all of them at once.
-    """
-    faults = [f"there is no module {name!r}" for name in names if name not in modules]
-    if mode == "wrapped" and "" in names:
-        faults.append("the root cannot be wrapped, for nothing holds it (use 'composable')")
-    for name in names:
-        module = modules.get(name)
-        if module is not None and not has_forward(module):
-            faults.append(f"{name!r} has no forward of its own (choose the modules in it)")
-        elif mode != "offload" and module is not None and is_checkpointed(module):
-            faults.append(f"{name!r} is checkpointed already")
-    if faults:
-        raise ParallelismValueError(f"Cannot checkpoint activations: {'; '.join(faults)}.")
 
 
 def _replace(model: nn.Module, module: nn.Module, wrapper: nn.Module) -> None:
@@ -202,3 +167,13 @@ class _Recompute:
             run, traced = self._contexts
             options = {**options, "context_fn": traced if torch.compiler.is_compiling() else run}
         return checkpoint(function, *args, **options)
+
+
+def check_pinning(plan: ActivationPlan | None) -> None:
+    """Refuse pinned memory where no accelerator can pin it.
+
+    Raises:
+        ParallelismRuntimeError: a module insists on pinned memory and there is no accelerator.
+    """
+    for one in plan.modules if plan else ():
+        pin_memory(one.options.get("pin_memory"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,23 +17,26 @@ from torch import nn
 
 from composer_dist import _torch
 from composer_dist.distributed import forwards
-from composer_dist.distributed.compiling.plan import Compiled
+from composer_dist.distributed.compiling.plan import CompilePlan
 from composer_dist.distributed.forwards import Layer, is_cache, is_checkpointed, without_cache
+from composer_dist.structure.structure import Structure
 
 
-def compile_modules(modules: Mapping[str, nn.Module], compiled: Sequence[Compiled]) -> None:
-    """Compile the chosen modules, in place; after activation checkpointing and before sharding.
+def apply(structure: Structure, plan: CompilePlan | None) -> None:
+    """Compile the planned modules, in place; after activation checkpointing and before sharding.
 
     Compilation itself happens at the first forward.
     """
     alike: dict[str, dict[str, Any]] = {}
-    for one in compiled:
+    for one in plan.modules if plan else ():
         options = dict(one.options)
         if one.budget is not None:
             # One backend for all alike: with another, Dynamo would compile every block on its own.
             key = repr((options, one.budget))
             options = alike[key] = alike.get(key) or _within(one.budget, options)
-        forwards.add(modules[one.module], Layer.COMPILE, functools.partial(_CompiledForward, options))
+        forwards.add(
+            structure.modules[one.module], Layer.COMPILE, functools.partial(_CompiledForward, options)
+        )
 
 
 def _within(budget: float, options: Mapping[str, Any]) -> dict[str, Any]:

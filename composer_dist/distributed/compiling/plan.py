@@ -11,10 +11,10 @@ from torch import nn
 
 from composer_dist import _torch
 from composer_dist.config.base import Compile
-from composer_dist.distributed.compiling.float8 import float8_layers
 from composer_dist.distributed.forwards import is_compiled
 from composer_dist.distributed.wishes import Wishes
-from composer_dist.errors import Faults, ParallelismTypeError
+from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
+from composer_dist.precision import Precision, as_precision
 from composer_dist.structure.blocks import has_forward
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
@@ -29,6 +29,10 @@ _AS_TRACED = ("eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "t
 
 _MIN_CUT = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 """Backends with the partitioner that reads a memory budget."""
+
+
+_MULTIPLE = 16
+"""What scaled matrix products want of both dimensions of a weight (torch._scaled_mm)."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,7 @@ def plan(
     with Faults() as faults:
         faults += _idle(general, by_rule, blocks, chosen, around.budgets)
         faults += [f"Cannot compile {listed(names, 3)}: {text}" for text, names in clashes.items()]
-    found = CompilePlan(tuple(chosen.values()), float8_layers(structure, blocks, wishes.precision))
+    found = CompilePlan(tuple(chosen.values()), _float8_layers(structure, blocks, wishes.precision))
     return found if found.modules or found.float8 else None
 
 
@@ -257,3 +261,34 @@ def _clashes(module: nn.Module, one: Compiled, around: Surroundings) -> Iterator
         )
     if one.budget is not None and backend not in _MIN_CUT:
         yield f"backend {backend!r} knows no memory budget; {', '.join(_MIN_CUT)} do."
+
+
+def _float8_layers(
+    structure: Structure, blocks: Sequence[str], precision: str | Precision | None
+) -> tuple[str, ...]:
+    """The linear layers that compute in float8: those in the blocks whose sizes allow it.
+
+    What lies outside, embeddings and heads, is left alone, as the recipes for float8 training have it.
+
+    Raises:
+        ParallelismValueError: float8 is asked for, but finds no layer.
+    """
+    if as_precision(precision) is not Precision.AMP_FP8:
+        return ()
+    names = tuple(
+        name
+        for name, module in structure.modules.items()
+        if structure.first[name] == name and _fits(module) and not set(blocks).isdisjoint(ancestors(name))
+    )
+    if not names:
+        raise ParallelismValueError(
+            "precision='amp_fp8' finds no layer to compute in float8: it takes each nn.Linear in the "
+            f"model's blocks whose sizes are multiples of {_MULTIPLE}. Use 'amp_bf16'."
+        )
+    return names
+
+
+def _fits(module: nn.Module) -> bool:
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False  # a subclass's forward, or one of its own, would be lost
+    return module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0

@@ -193,6 +193,14 @@ class ParallelPlan:
             **{name: one.facts() for name, one in self.features.items()},
         }
 
+    def decisions(self) -> dict[str, Any]:
+        """Every decision by name, to say what differs; but for those on single units and modules."""
+        facts = {key: value for key, value in self.to_dict().items() if key not in {"modules", "init_peak"}}
+        for name in ("delivery", *self.features):
+            nested = facts.pop(name)
+            facts |= {key if key != "modules" else name: one for key, one in nested.items() if key != "units"}
+        return facts
+
     def digest(self) -> str:
         """A hash that is equal on ranks which are about to do the same."""
         facts = self.to_dict() | {"init_peak": None}  # which ranks are on meta differs

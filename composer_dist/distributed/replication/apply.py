@@ -20,7 +20,7 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.structure import Structure
 
 
-def replicate(
+def arm(
     structure: Structure,
     plan: ReplicaPlan,
     mesh: Mesh,

@@ -1,43 +1,45 @@
-"""Tensor parallelism and FSDP2 from the plan.
+"""FSDP2 from the plan.
 
-Sharding happens on the meta device, on every rank alike: each parameter is first replaced by a
-shadow without storage, matrices are cut among the tensor-parallel ranks, the units are sharded from the
-outermost inwards, and only then do the shards get memory (`weights/storage.py`). So no rank needs more
-than its shards, the full tensors stay where they were until they have been delivered, and the layout of a
-parameter in memory (a transposed view, say) does not matter.
+Sharding happens on the meta device, on every rank alike: each parameter is first replaced by a shadow
+without storage (tensor parallelism has cut some of them), the units are sharded from the outermost
+inwards, and only then do the shards get memory (`weights/storage.py`). So no rank needs more than its
+shards, the full tensors stay where they were until they have been delivered, and the layout of a parameter
+in memory (a transposed view, say) does not matter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
-from composer_dist.distributed.forwards import call_through
+from composer_dist.distributed.forwards import call_through, is_compiled
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.plan.plan import ParallelPlan
 from composer_dist.distributed.sharding.hooks import own_outputs, reshard_after_evaluation
 from composer_dist.distributed.sharding.order import check_call_order
-from composer_dist.distributed.sharding.plan import Unit
+from composer_dist.distributed.sharding.plan import ShardingPlan, Unit
 from composer_dist.distributed.sharding.skip import let_skip
-from composer_dist.distributed.tensor_parallel.apply import apply_tensor_parallel
+from composer_dist.distributed.training.averaging import average_plain_gradients
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.names import ancestors
-from composer_dist.structure.structure import Held, Structure
+from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import empty_like
 
 
-def check_offload(plan: ParallelPlan) -> None:
+def check_offload(plan: ShardingPlan | None) -> None:
     """Refuse pinned memory where no accelerator can pin it.
 
     Raises:
         ParallelismRuntimeError: a unit insists on pinned memory and there is no accelerator.
     """
-    pinned = [unit.name or "the root" for unit in plan.units if unit.offload == "pinned"]
+    units = plan.units if plan else ()
+    pinned = [unit.name or "the root" for unit in units if unit.offload == "pinned"]
     if pinned and not torch.accelerator.is_available():
         raise ParallelismRuntimeError(
             f"cpu_offload='pinned' (unit {pinned[0]}) needs an accelerator to pin memory for, and this "
@@ -45,37 +47,26 @@ def check_offload(plan: ParallelPlan) -> None:
         )
 
 
-def shard(structure: Structure, plan: ParallelPlan, mesh: Mesh) -> dict[str, torch.Tensor]:
+def apply(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> dict[str, torch.Tensor]:
     """Shard a model's parameters as planned, on the meta device; `weights.storage` gives them memory.
 
-    Args:
-        structure: the model's.
-        plan: made for this structure.
-        mesh: the whole one.
-
     Returns:
-        The parameters as they were before, by first name.
+        Those parameters as they were before, by first name, that tensor parallelism had not cut already.
     """
-    tensor_parallel = plan.tensor_parallel
-    names = [name for unit in plan.units for name in unit.parameters]
-    names += [] if tensor_parallel is None else tensor_parallel.parameters
-    managed = {name: structure.tensors[name] for name in names}
-    originals = {name: held.get() for name, held in managed.items()}
-    for held in managed.values():
-        held.put(_shadow(held))
-    if tensor_parallel is not None and mesh.tp is not None:
-        apply_tensor_parallel(structure, tensor_parallel, mesh.tp)
-    for unit in plan.units:
+    units = plan.units if plan else ()
+    held = {name: structure.tensors[name] for unit in units for name in unit.parameters}
+    uncut = {name: one for name, one in held.items() if not isinstance(one.get(), DTensor)}
+    originals = {name: one.cast_shadow() for name, one in uncut.items()}
+    for unit in units:
         _shard_unit(unit, structure, mesh.fsdp or mesh.device_mesh)
-    for unit in plan.units:
+    for unit in units:
         known = fsdp_params_by_place(structure.modules[unit.name])
         for name in unit.parameters:
-            if managed[name].info.inner:
-                param = next(known[place.key_of] for place in managed[name].places if place.key_of in known)
+            if held[name].info.inner:
+                param = next(known[place.key_of] for place in held[name].places if place.key_of in known)
                 rows = _torch.padded_shard(param)[0][0]
-                _torch.adopt_shard(
-                    param, empty_like(originals[name], "meta", originals[name].shape[0] // rows)
-                )
+                meta = empty_like(originals[name], "meta", originals[name].shape[0] // rows)
+                _torch.adopt_shard(param, meta)
     return originals
 
 
@@ -93,12 +84,6 @@ def pins_memory(unit: Unit) -> bool:
     return unit.offload == "pinned" or (unit.offload == "auto" and torch.accelerator.is_available())
 
 
-def _shadow(held: Held) -> nn.Parameter:
-    """A parameter on the meta device, contiguous, like `held` in everything that FSDP2 looks at."""
-    empty = torch.empty(held.info.shape, dtype=held.info.dtype, device="meta")
-    return nn.Parameter(empty, requires_grad=held.info.requires_grad)
-
-
 def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
     modules = [structure.modules[name] for name in unit.modules]
     mine = {structure.tensors[name].get() for name in unit.parameters}
@@ -114,30 +99,50 @@ def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
     )
 
 
-def hook_units(structure: Structure, plan: ParallelPlan, mesh: Mesh) -> None:
+def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
     """What this library adds around the units' calls and collectives; see each function."""
-    if plan.sharding is None:
+    if plan is None:
         return
-    units = [(unit, structure.modules[unit.name]) for unit in plan.units]
-    compiled = {one.module for one in plan.compiled}
-    for unit, module in units:
-        for name in unit.modules:
-            traced = any(above in compiled for above in ancestors(name) if above != name)
-            own_outputs(structure.modules[name], traced)
-            call_through(structure.modules[name], plan.sharding.forward_methods)
+    average_plain(structure, mesh.fsdp)
+    units = {unit.name: structure.modules[unit.name] for unit in plan.units}
+    inside = [name for unit in plan.units for name in unit.modules]
+    for name in inside:
+        outer = [above for above in ancestors(name) if above != name]
+        own_outputs(structure.modules[name], any(is_compiled(structure.modules[above]) for above in outer))
+        call_through(structure.modules[name], plan.forward_methods)
+    for unit in plan.units:
+        module = units[unit.name]
         single = isinstance(module, FSDPModule) and len(unit.modules) == 1
         if single and unit.reshard_after_forward is not True:
             reshard_after_evaluation(module)  # type: ignore[arg-type]
     if mesh.fsdp is None:
         return
-    let_skip(structure, plan.sharding.skippable, [n for u in plan.units for n in u.modules], mesh.fsdp)
-    if plan.sharding.check_order:
-        check_call_order({unit.name: module for unit, module in units})
+    let_skip(structure, plan.skippable, inside, mesh.fsdp)
+    if plan.check_order:
+        check_call_order(units)
 
 
-def finish(structure: Structure, plan: ParallelPlan) -> None:
+def average_plain(
+    structure: Structure, mesh: DeviceMesh | None, filled: Collection[str] | None = None
+) -> None:
+    """Average the gradients of trainable parameters that stay whole, once all have their values.
+
+    Args:
+        filled: the tensors that have got their values now; None stands for all.
+    """
+    plain = {
+        name: held.get()
+        for name, held in structure.parameters.items()
+        if held.info.requires_grad and not isinstance(held.get(), DTensor)
+    }
+    new = plain if filled is None else plain.keys() & set(filled)
+    if mesh is not None and new and not any(parameter.is_meta for parameter in plain.values()):
+        average_plain_gradients(structure.modules[""], plain, mesh)  # type: ignore[arg-type]
+
+
+def finish(structure: Structure, plan: ShardingPlan | None) -> None:
     """Let FSDP2 run its own final checks now, from the outermost units."""
-    for unit in plan.units:
+    for unit in plan.units if plan else ():
         module = structure.modules[unit.name]
         if isinstance(module, FSDPModule) and len(unit.modules) == 1:
             _torch.finish_lazily(module)

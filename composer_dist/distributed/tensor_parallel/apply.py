@@ -50,40 +50,43 @@ _FIRST = ("hidden_states", "x", "input", "inputs", "input_ids")
 """Keyword arguments by which a module may get its activation."""
 
 
-def apply_tensor_parallel(structure: Structure, plan: TensorParallelPlan, mesh: DeviceMesh) -> None:
-    """Cut the planned parameters, which are on the meta device, and let the modules' forwards follow.
+def apply(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh) -> dict[str, Tensor]:
+    """Cut the planned parameters, on the meta device, and let the modules' forwards follow.
 
-    Args:
-        structure: the model's; every parameter in `plan.parameters` a shadow on the meta device.
-        mesh: the tensor-parallel one.
+    Returns:
+        The parameters as they were before, by first name.
 
     Raises:
         ParallelismRuntimeError: styles of torch's own cut a tied parameter in two ways.
     """
+    if plan is None or (tp := mesh.tp) is None:
+        return {}
+    originals = {name: structure.tensors[name].cast_shadow() for name in plan.parameters}
     for name, one in plan.modules.items():
         module = _torch.unwrapped(structure.modules[name])
         if isinstance(one.style, Style):
             if one.style.idle:
                 continue
-            forwards.add(module, Layer.TENSOR_PARALLEL, _styling(one.style, mesh))
+            forwards.add(module, Layer.TENSOR_PARALLEL, _styling(one.style, tp))
         else:
-            parallelize_module(module, mesh, one.style, src_data_rank=None)
+            parallelize_module(module, tp, one.style, src_data_rank=None)
     for name in plan.parameters:
         held = structure.tensors[name]
         if name in plan.cuts and name not in plan.of_torch:
-            held.put(_cut(held, plan.cuts[name], mesh))
+            held.put(_cut(held, plan.cuts[name], tp))
         else:
             _retie(held)
+    return originals
 
 
-def finish_tensor_parallel(
-    structure: Structure, plan: TensorParallelPlan, mesh: Mesh, agreement: Agreement
-) -> None:
+def arm(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh, agreement: Agreement) -> None:
     """The last steps, when all tensors have their values.
 
     Modules get this rank's number of heads and features (initializers read the whole number); the ranks
     that share matrices draw the same random numbers from now on, as dropout on whole activations must.
     """
+    if plan is None:
+        return
     with agreement.together("the sizes of modules"):
         for one in plan.divisions:
             setattr(_torch.unwrapped(structure.modules[one.module]), one.attribute, one.after)

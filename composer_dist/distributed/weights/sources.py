@@ -101,8 +101,7 @@ def decide_sources(
         if differs == "structure":
             facts = [describe(held.info) for held in structure.tensors.values()]
         elif differs == "plan":
-            described = plan.to_dict()
-            facts = [[unit["modules"], unit] for unit in described["units"]] + [["config", described]]
+            facts = [[unit.modules, unit.facts()] for unit in plan.units] + [["config", plan.decisions()]]
         agreement.reach(f"what differs in the {differs}", facts, _explain(differs, agreement.ranks))
     rank0, init, kept = (frozenset(verdict[key]) for key in ("rank0", "init", "kept"))
     local = frozenset(structure.tensors) - rank0 - init - kept - disk
@@ -228,8 +227,8 @@ def _plan_difference(rank: int, first: Any, theirs: Any) -> list[str]:
         return [f"unit {_unit(first or theirs)}: rank {has} has it, rank {lacks} has not"]
     whose = "" if first[0] == "config" else f"unit {_unit(first)}: "
     mine, other = first[1], theirs[1]
-    keys = [key for key in mine if mine[key] != other.get(key) and key not in {"units", "modules"}]
-    shown = "; ".join(f"{key} is {mine[key]} on rank 0, {other[key]} on rank {rank}" for key in keys)
+    keys = [key for key in mine | other if mine.get(key) != other.get(key)]
+    shown = "; ".join(f"{key} is {mine.get(key)} on rank 0, {other.get(key)} on rank {rank}" for key in keys)
     return [whose + shown] if shown else []
 
 

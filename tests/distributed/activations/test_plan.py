@@ -13,10 +13,11 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import parallelize_model, plan_parallelism
-from composer_dist.distributed.activations.plan import Checkpointed, apply_checkpointing
-from composer_dist.distributed.activations.recompute import apply_ac
+from composer_dist.distributed.activations.plan import ActivationPlan, Checkpointed
+from composer_dist.distributed.activations.recompute import apply, apply_ac
 from composer_dist.distributed.forwards import is_checkpointed
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from composer_dist.structure.structure import read_structure
 from tests.kit import models
 
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
@@ -115,13 +116,11 @@ def test_an_unknown_mode_lists_the_modes() -> None:
 
 def test_the_plan_is_carried_out() -> None:
     model = models.B()
-    apply_checkpointing(
-        model,
-        [
-            Checkpointed("layers.0", "composable", ""),
-            Checkpointed("layers.2", "wrapped", "", {"debug": False}),
-        ],
+    chosen = (
+        Checkpointed("layers.0", "composable", ""),
+        Checkpointed("layers.2", "wrapped", "", {"debug": False}),
     )
+    apply(read_structure(model), ActivationPlan(chosen))
     assert [is_checkpointed(layer) for layer in model.layers] == [True, False, True]
     assert type(model.layers[2]).__name__ == "CheckpointWrapper"
 

@@ -17,13 +17,14 @@ from torch._dynamo.utils import counters
 
 from composer_dist import DDPConfig, FSDP2Config, MeshConfig, ParallelismConfig, Rule, TPConfig
 from composer_dist.distributed import named_parameters_canonical, parallelize_model, plan_parallelism
+from composer_dist.distributed.activations import recompute
 from composer_dist.distributed.activations.options import ac_mode
-from composer_dist.distributed.activations.plan import apply_checkpointing
 from composer_dist.distributed.activations.recompute import checkpoint_modules
-from composer_dist.distributed.compiling.apply import compile_modules
-from composer_dist.distributed.compiling.plan import Compiled, compile_options
+from composer_dist.distributed.compiling.apply import apply
+from composer_dist.distributed.compiling.plan import Compiled, CompilePlan, compile_options
 from composer_dist.distributed.forwards import is_checkpointed, is_compiled
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.structure.structure import read_structure
 from tests.kit import compare, models
 from tests.kit.huggingface import dropping_gpt2, llama
 from tests.kit.world import World
@@ -98,7 +99,7 @@ def compiled(ac: Any = None, options: Any = None, blocks: int = 3) -> tuple[Mode
     mode = ac_mode(ac)
     if mode is not None and mode[0] != "memory_budget":
         checkpoint_modules(model, [one.module for one in plan.checkpointing], *mode)
-    compile_modules(dict(model.named_modules()), plan.compiled)
+    apply(read_structure(model), plan.compiling)
     return model, plain
 
 
@@ -121,7 +122,7 @@ def test_the_plan_lists_what_is_compiled_and_why() -> None:
     said = "Its forward is compiled (backend=aot_eager, fullgraph=True), because it is a block."
     assert said in plan.explain("layers.0")
     assert "compiled" not in plan.explain("layers.1")
-    assert "compiled: 3 modules, each by itself (aot_eager, eager)" in str(plan)
+    assert "compiled: 3 modules, each separately (aot_eager, eager)" in str(plan)
     assert [one[0] for one in plan.to_dict()["compiling"]["modules"]] == ["layers.0", "layers.2", "head"]
     assert plan.digest() != plan_parallelism(models.B(), ParallelismConfig(compile=True)).digest()
 
@@ -281,8 +282,8 @@ def test_a_checkpointed_part_of_a_compiled_block_gives_the_same_bits() -> None:
     plain = copy.deepcopy(model)
     rules = [Rule("re:.*up", act_ckpt="composable"), Rule("layers", compile=AOT)]
     plan = plan_parallelism(model, ParallelismConfig(rules=rules))
-    apply_checkpointing(model, plan.checkpointing)
-    compile_modules(dict(model.named_modules()), plan.compiled)
+    recompute.apply(read_structure(model), plan.activations)
+    apply(read_structure(model), plan.compiling)
     for one, other in zip(results(model), results(plain), strict=True):
         assert torch.equal(one, other)
     assert graphs() == 3, "each block for its own"
@@ -301,8 +302,8 @@ def test_what_forward_changes_about_objects_is_changed_once() -> None:
         layer.__class__ = Counting
     plain = copy.deepcopy(model)
     plan = plan_parallelism(model, ParallelismConfig(compile=AOT, activation_checkpointing="composable"))
-    apply_checkpointing(model, plan.checkpointing)
-    compile_modules(dict(model.named_modules()), plan.compiled)
+    recompute.apply(read_structure(model), plan.activations)
+    apply(read_structure(model), plan.compiling)
     for one, other in zip(results(model), results(plain), strict=True):
         assert torch.equal(one, other)
     assert [layer.calls for layer in (*model.layers, *plain.layers)] == [1] * 6
@@ -523,9 +524,8 @@ def test_hugging_face_models_compile_once(world2: World) -> None:
 
 def test_training_with_a_cache_is_warned_about() -> None:
     model = llama().train()
-    compile_modules(
-        dict(model.named_modules()), [Compiled(f"model.layers.{i}", "", {"backend": "eager"}) for i in (0, 1)]
-    )
+    blocks = (Compiled(f"model.layers.{i}", "", {"backend": "eager"}) for i in (0, 1))
+    apply(read_structure(model), CompilePlan(tuple(blocks)))
     with pytest.warns(UserWarning, match="with a key-value cache.*use_cache=False"):
         one_step(model, True)
     assert graphs() == 2

@@ -26,8 +26,7 @@ from composer_dist.distributed.moving.whole import gather
 from composer_dist.distributed.plan.build import build_plan
 from composer_dist.distributed.prepare import parallelize_model
 from composer_dist.distributed.prepared import named_parameters_canonical
-from composer_dist.distributed.sharding.apply import shard
-from composer_dist.distributed.steps import meta_init
+from composer_dist.distributed.steps import divide, meta_init
 from composer_dist.distributed.training.gradients import no_sync
 from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_value
 from composer_dist.distributed.training.summon import summon_full_params
@@ -251,10 +250,10 @@ def test_eight_ranks_replicate_shard_and_cut() -> None:
     dist.init_process_group("fake", rank=5, world_size=8)
     try:
         settings = ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=2, tp=2), tp=TPConfig())
-        model, mesh = built(gpt2, device="meta"), mesh_for(settings)
+        model, mesh = built(gpt2, device="meta"), mesh_for(settings.mesh)
         structure = read_structure(model)
         plan = build_plan(structure, Request(config=settings), mesh.sizes)
-        local = give_memory(structure, shard(structure, plan, mesh), torch.device("cpu"))
+        local = give_memory(structure, divide(structure, plan, mesh)[1], torch.device("cpu"))
     finally:
         dist.destroy_process_group()
     fused = model.transformer.h[0].attn.c_attn.bias

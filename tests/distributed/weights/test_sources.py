@@ -184,6 +184,9 @@ def piecewise(sync: str) -> dict[str, torch.Tensor]:
             "configuration:\n  unit layers.0: reshard_after_forward is True on rank 0, False on rank 1\n",
         ),
         ("bucket", "different configuration:\n  bucket_bytes is 512 on rank 0, 1024 on rank 1\nBuild"),
+        ("order", "different configuration:\n  check_order is True on rank 0, False on rank 1\nBuild"),
+        ("methods", "configuration:\n  forward_methods is [] on rank 0, ['encode'] on rank 1\nBuild"),
+        ("strict", "different configuration:\n  strict is True on rank 0, False on rank 1\nBuild"),
         ("policy", "different configuration:"),
     ],
 )
@@ -209,6 +212,13 @@ def different(what: str) -> str:
         options["fsdp2"] = FSDP2Config(reshard_after_forward=False)
     elif other and what == "bucket":
         options["bucket_bytes"] = 1024
+    elif other and what == "order":
+        options["check_order"] = False
+    elif other and what == "methods":
+        type(model).encode = type(model).forward
+        options["forward_methods"] = ["encode"]
+    elif other and what == "strict":
+        options["strict"] = False
     elif other and what == "policy":
         model.layers[0]._fsdp_wrap = False
     if what == "policy":
