@@ -114,7 +114,6 @@ class PendingSave:
 
 _pending: PendingSave | None = None
 
-
 _buffers = Buffers()
 
 

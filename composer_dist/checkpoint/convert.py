@@ -24,7 +24,7 @@ from composer_dist.checkpoint.export.directory import staged, write_settings
 from composer_dist.checkpoint.export.plan import plan_export
 from composer_dist.checkpoint.format.opened import Opened, open_checkpoint
 from composer_dist.checkpoint.format.sharded import Saving
-from composer_dist.checkpoint.format.single_file import write_single_file
+from composer_dist.checkpoint.format.single_file import SavingFile
 from composer_dist.checkpoint.kinds.contents import stored_kind
 from composer_dist.checkpoint.storage.place import place_of
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
@@ -37,13 +37,12 @@ from composer_dist.files.read import Files, read_slabs
 from composer_dist.files.safetensors import read_index
 from composer_dist.files.slabs import plan_reads
 from composer_dist.files.transformers import revert, untied
-from composer_dist.files.write import NewFiles, create, write_tensor
+from composer_dist.files.write import NewFiles, write_tensor
 from composer_dist.progress import Progress, Stage
 from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.blueprint import Blueprint
 
 Form = Literal["sharded", "file", "huggingface"]
-
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".distcp"}
 
@@ -97,10 +96,8 @@ def convert_checkpoint(
                 model = model_like(like or source)
                 tensors = tensors or _of_model(contents, key, model, source)
                 _to_huggingface(tensors, model, like or source, target, max_shard_size, stage)
-            elif form == "sharded":
-                _to_sharded(contents, target)
             else:
-                _to_file({name: value for name, (_, value) in contents.items()}, target)
+                _save(contents, target, sharded=form == "sharded")
 
 
 def form_of(path: Path) -> Form:
@@ -274,11 +271,7 @@ def _to_huggingface(
             shutil.copyfile(file, directory / file.name)
         model.config.dtype = next(iter(kept.values())).dtype
         write_settings(model, directory)
-        paths = [directory / name for name, _ in plan.index.files]
-        for path, (name, size) in zip(paths, plan.index.files, strict=True):
-            create(path, plan.headers[name], size)
-        if plan.listing is not None:
-            (directory / "model.safetensors.index.json").write_text(plan.listing)
+        paths = plan.create_files(directory)
         with NewFiles(paths) as files:
             for group in plan.groups:
                 made = revert(model, {name: kept[name] for name in group.sources})
@@ -295,18 +288,11 @@ def _others(directory: Path) -> Iterator[Path]:
             yield file
 
 
-def _to_sharded(contents: Mapping[str, tuple[manifest.Kind, Any]], target: Path) -> None:
+def _save(contents: Mapping[str, tuple[manifest.Kind, Any]], target: Path, sharded: bool) -> None:
     place, agreement = place_of(target), Agreement()
-    token = place.reserve(True)
-    Saving.plan(place, token, None, contents, agreement).run(agreement)
-
-
-def _to_file(contents: Mapping[str, Any], target: Path) -> None:
-    place = place_of(target)
-    token = place.reserve(False)
-    try:
-        write_single_file(dict(contents), place.sink(token, None), str(target))
-        place.finish(token, {})
-    except BaseException:
-        place.discard(token)
-        raise
+    token = place.reserve(sharded)
+    if sharded:
+        Saving.plan(place, token, None, contents, agreement).run(agreement)
+    else:
+        values = {key: value for key, (_, value) in contents.items()}
+        SavingFile(place, token, None, values).run(agreement)

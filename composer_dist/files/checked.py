@@ -19,7 +19,6 @@ from composer_dist.files.manifest import BLOCK, StoredFile
 _HEAD = 4096
 """Bytes of an item in which its raw data begin."""
 
-
 _RECORD = b"archive/data/0"
 """The name under which `torch.save` stores the bytes of a lone tensor."""
 

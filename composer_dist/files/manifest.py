@@ -26,16 +26,12 @@ from composer_dist.wording import dtype_name
 NAME = "checkpoint.json"
 """The file in the directory of a checkpoint."""
 
-
 VERSION = 1
-
 
 BLOCK = 16 << 20
 """Bytes of a file that have a checksum of their own, so that several threads and ranks share the work."""
 
-
 Kind = Literal["model", "optimizer", "value"]
-
 
 KeyPath = tuple[str | int, ...]
 

@@ -36,7 +36,6 @@ from composer_dist.progress import Stage
 _WORTH = 512
 """Bytes from which a row is worth a read of its own; below, the gaps between rows are read as well."""
 
-
 _VECTORS = 1024
 """Most pieces of memory in one read: the kernel's IOV_MAX."""
 

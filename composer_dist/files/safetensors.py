@@ -43,10 +43,8 @@ DTYPES = {
 }
 """The format's names of dtypes that torch has; the rest have less than a byte per element."""
 
-
 _MAX_HEADER = 100_000_000
 """Bytes; the limit of the format's own library."""
-
 
 _KNOWN = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
 """What is looked for in a directory; of the first two transformers takes the first."""

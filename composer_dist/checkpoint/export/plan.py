@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,15 +23,14 @@ from composer_dist.files.index import Entry, Index
 from composer_dist.files.safetensors import DTYPES
 from composer_dist.files.slabs import plan_reads
 from composer_dist.files.transformers import convert, revert
+from composer_dist.files.write import create
 from composer_dist.tensors.blueprint import Blueprint, Box, TracedBlueprint
 from composer_dist.tensors.parts import Dims, Part, contiguous_strides
 
 _WEIGHTS = "model{suffix}.safetensors"
 
-
 _WORTH = 512
 """Bytes from which a row is worth a write of its own."""
-
 
 _FEW = 1024
 """Rows of a tensor that are written one by one, however short."""
@@ -57,6 +57,14 @@ class ExportPlan:
     """Name in the model to the elements of stored tensors that are its own."""
     groups: tuple[Bundle, ...]
     """What is gathered."""
+
+    def create_files(self, directory: Path) -> list[Path]:
+        """Make the files, each with its header and of its final size, and the index; returns their paths."""
+        for name, size in self.index.files:
+            create(directory / name, self.headers[name], size)
+        if self.listing is not None:
+            (directory / "model.safetensors.index.json").write_text(self.listing)
+        return [directory / name for name, _ in self.index.files]
 
     def digest(self) -> str:
         """Equal for equal plans."""

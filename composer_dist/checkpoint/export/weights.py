@@ -22,7 +22,7 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.files.slabs import Slab, plan_reads
 from composer_dist.files.transformers import revert, untied
-from composer_dist.files.write import NewFiles, create, write_slabs, write_tensor
+from composer_dist.files.write import NewFiles, write_slabs, write_tensor
 from composer_dist.progress import Progress, Stage
 from composer_dist.tensors.inner import codec_of, dense
 
@@ -81,10 +81,7 @@ class Export:
         paths = [directory / name for name, _ in plan.index.files]
         with self.agreement.together("making the files"):
             if self.first:
-                for path, (name, size) in zip(paths, plan.index.files, strict=True):
-                    create(path, plan.headers[name], size)
-                if plan.listing is not None:
-                    (directory / "model.safetensors.index.json").write_text(plan.listing)
+                plan.create_files(directory)
         with Progress(shown=self.first).stage("exporting") as stage, NewFiles(paths) as target:
             with self.agreement.together("writing the shards"):
                 write_slabs(list(self._slabs(plan)), target, stage)

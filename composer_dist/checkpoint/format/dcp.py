@@ -27,7 +27,6 @@ from composer_dist.files.manifest import KeyPath, Manifest
 
 NAME = ".metadata"
 
-
 _VERSION = "1.0.0"
 """That of torch 2.5 and later."""
 

@@ -30,7 +30,6 @@ from composer_dist.tensors.parts import Dims, Part, rectangles
 _KEPT = 8
 """Plans that are remembered: a run has few kinds of checkpoints."""
 
-
 _plans: dict[str, tuple[str, list[int]]] = {}
 """Digest of what this rank holds, to digest of what all hold and this rank's share."""
 

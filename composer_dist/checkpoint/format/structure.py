@@ -21,7 +21,6 @@ from composer_dist.files.manifest import KeyPath
 
 _PLAIN = (str, int, float, bool, type(None))
 
-
 _DICTS = {"dict": dict, "ordered": OrderedDict}
 
 
