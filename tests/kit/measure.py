@@ -57,12 +57,14 @@ def profiled(function: Any) -> int:
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profile:
+        torch.empty(16, device="cpu")
         function()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert any(event.nbytes() > 0 for event in events), "the profiler has measured nothing"
     alive = peak = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            alive += event.nbytes()
-            peak = max(peak, alive)
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
     return peak
 
 

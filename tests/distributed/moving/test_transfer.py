@@ -118,7 +118,7 @@ def test_large_pieces_and_large_tensors() -> None:
 
 
 def large(replicas: int) -> None:
-    """Pieces above a megabyte travel straight between storages, one tensor in many buckets."""
+    """Slices above a megabyte travel straight between storages, one tensor in many buckets."""
     mesh = mesh_of(replicas)
     giant = torch.arange(3_000_001 * 2, dtype=torch.float32).reshape(-1, 2)
     everything = [("giant", giant), ("turned", giant.t()), ("small", torch.ones(3, 3))]
@@ -158,9 +158,9 @@ def many() -> int:
 
 @pytest.mark.parametrize("kind", ["giant", "uneven", "turned", "small", "whole"])
 def test_memory_is_bounded_by_the_buckets(kind: str) -> None:
-    for peak in run(delivery_peak, 2, kind):
-        assert peak <= 2 * 8 * MIB + 16 * MIB
-    assert max(run(delivery_peak, 2, kind)) > 0 or kind in {"giant", "uneven"}
+    peaks = run(delivery_peak, 2, kind)
+    assert max(peaks) <= 2 * 8 * MIB + 16 * MIB
+    assert max(peaks) > 0 or kind in {"giant", "uneven", "whole"}  # these need no copy
 
 
 def delivery_peak(kind: str) -> int:
