@@ -343,28 +343,3 @@ class Multimodal(nn.Module):
         for layer in self.layers:
             text = layer(text)
         return self.head(text), text
-
-
-EXPECTED = {
-    "single_auto_sync": [[-1, None, None], [-1.5, -1.5, None], [-1.5, -1.5, None]],
-    "multi_auto_sync": [[-1.5, None, None], [-1.5, -1.5, None], [-1.5, -1.5, None]],
-    "forced_sync": [[-1, None, None], [-1, -1, None], [-1.5, -1.5, None]],
-}
-
-
-class Choices(nn.Module):
-    """Each input uses one of three weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.choices = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
-        for choice in self.choices:
-            nn.init.zeros_(choice.weight)
-
-    def forward(self, which: int) -> torch.Tensor:
-        return self.choices[which](torch.ones(1))
-
-
-def choice_gradients(model: nn.Module) -> list[float | None]:
-    """Each choice's gradient; untouched ones, None or zero, as None."""
-    return [float(p.grad) if p.grad is not None and p.grad.any() else None for p in model.parameters()]

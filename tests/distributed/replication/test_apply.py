@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_dist.distributed.replication.apply import DDPSyncStrategy, ddp_sync_context
-from tests.kit.models import EXPECTED, Choices, choice_gradients
+from tests.kit.toy import EXPECTED, Choices, choice_gradients
 from tests.kit.world import run
 
 

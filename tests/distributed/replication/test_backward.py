@@ -19,8 +19,8 @@ from composer_dist.distributed.replication.reducer import replica_of
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.compare import alike, close, fails, grads_equal, values
 from tests.kit.meshes import ddp, mine
-from tests.kit.models import EXPECTED, Choices, M, choice_gradients
-from tests.kit.toy import built
+from tests.kit.models import M
+from tests.kit.toy import EXPECTED, Choices, built, choice_gradients
 from tests.kit.world import World
 
 # Gradients
