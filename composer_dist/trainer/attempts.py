@@ -1,12 +1,11 @@
 """A step that may run out of memory on one rank, and then ends on all of them, so that it can be redone.
 
-A rank that has run out of memory cannot be waited for: the others stand, or will stand, in a collective
-of which it knows nothing. So within an attempt no rank enters a collective before all ranks of its group
-have come to it. They meet in the store: the last one to come says "go"; a rank that waits there while
-another one is in trouble says "stop". The first word counts, for all of the group, so that none of them
-enters alone. This sees every collective there is, FSDP2's, DDP's, tensor parallelism's and the user's
-own, because it watches what torch dispatches, for which compiled modules run as they were written. That
-costs some milliseconds each, and is for the few steps in which a size is tried.
+A rank that runs out of memory leaves the others waiting in a collective that it never enters. So within an
+attempt no rank enters a collective before all ranks of its group have reached it. They meet in the store:
+the last rank to arrive says "go"; a rank that waits there while another one is in trouble says "stop". The
+first word counts for the whole group, so no rank enters alone. This covers every collective, FSDP2's, DDP's,
+tensor parallelism's and the user's own, because it watches what torch dispatches; compiled modules run
+uncompiled for that. It costs some milliseconds per collective, in the few steps in which a size is tried.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _TEXTS = (
 
 
 class Attempts:
-    """Runs steps that fit into the memory of every rank, or leave all ranks as they were.
+    """Runs steps that fit into the memory of every rank, or leave all ranks unchanged.
 
     Args:
         model: prepared; its gradients are those of the step and of nothing before.
@@ -51,23 +50,23 @@ class Attempts:
     def __init__(self, model: nn.Module) -> None:
         if not _torch.forgets_iterations and any(isinstance(m, FSDPModule) for m in model.modules()):
             raise ParallelismValueError(
-                f"To run out of memory and go on, FSDP2 needs torch 2.13; this is {torch.__version__}."
+                f"To recover from running out of memory, FSDP2 needs torch 2.13; this is {torch.__version__}."
             )
         self._model = model
         self._agreement = Agreement()
 
     def run(self, what: str, body: Callable[[], T]) -> tuple[T | None, str | None]:
-        """What `body` returns; or, where a rank ran out of memory, None and the account of that.
+        """What `body` returns; or, if a rank ran out of memory, None and the text of its error.
 
-        Then gradients and everything that hooks had begun are gone, on every rank; what else the body has
-        changed (buffers, random states) is the caller's to restore.
+        Then gradients and whatever hooks had started are discarded, on every rank; the caller restores what
+        else the body changed (buffers, random states).
 
         Args:
             what: for errors.
             body: forward and backward; every rank runs the same collectives in it.
 
         Raises:
-            ParallelismError: on every rank, what else failed on any; in a single process, the error itself.
+            ParallelismError: on every rank, any other failure; in a single process, the error itself.
         """
         meetings = _Meetings(self._agreement)
         result, account, failure = None, None, None
@@ -107,7 +106,7 @@ class _StoppedError(Exception):
 
 
 def _first(accounts: list[str | None]) -> str | None:
-    """The first account, and whose it is."""
+    """The first account, and its rank."""
     return next((f"Rank {n}: {text}" for n, text in enumerate(accounts) if text), None)
 
 
@@ -122,7 +121,7 @@ class _Meetings(_torch.TorchDispatchMode):
         self._met: Counter[tuple[int, ...]] = Counter()
 
     def stop(self) -> None:
-        """Tell the others that this rank comes to no further meeting."""
+        """Tell the others that this rank stops here."""
         if len(self._agreement.ranks) > 1:
             self._store.set(f"{self._prefix}/trouble", "")
 
@@ -153,9 +152,9 @@ class _Meetings(_torch.TorchDispatchMode):
             if self._store.check([f"{self._prefix}/trouble"]):
                 return self._store.compare_set(key, "", "stop")
             if lost := self._agreement.lost():
-                raise ParallelismRuntimeError(f"Rank {lost[0]} was lost before {what}; see the output there.")
+                raise ParallelismRuntimeError(f"Rank {lost[0]} died before {what}; see its output.")
         raise ParallelismRuntimeError(
-            f"Another rank did not come to {what} within {limit.total_seconds():.0f} s; every rank must run "
+            f"Another rank did not reach {what} within {limit.total_seconds():.0f} s; every rank must run "
             "the same collectives in the same order. See the ranks' own output."
         )
 
@@ -168,7 +167,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def forget_step(model: nn.Module) -> None:
-    """Drop all gradients, and what a forward or backward that raised has left half done. Local."""
+    """Drop all gradients, and what an interrupted forward or backward left behind. Local."""
     _torch.forget_iteration(model)
     if (replica := replica_of(model)) is not None:
         replica.renew()

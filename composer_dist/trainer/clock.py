@@ -68,7 +68,7 @@ class Time:
             object.__setattr__(self, "value", int(self.value))
         else:
             raise ParallelismValueError(
-                f"'{self.value}{self.unit}' is no whole number; only 'dur' and 'sec' may be others."
+                f"'{self.value}{self.unit}' is not a whole number; only 'dur' and 'sec' may be fractions."
             )
 
     @classmethod
@@ -173,7 +173,7 @@ class Time:
 
 @dataclass(frozen=True, kw_only=True)
 class Timestamp:
-    """How far training has come. Samples and tokens are those of all ranks together."""
+    """How far training has come. Samples and tokens count all ranks."""
 
     epoch: int = 0
     """Epochs finished."""

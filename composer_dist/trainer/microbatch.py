@@ -1,4 +1,4 @@
-"""How many samples go through the model at once: a number, or what fits into memory, found by trying."""
+"""How many samples go through the model at once: a number, or as many as fit, found by trying."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _TRIALS = 2
 class Microbatches:
     """Cuts batches into microbatches, of the same number on all ranks.
 
-    With "auto" a batch begins whole. When any rank runs out of memory, all ranks drop what the batch has
-    done so far, halve the microbatches, and begin it again, with the random state and the buffers with
-    which it began: so the run is the one that a smaller size from the start would have given.
+    With "auto" the first batch is tried whole. If any rank runs out of memory, all ranks discard what the
+    batch has done, halve the microbatches, restore random state and buffers, and start the batch over. The
+    result equals that of a run with the smaller size from the start.
 
     Args:
         state: `device_train_microbatch_size` is written there.
@@ -42,11 +42,11 @@ class Microbatches:
 
     @property
     def settled(self) -> bool:
-        """Whether the size changes no more: then running out of memory is an error."""
+        """Whether the size is final: then running out of memory is an error."""
         return self._attempts is None or self._fitted >= _TRIALS
 
     def run(self, most: int, body: Callable[[int], T]) -> T:
-        """What `body` returns, called with the number of microbatches, again and again until they fit.
+        """What `body` returns, called with the number of microbatches until they fit.
 
         Args:
             most: the samples of the largest batch of any rank.
@@ -71,7 +71,7 @@ class Microbatches:
                 if size == 1:
                     raise ParallelismRuntimeError(
                         "device_train_microbatch_size='auto': not even a single sample fits into memory. "
-                        "Keep less: activation checkpointing or offloading, a lower precision, more shards, "
+                        "Use activation checkpointing or offloading, a lower precision, more shards or "
                         f"shorter sequences.\n{account}"
                     )
                 restore()
@@ -85,7 +85,7 @@ class Microbatches:
 
 @contextmanager
 def _restored(model: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Gives a function that sets buffers and random states back to what they are now."""
+    """Yields a function that restores buffers and random states to their present values."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     states = generator_states(device)
 

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from composer_dist.checkpoint import latest_checkpoint, load_checkpoint
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
@@ -54,13 +55,13 @@ def load_run_state(
         )
     if len(saved["schedulers"]) != len(state.schedulers):
         raise CheckpointValueError(
-            f"The run was begun with {len(saved['schedulers'])} of torch's schedulers, and the Trainer has "
-            f"{len(state.schedulers)}: give it the same ones."
+            f"The checkpoint's run had {len(saved['schedulers'])} of torch's schedulers, but the Trainer has "
+            f"{len(state.schedulers)}: pass the same ones."
         )
     named = _numbered(callbacks)
     if gone := [name for name in saved["callbacks"] if name not in named]:
         warnings.warn(
-            f"What the callbacks {', '.join(gone)} remembered is not used: the Trainer has no such callback.",
+            f"The saved states of {', '.join(gone)} are not used: the Trainer has no such callbacks.",
             UserWarning,
             stacklevel=3,
         )
@@ -100,13 +101,13 @@ class Resume:
     load_weights_only: bool = False
     """Take the model and nothing else: a new run with these weights."""
     load_strict_model_weights: bool = True
-    """Names that the model or the checkpoint lacks are an error; otherwise what fits is loaded."""
+    """Names missing in the model or the checkpoint are an error; if False, whatever matches is loaded."""
     load_ignore_keys: Sequence[str] = ()
-    """Globs of what is left as it is: `model.head.*`, `optimizer`, `schedulers`, `callbacks.EarlyStopping/0`,
-    `data`, `generators`. One that matches nothing is warned of."""
+    """Globs of what not to load: `model.head.*`, `optimizer`, `schedulers`, `callbacks.EarlyStopping/0`,
+    `data`, `generators`. Warns of a glob that matches nothing."""
     autoresume: bool = False
-    """Go on from the newest complete checkpoint in the folder of the `CheckpointSaver`, wholly, whatever
-    else is set here; where there is none yet, the rest of this holds."""
+    """Resume everything from the newest complete checkpoint in the folder of the `CheckpointSaver`. The other
+    fields hold only if there is none yet."""
 
     def __post_init__(self) -> None:
         if isinstance(self.load_ignore_keys, str):
@@ -117,8 +118,8 @@ class Resume:
             raise ParallelismValueError("Resume needs a load_path or autoresume=True.")
         if self.load_path is None and (self.load_weights_only or self.load_ignore_keys):
             raise ParallelismValueError(
-                "load_weights_only and load_ignore_keys say what to take from load_path, which is None; "
-                "autoresume takes all."
+                "load_weights_only and load_ignore_keys say what to load from load_path, which is None; "
+                "autoresume loads everything."
             )
 
     @classmethod
@@ -140,13 +141,13 @@ def resume_run(
     """Loads what `resume` asks for; a collective.
 
     Args:
-        take_over: takes what `State.remember` once gave, before the optimizers get their states.
+        take_over: loads what `State.remember` once returned, before the optimizers get their states.
 
     Returns:
         The checkpoint's path; None where autoresume found none, and a new run begins.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it does not fit the run.
+        CheckpointError: there is no checkpoint, or it does not match the run.
     """
     newest = _newest(callbacks) if resume.autoresume else None
     if newest is not None:
@@ -164,19 +165,16 @@ def resume_run(
 
 
 def _newest(callbacks: Sequence[Callback]) -> str | None:
-    from composer_dist.checkpoint import latest_checkpoint
-
     folders = [callback.folder for callback in callbacks if isinstance(callback, CheckpointSaver)]
     if not folders:
         raise ParallelismValueError(
-            "autoresume looks in the folder of the CheckpointSaver, and there is none among the callbacks."
+            "autoresume needs a CheckpointSaver among the callbacks, to look in its folder."
         )
     return latest_checkpoint(folders[0])
 
 
 def _followed(path: str) -> str:
-    """Where `latest` leads, be it a link or a file with a name; the newest one if that is gone."""
-    from composer_dist.checkpoint import latest_checkpoint
+    """Where `latest` leads, a link or a file with a name; the newest checkpoint if that one is gone."""
 
     def follow(paths: list[str]) -> list[Any]:
         path = paths[0]
@@ -191,7 +189,7 @@ def _followed(path: str) -> str:
 
 
 def _name_in(path: Path) -> str | None:
-    """What a small text file says, if it is one."""
+    """The content of a small text file, if it is one."""
     try:
         text = path.read_text().strip() if path.is_file() and path.stat().st_size < 1000 else ""
     except UnicodeDecodeError:
@@ -202,9 +200,7 @@ def _name_in(path: Path) -> str | None:
 def _load_run(
     path: str, state: State, ignored: _Ignored, take_over: Callable[[Mapping[str, Any]], None]
 ) -> None:
-    """Everything but model and optimizers; what is ignored stays as it is."""
-    from composer_dist.checkpoint import load_checkpoint
-
+    """Everything but model and optimizers, except what is ignored."""
     now = state.remember()
     saved = {key: value for key, value in now.items() if not ignored(key)}
     if saved:
@@ -218,8 +214,6 @@ def _load_run(
 
 def _load_weights(path: str, resume: Resume, state: State, ignored: _Ignored) -> None:
     """The model, and the optimizers unless weights alone are wanted."""
-    from composer_dist.checkpoint import load_checkpoint
-
     wanted = {
         key: value
         for key, value in contents(state, run=False).items()
@@ -237,14 +231,14 @@ def _load_weights(path: str, resume: Resume, state: State, ignored: _Ignored) ->
 
 
 class _Ignored:
-    """Whether a name is to be left as it is; remembers which globs were of use."""
+    """Whether not to load a name; records which globs matched."""
 
     def __init__(self, globs: Sequence[str]) -> None:
         self._unused = list(globs)
         self._globs = tuple(globs)
 
     def __call__(self, name: str) -> bool:
-        """Whether a glob matches the name, or something that it is below."""
+        """Whether a glob matches the name or one of its parents."""
         hits = [glob for glob in self._globs if fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*")]
         self._unused = [glob for glob in self._unused if glob not in hits]
         return bool(hits)

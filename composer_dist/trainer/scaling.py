@@ -1,7 +1,7 @@
 """Loss scaling for float16, agreed on by all ranks.
 
-Gradients of a loss times a large factor do not vanish in float16; where they overflow, the step is left
-out on every rank and the factor gets smaller (Micikevicius et al., 2018, arXiv:1710.03740). torch's
+Gradients of a loss times a large factor do not vanish in float16; if they overflow, the step is skipped on
+every rank and the factor gets smaller (Micikevicius et al., 2018, arXiv:1710.03740). torch's
 GradScaler looks at one device's tensors; here each rank looks at its shards and plain gradients, whatever
 their meshes, and one reduction tells all ranks whether any has found an infinity.
 """
@@ -24,7 +24,7 @@ from composer_dist.precision import Precision
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """How the factor moves; the defaults and the names are those of torch.amp.GradScaler."""
+    """How the factor changes; defaults and names are torch.amp.GradScaler's."""
 
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
@@ -67,7 +67,7 @@ class LossScaler:
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Divides the gradients by the factor; whether all of them, on all ranks, are finite then.
+        """Divides the gradients by the factor. Returns whether all of them, on all ranks, are finite.
 
         Every rank must call it, with the parameters that it will step.
         """
@@ -84,7 +84,7 @@ class LossScaler:
         return not bool(process_group.all_reduce(found, "max"))
 
     def update(self, finite: bool) -> None:
-        """Moves the factor after a step, or after one that was left out."""
+        """Changes the factor after a step, or after a skipped one."""
         self._good_steps = self._good_steps + 1 if finite else 0
         if not finite:
             self.scale *= self.options.backoff_factor

@@ -1,8 +1,8 @@
 """Learning rates that follow the run's time: warm-up, then constant, linear or cosine.
 
-They are functions of the clock and hold no state, so that they are right in any `fit`, after any resume,
-and whatever one step is. Rates are set before each batch, as multiples of those that the optimizers'
-groups had at first. Names and formulas are Composer's.
+They are functions of the clock and hold no state, so they are right in any `fit` and after any resume. Rates
+are set before each batch, as multiples of the initial rates of the optimizers' groups. Names and formulas
+are Composer's.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _base_rates(optimizer: Optimizer) -> list[float]:
 
 def _end(state: State) -> Time:
     if state.schedule_end is None:
-        raise ParallelismValueError("A schedule in 'dur' needs to know how long the training is.")
+        raise ParallelismValueError("A schedule in 'dur' needs a max_duration.")
     return state.schedule_end
 
 
@@ -189,6 +189,6 @@ def _amount(state: State, time: Time | str, unit: TimeUnit) -> float:
     if {given, unit} == {TimeUnit.EPOCH, TimeUnit.BATCH} and state.train_length:
         return value * state.train_length if unit is TimeUnit.BATCH else value / state.train_length
     raise ParallelismValueError(
-        f"A schedule compares '{time}' with a time in '{unit}', and nothing says how many make one; give all "
-        "of its times, and max_duration, in one unit."
+        f"A schedule compares '{time}' with a time in '{unit}', which cannot be converted; give all of its "
+        "times, and max_duration, in one unit."
     )

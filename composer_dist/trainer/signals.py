@@ -1,4 +1,4 @@
-"""SIGTERM, by which schedulers and launchers ask a process to end: noted, and acted upon between batches."""
+"""SIGTERM, by which schedulers and launchers ask a process to end: noted, and handled between batches."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 EXIT_STATUS = 128 + signal.SIGTERM
-"""143, with which a run ends that was asked to and has saved itself: what a shell says of a process that
-SIGTERM ended, so that nothing that watches statuses takes the run for complete."""
+"""143, the status of a run that saved itself and exited on request. A shell reports the same for a process
+killed by SIGTERM, so nothing that watches statuses takes the run for complete."""
 
 
 class SigtermWatch:
-    """Notes SIGTERM while it is installed, instead of dying of it.
+    """Notes SIGTERM while it is installed, instead of dying.
 
     Args:
         tell: called when the signal comes, between two instructions of the main thread.
@@ -26,9 +26,9 @@ class SigtermWatch:
         self.received = False
 
     def install(self) -> None:
-        """Takes the place of the present handler, unless that is another watch, which acts for both.
+        """Replaces the present handler, unless that is another watch, which acts for both.
 
-        Only the main thread can; others leave the signal alone.
+        Only the main thread can; others do nothing.
         """
         present = signal.getsignal(signal.SIGTERM)
         if isinstance(getattr(present, "__self__", None), SigtermWatch):
@@ -38,7 +38,7 @@ class SigtermWatch:
             self._installed = True
 
     def restore(self) -> None:
-        """Puts the handler back that was there."""
+        """Restores the previous handler."""
         if self._installed:
             # A handler that was installed by C code is None here, and cannot be put back.
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)

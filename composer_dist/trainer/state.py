@@ -1,4 +1,4 @@
-"""What the Trainer knows at a moment of the run; callbacks read it."""
+"""The state of a run; the Trainer writes it, callbacks read it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class State:
-    """The state of a run. The Trainer writes it, callbacks read it."""
+    """What callbacks can read at any event."""
 
     model: ComposerModel
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -38,7 +38,7 @@ class State:
     """The most samples in a microbatch; None means whole batches, or not yet found by "auto"."""
 
     loss_scaler: LossScaler | None = None
-    """With float16: what keeps gradients from vanishing."""
+    """Under amp_fp16: keeps gradients from vanishing."""
 
     max_duration: Time | None = None
     """Where the current `fit` ends, counted from the start of the run."""
@@ -82,11 +82,11 @@ class State:
     """The weights' moving averages by parameter name, if an EMA keeps any; sharded like the weights."""
 
     def stop_training(self) -> None:
-        """Ends the run before the next batch, on every rank, whichever rank asked."""
+        """Ends the run before the next batch, on every rank, if any rank asks."""
         self.stop_requested = True
 
     def raise_alarm(self) -> None:
-        """Lets all ranks find `alarmed` in the next batch: something on this rank needs them together."""
+        """Sets `alarmed` on all ranks in the next batch: something on this rank needs all of them."""
         self._alarm_raised = True
 
     def take_alarm(self) -> bool:
@@ -95,17 +95,17 @@ class State:
         return raised
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later process must know to go on: plain values only."""
+        """What a later process needs to resume: plain values only."""
         return {
             "timestamp": self.timestamp.state_dict(),
             "train_length": self.train_length,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave.
+        """Loads what `state_dict` returned.
 
         Raises:
-            ParallelismValueError: it is the state of something else.
+            ParallelismValueError: it is not such a state.
         """
         names = {"timestamp", "train_length"}
         if wrong := names.symmetric_difference(state):

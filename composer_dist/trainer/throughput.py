@@ -13,7 +13,7 @@ from composer_dist.trainer.clock import Timestamp
 
 @dataclass(frozen=True)
 class Rates:
-    """What all ranks together do in a second."""
+    """Per second, over all ranks."""
 
     batches: float
     samples: float
@@ -25,13 +25,13 @@ class Throughput:
     """The rates over a sliding window of batches; pauses do not count."""
 
     window: int = 20
-    """Batches that the rates are taken over."""
+    """Number of batches to average over."""
     clock: Callable[[], float] = time.perf_counter
     _paused: float = field(default=0.0, repr=False)
     _marks: deque[tuple[float, Timestamp]] = field(default_factory=deque, repr=False)
 
     def start(self, timestamp: Timestamp) -> None:
-        """Starts measuring here, and forgets what was before."""
+        """Starts measuring here, without what was before."""
         self._marks = deque([(self._now(), timestamp)], maxlen=self.window + 1)
 
     def update(self, timestamp: Timestamp) -> None:

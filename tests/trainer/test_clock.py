@@ -39,7 +39,7 @@ def test_what_is_no_time_is_refused_with_examples(text: str) -> None:
 
 
 def test_only_shares_and_seconds_may_be_fractions() -> None:
-    with pytest.raises(ParallelismValueError, match=r"'1\.5ep' is no whole number"):
+    with pytest.raises(ParallelismValueError, match=r"'1\.5ep' is not a whole number"):
         Time.parse("1.5ep")
 
 

@@ -281,11 +281,11 @@ def test_a_dangling_latest_means_the_newest(tmp_path: Path) -> None:
 def test_what_cannot_be_resumed_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint"):
         trainer(tmp_path, resume=tmp_path / "nowhere")
-    with pytest.raises(ParallelismValueError, match="folder of the CheckpointSaver, and there is none"):
+    with pytest.raises(ParallelismValueError, match="autoresume needs a CheckpointSaver among"):
         quiet(ComposerClassifier(Dropping(), num_classes=4), resume=True)
     with pytest.raises(ParallelismValueError, match="Resume needs a load_path or autoresume"):
         Resume()
-    with pytest.raises(ParallelismValueError, match="say what to take from load_path, which is None"):
+    with pytest.raises(ParallelismValueError, match="say what to load from load_path, which is None"):
         Resume(autoresume=True, load_weights_only=True)
     with pytest.raises(ParallelismTypeError, match=r"write \['model'\]"):
         Resume(load_path="x", load_ignore_keys="model")

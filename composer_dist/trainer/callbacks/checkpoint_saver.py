@@ -7,8 +7,9 @@ import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from composer_dist.checkpoint import PendingSave, save_checkpoint
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
@@ -17,9 +18,6 @@ from composer_dist.trainer.events import Every
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.signals import EXIT_STATUS, SigtermWatch
 from composer_dist.trainer.state import State
-
-if TYPE_CHECKING:
-    from composer_dist.checkpoint import PendingSave
 
 _log = logging.getLogger("composer_dist")
 
@@ -119,8 +117,6 @@ class CheckpointSaver(Callback):
             self._save(state)
 
     def _save(self, state: State) -> None:
-        from composer_dist.checkpoint import save_checkpoint
-
         now = replace(state.timestamp, seconds=0.0)
         if self._saved == now:
             return

@@ -23,8 +23,8 @@ class FileLogger(WritingLogger):
     and "-inf". A table has a line of its own with `table` and `rows`, hyperparameters one with
     `hyperparameters`.
 
-    A run that is resumed goes on in the same file, and lines of batches that it repeats are taken out. A run
-    that starts anew leaves a file that is there already beside its own, as `<name>.1<suffix>` and so on.
+    A resumed run continues the same file, without the lines of batches that it repeats. A new run renames an
+    existing file to `<name>.1<suffix>` and so on.
 
     Args:
         path: the file; its directory is made.
@@ -46,7 +46,7 @@ class FileLogger(WritingLogger):
         return str(self._path)
 
     def _rewind(self, now: Timestamp) -> None:
-        """Takes out the lines of later batches, and a last one that was cut off."""
+        """Removes the lines of later batches, and a last line that was cut off."""
         if now.batch >= self._last:
             return
         self._last = now.batch
@@ -63,7 +63,7 @@ class FileLogger(WritingLogger):
         self._last = entries[-1][0].batch
 
     def _write_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Unless an earlier process has written the same."""
+        """Writes them, unless an earlier process has written the same."""
         line = {"hyperparameters": dict(hyperparameters)}
         if _spell(line) not in self._path.read_text().splitlines(keepends=True):
             self._write([line])

@@ -20,8 +20,8 @@ _MOST_METRICS, _MOST_PARAMS, _LONGEST = 1000, 100, 6000
 class MLflowLogger(WritingLogger):
     """Logs to a run of MLflow: metrics by batch, hyperparameters as parameters, tables as Markdown artifacts.
 
-    A run that is resumed from a checkpoint goes on in the same run there, which keeps the first value that it
-    got for a batch. Parameters that have changed become tags, because MLflow lets none change.
+    A run that resumes from a checkpoint continues the same run there, which keeps the first value of each
+    batch. Changed parameters become tags, because MLflow does not let them change.
 
     Args:
         experiment: the experiment's name; made if there is none.
@@ -79,7 +79,7 @@ class MLflowLogger(WritingLogger):
             except self.failures as error:
                 failure = error
         raise ParallelismRuntimeError(
-            f"MLflow has no experiment {self._experiment!r} and makes none: {failure}"
+            f"MLflow has no experiment {self._experiment!r} and could not create it: {failure}"
         )
 
     def _write_metrics(self, entries: Sequence[tuple[Timestamp, Mapping[str, float]]]) -> None:

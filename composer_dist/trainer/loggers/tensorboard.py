@@ -14,7 +14,7 @@ from composer_dist.trainer.loggers.writing import WritingLogger, require
 class TensorBoardLogger(WritingLogger):
     """Writes event files: metrics as scalars by batch, tables and hyperparameters as text.
 
-    A run that is resumed into the same directory goes on there; what it repeats is hidden.
+    A run that resumes into the same directory continues there; what it repeats is hidden.
 
     Args:
         log_dir: the run's directory.

@@ -14,8 +14,8 @@ from composer_dist.trainer.loggers.writing import WritingLogger, require
 class WandBLogger(WritingLogger):
     """Logs to a run of Weights & Biases: metrics by batch, tables, hyperparameters as its config.
 
-    A run that is resumed from a checkpoint goes on in the same run there, which keeps the first value that it
-    got for a batch.
+    A run that resumes from a checkpoint continues the same run there, which keeps the first value of each
+    batch.
 
     Args:
         project: as for `wandb.init`, like the next two.

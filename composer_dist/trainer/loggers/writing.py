@@ -1,8 +1,8 @@
-"""What loggers that write out of this process have in common.
+"""The base of loggers that write files or talk to a service.
 
-Rank 0 writes. Values stay on the device until it is time to, and come over all at once; what was logged at
-one moment comes as one entry. Nothing is opened before the first run begins, because only then is it known
-whether it goes on with an earlier one.
+Rank 0 writes. Values stay on the device until it is time to write and are then read together; what was logged
+at one moment is one entry. Nothing is opened before the first run starts, because only then is it known
+whether it resumes an earlier one.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from composer_dist.trainer.state import State
 class WritingLogger(LoggerDestination):
     """The base of loggers that write files or talk to a service; override the methods `_open` to `_shut`.
 
-    A failure to open is an error on every rank. A failure to write later is a warning, and the run goes on.
+    A failure to open is an error on every rank. A later failure to write is a warning, and the run continues.
 
     Args:
-        interval: how often to write; after evaluations, before a checkpoint and at the end it is written
-            anyway. An integer means epochs.
+        interval: how often to write, besides after evaluations, before checkpoints and at the end. An
+            integer means epochs.
     """
 
     failures: tuple[type[Exception], ...] = (OSError,)
@@ -48,7 +48,7 @@ class WritingLogger(LoggerDestination):
         self._is_open = False
         self._writes = False
         self._id: str | None = None
-        """What a later process needs to go on where this one wrote, the same on all ranks."""
+        """What a later process needs to continue the same output, equal on all ranks."""
 
     def log_metrics(self, metrics: Metrics, state: State) -> None:
         """Keeps the values until it is time to write."""
@@ -69,7 +69,7 @@ class WritingLogger(LoggerDestination):
             self._tables.append((state.timestamp, name, columns, rows))
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Opens, the first time; what was written of a later time than now is not to be."""
+        """Opens, the first time; takes back what was written for a later time than now."""
         self._begin(state)
         self._every.start(state)
         if self._writes:
@@ -93,12 +93,12 @@ class WritingLogger(LoggerDestination):
     fit_end = predict_end = eval_after_all
 
     def state_dict(self) -> dict[str, Any]:
-        """Writes what there is, so that it is there when the checkpoint is, and tells where."""
+        """Writes what there is, before the checkpoint is; returns what identifies the output."""
         self._flush()
         return {"id": self._id} if self._id else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where an earlier process wrote."""
+        """Continues the output of an earlier process."""
         self._id = state["id"]
 
     def close(self, state: State, logger: Logger) -> None:
@@ -155,19 +155,19 @@ class WritingLogger(LoggerDestination):
             )
 
     def _open(self, start: Timestamp, id: str | None) -> str | None:
-        """Makes ready to write of a run that starts, or goes on, at `start`.
+        """Opens the output for a run that starts, or resumes, at `start`.
 
         Args:
             start: the present time.
-            id: what `_open` gave in the process that this one goes on, if there was one.
+            id: what `_open` returned in the process that this one resumes, if there was one.
 
         Returns:
-            What a later process needs to go on.
+            What a later process needs to continue this output.
         """
         raise NotImplementedError
 
     def _rewind(self, now: Timestamp) -> None:
-        """Takes back what was written of a later time than `now`, if that can be."""
+        """Takes back what was written for a later time than `now`, if possible."""
 
     def _write_metrics(self, entries: Sequence[tuple[Timestamp, Mapping[str, float]]]) -> None:
         """Writes values by name, each moment's together, oldest first."""
@@ -209,7 +209,7 @@ def read(
 
 
 def require(package: str, logger: object) -> None:
-    """Refuses to make a logger whose package is missing.
+    """Refuses a logger whose package is missing.
 
     Raises:
         ParallelismRuntimeError: it names the extra to install.
