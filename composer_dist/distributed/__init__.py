@@ -1,4 +1,23 @@
-"""Planning, sharding, delivering weights, following the optimizer, agreeing across ranks."""
+"""Planning, sharding, delivering weights, following the optimizer, agreeing across ranks.
+
+The words, one noun each:
+
+- *part*: the elements of a tensor that one rank holds; a *shard* is a part under FSDP2.
+- *slab*: a byte range of a file.
+- *bucket*: tensors that travel together; a *cargo* is one tensor on its way, and where it goes.
+- *layout*: how a tensor is cut over a mesh.
+- *position*: a place in the training data. *key path*: a path in nested data.
+- *unit*: modules whose parameters are gathered, and whose gradients are reduced, together.
+- *tie*: one parameter under several names. *duplicate*: one module under several names.
+- *plain parameter*: one that is not a DTensor after preparation.
+- *name*: a parameter's or module's full name, without the segments that wrappers insert.
+- *wish*: what the caller asks for. *plan*: a decision; nothing is read from a wish once it is made.
+- *kind*: model, optimizer or value, in a checkpoint.
+- *sync*: whose weights count when a model is prepared.
+
+Each feature is a package: its `plan.py` decides (pure, on the meta device, no process group), its
+`apply.py` carries the plan out.
+"""
 
 import lazy_loader
 

@@ -5,7 +5,6 @@ from .mesh.build import build_mesh as build_mesh
 from .mesh.mesh import fsdp_mesh as fsdp_mesh
 from .mesh.mesh import sampler_kwargs as sampler_kwargs
 from .mesh.mesh import submesh as submesh
-from .plan.build import plan_parallelism as plan_parallelism
 from .plan.plan import ParallelPlan as ParallelPlan
 from .prepare import parallelize_composer_model as parallelize_composer_model
 from .prepare import parallelize_model as parallelize_model
@@ -18,6 +17,7 @@ from .replication.batch_norm import convert_sync_batch_norm as convert_sync_batc
 from .replication.batch_norm import revert_sync_batch_norm as revert_sync_batch_norm
 from .steps import init_context as init_context
 from .steps import meta_init as meta_init
+from .steps import plan_parallelism as plan_parallelism
 from .steps import prepare_fully_shard as prepare_fully_shard
 from .steps import sync_module_states as sync_module_states
 from .tensor_parallel.loss import parallel_cross_entropy as parallel_cross_entropy

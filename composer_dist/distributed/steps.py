@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace as changed
 
 import torch
 from torch import nn
@@ -17,31 +18,38 @@ from torch.optim import Optimizer
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
-from composer_dist.config.parallelism import ParallelismConfig, resolve_config
+from composer_dist.config.parallelism import Config, ParallelismConfig, resolve_config
 from composer_dist.distributed.activations import recompute as activations
 from composer_dist.distributed.activations.recompute import check_pinning
 from composer_dist.distributed.compiling import apply as compiling
 from composer_dist.distributed.compiling import float8
 from composer_dist.distributed.context_parallelism.context import expect_context
-from composer_dist.distributed.mesh.build import meet
+from composer_dist.distributed.mesh.build import meet, mesh_sizes
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.messages import Cargo
 from composer_dist.distributed.moving.transfer import deliver, inner_cargoes, take_part
 from composer_dist.distributed.optimizers.check import check_hooks
 from composer_dist.distributed.optimizers.follow import carry_attributes
-from composer_dist.distributed.plan.build import build_plan
+from composer_dist.distributed.plan.build import as_tuple, build_plan
 from composer_dist.distributed.plan.plan import ParallelPlan
-from composer_dist.distributed.prepared import check_usable, mesh_of, record, usable_or_marked
+from composer_dist.distributed.prepared import check_module, check_usable, mesh_of, record, usable_or_marked
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.replication.plan import check_replica
 from composer_dist.distributed.sharding import apply as sharding
 from composer_dist.distributed.sharding.apply import average_plain, check_offload
+from composer_dist.distributed.sharding.choose import composer_children
 from composer_dist.distributed.tensor_parallel import apply as tensor_parallel
-from composer_dist.distributed.weights.initialize import InitFn, find_components, run_component
+from composer_dist.distributed.weights.initialize import (
+    Component,
+    InitFn,
+    find_components,
+    peak_bytes,
+    run_component,
+)
 from composer_dist.distributed.weights.storage import give_memory, replace
-from composer_dist.distributed.wishes import Request, WrapPolicy
+from composer_dist.distributed.wishes import CheckFn, Request, WrapPolicy
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.precision import Precision, require_fp8
 from composer_dist.structure.shared import check_aliasing
@@ -65,6 +73,51 @@ def init_context(empty: bool = True, dtype: torch.dtype | None = None) -> Iterat
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def plan_parallelism(
+    model: nn.Module,
+    config: Config,
+    *,
+    world_size: int | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    precision: str | Precision | None = None,
+    fsdp_wrap_policy: WrapPolicy | None = None,
+    activation_checkpointing_check_fn: CheckFn | None = None,
+    composer: bool = False,
+) -> ParallelPlan:
+    """Plan how `model` is made parallel, without changing it and without a process group.
+
+    Args:
+        model: real, or on the meta device.
+        config: as for `parallelize_model`.
+        world_size: ranks to plan for; None takes the process group's, or 1.
+        optimizer: checked against the plan if given.
+        precision: see `composer_dist.precision`.
+        fsdp_wrap_policy: `module -> bool | dict of options`, or a `CustomPolicy`.
+        activation_checkpointing_check_fn: `module -> bool`, the modules to checkpoint.
+        composer: plan as `parallelize_composer_model` and the Trainer prepare a `ComposerModel`.
+
+    Raises:
+        ParallelismError: everything that can be known beforehand; see the errors of the steps.
+    """
+    check_module(model)
+    request = Request(
+        config=resolve_config(config),
+        precision=precision,
+        wrap_policy=fsdp_wrap_policy,
+        check_fn=activation_checkpointing_check_fn,
+        children=composer_children(model) if composer else (),
+        optimizers=as_tuple(optimizer),
+    )
+    structure = read_structure(model)
+    world = process_group.world_and_rank()[0] if world_size is None else world_size
+    plan = build_plan(structure, request, mesh_sizes(request.mesh, world))
+    on_meta = {name for name, held in structure.tensors.items() if held.get().is_meta}
+    components: list[Component] = []
+    with suppress(ParallelismValueError):  # rank 0 may have what nothing here initializes
+        components = find_components(structure, on_meta)
+    return changed(plan, init_peak=peak_bytes(components, plan.delivery.bucket_bytes))
 
 
 def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:

@@ -1,93 +1,41 @@
 """Making the plan, before anything is touched: the features' plans are made in order and put together.
 
-`plan_parallelism` reads a model (real or on the meta device) and a configuration and returns a
-`ParallelPlan`: pure data, built without a process group, for any world size. `parallelize_model`
-builds the same object and carries it out, so what the plan says is what happens.
+A `ParallelPlan` is pure data, built without a process group, for any world size. `plan_parallelism` and
+`parallelize_model` build the same object, so what the plan says is what happens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composer_dist.config.parallelism import Config, resolve_config
 from composer_dist.distributed.activations import plan as activations
 from composer_dist.distributed.compiling import plan as compiling
 from composer_dist.distributed.context_parallelism import plan as context_parallelism
-from composer_dist.distributed.mesh.build import mesh_sizes
 from composer_dist.distributed.optimizers.check import check_optimizers
 from composer_dist.distributed.plan.plan import Delivery, ModulePlan, ParallelPlan
-from composer_dist.distributed.prepared import check_module
-from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.replication import plan as replication
 from composer_dist.distributed.sharding import plan as sharding
-from composer_dist.distributed.sharding.choose import composer_children
 from composer_dist.distributed.tensor_parallel import plan as tensor_parallel
-from composer_dist.distributed.weights.initialize import Component, find_components, peak_bytes
-from composer_dist.distributed.wishes import CheckFn, Request, Wishes, WrapPolicy
-from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.precision import Precision
+from composer_dist.distributed.wishes import Request, Wishes
+from composer_dist.errors import ParallelismTypeError
 from composer_dist.structure.blocks import structural_units
 from composer_dist.structure.families import architecture_of
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.shared import check_duplicates
-from composer_dist.structure.structure import Structure, read_structure
+from composer_dist.structure.structure import Structure
 from composer_dist.wording import kind_in_words
 
 
-def plan_parallelism(
-    model: nn.Module,
-    config: Config,
-    *,
-    world_size: int | None = None,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    precision: str | Precision | None = None,
-    fsdp_wrap_policy: WrapPolicy | None = None,
-    activation_checkpointing_check_fn: CheckFn | None = None,
-    composer: bool = False,
-) -> ParallelPlan:
-    """Plan how `model` is made parallel, without changing it and without a process group.
-
-    Args:
-        model: real, or on the meta device.
-        config: as for `parallelize_model`.
-        world_size: ranks to plan for; None takes the process group's, or 1.
-        optimizer: checked against the plan if given.
-        precision: see `composer_dist.precision`.
-        fsdp_wrap_policy: `module -> bool | dict of options`, or a `CustomPolicy`.
-        activation_checkpointing_check_fn: `module -> bool`, the modules to checkpoint.
-        composer: plan as `parallelize_composer_model` and the Trainer prepare a `ComposerModel`.
+def build_plan(structure: Structure, request: Request, sizes: Mapping[str, int]) -> ParallelPlan:
+    """Plan a model on a mesh of these sizes.
 
     Raises:
-        ParallelismError: everything that can be known beforehand; see the errors of the steps.
+        ParallelismError: everything that can be known beforehand; see the plans of the features.
     """
-    check_module(model)
-    request = Request(
-        config=resolve_config(config),
-        precision=precision,
-        wrap_policy=fsdp_wrap_policy,
-        check_fn=activation_checkpointing_check_fn,
-        children=composer_children(model) if composer else (),
-        optimizers=as_tuple(optimizer),
-    )
-    structure = read_structure(model)
-    world = process_group.world_and_rank()[0] if world_size is None else world_size
-    plan = build_plan(structure, request, mesh_sizes(request.mesh, world))
-    on_meta = {name for name, held in structure.tensors.items() if held.get().is_meta}
-    components: list[Component] = []
-    with suppress(ParallelismValueError):  # rank 0 may have what nothing here initializes
-        components = find_components(structure, on_meta)
-    return replace(plan, init_peak=peak_bytes(components, plan.delivery.bucket_bytes))
-
-
-def build_plan(structure: Structure, request: Request, sizes: Mapping[str, int]) -> ParallelPlan:
-    """`plan_parallelism` for a structure that has been read already, and a mesh of these sizes."""
     config = request.config
     check_duplicates(structure)
     replication.check_unprepared(structure, replicating=config.ddp is not None)
