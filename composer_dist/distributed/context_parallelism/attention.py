@@ -28,7 +28,7 @@ Attention = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Layout:
+class SequenceSplit:
     """Which positions of a sequence each rank has.
 
     Balanced, the sequence is cut into twice as many blocks as there are ranks, and a rank has one from
@@ -92,7 +92,7 @@ def _uncompiled() -> Attention:
 
 
 @contextmanager
-def distributed_attention(layout: Layout, mesh: DeviceMesh) -> Iterator[None]:
+def distributed_attention(layout: SequenceSplit, mesh: DeviceMesh) -> Iterator[None]:
     """Inside, attention is over the whole sequence, of which each rank of `mesh` (1-D) has its part."""
     gathered = gathered_attention(layout, mesh.get_group())
     with ExitStack() as stack:
@@ -104,7 +104,7 @@ def distributed_attention(layout: Layout, mesh: DeviceMesh) -> Iterator[None]:
         yield
 
 
-def gathered_attention(layout: Layout, group: dist.ProcessGroup) -> Attention:
+def gathered_attention(layout: SequenceSplit, group: dist.ProcessGroup) -> Attention:
     """Attention of this rank's queries to the keys and values of all ranks."""
     attend: Attention = F.scaled_dot_product_attention
 
@@ -135,7 +135,7 @@ def gathered_attention(layout: Layout, group: dist.ProcessGroup) -> Attention:
     return attention
 
 
-def check_call(layout: Layout, query: Tensor, key: Tensor, mask: Tensor | None) -> None:
+def check_call(layout: SequenceSplit, query: Tensor, key: Tensor, mask: Tensor | None) -> None:
     """Refuse attention that a rank cannot do with its part of the sequence.
 
     Raises:
@@ -154,7 +154,7 @@ def check_call(layout: Layout, query: Tensor, key: Tensor, mask: Tensor | None) 
         )
 
 
-def _ring_where_it_can(layout: Layout, ring: Attention, gathered: Attention) -> Attention:
+def _ring_where_it_can(layout: SequenceSplit, ring: Attention, gathered: Attention) -> Attention:
     """Torch's ring where that gives the right result; backward of dropout, for one, it gets wrong."""
 
     def attention(
@@ -189,7 +189,9 @@ def _is_fused(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable
     )
 
 
-def _gather(key: Tensor, value: Tensor, layout: Layout, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _gather(
+    key: Tensor, value: Tensor, layout: SequenceSplit, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """All ranks' keys and values, `(..., length, width)`, in the order of their positions."""
     both: Tensor = _AllGather.apply(torch.cat([key.flatten(), value.flatten()]), group)  # type: ignore[no-untyped-call]
     order = [block for rank in range(layout.ranks) for block in layout.blocks(rank)]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composer_dist.distributed.context_parallelism.attention import Layout
+from composer_dist.distributed.context_parallelism.attention import SequenceSplit
 from composer_dist.distributed.prepared import named_buffers_canonical
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.structure.families import class_name, transformers_models
@@ -39,7 +39,7 @@ class Splitter:
         sequence_dims: tensor name to the dimension of its sequence, None for a tensor that stays whole;
             names are keys, or indices joined by dots. By default dimension 1 of all that have one.
         buffers: name of a model's buffer that is a table of positions to the dimension of these.
-        balanced: see `Layout`; None says yes where every attention module says it is causal.
+        balanced: see `SequenceSplit`; None says yes where every attention module says it is causal.
         weighted: parts may have unequal numbers of labels, because the caller weighs their losses.
 
     Raises:
@@ -64,7 +64,7 @@ class Splitter:
         self._causal = flags == {True} and getattr(config, "is_causal", True) is not False
         self.balanced = self._causal if balanced is None else balanced
 
-    def layout(self, batch: Any, ranks: int, rank: int) -> Layout:
+    def layout(self, batch: Any, ranks: int, rank: int) -> SequenceSplit:
         """The layout for the length of this batch.
 
         Raises:
@@ -83,9 +83,9 @@ class Splitter:
                 f"collator's pad_to_multiple_of={parts}) to "
                 f"{longer} (labels {IGNORED}){', or pass balanced=False' if even else ''}."
             )
-        return Layout(length, ranks, rank, self.balanced)
+        return SequenceSplit(length, ranks, rank, self.balanced)
 
-    def split(self, batch: Any, layout: Layout) -> Any:
+    def split(self, batch: Any, layout: SequenceSplit) -> Any:
         """This rank's part of a batch, of the same type, with what the model needs to know beside it.
 
         Raises:
@@ -126,7 +126,7 @@ class Splitter:
         return map_tensors(cut, batch)
 
     @contextmanager
-    def tables(self, layout: Layout | None) -> Iterator[None]:
+    def tables(self, layout: SequenceSplit | None) -> Iterator[None]:
         """Inside, the model's tables of positions are those of this rank's part; whole without a layout."""
         before = [(held, key, held[key]) for (held, key), _ in self._tables]
         try:
@@ -146,7 +146,9 @@ class Splitter:
             raise ParallelismKeyError(f"The model has no buffer {name!r}.{near_miss(name, names)}")
         return known[owner]._buffers, key
 
-    def _complete(self, batch: Mapping[str, Any], layout: Layout) -> tuple[dict[str, Any], float | None]:
+    def _complete(
+        self, batch: Mapping[str, Any], layout: SequenceSplit
+    ) -> tuple[dict[str, Any], float | None]:
         """The whole batch with what is missing, and the loss's denominator where the model takes it."""
         whole: Any = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
         main = self._main(batch)
@@ -181,7 +183,7 @@ class Splitter:
         known = inspect.signature(loss).parameters if callable(loss) else ()
         return "shift_labels" in known and self.accepts("shift_labels")
 
-    def _check_mask(self, batch: MutableMapping[str, Any], layout: Layout) -> None:
+    def _check_mask(self, batch: MutableMapping[str, Any], layout: SequenceSplit) -> None:
         """Drop a padding mask that changes nothing, and refuse all others."""
         mask = batch.get("attention_mask")
         if not isinstance(mask, Tensor):
@@ -218,7 +220,7 @@ class Splitter:
                 "need a mask, which context parallelism cannot split. Give each its own row, or use cp=1."
             )
 
-    def _check_counts(self, counted: Tensor, layout: Layout) -> None:
+    def _check_counts(self, counted: Tensor, layout: SequenceSplit) -> None:
         ranks = range(layout.ranks)
         counts = [int(counted[:, layout.positions(counted.device, r)].sum()) for r in ranks]
         if len(set(counts)) > 1:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed.context_parallelism.attention import Layout, attention_as, check_call
+from composer_dist.distributed.context_parallelism.attention import SequenceSplit, attention_as, check_call
 from composer_dist.distributed.context_parallelism.batch import IGNORED, Splitter
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
@@ -38,7 +38,9 @@ _TOLERANCE = 0.05
 """Of a tensor's largest element: above what half precision rounds, below what a wrong position makes."""
 
 
-def prove(splitter: Splitter, batch: Any, layout: Layout, cp: DeviceMesh, agreement: Agreement) -> None:
+def prove(
+    splitter: Splitter, batch: Any, layout: SequenceSplit, cp: DeviceMesh, agreement: Agreement
+) -> None:
     """Compare a model on a few positions with itself on this rank's part of them. Every rank calls it.
 
     Args:
@@ -56,7 +58,7 @@ def prove(splitter: Splitter, batch: Any, layout: Layout, cp: DeviceMesh, agreem
     with agreement.together("the batch of context parallelism"):
         blocks = layout.ranks * len(layout.blocks(0))
         short = min(layout.length, blocks * _PER_BLOCK)
-        small = Layout(short, layout.ranks, layout.rank, layout.balanced)
+        small = SequenceSplit(short, layout.ranks, layout.rank, layout.balanced)
         whole = _labeled(splitter, splitter.shorten(batch, layout.length, short))
         part = splitter.split(whole, small)
         calls = [_call(splitter, one) for one in (whole, part)]
@@ -75,7 +77,7 @@ def prove(splitter: Splitter, batch: Any, layout: Layout, cp: DeviceMesh, agreem
 class _Trace:
     """What a model computes at this rank's positions."""
 
-    layout: Layout
+    layout: SequenceSplit
     part: bool = False
     """Whether the model runs on this rank's positions only."""
     steps: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -157,7 +159,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def at_part(tensor: Tensor, dim: int, layout: Layout) -> Tensor:
+def at_part(tensor: Tensor, dim: int, layout: SequenceSplit) -> Tensor:
     """A whole sequence's values at this rank's positions."""
     return tensor.index_select(dim, layout.positions(tensor.device))
 

@@ -49,7 +49,7 @@ class Replica:
         self.mesh = mesh
         self.group = mesh.replica_group
         self._model, self._plan, self._parameters, self._ignored = model, plan, parameters, ignored
-        self._ddp: _Averaging | None = None
+        self._ddp: _Reducer | None = None
         self._hook: CommHook | None = None
         self._hinted = False
         self._depth = 0
@@ -137,7 +137,7 @@ class Replica:
         ]
         ddp = self._plan.ddp
         with _torch.ddp_ignores(self._model, [name for name, tensor in named if id(tensor) in ignored]):
-            self._ddp = _Averaging(
+            self._ddp = _Reducer(
                 self._model,
                 trainable,
                 process_group=self.group,
@@ -179,7 +179,7 @@ class Replica:
         self._handles.append(self._model.register_forward_hook(leave, always_call=True))
 
 
-class _Averaging(_torch.InPlaceDDP):
+class _Reducer(_torch.InPlaceDDP):
     """The reducer, and what it needs to know of each backward.
 
     Attributes:

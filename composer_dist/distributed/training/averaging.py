@@ -1,4 +1,4 @@
-"""Tensors replaced by their means over ranks, in few collectives."""
+"""Tensors and gradients replaced by their means over ranks, in few collectives."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Gradients that add up over the microbatches of a batch.
+"""When gradients are synchronized, and how they add up over the microbatches of a batch.
 
-MERGED: Gradients after backward: when they are synchronized, and who averages the rest.
-
-FSDP2 and DDP reduce the gradients that they manage. What stays a plain parameter on purpose (a
-scalar, `Rule(shard=False)`) is averaged here, by `average_plain_gradients`. `no_sync` governs all
-of them.
+FSDP2 and DDP reduce the gradients that they manage; `average_plain_gradients` averages those of parameters
+that stay whole on purpose (a scalar, `Rule(shard=False)`). `no_sync` and `accumulate` apply to all of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Clipping gradients: sharded and plain ones, of one mesh or several, seen as one vector.
+"""Norms of gradients and other tensors, sharded or plain, of one mesh or several; clipping.
 
-MERGED: Norms of many tensors at once, each taken as if it were whole.
-
-A shard knows a part of its tensor's norm only. The parts' squares are summed over the ranks that hold the
-tensor, all tensors of one sharding in one collective.
+A shard gives only its part of a tensor's norm. The parts are summed over the ranks that hold the tensor,
+for all tensors that are sharded alike in one collective.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch.distributed.tensor.experimental import context_parallel as of_torch
 
 from composer_dist import _torch
 from composer_dist.distributed.context_parallelism.attention import (
-    Layout,
+    SequenceSplit,
     attention_as,
     check_call,
     distributed_attention,
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("ranks", "balanced"), [(2, True), (2, False), (3, True), (4, False)])
 def test_ranks_share_the_positions(ranks: int, balanced: bool) -> None:
-    layouts = [Layout(24, ranks, rank, balanced) for rank in range(ranks)]
+    layouts = [SequenceSplit(24, ranks, rank, balanced) for rank in range(ranks)]
     parts = [layout.positions(CPU) for layout in layouts]
     assert torch.cat(parts).sort().values.tolist() == list(range(24))
     assert all(part.tolist() == sorted(part.tolist()) and len(part) == 24 // ranks for part in parts)
@@ -46,7 +46,7 @@ def test_parts_are_where_torch_s_ring_expects_them(rank: int, balanced: bool) ->
         assert _torch._cp_options.enable_load_balance is balanced
         with of_torch(mesh, buffers=[positions], buffer_seq_dims=[0], no_restore_buffers={positions}):
             found = positions.clone()
-    assert torch.equal(found, Layout(24, 4, rank, balanced).positions(CPU))
+    assert torch.equal(found, SequenceSplit(24, 4, rank, balanced).positions(CPU))
     assert F.scaled_dot_product_attention is attention
     assert _torch._cp_options.enable_load_balance is switch
 
@@ -59,7 +59,7 @@ def _attention(device: str, dtype: torch.dtype, tolerance: float) -> None:
         ((3, 2, 16, 64), (3, 2, 16, 64), {}),
     ]
     for causal, balanced in [(True, True), (True, False), (False, True), (False, False)]:
-        layout = Layout(16, 2, mesh.get_local_rank(), balanced)
+        layout = SequenceSplit(16, 2, mesh.get_local_rank(), balanced)
         positions = layout.positions(torch.device(device))
         for query_shape, shape, options in shapes:
             torch.manual_seed(0)
@@ -108,7 +108,7 @@ def test_dropout_is_attention_s_own(world2: World) -> None:
 def _dropout() -> None:
     mesh = init_device_mesh("cpu", (2,))
     ones = torch.ones(1, 1, 8, 4)
-    with distributed_attention(Layout(16, 2, mesh.get_local_rank(), True), mesh):
+    with distributed_attention(SequenceSplit(16, 2, mesh.get_local_rank(), True), mesh):
         dropped = F.scaled_dot_product_attention(ones, ones, ones, dropout_p=0.5)
     assert dropped.unique().numel() > 1
 
@@ -124,7 +124,7 @@ def _dropout() -> None:
 def test_attention_that_cannot_be_split_is_refused(query: Any, key: Any, mask: Any, message: str) -> None:
     tensors = [None if shape is None else torch.ones(shape) for shape in (query, key, mask)]
     with pytest.raises(ParallelismValueError, match=message):
-        check_call(Layout(8, 2, 0, True), *tensors)  # type: ignore[arg-type]
+        check_call(SequenceSplit(8, 2, 0, True), *tensors)  # type: ignore[arg-type]
 
 
 def test_attention_is_torch_s_again_after_an_error() -> None:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from composer_dist.distributed.context_parallelism.attention import Layout
+from composer_dist.distributed.context_parallelism.attention import SequenceSplit
 from composer_dist.distributed.context_parallelism.batch import Splitter
 from composer_dist.errors import ParallelismValueError
 
@@ -172,6 +172,6 @@ def test_tables_of_positions_are_cut_and_put_back() -> None:
     model[0].register_buffer("table", torch.arange(20.0))
     whole = model[0].table
     splitter = Splitter(model, buffers={"0.table": 0})
-    with splitter.tables(Layout(8, 2, 1, True)):
+    with splitter.tables(SequenceSplit(8, 2, 1, True)):
         assert model[0].table.tolist() == [2, 3, 4, 5]
     assert model[0].table is whole
