@@ -14,6 +14,7 @@ from torch import nn
 
 from composer_dist.distributed.tensor_parallel.matrices import base_of, features, is_conv1d
 from composer_dist.distributed.tensor_parallel.styles import Style, Styled
+from composer_dist.errors import Faults
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
 
@@ -48,47 +49,49 @@ def plan_divisions(
     styled: Mapping[str, Styled],
     size: int,
     extra: Sequence[str],
-    faults: list[str],
 ) -> tuple[Division, ...]:
     """Which attributes are divided by `size`.
 
     Args:
         extra: names of attributes to divide beside the known ones.
-        faults: what does not divide is added here, named.
+
+    Raises:
+        ParallelismValueError: names what does not divide.
     """
     found: list[Division] = []
     idle = set(extra)
-    for name in _reshaping(structure, styled):
-        module = structure.modules[name]
-        idle.difference_update(_present(module, extra))
-        own = getattr(module, PROTOCOL, None)
-        heads = _present(module, _HEADS if own is None else own)
-        names = [*heads, *_present(module, extra)]
-        if own is None and heads:
-            names += _present(module, _WIDTHS)
-        for attribute in dict.fromkeys(names):
-            value = getattr(module, attribute)
-            if value % size:
-                faults.append(_text(name, module, attribute, value, size))
-            found.append(Division(name, attribute, value, value // size))
-        if own is None:
-            faults += _head_faults(structure, styled, name, size)
-        if heads or _head_size(module) is not None:
-            faults += _partial_faults(structure, styled, name)
-    for name, one in styled.items():
-        module = structure.modules[name]
-        base = base_of(module)
-        if isinstance(one.style, Style) and one.style.cut == "out" and is_conv1d(base):
-            out, _ = features(base)
-            if out % (size * one.style.groups):
-                faults.append(_text(name, base, "nf", out, size))
-            path = name if base is module else f"{name}.base_layer"
-            found.append(Division(path, "nf", out, out // size))
-    if idle:
-        faults.append(
-            "No module whose projections are cut has the head_attributes "
-            f"{', '.join(sorted(idle))}, as integers."
-        )
+    with Faults() as faults:
+        for name in _reshaping(structure, styled):
+            module = structure.modules[name]
+            idle.difference_update(_present(module, extra))
+            own = getattr(module, PROTOCOL, None)
+            heads = _present(module, _HEADS if own is None else own)
+            names = [*heads, *_present(module, extra)]
+            if own is None and heads:
+                names += _present(module, _WIDTHS)
+            for attribute in dict.fromkeys(names):
+                value = getattr(module, attribute)
+                if value % size:
+                    faults.append(_text(name, module, attribute, value, size))
+                found.append(Division(name, attribute, value, value // size))
+            if own is None:
+                faults += _head_faults(structure, styled, name, size)
+            if heads or _head_size(module) is not None:
+                faults += _partial_faults(structure, styled, name)
+        for name, one in styled.items():
+            module = structure.modules[name]
+            base = base_of(module)
+            if isinstance(one.style, Style) and one.style.cut == "out" and is_conv1d(base):
+                out, _ = features(base)
+                if out % (size * one.style.groups):
+                    faults.append(_text(name, base, "nf", out, size))
+                path = name if base is module else f"{name}.base_layer"
+                found.append(Division(path, "nf", out, out // size))
+        if idle:
+            faults.append(
+                "No module whose projections are cut has the head_attributes "
+                f"{', '.join(sorted(idle))}, as integers."
+            )
     return tuple(found)
 
 

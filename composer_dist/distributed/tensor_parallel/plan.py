@@ -18,7 +18,7 @@ from composer_dist.distributed.tensor_parallel.matrices import Cut, cuts_of, is_
 from composer_dist.distributed.tensor_parallel.sequence import with_sequence_parallel
 from composer_dist.distributed.tensor_parallel.styles import STYLES, Style, Styled, as_style
 from composer_dist.distributed.wishes import Wishes
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import Faults, ParallelismValueError
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.select import select, spell
 from composer_dist.structure.structure import Structure
@@ -106,18 +106,22 @@ def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> Tens
         one = styled[logits]
         assert isinstance(one.style, Style)
         styled[logits] = replace(one, style=replace(one.style, name="colwise_logits", after="logits"))
-    faults: list[str] = []
-    divisions = plan_divisions(structure, styled, size, options.head_attributes, faults)
-    styled = with_adapters(structure, _share_inputs(styled))
-    cuts = _cuts(structure, styled, size, faults)
-    of_torch = frozenset(_of_torch(structure, styled, faults))
-    if not cuts and not of_torch and not faults:
-        faults.append(
-            f"Nothing would be cut among the {size} tensor-parallel ranks: no style cuts a matrix. Give some "
-            "modules 'colwise', 'rowwise' or 'vocab', or use tp=1."
-        )
-    if faults:
-        raise ParallelismValueError("\n".join(dict.fromkeys(faults)))
+    divisions: tuple[Division, ...] = ()
+    cuts: dict[str, Cut] = {}
+    of_torch: frozenset[str] = frozenset()
+    with Faults() as faults:
+        with faults.catching():
+            divisions = plan_divisions(structure, styled, size, options.head_attributes)
+        styled = with_adapters(structure, _share_inputs(styled))
+        with faults.catching():
+            cuts = _cuts(structure, styled, size)
+        with faults.catching():
+            of_torch = frozenset(_of_torch(structure, styled))
+        if not cuts and not of_torch and not faults:
+            faults.append(
+                f"Nothing would be cut among the {size} tensor-parallel ranks: no style cuts a matrix. Give "
+                "some modules 'colwise', 'rowwise' or 'vocab', or use tp=1."
+            )
     parameters = tuple(name for name in structure.parameters if name in cuts or name in of_torch)
     ordered = {name: styled[name] for name in structure.modules if name in styled}
     return TensorParallelPlan(size, ordered, cuts, parameters, of_torch, divisions, logits)
@@ -215,31 +219,38 @@ def _find_logits(structure: Structure, styled: Mapping[str, Styled]) -> str:
     )
 
 
-def _cuts(structure: Structure, styled: Mapping[str, Styled], size: int, faults: list[str]) -> dict[str, Cut]:
-    """Every cut parameter; what cannot be cut goes into `faults`."""
+def _cuts(structure: Structure, styled: Mapping[str, Styled], size: int) -> dict[str, Cut]:
+    """Every cut parameter.
+
+    Raises:
+        ParallelismValueError: what cannot be cut.
+    """
     names = {place.key_of: name for name, held in structure.parameters.items() for place in held.places}
     found: dict[str, tuple[Cut, str]] = {}
-    for name, one in styled.items():
-        module = structure.modules[name]
-        if fault := _misfit(module, one.style):
-            faults.append(f"{name or 'the root'} cannot be {one.label}: {fault}")
-            continue
-        for key, cut in _module_cuts(module, one.style):
-            first = names[id(module), key]
-            info = structure.tensors[first].info
-            if first in found and found[first][0] != cut:
+    with Faults() as faults:
+        for name, one in styled.items():
+            module = structure.modules[name]
+            if fault := _misfit(module, one.style):
+                faults.append(f"{name or 'the root'} cannot be {one.label}: {fault}")
+                continue
+            for key, cut in _module_cuts(module, one.style):
+                first = names[id(module), key]
+                info = structure.tensors[first].info
+                if first in found and found[first][0] != cut:
+                    faults.append(
+                        f"{' and '.join(info.names)} are one parameter, which {found[first][1]} and {name} "
+                        "would cut in different ways; give both styles that agree ('vocab' and "
+                        "'colwise_gather')."
+                    )
+                found[first] = cut, name
+                faults += _size_faults(f"{name}.{key}", info.shape, cut, size, isinstance(one.style, Style))
+        for name, (_, owner) in found.items():
+            others = {structure.first[one] for one in structure.tensors[name].info.owners} - styled.keys()
+            if others:
                 faults.append(
-                    f"{' and '.join(info.names)} are one parameter, which {found[first][1]} and {name} would "
-                    "cut in different ways; give both styles that agree ('vocab' and 'colwise_gather')."
+                    f"{name} is cut for {owner}, but {', '.join(sorted(others))} holds it too; give "
+                    "that a style."
                 )
-            found[first] = cut, name
-            faults += _size_faults(f"{name}.{key}", info.shape, cut, size, isinstance(one.style, Style))
-    for name, (_, owner) in found.items():
-        others = {structure.first[one] for one in structure.tensors[name].info.owners} - styled.keys()
-        if others:
-            faults.append(
-                f"{name} is cut for {owner}, but {', '.join(sorted(others))} holds it too; give that a style."
-            )
     return {name: cut for name, (cut, _) in found.items()}
 
 
@@ -289,20 +300,25 @@ def _size_faults(name: str, shape: tuple[int, ...], cut: Cut, size: int, ours: b
         )
 
 
-def _of_torch(structure: Structure, styled: Mapping[str, Styled], faults: list[str]) -> Iterator[str]:
-    """Parameters that torch's style objects make DTensors of: all that lie below the module."""
-    for name, one in styled.items():
-        if isinstance(one.style, Style) or type(one.style).__name__.startswith("PrepareModule"):
-            continue
-        below = [
-            held.info
-            for held in structure.tensors.values()
-            if any(name in ancestors(owner) for owner in held.info.owners)
-        ]
-        buffers = [info.name for info in below if info.kind == "buffer"]
-        if buffers and not isinstance(one.style, SequenceParallel):
-            faults.append(
-                f"{name} has buffers ({', '.join(buffers)}), which torch's {one.label} would make DTensors; "
-                "give it a style by name."
-            )
-        yield from (info.name for info in below if info.kind == "parameter")
+def _of_torch(structure: Structure, styled: Mapping[str, Styled]) -> Iterator[str]:
+    """Parameters that torch's style objects make DTensors of: all that lie below the module.
+
+    Raises:
+        ParallelismValueError: modules with buffers, which the styles would make DTensors too.
+    """
+    with Faults() as faults:
+        for name, one in styled.items():
+            if isinstance(one.style, Style) or type(one.style).__name__.startswith("PrepareModule"):
+                continue
+            below = [
+                held.info
+                for held in structure.tensors.values()
+                if any(name in ancestors(owner) for owner in held.info.owners)
+            ]
+            buffers = [info.name for info in below if info.kind == "buffer"]
+            if buffers and not isinstance(one.style, SequenceParallel):
+                faults.append(
+                    f"{name} has buffers ({', '.join(buffers)}), which torch's {one.label} would make "
+                    "DTensors; give it a style by name."
+                )
+            yield from (info.name for info in below if info.kind == "parameter")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composer_dist import FSDP2Config, ParallelismConfig
-from composer_dist.distributed import parallelize_model, plan_parallelism, prepare
+from composer_dist.distributed import parallelize_model, plan_parallelism, steps
 from composer_dist.errors import ParallelismValueError
 
 
@@ -75,7 +75,7 @@ def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     module.convert_to_float8_training = lambda linear: Float8Linear(linear)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torchao", package)
     monkeypatch.setitem(sys.modules, "torchao.float8", module)
-    monkeypatch.setattr(prepare, "require_fp8", lambda device: None)
+    monkeypatch.setattr(steps, "require_fp8", lambda device: None)
 
 
 @pytest.mark.promise(88)
