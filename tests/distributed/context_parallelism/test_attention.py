@@ -40,15 +40,15 @@ def test_parts_are_where_torch_s_ring_expects_them(rank: int, balanced: bool) ->
     dist.init_process_group("fake", rank=rank, world_size=4)
     mesh = init_device_mesh("cpu", (4,))
     positions = torch.arange(24)
-    attention, switch = F.scaled_dot_product_attention, _torch._cp_options.enable_load_balance
+    attention, switch = F.scaled_dot_product_attention, _torch.communication._cp_options.enable_load_balance
     with _torch.ring_attention(mesh, 24, balanced):
         assert F.scaled_dot_product_attention is not attention
-        assert _torch._cp_options.enable_load_balance is balanced
+        assert _torch.communication._cp_options.enable_load_balance is balanced
         with of_torch(mesh, buffers=[positions], buffer_seq_dims=[0], no_restore_buffers={positions}):
             found = positions.clone()
     assert torch.equal(found, SequenceSplit(24, 4, rank, balanced).positions(CPU))
     assert F.scaled_dot_product_attention is attention
-    assert _torch._cp_options.enable_load_balance is switch
+    assert _torch.communication._cp_options.enable_load_balance is switch
 
 
 def _attention(device: str, dtype: torch.dtype, tolerance: float) -> None:
