@@ -46,7 +46,7 @@ PUBLIC = {
         "LinearWithWarmupScheduler Logger LoggerDestination LossScaling MLflowLogger MemoryMonitor "
         "NaNMonitor NoImprovement OptimizerMonitor PackedDataset PackedStream Phase ProgressBar Resume "
         "RuntimeEstimator SpeedMonitor State TensorBoardLogger Time TimeUnit Timestamp Trainer "
-        "WandBLogger default_phases dump_schedule load_schedule seed_all"
+        "WandBLogger default_phases dump_schedule load_schedule"
     ),
     "composer_dist.trainer.callbacks": (
         "Callback CheckpointSaver EMA EarlyStopping Generate GradientNorm LRMonitor MemoryMonitor "

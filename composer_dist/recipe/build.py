@@ -20,7 +20,8 @@ from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import HubModel, Run
 from composer_dist.recipe.signature import known_names
 from composer_dist.recipe.tokenizer import tokenizer_named
-from composer_dist.trainer import CheckpointSaver, FineTuningPhases, Resume, Time, TimeUnit, seed_all
+from composer_dist.trainer import CheckpointSaver, FineTuningPhases, Resume, Time, TimeUnit
+from composer_dist.trainer.data.randomness import seed_all  # not public: only recipes and the Trainer seed
 
 CHECKPOINTS = "checkpoints"
 """The name of their folder in the run's."""

@@ -14,7 +14,8 @@ from composer_dist.recipe.build import batches, optimizer_of, scheduler_of, toke
 from composer_dist.recipe.data import datasets, loader
 from composer_dist.recipe.models import build_model
 from composer_dist.recipe.read import Configuration
-from composer_dist.trainer import NoImprovement, Phase, seed_all
+from composer_dist.trainer import NoImprovement, Phase
+from composer_dist.trainer.data.randomness import seed_all  # not public: only recipes and the Trainer seed
 
 
 def describe(configuration: Configuration, world: int) -> str:

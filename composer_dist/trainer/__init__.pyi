@@ -17,7 +17,6 @@ from .clock import TimeUnit as TimeUnit
 from .data.loader import DistributedDataLoader as DistributedDataLoader
 from .data.packing import PackedDataset as PackedDataset
 from .data.packing import PackedStream as PackedStream
-from .data.randomness import seed_all as seed_all
 from .evaluation import Evaluator as Evaluator
 from .events import Event as Event
 from .finetuning.phases import FineTuningPhases as FineTuningPhases

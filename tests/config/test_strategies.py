@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,12 +28,9 @@ LIGHTNING = [
 
 
 @pytest.fixture(autouse=True)
-def same_strategies() -> Iterator[None]:
-    """Takes back what a test has registered."""
-    before = dict(strategies._strategies)
-    yield
-    strategies._strategies.clear()
-    strategies._strategies.update(before)
+def same_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undoes what a test registers."""
+    monkeypatch.setattr(strategies, "_strategies", dict(strategies._strategies))
 
 
 @pytest.mark.promise(102)

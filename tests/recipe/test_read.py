@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from composer_dist import ParallelismConfig
+from composer_dist.config import parallelism as strategies
 from composer_dist.config.parallelism import register_strategy, strategy_named
 from composer_dist.recipe.problems import ConfigurationError
 from composer_dist.recipe.read import read_configuration
@@ -198,7 +199,10 @@ def test_overrides_are_read_as_yaml_and_named_as_the_place_of_what_is_wrong(writ
 
 
 @pytest.mark.promise(102)
-def test_a_strategy_is_named_in_the_file_or_on_the_command_line(write: Write) -> None:
+def test_a_strategy_is_named_in_the_file_or_on_the_command_line(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategies, "_strategies", dict(strategies._strategies))
     file = write(GOOD + "parallelism: ddp\n")
     assert read_configuration(file).parallelism == strategy_named("ddp")
     unused = "ddp_spawn_find_unused_parameters_true"
@@ -206,7 +210,7 @@ def test_a_strategy_is_named_in_the_file_or_on_the_command_line(write: Write) ->
     named = read_configuration(file, ["parallelism={strategy: fsdp, activation_checkpointing: true}"])
     assert isinstance(named.parallelism, ParallelismConfig)
     assert named.parallelism.activation_checkpointing is True
-    register_strategy("two_by_two", {"mesh": {"dp_replicate": 2, "dp_shard": 2}}, replace=True)
+    register_strategy("two_by_two", {"mesh": {"dp_replicate": 2, "dp_shard": 2}})
     own = read_configuration(file, ["parallelism=two_by_two"]).parallelism
     assert own is not None
     assert own.mesh.sizes()["dp_replicate"] == 2  # type: ignore[union-attr]
