@@ -22,6 +22,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
+from composer_dist._torch import clear_dtensor_caches
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.cpus import share_cpus
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
@@ -81,6 +82,8 @@ def launch(
             "This process already uses the accelerator, so copies of it could not use it: launch first, or "
             'pass method="spawn".'
         )
+    if method == "fork":
+        clear_dtensor_caches()  # they hold groups; a copy of a group has no threads, and freeing it hangs
     # Held here, so that no other process takes its port.
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     call = partial(fn, *args, **kwargs or {})

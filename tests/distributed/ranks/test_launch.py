@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from composer_dist.distributed import launch
+from composer_dist.distributed.ranks import launch as launching
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
@@ -125,3 +128,18 @@ def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
     assert 'under `if __name__ == "__main__":`' in done.stderr
     guarded = _output(tmp_path, f'{_SUM}if __name__ == "__main__":\n    {call}')
     assert guarded.stdout == "value 3\n", guarded.stderr
+
+
+@pytest.mark.promise(68)
+def test_a_fork_inherits_no_group_from_the_caches_of_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a group has no threads: clearing the caches in the forked process waited forever."""
+    steps = []
+
+    def start(work: Any, arguments: tuple[Any, ...], **options: Any) -> None:
+        steps.append("fork")
+        (arguments[-1] / "value").write_bytes(pickle.dumps(3))
+
+    monkeypatch.setattr(launching, "clear_dtensor_caches", lambda: steps.append("clear"))
+    monkeypatch.setattr(launching, "start_processes", start)
+    assert launch(_sum, 2, "fork", (1,)) == 3
+    assert steps == ["clear", "fork"]
