@@ -263,7 +263,7 @@ def _fill(
     """Give every tensor its value, and the optimizers their parameters and state."""
     delivery = done.plan.delivery
     limit = delivery.bucket_bytes
-    with Transport(mesh.device_mesh, agreement, limit, delivery.transport) as transport:
+    with Transport(mesh, agreement, limit, delivery.transport) as transport:
         filling = Filling(structure, originals, sources, mesh, agreement, transport, limit, disk)
         with done.step("weights"):
             filling.deliver_weights()

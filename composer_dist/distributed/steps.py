@@ -25,7 +25,7 @@ from composer_dist.distributed.compiling import apply as compiling
 from composer_dist.distributed.compiling import float8
 from composer_dist.distributed.context_parallelism.context import expect_context
 from composer_dist.distributed.mesh.build import meet, mesh_sizes
-from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.messages import Cargo
 from composer_dist.distributed.moving.transfer import deliver, inner_cargoes, take_part
@@ -155,7 +155,7 @@ def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
             now = held.get()
             if isinstance(now, DTensor):
                 cargo = Cargo(name, Layout.of(now), now.dtype, homes[name], values[name])
-                take_part(cargo, Coordinate.of(now.device_mesh))
+                take_part(cargo, Mesh.of(now).here)
             else:
                 replace(held, values[name])
     if mesh is not None:
@@ -294,7 +294,7 @@ def sync_module_states(model: nn.Module, full_state_dict: Mapping[str, torch.Ten
         for cargo in inner_cargoes(name, held.get(), sources.get(name))
     ]
     limit = ParallelismConfig().bucket_bytes
-    agreement.collectively("the delivery", lambda: deliver({first: cargoes}, mesh.device_mesh, limit))
+    agreement.collectively("the delivery", lambda: deliver({first: cargoes}, mesh, limit))
     average_plain(structure, mesh.fsdp, on_meta)
 
 

@@ -18,6 +18,7 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.transfer import Cargo
 
 MODES: dict[str, tuple[int, ParallelismConfig]] = {
@@ -129,7 +130,7 @@ def awkward_tensors(dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[tu
 
 
 def cargoes_of(everything: list[tuple[str, torch.Tensor]], mesh: Any, source: int) -> list[Cargo]:
-    at, cargoes = Coordinate.of(mesh), []
+    at, cargoes = Mesh(mesh).here, []
     for name, value in everything:
         for sharded in (True, False):
             if sharded and (value.ndim == 0 or value.numel() == 0):

@@ -150,7 +150,7 @@ class Export:
 
     def _share(self, tensor: Tensor, local: Tensor) -> tuple[int, int]:
         """The elements [first, last) of its part that this rank writes, and not another that holds them."""
-        mesh = self.mesh or (Mesh(tensor.device_mesh) if isinstance(tensor, DTensor) else None)
+        mesh = self.mesh or (Mesh.of(tensor) if isinstance(tensor, DTensor) else None)
         numel, rank = local.numel(), self.agreement.rank
         if mesh is None or not isinstance(tensor, DTensor | nn.Parameter):
             return (0, numel) if self.first else (0, 0)  # buffers may differ: the first rank's count
@@ -220,7 +220,7 @@ class Export:
 
 def _here(tensor: Tensor) -> Coordinate:
     """This rank's place among those that the tensor is cut for."""
-    return Coordinate.of(tensor.device_mesh) if isinstance(tensor, DTensor) else Coordinate()
+    return Mesh.of(tensor).here if isinstance(tensor, DTensor) else Coordinate()
 
 
 def _first_of(tensor: Tensor) -> Coordinate:

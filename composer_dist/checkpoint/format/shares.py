@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
-from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.distributed.mesh.layout import Layout
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError
 from composer_dist.tensors.inner import dense, local_part
@@ -65,7 +66,7 @@ def boxes_of(name: str, tensor: Tensor) -> Iterator[LocalBox]:
         _, start = _torch.local_box(tensor)
         yield LocalBox(name, tuple(start), local)
         return
-    at = Coordinate.of(tensor.device_mesh)
+    at = Mesh.of(tensor).here
     part, flat, first = layout.part(at), local.reshape(-1), 0
     extents = [high - low for low, high in part.window]
     for corner, sizes in rectangles(extents, part.first, part.last):

@@ -80,8 +80,7 @@ def reader_of(opened: Opened, blueprints: dict[str, Blueprint], agreement: Agree
 
 
 def _destination(name: str, tensor: Tensor, landing: Landing, mesh: Mesh | None) -> Destination:
-    whole = None if mesh is None else mesh.device_mesh
-    over = tensor.device_mesh if isinstance(tensor, DTensor) else whole
+    over = Mesh.of(tensor) if isinstance(tensor, DTensor) else mesh
     return Destination(name, Layout.of(tensor), landing.memory, over)
 
 
@@ -90,7 +89,7 @@ def _send(
 ) -> None:
     """Deliver over the mesh, or, where this rank is alone, copy."""
     if mesh is not None:
-        agreement.collectively("the delivery", lambda: deliver(cargoes, mesh.device_mesh, limit))
+        agreement.collectively("the delivery", lambda: deliver(cargoes, mesh, limit))
         return
     for cargo in (cargo for mine in cargoes.values() for cargo in mine):
         assert cargo.source is not None

@@ -14,7 +14,6 @@ from math import prod
 from typing import Self
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composer_dist.distributed.mesh.dimensions import roles
@@ -31,23 +30,6 @@ class Coordinate:
     """Ranks among which rows are cut; context-parallel ranks count."""
     tp: int = 0
     tps: int = 1
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh) -> Self:
-        """This rank's own."""
-        return cls.in_grid(grid(mesh), mesh.get_rank())
-
-    @classmethod
-    def in_grid(cls, table: torch.Tensor, rank: int) -> Self:
-        """That of a global rank in a `(replicas, shards, tp)` table."""
-        _, shard, tp = (table == rank).nonzero()[0].tolist()
-        return cls(shard, table.shape[1], tp, table.shape[2])
-
-
-def grid(mesh: DeviceMesh) -> torch.Tensor:
-    """The mesh as a table of global ranks: `(replicas, shards, tp)`, int."""
-    sizes = {name: mesh.size(index) for name, index in roles(mesh).items()}
-    return mesh.mesh.reshape(sizes.get("dp_replicate", 1), -1, sizes.get("tp", 1))
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import cached_property
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
 from composer_dist.distributed.mesh.dimensions import DIMENSIONS, FLATTENED, SYNONYMS, roles
-from composer_dist.distributed.mesh.layout import Coordinate, grid
+from composer_dist.distributed.mesh.layout import Coordinate
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
 
@@ -24,6 +26,13 @@ class Mesh:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.device_mesh = mesh
         """As torch has it."""
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Mesh:
+        """The mesh of a sharded tensor; tensors of one mesh share the object while anybody holds it."""
+        if (mesh := _meshes.get(id(tensor.device_mesh))) is None:
+            mesh = _meshes[id(tensor.device_mesh)] = cls(tensor.device_mesh)
+        return mesh
 
     @cached_property
     def dims(self) -> dict[str, int]:
@@ -54,12 +63,23 @@ class Mesh:
     @cached_property
     def table(self) -> torch.Tensor:
         """The global ranks as `(replicas, shards, tp)`, int; parts of a tensor differ within a replica."""
-        return grid(self.device_mesh)
+        shape = (self.sizes["dp_replicate"], -1, self.sizes["tp"])
+        return self.device_mesh.mesh.reshape(shape)
 
     @cached_property
     def here(self) -> Coordinate:
         """This rank's place."""
-        return Coordinate.in_grid(self.table, self.rank)
+        return self.at(self.rank)
+
+    def at(self, rank: int) -> Coordinate:
+        """The place of a global rank."""
+        _, shard, tp = (self.table == rank).nonzero()[0].tolist()
+        return Coordinate(shard, self.table.shape[1], tp, self.table.shape[2])
+
+    def replica(self, rank: int) -> list[int]:
+        """The global ranks of the replica that a rank belongs to, in the order of the table."""
+        ranks: list[int] = self.table[int((self.table == rank).nonzero()[0, 0])].flatten().tolist()
+        return ranks
 
     @property
     def device_type(self) -> str:
@@ -113,12 +133,6 @@ class Mesh:
         _ = self.fsdp
 
     @property
-    def data_groups(self) -> list[dist.ProcessGroup]:
-        """The groups whose all-reduces, one after the other, span all ranks that have data of their own."""
-        mesh = self.fsdp
-        return [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1] if mesh is not None else []
-
-    @property
     def replica_group(self) -> dist.ProcessGroup:
         """The ranks that hold replicas under DDP: all of the mesh, whose other dimensions have size 1."""
         names = self.device_mesh.mesh_dim_names or ()
@@ -146,6 +160,10 @@ class Mesh:
         names = self.device_mesh.mesh_dim_names
         assert names is not None, "a mesh of several dimensions has names"
         return self.device_mesh[tuple(names[dim] for dim in dims)]
+
+
+_meshes: WeakValueDictionary[int, Mesh] = WeakValueDictionary()
+"""By the identity of torch's mesh, which each of them keeps alive."""
 
 
 def submesh(mesh: DeviceMesh, dimension: str) -> DeviceMesh | None:

@@ -46,7 +46,7 @@ def scatter_into(target: Tensor, full: Tensor | None) -> None:
     mesh, local, layout = target.device_mesh, target.to_local(), Layout.of(target)
     full = full.detach().to(mesh.device_type)
     if layout.tp_dim is not None:
-        local.copy_(layout.part(Coordinate.of(mesh)).of(full).view(local.shape))
+        local.copy_(layout.part(Mesh.of(target).here).of(full).view(local.shape))
     else:  # src_data_rank=None slices what is here; the default would scatter rank 0's
         local.copy_(distribute_tensor(full, mesh, target.placements, src_data_rank=None).to_local())
 
@@ -151,7 +151,7 @@ def fill(
                     take_part(cargo, here)
         if not alone:
             assert mesh is not None
-            with Transport(mesh.device_mesh, agreement, whole.BUCKET_BYTES) as transport:
+            with Transport(mesh, agreement, whole.BUCKET_BYTES) as transport:
                 transport.send({0: [cargo for cargo, _ in freights]})
         with agreement.together("encoding a state"):
             for _, landing in freights:

@@ -13,10 +13,8 @@ from math import prod
 from typing import Generic, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from composer_dist.distributed.mesh.layout import Coordinate, Layout, grid
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.tensors.parts import as_bytes
 
@@ -72,52 +70,13 @@ class Slice(Generic[F]):
         return (self.stop - self.start) * self.cargo.dtype.itemsize * self.copies
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The mesh as a table of global ranks: `(replicas, shards, tp)`; parts differ within a replica."""
-
-    mesh: DeviceMesh
-    table: torch.Tensor
-    me: int
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh) -> Ranks:
-        """Read a mesh of any dimensions."""
-        return cls(mesh, grid(mesh), mesh.get_rank())
-
-    @property
-    def device(self) -> torch.device:
-        """Where the groups' messages must lie."""
-        return Mesh(self.mesh).device
-
-    @property
-    def parts(self) -> int:
-        """Ranks of one replica: into how many parts a tensor may be cut."""
-        return self.table[0].numel()
-
-    def replica(self, rank: int) -> int:
-        """The replica that a global rank belongs to."""
-        return int((self.table == rank).nonzero()[0, 0])
-
-    def spread(self, message: torch.Tensor, source: int, dims: int) -> None:
-        """Broadcast from `source` along the outermost `dims` mesh dimensions, the innermost of them first.
-
-        Ranks that differ from the source in a further dimension start from their own message.
-        """
-        here: list[int] = list(self.mesh.get_coordinate() or ())
-        there = (self.mesh.mesh == source).nonzero()[0].tolist()
-        for dim in reversed(range(dims)):
-            if here[:dim] == there[:dim] and self.mesh.size(dim) > 1:
-                index = [*here[:dim], there[dim], *here[dim + 1 :]]
-                dist.broadcast(message, int(self.mesh.mesh[tuple(index)]), group=self.mesh.get_group(dim))
-
-
-def slices_of(cargoes: Sequence[F], ranks: Ranks, limit: int) -> Iterator[Slice[F]]:
+def slices_of(cargoes: Sequence[F], mesh: Mesh, limit: int) -> Iterator[Slice[F]]:
     """Cut every cargo so that no slice, counted over all the ranks it goes to, exceeds the limit."""
-    largest_at = Coordinate.in_grid(ranks.table, int(ranks.table[0, 0, 0]))
+    replica = mesh.table[0].flatten().tolist()
+    largest_at = mesh.at(replica[0])
     for cargo in cargoes:
         largest = cargo.layout.part(largest_at).numel
-        copies = ranks.parts if cargo.cut else 1
+        copies = len(replica) if cargo.cut else 1
         step = max(1, limit // (cargo.dtype.itemsize * copies))
         for start in range(0, largest, step):
             yield Slice(cargo, start, min(start + step, largest), copies)
@@ -149,21 +108,21 @@ class Parcel:
     """Where the contents of the last message, the packed one, belong when it has arrived."""
 
     @classmethod
-    def into(cls, slices: Sequence[Slice[Cargo]], ranks: Ranks) -> Parcel:
+    def into(cls, slices: Sequence[Slice[Cargo]], mesh: Mesh) -> Parcel:
         """Messages that are the targets' own storage, or will be unpacked into it."""
-        large, small = _sort(slices, [as_bytes(_target(one)) for one in slices], ranks)
+        large, small = _sort(slices, [as_bytes(_target(one)) for one in slices], mesh)
         size = sum(part.numel() for part in small)
-        packed = torch.empty(size, dtype=torch.uint8, device=ranks.device)
+        packed = torch.empty(size, dtype=torch.uint8, device=mesh.device)
         return cls([*large, packed] if small else large, small)
 
     @classmethod
-    def out_of(cls, slices: Sequence[Slice[Cargo]], ranks: Ranks, peer: int) -> Parcel:
+    def out_of(cls, slices: Sequence[Slice[Cargo]], mesh: Mesh, peer: int) -> Parcel:
         """Messages for a rank, views of the source's storage where they can be."""
-        at = Coordinate.in_grid(ranks.table, peer)
+        at = mesh.at(peer)
         parts = [as_bytes(_source(one, at)) for one in slices]
-        large, small = _sort(slices, parts, ranks)
-        packed = [torch.cat([part.to(ranks.device) for part in small])] if small else []
-        return cls([*(part.to(ranks.device) for part in large), *packed], [])
+        large, small = _sort(slices, parts, mesh)
+        packed = [torch.cat([part.to(mesh.device) for part in small])] if small else []
+        return cls([*(part.to(mesh.device) for part in large), *packed], [])
 
     @property
     def nbytes(self) -> int:
@@ -184,13 +143,13 @@ class Parcel:
 
 
 def _sort(
-    slices: Sequence[Slice[Cargo]], parts: Sequence[torch.Tensor], ranks: Ranks
+    slices: Sequence[Slice[Cargo]], parts: Sequence[torch.Tensor], mesh: Mesh
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Parts that travel alone, and parts that are packed; sender and receiver sort alike."""
     large: list[torch.Tensor] = []
     small: list[torch.Tensor] = []
     for one, part in zip(slices, parts, strict=True):
-        alone = part.numel() >= LARGE and one.cargo.target.device.type == ranks.device.type
+        alone = part.numel() >= LARGE and one.cargo.target.device.type == mesh.device.type
         if part.numel():
             (large if alone else small).append(part)
     return large, small

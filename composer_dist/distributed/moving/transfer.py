@@ -12,14 +12,13 @@ from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.messages import (
     LARGE,
     Cargo,
     Parcel,
-    Ranks,
     Slice,
     in_buckets,
     slices_of,
@@ -52,7 +51,7 @@ def take_part(cargo: Cargo, here: Coordinate) -> None:
 
 @torch.no_grad()
 def deliver(
-    cargoes: Mapping[int, Sequence[Cargo]], mesh: DeviceMesh, bucket_bytes: int, stage: Stage | None = None
+    cargoes: Mapping[int, Sequence[Cargo]], mesh: Mesh, bucket_bytes: int, stage: Stage | None = None
 ) -> int:
     """Bring each cargo from its source rank to the targets on all ranks of the mesh.
 
@@ -64,9 +63,8 @@ def deliver(
     Returns:
         Bytes that this rank has sent and received.
     """
-    ranks = Ranks.of(mesh)
     schedules = {
-        source: list(in_buckets(slices_of(items, ranks, bucket_bytes), lambda one: one.nbytes, bucket_bytes))
+        source: list(in_buckets(slices_of(items, mesh, bucket_bytes), lambda one: one.nbytes, bucket_bytes))
         for source, items in cargoes.items()
     }
     stage = stage or Stage("delivery")
@@ -79,53 +77,65 @@ def deliver(
                 for source, slices in zip(schedules, step, strict=True)
                 if slices
             }
-            moved += _scatter(bucket, ranks) if cut else _broadcast(bucket, ranks)
+            moved += _scatter(bucket, mesh) if cut else _broadcast(bucket, mesh)
         stage.advance(sum(one.nbytes for bucket in step if bucket for one in bucket))
     return moved
 
 
-def _scatter(bucket: dict[int, list[Slice[Cargo]]], ranks: Ranks) -> int:
+def _scatter(bucket: dict[int, list[Slice[Cargo]]], mesh: Mesh) -> int:
     """One bucket of slices that are cut: from each source to its replica, then across the replicas."""
     sends: list[dist.P2POp] = []
     arrivals: list[tuple[int, Parcel]] = []
-    moved = 0
+    moved, replica = 0, mesh.replica(mesh.rank)
     for source, slices in bucket.items():
-        replica = ranks.replica(source)
-        mine = Parcel.into(slices, ranks)
-        arrivals.append((replica, mine))
-        if source == ranks.me:
-            for peer in ranks.table[replica].flatten().tolist():
-                parcel = Parcel.out_of(slices, ranks, peer)
-                if peer == ranks.me:
+        peers, mine = mesh.replica(source), Parcel.into(slices, mesh)
+        arrivals.append((peers[replica.index(mesh.rank)], mine))
+        if source == mesh.rank:
+            for peer in peers:
+                parcel = Parcel.out_of(slices, mesh, peer)
+                if peer == mesh.rank:
                     mine.copy_from(parcel)
                 else:
                     sends += [dist.P2POp(dist.isend, message, peer) for message in parcel.messages]
                     moved += parcel.nbytes
-        elif replica == ranks.replica(ranks.me):
+        elif source in replica:
             sends += [dist.P2POp(dist.irecv, message, source) for message in mine.messages]
             moved += mine.nbytes
     if sends:
         for work in dist.batch_isend_irecv(sends):
             work.wait()
-    _, shard, tp = (ranks.table == ranks.me).nonzero()[0].tolist()
-    for replica, parcel in arrivals:
-        if len(ranks.table) > 1:
+    for twin, parcel in arrivals:  # the rank at this one's place in the replica that has received
+        if mesh.size > len(replica):
             for message in parcel.messages:
-                ranks.spread(message, int(ranks.table[replica, shard, tp]), dims=1)
+                _spread(message, mesh, twin, dims=1)
             moved += parcel.nbytes
         parcel.unpack()
     return moved
 
 
-def _broadcast(bucket: dict[int, list[Slice[Cargo]]], ranks: Ranks) -> int:
+def _broadcast(bucket: dict[int, list[Slice[Cargo]]], mesh: Mesh) -> int:
     """One bucket of whole slices: from each source to all ranks, dimension by dimension of the mesh."""
     moved = 0
     for source, slices in bucket.items():
-        parcel = Parcel.into(slices, ranks)
-        if source == ranks.me:
-            parcel.copy_from(Parcel.out_of(slices, ranks, ranks.me))
+        parcel = Parcel.into(slices, mesh)
+        if source == mesh.rank:
+            parcel.copy_from(Parcel.out_of(slices, mesh, mesh.rank))
         for message in parcel.messages:
-            ranks.spread(message, source, dims=ranks.mesh.ndim)
+            _spread(message, mesh, source, dims=mesh.device_mesh.ndim)
         moved += parcel.nbytes
         parcel.unpack()
     return moved
+
+
+def _spread(message: torch.Tensor, mesh: Mesh, source: int, dims: int) -> None:
+    """Broadcast from `source` along the outermost `dims` mesh dimensions, the innermost of them first.
+
+    Ranks that differ from the source in a further dimension start from their own message.
+    """
+    over = mesh.device_mesh
+    here: list[int] = list(over.get_coordinate() or ())
+    there = (over.mesh == source).nonzero()[0].tolist()
+    for dim in reversed(range(dims)):
+        if here[:dim] == there[:dim] and over.size(dim) > 1:
+            index = [*here[:dim], there[dim], *here[dim + 1 :]]
+            dist.broadcast(message, int(over.mesh[tuple(index)]), group=over.get_group(dim))

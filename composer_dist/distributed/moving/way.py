@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import Literal, Self
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from composer_dist.distributed.mesh.layout import Coordinate, grid
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving import memory
 from composer_dist.distributed.moving.messages import Cargo
 from composer_dist.distributed.moving.transfer import deliver, take_part
@@ -44,7 +43,7 @@ class Transport:
 
     def __init__(
         self,
-        mesh: DeviceMesh,
+        mesh: Mesh,
         agreement: Agreement,
         bucket_bytes: int,
         asked: Literal["auto", "memory", "messages"] = "auto",
@@ -53,8 +52,6 @@ class Transport:
         self.moved = 0
         self.progress = Progress(shown=agreement.rank == agreement.ranks[0])
         self._mesh = mesh
-        self._table = grid(mesh)
-        self._here = Coordinate.of(mesh)
         self._agreement = agreement
         self._bucket_bytes = bucket_bytes
         self._asked = asked
@@ -154,7 +151,7 @@ class Transport:
             self._upload(uploads, self._pids[rank], stage)
         if mine:
             for cargo, _ in direct:
-                take_part(cargo, self._here)
+                take_part(cargo, self._mesh.here)
                 stage.advance(cargo.nbytes)
         else:
             memory.read(self._pids[rank], [each for pair in direct for each in self._ranges(*pair)])
@@ -174,12 +171,12 @@ class Transport:
 
     def _part(self, cargo: Cargo, rank: int) -> int:
         """Bytes of a rank's part."""
-        return cargo.layout.part(Coordinate.in_grid(self._table, rank)).numel * cargo.dtype.itemsize
+        return cargo.layout.part(self._mesh.at(rank)).numel * cargo.dtype.itemsize
 
     def _runs(self, cargo: Cargo, address: int) -> Iterator[tuple[int, int]]:
         """Where this rank's part of a cargo at an address lies: (address, bytes), in order."""
         size = cargo.dtype.itemsize
-        for first, length in cargo.layout.part(self._here).runs():
+        for first, length in cargo.layout.part(self._mesh.here).runs():
             yield address + first * size, length * size
 
     def _ranges(self, cargo: Cargo, address: int) -> Iterator[memory.Range]:

@@ -1,16 +1,16 @@
-"""Shards to full tensors: `sync` the other way round.
+"""Shards to full tensors.
 
 Sharded tensors are cut into slices, and slices are packed into buckets, by the same schedule on every
 rank. A bucket costs one collective for each mesh dimension over which anything is cut, however many
-tensors are in it, and a rank holds one gathered bucket at a time beside the full tensors that it keeps.
-Replicas of a shard stay out of it.
+tensors are in it, and a rank holds one gathered bucket at a time in addition to the full tensors that it
+keeps. Replicas of a shard take no part.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -21,67 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
-from composer_dist.distributed.mesh.dimensions import roles
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.messages import Freight, Ranks, Slice, in_buckets, slices_of
+from composer_dist.distributed.moving.messages import Freight, Slice, in_buckets, slices_of
 from composer_dist.distributed.ranks.process_group import world_and_rank
 from composer_dist.tensors.inner import dense, inner_tensors, local_part, rebuild
-from composer_dist.tensors.parts import chunk, elements
-
-
-def gather(tensor: Tensor) -> Tensor:
-    """The full value of `tensor` on every rank, in memory of its own; a collective for a DTensor.
-
-    An offloaded shard travels through its mesh's device, where the result stays.
-    """
-    tensor = tensor.detach()
-    if inner := inner_tensors(tensor):
-        return rebuild(tensor, {name: gather(part) for name, part in inner.items()}, tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return tensor.clone()
-    near: Any = tensor.to(tensor.device_mesh.device_type)
-    if (layout := Layout.of(tensor)).tp_dim is not None:
-        return _join(near.to_local(), layout, Mesh(tensor.device_mesh))
-    full: Tensor = near.full_tensor()
-    exact = full.untyped_storage().nbytes() == full.numel() * full.element_size()
-    shared = full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
-    # On one rank, or replicated, the full tensor is the shard itself; uneven ones end in padding.
-    return full if exact and not shared else full.clone(memory_format=torch.contiguous_format)
-
-
-def _join(part: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-    """The full tensor from what the ranks have: their rows first, then the tensor-parallel windows.
-
-    Uneven parts, and groups within a dimension, are beyond DTensor's `full_tensor`.
-    """
-    if layout.rows:
-        whole = replace(layout, rows=False).local_shape(mesh.here)
-        part = _all_gather(part, whole, 0, 1, mesh.along("dp_shard") or mesh.cp)
-    assert layout.tp_dim is not None
-    return _all_gather(part, layout.shape, layout.tp_dim, layout.tp_groups, mesh.tp)
-
-
-def _all_gather(
-    part: Tensor, shape: tuple[int, ...], dim: int, groups: int, mesh: DeviceMesh | None
-) -> Tensor:
-    """A tensor of `shape` from the parts that `chunk` cuts of each of its groups along `dim`."""
-    if mesh is None:
-        return part.clone()
-    step, _ = chunk(shape[dim] // groups, mesh.size(), 1)
-    grouped = (
-        part.unflatten(dim, (groups, -1))
-        if part.numel()
-        else part.new_empty(*shape[:dim], groups, 0, *shape[dim + 1 :])
-    )
-    missing = step - grouped.shape[dim + 1]
-    padding = grouped.new_empty(*grouped.shape[: dim + 1], missing, *grouped.shape[dim + 2 :])
-    mine = torch.cat([grouped, padding], dim + 1).contiguous()
-    parts = [torch.empty_like(mine) for _ in range(mesh.size())]
-    dist.all_gather(parts, mine, group=mesh.get_group())
-    whole = torch.cat(parts, dim + 1).narrow(dim + 1, 0, shape[dim] // groups)
-    return whole.reshape(shape).clone(memory_format=torch.contiguous_format)
-
+from composer_dist.tensors.parts import elements
 
 BUCKET_BYTES = 256 << 20
 """Most bytes of gathered tensors that a rank holds beside those that it keeps."""
@@ -92,6 +37,26 @@ _ALIGNED = 16
 
 
 _CPU = torch.device("cpu")
+
+
+@torch.no_grad()
+def gather(tensor: Tensor) -> Tensor:
+    """The full value of `tensor` on every rank, in memory of its own; a collective for a DTensor.
+
+    An offloaded shard travels through its mesh's device, where the result stays.
+    """
+    tensor = tensor.detach()
+    if inner := inner_tensors(tensor):
+        return rebuild(tensor, {name: gather(part) for name, part in inner.items()}, tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    mesh = Mesh.of(tensor)
+    if _is_cut(tensor):
+        freight = Gathered("", Layout.of(tensor), tensor.dtype, local_part(tensor))
+        return next(_collect([freight], mesh, everywhere=True, device=mesh.device))
+    near: Any = tensor.to(mesh.device_type)
+    full: Tensor = near.full_tensor()  # the shard itself where it is replicated; others may end in padding
+    return full.clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()
@@ -113,16 +78,16 @@ def full_tensors(
     keeps = everywhere or world_and_rank()[1] == 0
     cut: dict[DeviceMesh, dict[str, Gathered]] = {}
     for name, tensor in tensors.items():
-        if (mesh := _mesh_to_cross(tensor)) is not None:
+        if isinstance(tensor, DTensor) and _is_cut(tensor):
             freight = Gathered(name, Layout.of(tensor), _cast(tensor, dtype), local_part(tensor))
-            cut.setdefault(mesh, {})[name] = freight
+            cut.setdefault(tensor.device_mesh, {})[name] = freight
             continue
-        if Layout.known(tensor) is None:  # cut by the user, in a way of his own
+        if Layout.known(tensor) is None:  # the user has sharded it in another way
             tensor = gather(tensor)
         if keeps:
             yield name, _copy(dense(local_part(tensor)), dtype)
     for mesh, freights in cut.items():
-        yield from zip(freights, collect(list(freights.values()), mesh, everywhere), strict=keeps)
+        yield from zip(freights, _collect(list(freights.values()), Mesh(mesh), everywhere), strict=keeps)
 
 
 @dataclass
@@ -135,20 +100,22 @@ class Gathered(Freight):
     """Where all of it goes."""
 
 
-def collect(freights: Sequence[Gathered], mesh: DeviceMesh, everywhere: bool) -> Iterator[Tensor]:
+def _collect(
+    freights: Sequence[Gathered], mesh: Mesh, everywhere: bool, device: torch.device = _CPU
+) -> Iterator[Tensor]:
     """Bring together tensors that are cut over a mesh; a collective.
 
     Returns:
-        The full tensors in their order, each once it is complete: on every rank, or on rank 0 alone.
+        The full tensors in their order, on `device`, each once it is complete: on every rank, or on rank 0
+        alone.
     """
-    ranks = Ranks.of(mesh)
     root = None if everywhere else 0
-    if root is not None and (root not in ranks.table or ranks.replica(root) != ranks.replica(ranks.me)):
+    if root is not None and root not in mesh.replica(mesh.rank):
         return
-    keeps = root in (None, ranks.me)
-    slices = list(slices_of(freights, ranks, BUCKET_BYTES))
+    keeps = root in (None, mesh.rank)
+    slices = list(slices_of(freights, mesh, BUCKET_BYTES))
     left = Counter(id(one.cargo) for one in slices)
-    waiting, dispatch = deque(freights), _Dispatch(ranks, root)
+    waiting, dispatch = deque(freights), _Dispatch(mesh, root, device)
     for bucket in [[], *in_buckets(slices, lambda one: one.nbytes, BUCKET_BYTES)]:
         if bucket:
             dispatch.carry(bucket)
@@ -156,19 +123,18 @@ def collect(freights: Sequence[Gathered], mesh: DeviceMesh, everywhere: bool) ->
         while waiting and not left[id(waiting[0])]:
             done = waiting.popleft()
             if keeps:
-                yield done.full if prod(done.layout.shape) else _room(done)
+                yield done.full if prod(done.layout.shape) else dispatch.room(done)
                 vars(done).pop("full", None)  # it is the caller's, to keep or to let go
 
 
 class _Dispatch:
     """Carries one bucket after the other, in the same memory."""
 
-    def __init__(self, ranks: Ranks, root: int | None) -> None:
-        self._ranks = ranks
+    def __init__(self, mesh: Mesh, root: int | None, device: torch.device) -> None:
+        self._mesh = mesh
         self._root = root
-        self._here = Coordinate.of(ranks.mesh)
-        replica = ranks.table[ranks.replica(ranks.me)].flatten().tolist()
-        self._places = [Coordinate.in_grid(ranks.table, rank) for rank in replica]
+        self._device = device
+        self._places = [mesh.at(rank) for rank in mesh.replica(mesh.rank)]
         self._memory: dict[int, Tensor] = {}
         self._open: tuple[Gathered, Tensor] | None = None
 
@@ -181,22 +147,22 @@ class _Dispatch:
             end += -(-nbytes // _ALIGNED) * _ALIGNED
         message = self._take(-1, end)
         for one, offset in zip(bucket, offsets, strict=True):
-            mine = elements(self._dense(one.cargo), *self._range(one, self._here))
+            mine = elements(self._dense(one.cargo), *self._range(one, self._mesh.here))
             _values(message, offset, mine.numel(), one.cargo.dtype).copy_(mine)
         arrived = self._join(message)
         if arrived is None:
             return
-        messages = arrived.to(_CPU).split(end)
+        messages = arrived.to(self._device).split(end)
         for one, offset in zip(bucket, offsets, strict=True):
             if one.start == 0:
-                one.cargo.full = _room(one.cargo)
+                one.cargo.full = self.room(one.cargo)
             for at, theirs in zip(self._places, messages, strict=True):
                 start, stop = self._range(one, at)
                 values = _values(theirs, offset, stop - start, one.cargo.dtype)
                 one.cargo.layout.part(at).put(one.cargo.full, values, start)
 
     def _dense(self, freight: Gathered) -> Tensor:
-        """This rank's part as a plain tensor; kept from slice to the next."""
+        """This rank's part as a plain tensor; kept from one slice to the next."""
         if self._open is None or self._open[0] is not freight:
             self._open = freight, dense(freight.part)
         return self._open[1]
@@ -211,11 +177,11 @@ class _Dispatch:
 
         The innermost mesh dimension comes first; along the next ones travels what it has brought together.
         """
-        mesh = self._ranks.mesh
+        mesh, replicas = self._mesh.device_mesh, self._mesh.dims.get("dp_replicate")
         here = list(mesh.get_coordinate() or ())
         there = here if self._root is None else (mesh.mesh == self._root).nonzero()[0].tolist()
         for dim in reversed(range(mesh.ndim)):
-            if mesh.size(dim) == 1 or dim == roles(mesh).get("dp_replicate"):
+            if mesh.size(dim) == 1 or dim == replicas:
                 continue
             if here[dim + 1 :] != there[dim + 1 :]:
                 return None
@@ -235,18 +201,18 @@ class _Dispatch:
     def _take(self, key: int, nbytes: int) -> Tensor:
         """Memory for a message; what was in it before is gone."""
         if key not in self._memory or self._memory[key].numel() < nbytes:
-            self._memory[key] = torch.empty(nbytes, dtype=torch.uint8, device=self._ranks.device)
+            self._memory[key] = torch.empty(nbytes, dtype=torch.uint8, device=self._mesh.device)
         return self._memory[key][:nbytes]
 
+    def room(self, freight: Gathered) -> Tensor:
+        """Memory for a full tensor."""
+        return torch.empty(freight.layout.shape, dtype=freight.dtype, device=self._device)
 
-def _mesh_to_cross(tensor: Tensor) -> DeviceMesh | None:
-    """The mesh over which a tensor is cut; None if this rank has all of it, or the user has cut it."""
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
-        return None
-    layout = Layout.known(tensor)
-    if layout is None:
-        return None
-    return tensor.device_mesh if layout.rows or layout.tp_dim is not None else None
+
+def _is_cut(tensor: DTensor) -> bool:
+    """Whether this library has cut a tensor, and among several ranks, so that parts have to be gathered."""
+    layout = Layout.known(tensor) if tensor.device_mesh.size() > 1 else None
+    return layout is not None and (layout.rows or layout.tp_dim is not None)
 
 
 def _copy(value: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -275,7 +241,3 @@ def _send_to(root: int, ranks: Sequence[int], message: Tensor, joined: Tensor | 
 def _values(message: Tensor, offset: int, count: int, dtype: torch.dtype) -> Tensor:
     """Elements in a message, as a view."""
     return message[offset : offset + count * dtype.itemsize].view(dtype)
-
-
-def _room(freight: Gathered) -> Tensor:
-    return torch.empty(freight.layout.shape, dtype=freight.dtype, device=_CPU)

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from composer_dist import _torch
 from composer_dist.distributed.mesh.dimensions import roles
-from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.distributed.mesh.layout import Layout
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.messages import Cargo
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import local_part, own_attributes
@@ -176,7 +177,7 @@ def empty_state(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
         layout, tp = Layout.of(parameter).like(shape), roles(mesh).get("tp")
         keeps = [layout.tp_dim is not None if index == tp else layout.rows for index in range(mesh.ndim)]
         placements = tuple(p if keep else Replicate() for p, keep in zip(placements, keeps, strict=True))
-        local = layout.local_shape(Coordinate.of(mesh))
+        local = layout.local_shape(Mesh.of(parameter).here)
     return DTensor.from_local(
         torch.empty(local, dtype=dtype, device=here.device),
         mesh,

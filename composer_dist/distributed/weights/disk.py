@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from composer_dist.distributed.mesh.dimensions import roles
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.files import checksums
@@ -34,7 +33,6 @@ from composer_dist.files.slabs import MIB, Slab, plan_reads
 from composer_dist.progress import Progress
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.blueprint import Blueprint
-from composer_dist.tensors.parts import Part
 
 _SMALL = MIB
 """Bytes of a part below which every rank that holds it reads all of it."""
@@ -55,7 +53,7 @@ class Destination:
     layout: Layout
     local: torch.Tensor
     """Contiguous, of the part's elements in row-major order."""
-    mesh: DeviceMesh | None
+    mesh: Mesh | None
     """None where this rank reads for itself alone."""
 
     @cached_property
@@ -67,8 +65,8 @@ class Destination:
         cut = {"dp_replicate": False, "tp": self.layout.tp_dim is not None}
         return tuple(
             dim
-            for name, dim in roles(mesh).items()
-            if mesh.size(dim) > 1 and not cut.get(name, self.layout.rows)
+            for name, dim in mesh.dims.items()
+            if mesh.sizes[name] > 1 and not cut.get(name, self.layout.rows)
         )
 
 
@@ -180,9 +178,7 @@ class Pretrained:
             CheckpointRuntimeError: a file cannot be read, on whichever rank.
         """
         with self.agreement.together("reading the weights"), open_files(self.root, self.index.files) as files:
-            slabs = [
-                slab for target, part in _parts(targets) for slab in self._slabs(target, part, bucket_bytes)
-            ]
+            slabs = [slab for target in targets for slab in self._slabs(target, bucket_bytes)]
             progress = progress or Progress(shown=self.agreement.rank == self.agreement.ranks[0])
             with progress.stage("reading weights") as stage:
                 self.bytes_read += read_slabs(slabs, files, stage=stage)
@@ -196,25 +192,14 @@ class Pretrained:
         """Read all of one tensor, on this rank alone."""
         target = Destination(name, Layout(tuple(whole.shape)), whole, None)
         with open_files(self.root, self.index.files) as files:
-            self.bytes_read += read_slabs(
-                list(self._slabs(target, target.layout.part(Coordinate()), 0)), files
-            )
+            self.bytes_read += read_slabs(list(self._slabs(target, 0)), files)
 
-    def _slabs(self, target: Destination, part: Part, bucket_bytes: int) -> Iterator[Slab]:
+    def _slabs(self, target: Destination, bucket_bytes: int) -> Iterator[Slab]:
         """What this rank reads of a target: its share of each window, or everything."""
+        part = target.layout.part(Coordinate() if target.mesh is None else target.mesh.here)
         blueprint, flat = self.match.tensors[target.name], target.local.view(-1)
         for first, last in _shares(target, bucket_bytes):
             yield from plan_reads(blueprint, self.index.entries, part, flat, first, last)
-
-
-def _parts(targets: Sequence[Destination]) -> Iterator[tuple[Destination, Part]]:
-    """Targets and what this rank holds of each tensor."""
-    places: dict[int, Coordinate] = {id(None): Coordinate()}
-    for target in targets:
-        if id(target.mesh) not in places:  # finding out takes longer than all the rest
-            assert target.mesh is not None
-            places[id(target.mesh)] = Coordinate.of(target.mesh)
-        yield target, target.layout.part(places[id(target.mesh)])
 
 
 def _windows(target: Destination, bucket_bytes: int) -> Iterator[tuple[int, int]]:
@@ -223,7 +208,7 @@ def _windows(target: Destination, bucket_bytes: int) -> Iterator[tuple[int, int]
     What is left at the end, less than one element per holder, is not in any.
     """
     assert target.mesh is not None
-    holders = prod(target.mesh.size(dim) for dim in target.sharing)
+    holders = prod(target.mesh.device_mesh.size(dim) for dim in target.sharing)
     step = max(1, min(bucket_bytes, _WINDOW) // (target.local.itemsize * holders)) * holders
     whole = target.local.numel() // holders * holders
     for first in range(0, whole, step):
@@ -237,10 +222,11 @@ def _shares(target: Destination, bucket_bytes: int) -> Iterator[tuple[int, int]]
         yield 0, numel
         return
     assert target.mesh is not None
-    here, number, holders = target.mesh.get_coordinate(), 0, 1
+    mesh, number, holders = target.mesh.device_mesh, 0, 1
+    here = mesh.get_coordinate()
     assert here is not None
     for dim in dims:
-        number, holders = number * target.mesh.size(dim) + here[dim], holders * target.mesh.size(dim)
+        number, holders = number * mesh.size(dim) + here[dim], holders * mesh.size(dim)
     for first, length in _windows(target, bucket_bytes):
         share = length // holders
         yield first + number * share, first + (number + 1) * share
@@ -250,8 +236,8 @@ def _shares(target: Destination, bucket_bytes: int) -> Iterator[tuple[int, int]]
 @torch.no_grad()
 def _gather(target: Destination, bucket_bytes: int) -> int:
     """Complete a target from the shares that its holders have read; returns bytes sent and received."""
-    flat, mesh, moved = target.local.view(-1), target.mesh, 0
-    assert mesh is not None
+    assert target.mesh is not None
+    flat, mesh, moved = target.local.view(-1), target.mesh.device_mesh, 0
     here = mesh.get_coordinate()
     assert here is not None
     for first, length in _windows(target, bucket_bytes):

@@ -119,7 +119,7 @@ class Filling:
     def _target(self, name: str) -> Destination:
         """A tensor that is read from files, and where its part goes."""
         tensor = self._destination(name)
-        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else self.mesh.device_mesh
+        mesh = Mesh.of(tensor) if isinstance(tensor, DTensor) else self.mesh
         return Destination(name, Layout.of(tensor), local_part(tensor).detach(), mesh)
 
     def _read(self, component: Component) -> dict[str, torch.Tensor]:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.distributed.mesh.layout import Layout
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.messages import Cargo
 from composer_dist.distributed.moving.transfer import deliver, take_part
 from composer_dist.tensors.fingerprint import fingerprint
@@ -40,7 +41,7 @@ def arrives(replicas: int, bucket_bytes: int) -> None:
     mesh, everything = mesh_of(replicas), awkward_tensors() if bucket_bytes > 1 else awkward_tensors()[:3]
     for source in range(dist.get_world_size()):
         cargoes = cargoes_of(everything, mesh, source)
-        deliver({source: cargoes}, mesh, bucket_bytes)
+        deliver({source: cargoes}, Mesh(mesh), bucket_bytes)
         check(cargoes, everything, mesh)
 
 
@@ -56,7 +57,7 @@ def windows_arrive(names: tuple[str, ...]) -> None:
         Layout((7, 12), "dp_shard" in names, dim, groups)
         for dim, groups in [(0, 1), (1, 1), (1, 3), (None, 1)]
     ]
-    at = Coordinate.of(mesh)
+    at = Mesh(mesh).here
     for source in range(dist.get_world_size()):
         for bucket_bytes in (60, MIB):
             given = full if dist.get_rank() == source else None
@@ -64,7 +65,7 @@ def windows_arrive(names: tuple[str, ...]) -> None:
                 Cargo(str(layout), layout, full.dtype, torch.full(layout.local_shape(at), -1.0), given)
                 for layout in layouts
             ]
-            deliver({source: cargoes}, mesh, bucket_bytes)
+            deliver({source: cargoes}, Mesh(mesh), bucket_bytes)
             for cargo in cargoes:
                 assert torch.equal(cargo.target.view(-1), cargo.layout.part(at).of(full)), cargo.name
 
@@ -78,7 +79,7 @@ def all_at_once(replicas: int) -> None:
     mesh = mesh_of(replicas)
     lots = {source: awkward_tensors()[source * 3 : source * 3 + 4] for source in range(4)}
     cargoes = {source: cargoes_of(lot, mesh, source) for source, lot in lots.items()}
-    deliver(cargoes, mesh, 256)
+    deliver(cargoes, Mesh(mesh), 256)
     for source, lot in lots.items():
         check(cargoes[source], lot, mesh)
 
@@ -92,7 +93,7 @@ def dtypes_travel() -> None:
     mesh = mesh_of(1)
     everything = awkward_tensors([getattr(torch, name) for name in names.split()])
     cargoes = cargoes_of(everything, mesh, 0)
-    deliver({0: cargoes}, mesh, 1000)
+    deliver({0: cargoes}, Mesh(mesh), 1000)
     for cargo in cargoes:  # float8 has no comparison
         cargo.target = cargo.target.float() if "float8" in cargo.name else cargo.target
     check(cargoes, [(n, v.float() if "float8" in n else v) for n, v in everything], mesh)
@@ -108,7 +109,7 @@ def converted() -> None:
     cargoes = cargoes_of(everything, mesh, 0)
     for cargo in cargoes:
         cargo.source = None if cargo.source is None else cargo.source.double()
-    deliver({0: cargoes}, mesh, 512)
+    deliver({0: cargoes}, Mesh(mesh), 512)
     check(cargoes, everything, mesh)
 
 
@@ -123,7 +124,7 @@ def large(replicas: int) -> None:
     giant = torch.arange(3_000_001 * 2, dtype=torch.float32).reshape(-1, 2)
     everything = [("giant", giant), ("turned", giant.t()), ("small", torch.ones(3, 3))]
     cargoes = cargoes_of(everything, mesh, 0)
-    moved = deliver({0: cargoes}, mesh, 4 * MIB)
+    moved = deliver({0: cargoes}, Mesh(mesh), 4 * MIB)
     check(cargoes, everything, mesh)
     assert moved > giant.nbytes
 
@@ -149,7 +150,7 @@ def many() -> int:
 
     dist.batch_isend_irecv, dist.broadcast = count(batch), count(broadcast)
     try:
-        deliver({0: cargoes}, mesh, MIB)
+        deliver({0: cargoes}, Mesh(mesh), MIB)
     finally:
         dist.batch_isend_irecv, dist.broadcast = batch, broadcast
     check(cargoes, everything, mesh)
@@ -174,7 +175,7 @@ def delivery_peak(kind: str) -> int:
         "whole": [(str(i), part) for i, part in enumerate(giant.split(16))],
     }[kind]
     cargoes = [c for c in cargoes_of(everything, mesh, 0) if c.cut is (kind != "whole")]
-    peak = profiled(lambda: deliver({0: cargoes}, mesh, 8 * MIB))
+    peak = profiled(lambda: deliver({0: cargoes}, Mesh(mesh), 8 * MIB))
     check(cargoes, everything, mesh)
     return peak
 
@@ -188,7 +189,7 @@ def slices() -> int:
     mesh = mesh_of(1)
     everything = [*awkward_tensors(), ("turned", torch.arange(2.0**21).reshape(1024, -1).t())]
     cargoes = cargoes_of(everything, mesh, source=dist.get_rank())
-    peak = profiled(lambda: [take_part(cargo, Coordinate.of(mesh)) for cargo in cargoes])
+    peak = profiled(lambda: [take_part(cargo, Mesh(mesh).here) for cargo in cargoes])
     check(cargoes, everything, mesh)
     return peak
 

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composer_dist.distributed import parallelize_model
-from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.distributed.mesh.layout import Layout
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving import memory as peer_memory
 from composer_dist.distributed.moving.messages import Cargo
 from composer_dist.distributed.moving.way import Transport
@@ -130,7 +131,7 @@ def arrives(asked: str) -> None:
     for names in MESHES:
         dims = tuple(names.split())
         mesh = init_device_mesh("cpu", (4,) if len(dims) == 1 else (2, 2), mesh_dim_names=dims)
-        here = Coordinate.of(mesh)
+        here = Mesh(mesh).here
         for lots, bucket_bytes in (
             ({2: everything}, 1 << 30),
             ({2: everything[:5]}, 100),
@@ -138,7 +139,7 @@ def arrives(asked: str) -> None:
         ):
             cargoes = {source: cargoes_of(lot, mesh, source) for source, lot in lots.items()}
             windows = windows_of(mesh, source=3) if "tp" in names else []
-            with Transport(mesh, Agreement(), bucket_bytes, asked) as way:  # type: ignore[arg-type]
+            with Transport(Mesh(mesh), Agreement(), bucket_bytes, asked) as way:  # type: ignore[arg-type]
                 way.send(cargoes | {3: [*cargoes.get(3, ()), *windows]})
             assert way.way == asked
             expected = dict(everything) | dict.fromkeys(WINDOWS, FULL)
@@ -148,7 +149,7 @@ def arrives(asked: str) -> None:
 
 
 def windows_of(mesh: Any, source: int) -> list[Cargo]:
-    rows, at = "dp_shard" in mesh.mesh_dim_names, Coordinate.of(mesh)
+    rows, at = "dp_shard" in mesh.mesh_dim_names, Mesh(mesh).here
     given = FULL if dist.get_rank() == source else None
     cargoes = []
     for name, (dim, groups) in WINDOWS.items():

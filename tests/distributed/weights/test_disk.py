@@ -21,7 +21,8 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM
 from composer_dist import DDPConfig, MeshConfig, ParallelismConfig, TPConfig
 from composer_dist.checkpoint import load_pretrained
 from composer_dist.distributed import parallelize_composer_model, parallelize_model
-from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.distributed.mesh.layout import Layout
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.whole import gather
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -347,11 +348,11 @@ def any_layout(path: Path) -> None:
     for shape in ((4,), (2, 2)):
         for names in NAMES[len(shape)]:
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-            at, targets = Coordinate.of(mesh), []
+            at, targets = Mesh(mesh).here, []
             for name, value in everything.items():
                 for layout in layouts(value):
                     local = torch.full(layout.local_shape(at), -1.0)
-                    targets.append(Destination(name, layout, local, mesh))
+                    targets.append(Destination(name, layout, local, Mesh(mesh)))
             disk.fill(targets, 64)
             for target in targets:
                 expected = target.layout.part(at).of(everything[target.name].float())
@@ -385,14 +386,14 @@ def test_memory_is_bounded_by_the_buckets(tmp_path: Path, stored: torch.dtype) -
 
 def fill_peak(path: Path, kind: str) -> int:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp" if kind == "columns" else "dp_shard",))
-    disk, at = opened(path), Coordinate.of(mesh)
+    disk, at = opened(path), Mesh(mesh).here
     disk.match.tensors = {
         name: value.t() if kind == "columns" else value for name, value in disk.match.tensors.items()
     }
     targets = []
     for name, value in disk.match.tensors.items():
         layout = Layout(tuple(value.shape), rows=kind == "cut", tp_dim=1 if kind == "columns" else None)
-        targets.append(Destination(name, layout, torch.full(layout.local_shape(at), 1.0), mesh))
+        targets.append(Destination(name, layout, torch.full(layout.local_shape(at), 1.0), Mesh(mesh)))
     gathered = [0]
     gather = dist.all_gather
 
