@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer_dist.models import ComposerClassifier, ComposerModel, HuggingFaceModel
-from composer_dist.trainer import DistributedDataLoader, InMemoryLogger, Trainer
+from composer_dist.trainer import (
+    Callback,
+    DistributedDataLoader,
+    Event,
+    InMemoryLogger,
+    Logger,
+    State,
+    Trainer,
+)
+from tests.kit.compare import close, weights
 from tests.kit.huggingface import llama
 
 IGNORED = -100
@@ -107,6 +118,76 @@ def quiet(model: ComposerModel, **options: Any) -> tuple[Trainer, InMemoryLogger
     log = InMemoryLogger()
     options = {"optimizers": sgd(model), "progress_bar": False, "loggers": log} | options
     return Trainer(model=model, **options), log
+
+
+def my_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def on_parts(
+    parts: list[int], config: Any = None, model: ComposerModel | None = None, **options: Any
+) -> tuple[Trainer, InMemoryLogger]:
+    """A quiet Trainer, of the tagger by default, over one epoch of this rank's parts of the batches."""
+    options = {"max_duration": "1ep", "device": "cpu", "parallelism_config": config} | options
+    if "train_dataloader" not in options:
+        options["train_dataloader"] = batches(parts, my_rank())
+    return quiet(tagger() if model is None else model, **options)
+
+
+Result = tuple[list[float], dict[str, Tensor]]
+"""The losses and the final weights of a run."""
+
+
+def result_of(trainer: Trainer, log: InMemoryLogger) -> Result:
+    return log.values("loss/train/total"), weights(trainer.state.model)
+
+
+def same_training(found: Result, expected: Result) -> None:
+    """Equal to rounding."""
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    close(found[1], expected[1])
+
+
+class At(Callback):
+    """Calls functions of the state at events: `At(batch_end=lambda state: ...)`."""
+
+    def __init__(self, **functions: Callable[[State], Any]) -> None:
+        self.functions = functions
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event.value in self.functions:
+            self.functions[event.value](state)
+
+
+def raising(error: BaseException, batch: int | None = None) -> Callable[[State], None]:
+    """Raises `error`, at one batch or at all."""
+
+    def fail(state: State) -> None:
+        if batch in (None, state.timestamp.batch):
+            raise error
+
+    return fail
+
+
+class Scores(Callback):
+    """Logs the values that it is given, one at each evaluation."""
+
+    def __init__(self, *values: float, name: str = "metrics/eval/score") -> None:
+        self.values, self.name = list(values), name
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        logger.log_metrics({self.name: self.values.pop(0)})
+
+
+class Clock:
+    """Moves on by `step` seconds at each look, and whenever a test moves it."""
+
+    def __init__(self, now: float = 0.0, step: float = 0.0) -> None:
+        self.now, self.step = now, step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
 
 
 def loaders(replicas: int, dataset: Any = None, batch_size: int | None = 3, **options: Any) -> list[Any]:

@@ -12,9 +12,21 @@ from torch._dynamo.utils import counters
 from torch.optim import SGD
 
 from composer_dist.models import ComposerModel
-from composer_dist.trainer import EMA, Callback, CheckpointSaver, FineTuningPhases, NoImprovement, Phase
+from composer_dist.trainer import EMA, CheckpointSaver, FineTuningPhases, NoImprovement, Phase
 from tests.kit.compare import close, weights
-from tests.kit.training import PER_BATCH, batches, language_model, quiet, sentences, tagger
+from tests.kit.training import (
+    PER_BATCH,
+    At,
+    Result,
+    Scores,
+    batches,
+    language_model,
+    on_parts,
+    result_of,
+    same_training,
+    sentences,
+    tagger,
+)
 from tests.kit.world import World
 
 # Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.
@@ -51,65 +63,30 @@ def parts(config: Any) -> list[Any]:
     return batches([4, 2], dist.get_rank())
 
 
-def trained(
-    config: Any, model: ComposerModel | None = None, **options: Any
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of one epoch, of four batches."""
+def trained(config: Any, model: ComposerModel | None = None, **options: Any) -> Result:
+    """One epoch, of four batches."""
     if "compile" in (config or {}):
         torch._dynamo.reset()  # another test's compilations of the same code
         counters.clear()
     model = in_blocks() if model is None else model
-    trainer, log = quiet(
-        model,
-        optimizers=SGD(model.parameters(), lr=0.5, momentum=0.9),
-        parallelism_config=config,
-        device="cpu",
-        max_duration="1ep",
-        **{"train_dataloader": parts(config)} | options,
-    )
+    options = {"optimizers": SGD(model.parameters(), lr=0.5, momentum=0.9)} | options
+    trainer, log = on_parts([], config, model, **{"train_dataloader": parts(config)} | options)
     trainer.fit()
     trainer.close()
-    return log.values("loss/train/total"), weights(model)
+    return result_of(trainer, log)
 
 
-def in_phases(config: Any) -> tuple[list[float], dict[str, Tensor], int]:
-    losses, final = trained(config, callbacks=FineTuningPhases(PHASES))
-    return losses, final, counters["stats"]["unique_graphs"]
+def in_phases(config: Any) -> tuple[Result, int]:
+    return trained(config, callbacks=FineTuningPhases(PHASES)), counters["stats"]["unique_graphs"]
 
 
 @compiles
 @pytest.mark.parametrize("config", [COMPILED | {"fsdp2": {}}, COMPILED | {"ddp": {}}])
 def test_phases_thaw_compiled_blocks(world2: World, config: Any) -> None:
-    losses, expected, _ = in_phases(None)
-    for found, final, graphs in world2(in_phases, config):
-        assert found == pytest.approx(losses, rel=1e-5)
-        close(final, expected)
+    expected, _ = in_phases(None)
+    for found, graphs in world2(in_phases, config):
+        same_training(found, expected)
         assert 2 <= graphs <= 4  # frozen and thawed, with an input that has a gradient and without
-
-
-class Scores(Callback):
-    """The value of each evaluation."""
-
-    def __init__(self, *scores: float) -> None:
-        self.scores = list(scores)
-
-    def eval_end(self, state: Any, logger: Any) -> None:
-        logger.log_metrics({"metrics/eval/score": self.scores.pop(0)})
-
-
-class Averages(Callback):
-    """The averages before each batch, and after it."""
-
-    def __init__(self, ema: EMA) -> None:
-        self.ema = ema
-        self.before: list[dict[str, Tensor]] = []
-        self.after: list[dict[str, Tensor]] = []
-
-    def before_train_batch(self, state: Any, logger: Any) -> None:
-        self.before.append(whole(self.ema))
-
-    def batch_end(self, state: Any, logger: Any) -> None:
-        self.after.append(whole(self.ema))
 
 
 def whole(ema: EMA) -> dict[str, Tensor]:
@@ -120,10 +97,14 @@ def whole(ema: EMA) -> dict[str, Tensor]:
 
 
 def averaged(config: Any) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """The second batch is the best; after the fourth the second phase begins, from there."""
+    """The averages before and after each batch.
+
+    The second batch is the best; after the fourth the second phase begins, from there.
+    """
     until = NoImprovement(metric="metrics/eval/score", mode="max", patience=2)
     ema = EMA("2ba")
-    seen = Averages(ema)
+    before: list[dict[str, Tensor]] = []
+    after: list[dict[str, Tensor]] = []
     trained(
         config,
         train_dataloader=parts(config) * 2,
@@ -133,10 +114,13 @@ def averaged(config: Any) -> tuple[list[dict[str, Tensor]], list[dict[str, Tenso
             Scores(1, 3, 2, 2, 1, 1, 1, 1, 1),
             ema,
             FineTuningPhases([Phase("body.head", until=until), Phase("rest")]),
-            seen,
+            At(
+                before_train_batch=lambda state: before.append(whole(ema)),
+                batch_end=lambda state: after.append(whole(ema)),
+            ),
         ],
     )
-    return seen.before, seen.after
+    return before, after
 
 
 def test_averages_return_to_the_best_with_the_weights(world2: World) -> None:
@@ -173,8 +157,7 @@ def fitted(config: Any) -> tuple[Any, Any, int]:
 @compiles
 def test_auto_finds_the_size_of_compiled_blocks_and_they_are_compiled_then(world2: World) -> None:
     for given, found, graphs in world2(fitted, COMPILED | {"fsdp2": {}}):
-        assert found[0] == pytest.approx(given[0], rel=1e-5)
-        close(found[1], given[1])
+        same_training(found, given)
         assert graphs > 0
 
 
@@ -193,8 +176,7 @@ def fitted_on_parts_of_sentences() -> list[Any]:
 
 def test_auto_finds_the_size_under_context_parallelism(world2: World) -> None:
     for given, found in world2(fitted_on_parts_of_sentences):
-        assert found[0] == pytest.approx(given[0], rel=1e-5)
-        close(found[1], given[1])
+        same_training(found, given)
 
 
 def resumed(folder: Any) -> None:
@@ -203,16 +185,9 @@ def resumed(folder: Any) -> None:
     def run(duration: str, **options: Any) -> dict[str, Tensor]:
         model, ema = tagger(), EMA("2ba")
         saver = CheckpointSaver(folder, "1ba", asynchronous=False)
-        trainer, _ = quiet(
-            model,
-            optimizers=SGD(model.parameters(), lr=0.5, momentum=0.9),
-            parallelism_config="fsdp",
-            device="cpu",
-            train_dataloader=batches([4, 2], dist.get_rank()),
-            max_duration="1ep",
-            callbacks=[ema, FineTuningPhases(PHASES), saver],
-            **options,
-        )
+        options["optimizers"] = SGD(model.parameters(), lr=0.5, momentum=0.9)
+        callbacks = [ema, FineTuningPhases(PHASES), saver]
+        trainer, _ = on_parts([4, 2], "fsdp", model, callbacks=callbacks, **options)
         trainer.fit(duration=duration)
         trainer.close()
         return whole(ema) | weights(model)

@@ -13,8 +13,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
-from composer_dist.trainer import Callback, Evaluator, Event
-from tests.kit.training import classifier, joined, loader, points, quiet, sgd, tagged, tagger
+from composer_dist.trainer import Evaluator
+from tests.kit.training import At, classifier, joined, loader, points, quiet, sgd, tagged, tagger
 from tests.kit.world import World
 
 
@@ -67,12 +67,10 @@ def test_modes_and_gradients_come_back() -> None:
     module[0].eval()
     seen: list[tuple[bool, bool, Any]] = []
 
-    class Modes(Callback):
-        def run_event(self, event: Event, state: Any, logger: Any) -> None:
-            if event is Event.EVAL_AFTER_FORWARD:
-                seen.append((model.training, torch.is_grad_enabled(), state.dataloader_label))
+    def note(state: Any) -> None:
+        seen.append((model.training, torch.is_grad_enabled(), state.dataloader_label))
 
-    trainer, _ = quiet(model, callbacks=Modes())
+    trainer, _ = quiet(model, callbacks=At(eval_after_forward=note))
     trainer.eval(loader())
     assert seen == [(False, False, "eval")] * 3
     assert [module[0].training, module[1].training, model.training] == [False, True, True]

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
@@ -15,123 +14,90 @@ from torch.optim import SGD
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed.prepare import parallelize_composer_model
 from composer_dist.errors import ParallelismValueError
-from tests.kit.compare import close, weights
 from tests.kit.training import (
     BATCHES,
     IGNORED,
     PER_BATCH,
+    Result,
     batches,
     classifier,
     language_model,
+    on_parts,
     quiet,
+    result_of,
+    same_training,
     sentences,
     tagger,
 )
 from tests.kit.world import World
 
-Result = tuple[list[float], dict[str, Tensor]]
-DDP = DDPConfig()
+DDP = {"ddp": {}}
+
+
+def made(parts: list[int], config: Any = None, **options: Any) -> tuple[Any, Any]:
+    model = tagger()
+    optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
+    return on_parts(parts, config, model, optimizers=optimizer, **options)
 
 
 def train(parts: list[int], config: Any = None, **options: Any) -> Result:
-    """Losses and final weights of a run on this rank's parts of the batches."""
-    model = tagger()
-    optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    trainer, log = quiet(
-        model,
-        optimizers=optimizer,
-        train_dataloader=batches(parts, rank),
-        max_duration="1ep",
-        parallelism_config=config,
-        device="cpu",
-        **options,
-    )
+    """A run on this rank's parts of the batches."""
+    trainer, log = made(parts, config, **options)
+    model = trainer.state.model
     trainer.fit()
     assert (trainer.preparation is not None) == (config is not None)
     assert all(isinstance(p, DTensor) for p in model.parameters()) == (
         config == "fsdp" or "fsdp2" in (config or "")
     )
     trainer.close()
-    return log.values("loss/train/total"), weights(model)
+    return result_of(trainer, log)
 
 
 @pytest.mark.promise(98)
 @pytest.mark.parametrize(
-    ("parts", "options"),
+    ("config", "parts", "size", "clipping"),
     [
-        ([3, 3], {}),
-        ([4, 2], {}),
-        ([3, 3], {"device_train_microbatch_size": 1}),
-        ([5, 1], {"device_train_microbatch_size": 2}),
-        ([4, 2], {"device_train_microbatch_size": 1, "gradient_clipping": 0.05}),
+        ("fsdp", [3, 3], None, None),
+        ("fsdp", [4, 2], None, None),
+        ("fsdp", [3, 3], 1, None),
+        ("fsdp", [5, 1], 2, None),
+        ("fsdp", [4, 2], 1, 0.05),
+        (DDP, [4, 2], None, None),
+        (DDP, [5, 1], 2, 0.05),
     ],
 )
-def test_fsdp2_trains_as_one_process_on_the_whole_batch(
-    world2: World, parts: list[int], options: dict[str, Any]
+def test_two_ranks_train_as_one_process_on_the_whole_batch(
+    world2: World, config: Any, parts: list[int], size: int | None, clipping: float | None
 ) -> None:
-    clipping = {key: options[key] for key in options if key == "gradient_clipping"}
-    losses, expected = train([PER_BATCH], **clipping)
-    for found, parameters in world2(train, parts, "fsdp", **options):
-        assert found == pytest.approx(losses, rel=1e-5)
-        close(parameters, expected)
+    expected = train([PER_BATCH], gradient_clipping=clipping)
+    options = {"device_train_microbatch_size": size, "gradient_clipping": clipping}
+    for found in world2(train, parts, config, **options):
+        same_training(found, expected)
 
 
 @pytest.mark.promise(98)
 def test_hsdp_trains_as_one_process_on_the_whole_batch(world4: World) -> None:
-    losses, expected = train([PER_BATCH])
     config = {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "fsdp2": {}}
-    for found, parameters in world4(train, [1, 1, 3, 1], config, device_train_microbatch_size=1):
-        assert found == pytest.approx(losses, rel=1e-5)
-        close(parameters, expected)
-
-
-DDP = {"ddp": {}}
-
-
-@pytest.mark.promise(98)
-@pytest.mark.parametrize(
-    ("parts", "options"),
-    [([4, 2], {}), ([5, 1], {"device_train_microbatch_size": 2, "gradient_clipping": 0.05})],
-)
-def test_ddp_trains_as_one_process_on_the_whole_batch(
-    world2: World, parts: list[int], options: dict[str, Any]
-) -> None:
-    clipping = {key: options[key] for key in options if key == "gradient_clipping"}
-    losses, expected = train([PER_BATCH], **clipping)
-    for found, parameters in world2(train, parts, DDP, **options):
-        assert found == pytest.approx(losses, rel=1e-5)
-        close(parameters, expected)
+    for found in world4(train, [1, 1, 3, 1], config, device_train_microbatch_size=1):
+        same_training(found, train([PER_BATCH]))
 
 
 def in_pieces(config: Any = None) -> Result:
     """The same run as `train`, cut into pieces, with an evaluation in between."""
-    model = tagger()
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    mine = batches([3, 3] if config else [PER_BATCH], rank)
-    trainer, log = quiet(
-        model,
-        optimizers=SGD(model.parameters(), lr=0.5, momentum=0.9),
-        train_dataloader=mine,
-        parallelism_config=config,
-        device="cpu",
-    )
+    trainer, log = made([3, 3] if config else [PER_BATCH], config, max_duration=None)
     for duration in ("1ba", "2ba", "1ep"):
         trainer.fit(duration=duration)
-        trainer.eval(mine)
+        trainer.eval(trainer.state.train_dataloader)
     assert trainer.state.timestamp.epoch == 1
-    return log.values("loss/train/total"), weights(model)
+    return result_of(trainer, log)
 
 
 @pytest.mark.promise(98)
 def test_fit_goes_on_where_it_ended_with_evaluations_in_between(world2: World) -> None:
-    losses, expected = train([PER_BATCH])
-    for found, parameters in [in_pieces(), *world2(in_pieces, "fsdp"), *world2(in_pieces, DDP)]:
-        assert found == pytest.approx(losses, rel=1e-5)
-        close(parameters, expected)
+    for found in [in_pieces(), *world2(in_pieces, "fsdp"), *world2(in_pieces, DDP)]:
+        same_training(found, train([PER_BATCH]))
 
 
 def no_config() -> None:
@@ -147,25 +113,18 @@ def prepared_before(config: Any) -> Result:
     model = tagger()
     optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
     parallelize_composer_model(model, optimizer, config)
-    trainer, log = quiet(
-        model,
-        optimizers=optimizer,
-        train_dataloader=batches([3, 3], dist.get_rank()),
-        max_duration="1ep",
-    )
+    trainer, log = on_parts([3, 3], None, model, optimizers=optimizer, device=None)
     trainer.fit()
-    return log.values("loss/train/total"), weights(model)
+    return result_of(trainer, log)
 
 
 def test_a_model_that_is_prepared_already_is_trained_as_it_is(world2: World) -> None:
-    losses, expected = train([PER_BATCH])
-    for found, parameters in [*world2(prepared_before, "fsdp"), *world2(prepared_before, DDP)]:
-        assert found == pytest.approx(losses, rel=1e-5)
-        close(parameters, expected)
+    for found in [*world2(prepared_before, "fsdp"), *world2(prepared_before, DDP)]:
+        same_training(found, train([PER_BATCH]))
 
 
 def trained_llama(parts: list[int], config: Any = None, size: int | None = None, peers: int = 1) -> Result:
-    """Losses and final weights; `peers` ranks after one another have the same part."""
+    """`peers` ranks after one another have the same part."""
     model, batch = language_model(), sentences(sum(parts))
     rank = dist.get_rank() // peers if dist.is_initialized() else 0
     rows = slice(sum(parts[:rank]), sum(parts[: rank + 1]))
@@ -181,34 +140,24 @@ def trained_llama(parts: list[int], config: Any = None, size: int | None = None,
     )
     trainer.fit()
     assert trainer.state.timestamp.token == 3 * sum(parts) * 8
-    return log.values("loss/train/total"), weights(model)
+    return result_of(trainer, log)
 
 
 @pytest.mark.promise(99)
 def test_a_language_models_gradients_are_weighted_by_tokens(world2: World) -> None:
-    losses, expected = trained_llama([7])
-    for found, parameters in world2(trained_llama, [5, 2], "fsdp", 2):
-        assert found == pytest.approx(losses, rel=1e-5)
-        close(parameters, expected)
+    for found in world2(trained_llama, [5, 2], "fsdp", 2):
+        same_training(found, trained_llama([7]))
 
 
 def tagger_on_parts_of_sentences(config: Any = None) -> Result:
     """Sentences one position longer, so that two ranks can share them; their labels are not equally many."""
-    model = tagger()
-    trainer, log = quiet(
-        model,
-        optimizers=SGD(model.parameters(), lr=0.5),
-        train_dataloader=[
-            {"input_ids": pad(one["input_ids"], (0, 1)), "labels": pad(one["labels"], (0, 1), value=IGNORED)}
-            for one in batches([PER_BATCH], 0)
-        ],
-        max_duration="1ep",
-        parallelism_config=config,
-        device="cpu",
-        device_train_microbatch_size=4,
-    )
+    data = [
+        {"input_ids": pad(one["input_ids"], (0, 1)), "labels": pad(one["labels"], (0, 1), value=IGNORED)}
+        for one in batches([PER_BATCH], 0)
+    ]
+    trainer, log = made([], config, train_dataloader=data, device_train_microbatch_size=4)
     trainer.fit()
-    return log.values("loss/train/total"), weights(model)
+    return result_of(trainer, log)
 
 
 def both_on_parts_of_sentences() -> list[Result]:
@@ -220,57 +169,38 @@ def test_context_parallelism_trains_as_one_process(world2: World) -> None:
     """A loss that the model computes, weighted by the whole's labels, and one that the Trainer weighs."""
     expected = [trained_llama([7]), tagger_on_parts_of_sentences()]
     for results in world2(both_on_parts_of_sentences):
-        for (found, parameters), (losses, whole) in zip(results, expected, strict=True):
-            assert found == pytest.approx(losses, rel=1e-5)
-            close(parameters, whole)
+        for found, whole in zip(results, expected, strict=True):
+            same_training(found, whole)
 
 
 @pytest.mark.slow
 def test_context_parallelism_beside_data_parallelism_trains_as_one_process(world4: World) -> None:
-    losses, expected = trained_llama([7])
-    for found, parameters in world4(trained_llama, [5, 2], {"mesh": {"cp": 2}}, 2, peers=2):
-        assert found == pytest.approx(losses, rel=1e-5)
-        close(parameters, expected)
+    for found in world4(trained_llama, [5, 2], {"mesh": {"cp": 2}}, 2, peers=2):
+        same_training(found, trained_llama([7]))
 
 
 def on_a_mesh_of_the_users(alias: bool) -> tuple[tuple[int, ...], Result]:
     mesh = init_device_mesh("cpu", (2, 2))
     config = FSDP2Config(device_mesh=mesh) if alias else ParallelismConfig(mesh=mesh)
-    model = tagger()
-    trainer, log = quiet(
-        model,
-        optimizers=SGD(model.parameters(), lr=0.5, momentum=0.9),
-        train_dataloader=batches([2, 1, 2, 1], dist.get_rank()),
-        max_duration="1ep",
-        parallelism_config=config,
-    )
+    trainer, log = made([2, 1, 2, 1], config, device=None)
     assert trainer.preparation is not None
     trainer.fit()
-    return tuple(trainer.preparation.mesh.shape), (log.values("loss/train/total"), weights(model))
+    return tuple(trainer.preparation.mesh.shape), result_of(trainer, log)
 
 
 @pytest.mark.promise(89)
 @pytest.mark.parametrize("alias", [True, False])
 def test_a_mesh_of_the_users_stays_what_it_is(world4: World, alias: bool) -> None:
-    losses, expected = train([PER_BATCH])
-    for shape, (found, parameters) in world4(on_a_mesh_of_the_users, alias):
+    for shape, found in world4(on_a_mesh_of_the_users, alias):
         assert shape == (2, 2)
-        assert found == pytest.approx(losses, rel=1e-5)
-        close(parameters, expected)
+        same_training(found, train([PER_BATCH]))
 
 
 def with_evaluations(reshard: bool | int) -> tuple[list[float], list[float]]:
     mine = batches([3, 3], dist.get_rank())
-    trainer, log = quiet(
-        tagger(),
-        train_dataloader=mine,
-        eval_dataloader=mine,
-        eval_interval="1ba",
-        max_duration="1ep",
-        parallelism_config={"fsdp2": {"reshard_after_forward": reshard}},
-        device_train_microbatch_size=1,
-        gradient_clipping=0.1,
-    )
+    config = {"fsdp2": {"reshard_after_forward": reshard}}
+    options = {"device_train_microbatch_size": 1, "gradient_clipping": 0.1}
+    trainer, log = on_parts([3, 3], config, eval_dataloader=mine, eval_interval="1ba", **options)
     trainer.fit()
     return log.values("loss/train/total"), log.values("loss/eval/total")
 

@@ -7,60 +7,46 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.errors import ParallelismValueError
-from composer_dist.trainer import Callback, LossScaling
+from composer_dist.trainer import LossScaling
 from tests.kit.compare import close, weights
-from tests.kit.training import batches, classifier, loader, quiet, tagger
+from tests.kit.training import At, classifier, loader, on_parts, quiet, tagger
 from tests.kit.world import World
 
 
-class Overflow(Callback):
+def overflow(state: Any) -> None:
     """The loss of the second batch is too large for float16, on one rank."""
-
-    def __init__(self) -> None:
-        self.after: list[dict[str, Tensor]] = []
-
-    def after_loss(self, state: Any, logger: Any) -> None:
-        if state.timestamp.batch == 1 and state.rank == state.world_size - 1:
-            state.loss = state.loss * torch.inf
-
-    def batch_end(self, state: Any, logger: Any) -> None:
-        self.after.append(weights(state.model))
+    if state.timestamp.batch == 1 and state.rank == state.world_size - 1:
+        state.loss = state.loss * torch.inf
 
 
 def half(config: Any, precision: str = "amp_fp16") -> tuple[list[bool], list[float], dict[str, Tensor]]:
     """Which batches moved the weights, the scales, and the weights after the first batch."""
     model = tagger()
-    rank = dist.get_rank() if dist.is_initialized() else 0
     optimizer = SGD(model.parameters(), lr=0.1)
-    callback = Overflow()
-    before = weights(model)
-    trainer, log = quiet(
+    states = [weights(model)]
+    trainer, log = on_parts(
+        [3, 3] if config else [6],
+        config,
         model,
         optimizers=optimizer,
         schedulers=StepLR(optimizer, 100),
         step_schedulers_every_batch=True,
-        train_dataloader=batches([3, 3] if config else [6], rank),
-        parallelism_config=config,
         precision=precision,
         loss_scaling=LossScaling(init_scale=1024.0, growth_interval=2) if precision == "amp_fp16" else None,
         gradient_clipping=1.0,
-        callbacks=callback,
-        max_duration="1ep",
-        device="cpu",
+        callbacks=At(after_loss=overflow, batch_end=lambda state: states.append(weights(state.model))),
     )
     trainer.fit()
-    states = [before, *callback.after]
     moved = [any(not torch.equal(one[name], two[name]) for name in one) for one, two in pairwise(states)]
     saved = trainer.state_dict()["loss_scaler"]
     assert saved == (trainer.state.loss_scaler and trainer.state.loss_scaler.state_dict())
-    return moved, log.values("loss_scale") if precision == "amp_fp16" else [], callback.after[0]
+    return moved, log.values("loss_scale") if precision == "amp_fp16" else [], states[1]
 
 
 @pytest.mark.promise(100)

@@ -27,13 +27,11 @@ from composer_dist.trainer import (
     Callback,
     CheckpointSaver,
     DistributedDataLoader,
-    Logger,
     Resume,
-    State,
     Trainer,
 )
 from tests.kit.compare import close, weights
-from tests.kit.training import points, quiet
+from tests.kit.training import At, Result, points, quiet, raising, result_of
 from tests.kit.world import World
 
 SAMPLES = 22
@@ -54,27 +52,16 @@ class Dropping(nn.Module):
         return logits
 
 
-class Seen(Callback):
+class Seen(At):
     """Which samples each batch had."""
 
     def __init__(self) -> None:
         self.samples: list[list[float]] = []
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        self.samples.append(state.batch[0][:, 0].tolist())
+        super().__init__(batch_end=lambda state: self.samples.append(state.batch[0][:, 0].tolist()))
 
 
 class CrashError(Exception):
     """As if the process had been killed: nothing is saved after it."""
-
-
-class CrashAt(Callback):
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch == self.batch:
-            raise CrashError
 
 
 def trainer(folder: Path, *callbacks: Callback, **options: Any) -> tuple[Trainer, Any]:
@@ -96,21 +83,21 @@ def trainer(folder: Path, *callbacks: Callback, **options: Any) -> tuple[Trainer
     )
 
 
-def whole(folder: Path) -> tuple[list[float], dict[str, Tensor], list[list[float]]]:
+def whole(folder: Path) -> tuple[Result, list[list[float]]]:
     seen = Seen()
     one, log = trainer(folder / "whole", seen, resume=True)
     assert one.resumed_from is None
     one.fit()
-    return log.values("loss/train/total"), weights(one.state.model), seen.samples
+    return result_of(one, log), seen.samples
 
 
-def crashed(folder: Path, *batches: int) -> tuple[list[float], dict[str, Tensor], list[list[float]]]:
+def crashed(folder: Path, *batches: int) -> tuple[Result, list[list[float]]]:
     """Crashes after some batches, each time in another Trainer, and then ends; losses by batch."""
     losses: dict[int, float] = {}
     samples: dict[int, list[float]] = {}
     for crash in (*batches, 1000):
         seen = Seen()
-        one, log = trainer(folder / "crashed", seen, CrashAt(crash), resume=True)
+        one, log = trainer(folder / "crashed", seen, At(batch_end=raising(CrashError(), crash)), resume=True)
         start = one.state.timestamp.batch
         assert start == (0 if one.resumed_from is None else int(one.resumed_from.rpartition("ba")[2]))
         try:
@@ -121,14 +108,14 @@ def crashed(folder: Path, *batches: int) -> tuple[list[float], dict[str, Tensor]
         losses |= {start + number: value for number, value in enumerate(values)}
         samples |= {start + number: value for number, value in enumerate(seen.samples)}
     ordered = sorted(losses)
-    return [losses[n] for n in ordered], weights(one.state.model), [samples[n] for n in ordered]
+    return ([losses[n] for n in ordered], weights(one.state.model)), [samples[n] for n in ordered]
 
 
 def crash_and_compare(folder: Path, *batches: int) -> None:
-    expected, found = whole(folder), crashed(folder, *batches)
-    assert found[0] == expected[0]
-    assert found[2] == expected[2]
-    assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
+    ((expected, final), samples), (found, seen) = whole(folder), crashed(folder, *batches)
+    assert found[0] == expected
+    assert seen == samples
+    assert all(torch.equal(found[1][name], final[name]) for name in final)
 
 
 @pytest.mark.promise(100)

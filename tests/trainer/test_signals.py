@@ -18,10 +18,11 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from composer_dist.trainer import Callback, CheckpointSaver, Logger, State
+from composer_dist.trainer import CheckpointSaver
 from composer_dist.trainer.signals import EXIT_STATUS
 from tests.kit.compare import weights
 from tests.kit.scripts.killable import GLOBAL_BATCH, SAMPLES, Ending, build
+from tests.kit.training import At, raising
 from tests.kit.world import World
 
 BATCHES = 18
@@ -87,11 +88,6 @@ def test_sigterm_at_the_very_end_is_not_lost(tmp_path: Path) -> None:
     assert build(tmp_path, parallel=False).state.timestamp.batch == BATCHES
 
 
-class Failing(Callback):
-    def batch_end(self, state: State, logger: Logger) -> None:
-        raise ArithmeticError("no")
-
-
 def test_the_handler_goes_with_the_fit(tmp_path: Path) -> None:
     def mine(number: int, frame: Any) -> None:
         pass
@@ -103,7 +99,7 @@ def test_the_handler_goes_with_the_fit(tmp_path: Path) -> None:
         trainer.fit(duration="1ba")
         assert signal.getsignal(signal.SIGTERM) is mine
         with pytest.raises(ArithmeticError):
-            build(tmp_path, Failing(), parallel=False).fit()
+            build(tmp_path, At(batch_end=raising(ArithmeticError())), parallel=False).fit()
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, original)

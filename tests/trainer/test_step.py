@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.trainer import Callback, Event, GradientClipping
+from composer_dist.trainer import GradientClipping
 from composer_dist.trainer.step import total_loss
 from tests.kit.compare import close, weights
 from tests.kit.measure import Collectives
 from tests.kit.training import (
     IGNORED,
     PER_BATCH,
+    At,
     Tagger,
-    batches,
     classifier,
     joined,
     loader,
+    on_parts,
     quiet,
     sgd,
     tagged,
@@ -31,15 +32,15 @@ from tests.kit.training import (
 from tests.kit.world import World
 
 
-class Gradients(Callback):
+class Gradients(At):
     """Keeps each batch's gradients, before they are clipped."""
 
     def __init__(self) -> None:
+        super().__init__(after_train_batch=self.keep)
         self.kept: list[dict[str, Tensor]] = []
 
-    def after_train_batch(self, state: Any, logger: Any) -> None:
-        named = state.model.named_parameters()
-        self.kept.append({name: p.grad.clone() for name, p in named})
+    def keep(self, state: Any) -> None:
+        self.kept.append({name: p.grad.clone() for name, p in state.model.named_parameters()})
 
 
 def reference(batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
@@ -56,14 +57,9 @@ def test_microbatches_give_the_whole_batchs_gradients(size: int | None) -> None:
     batch = joined(tagged(7))
     loss, expected = reference(batch)
     seen = Gradients()
-    trainer, log = quiet(
-        tagger(),
-        train_dataloader=[batch],
-        device_train_microbatch_size=size,
-        callbacks=seen,
-        device="cpu",
-    )
-    trainer.fit(duration="1ba")
+    options = {"device_train_microbatch_size": size, "callbacks": seen}
+    trainer, log = on_parts([], train_dataloader=[batch], **options)
+    trainer.fit()
     close(seen.kept[0], expected)
     assert log.values("loss/train/total") == [pytest.approx(loss, rel=1e-6)]
 
@@ -144,58 +140,42 @@ def test_training_metrics_are_those_of_the_batch() -> None:
     batches = list(loader())
     seen: list[float] = []
 
-    class Accuracy(Callback):
-        def run_event(self, event: Event, state: Any, logger: Any) -> None:
-            if event is Event.AFTER_FORWARD:
-                hits = state.outputs.argmax(1) == state.batch[1]
-                seen.append(hits.float().mean().item())
+    def accuracy(state: Any) -> None:
+        seen.append((state.outputs.argmax(1) == state.batch[1]).float().mean().item())
 
-    trainer, log = quiet(model, train_dataloader=batches, callbacks=Accuracy())
+    trainer, log = quiet(model, train_dataloader=batches, callbacks=At(after_forward=accuracy))
     trainer.fit(duration="1ep")
     assert log.values("metrics/train/MulticlassAccuracy") == pytest.approx(seen)
 
 
 def test_the_state_shows_microbatches_and_then_the_batch() -> None:
-    sizes: list[tuple[str, int]] = []
+    sizes: list[int] = []
 
-    class Sizes(Callback):
-        def run_event(self, event: Event, state: Any, logger: Any) -> None:
-            if event in (Event.BATCH_START, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH):
-                sizes.append((event.value, len(state.batch[0])))
+    def size(state: Any) -> None:
+        sizes.append(len(state.batch[0]))
 
+    seen = At(batch_start=size, after_loss=size, after_train_batch=size)
     trainer, _ = quiet(
-        classifier(),
-        train_dataloader=loader(),
-        device_train_microbatch_size=3,
-        callbacks=Sizes(),
+        classifier(), train_dataloader=loader(), device_train_microbatch_size=3, callbacks=seen
     )
     trainer.fit(duration="1ba")
-    assert sizes == [("batch_start", 4), ("after_loss", 2), ("after_loss", 2), ("after_train_batch", 4)]
+    assert sizes == [4, 2, 2, 4]
 
 
 def test_outputs_are_let_go_before_backward() -> None:
-    held: list[tuple[str, bool]] = []
+    held: list[bool] = []
 
-    class Held(Callback):
-        def run_event(self, event: Event, state: Any, logger: Any) -> None:
-            if event in (Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD):
-                held.append((event.value, state.outputs is not None))
+    def note(state: Any) -> None:
+        held.append(state.outputs is not None)
 
-    trainer, _ = quiet(classifier(), train_dataloader=loader(), callbacks=Held())
+    seen = At(before_backward=note, after_backward=note)
+    trainer, _ = quiet(classifier(), train_dataloader=loader(), callbacks=seen)
     trainer.fit(duration="1ba")
-    assert held == [("before_backward", True), ("after_backward", False)]
+    assert held == [True, False]
 
 
 def clipped_norms(parts: list[int], config: Any = None) -> list[float]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    trainer, log = quiet(
-        tagger(),
-        train_dataloader=batches(parts, rank),
-        max_duration="1ep",
-        gradient_clipping=0.01,
-        parallelism_config=config,
-        device="cpu",
-    )
+    trainer, log = on_parts(parts, config, gradient_clipping=0.01)
     trainer.fit()
     return log.values("l2_norm/grad/global")
 
@@ -210,13 +190,8 @@ def test_the_norm_that_is_clipped_is_the_whole_models(world2: World) -> None:
 
 def collectives(microbatch_size: int | None, how: str = "sharded") -> Counter[str]:
     """What one batch of 3 samples sends."""
-    trainer, _ = quiet(
-        tagger(),
-        train_dataloader=batches([3, 3], dist.get_rank()),
-        device_train_microbatch_size=microbatch_size,
-        accumulate=how,
-        parallelism_config="fsdp",
-    )
+    options = {"device_train_microbatch_size": microbatch_size, "accumulate": how}
+    trainer, _ = on_parts([3, 3], "fsdp", **options)
     trainer.fit(duration="1ba")
     with Collectives() as counted:
         trainer.fit(duration="1ba")
@@ -231,3 +206,21 @@ def test_gradients_are_reduced_once_per_microbatch_or_per_batch(world2: World) -
     assert cut["_reduce_scatter_base_"] == 3 * whole["_reduce_scatter_base_"]
     assert cut["_allgather_base_"] > whole["_allgather_base_"] > 0
     assert cut["allreduce_"] == whole["allreduce_"] == 2  # what the ranks have, and the loss
+
+
+def test_a_number_is_a_norm() -> None:
+    assert GradientClipping.of(1) == GradientClipping(norm=1)
+    clipping = GradientClipping(value=0.5)
+    assert GradientClipping.of(clipping) is clipping
+    assert GradientClipping.of(None) is None
+    GradientClipping(norm=1.0, norm_type=math.inf)
+
+
+def test_what_clips_nothing_or_everything_is_refused() -> None:
+    with pytest.raises(ParallelismValueError, match="needs a norm or a value"):
+        GradientClipping()
+    for name in ("norm", "value", "norm_type"):
+        with pytest.raises(ParallelismValueError, match=f"{name} must be positive, not -1"):
+            GradientClipping(**{"norm": 1.0, name: -1})
+    with pytest.raises(ParallelismValueError, match="norm must be positive, not 0"):
+        GradientClipping.of(0)

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from composer_dist.trainer.clock import Timestamp
 from composer_dist.trainer.throughput import Rates, Throughput
-
-
-class Clock:
-    """Seconds that a test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.kit.training import Clock
 
 
 def test_rates_are_those_of_the_window() -> None:

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
-from composer_dist.trainer import Callback, InMemoryLogger, LossScaling, Time, Trainer
+from composer_dist.trainer import Callback, LossScaling, Time, Trainer
 from tests.kit.compare import close, weights
-from tests.kit.training import classifier, joined, loader, points, quiet, sgd, tagged, tagger
+from tests.kit.training import At, classifier, joined, loader, on_parts, points, quiet, sgd, tagged, tagger
 
 
 def by_hand(epochs: int) -> dict[str, torch.Tensor]:
@@ -207,13 +207,10 @@ def test_a_seed_repeats_a_run_with_dropout() -> None:
 def test_bf16_computes_low_and_keeps_float32_weights() -> None:
     dtypes = []
 
-    class Dtypes(Callback):
-        def after_forward(self, state: Any, logger: Any) -> None:
-            dtypes.append(state.outputs.dtype)
-
+    seen = At(after_forward=lambda state: dtypes.append(state.outputs.dtype))
     for precision, dtype in [("amp_bf16", torch.bfloat16), ("fp32", torch.float32)]:
         model = classifier()
-        trainer, _ = quiet(model, precision=precision, callbacks=Dtypes(), train_dataloader=loader())
+        trainer, _ = quiet(model, precision=precision, callbacks=seen, train_dataloader=loader())
         trainer.fit(duration="1ba")
         assert dtypes.pop() is dtype
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -252,13 +249,13 @@ def test_leaving_the_context_closes() -> None:
 
 
 def test_stopping_ends_the_fit_and_the_next_one_goes_on() -> None:
-    class Stop(Callback):
-        def batch_end(self, state: Any, logger: Any) -> None:
-            if state.timestamp.batch == 2:
-                state.stop_training()
+    def stop(state: Any) -> None:
+        if state.timestamp.batch == 2:
+            state.stop_training()
 
     model = classifier()
-    trainer, _ = quiet(model, train_dataloader=loader(), callbacks=Stop(), max_duration="2ep")
+    stopping = At(batch_end=stop)
+    trainer, _ = quiet(model, train_dataloader=loader(), callbacks=stopping, max_duration="2ep")
     trainer.fit()
     assert trainer.state.timestamp.batch == 2
     trainer.fit()
@@ -268,18 +265,7 @@ def test_stopping_ends_the_fit_and_the_next_one_goes_on() -> None:
 @pytest.mark.promise(98)
 def test_a_config_prepares_the_model_in_a_world_of_one() -> None:
     model = classifier()
-    optimizer = sgd(model)
-    log = InMemoryLogger()
-    trainer = Trainer(
-        model=model,
-        optimizers=optimizer,
-        train_dataloader=loader(),
-        max_duration=Time.of("2ep"),
-        parallelism_config="fsdp",
-        device="cpu",
-        loggers=[log],
-        progress_bar=False,
-    )
+    trainer, log = on_parts([], "fsdp", model, train_dataloader=loader(), max_duration=Time.of("2ep"))
     assert trainer.preparation is not None
     assert trainer.preparation.model is model
     trainer.fit()

@@ -8,26 +8,16 @@ import pytest
 import torch.distributed as dist
 
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
-from composer_dist.trainer import Callback, EarlyStopping
-from tests.kit.training import batches, classifier, loader, quiet, tagger
+from composer_dist.trainer import EarlyStopping
+from tests.kit.training import Scores, batches, classifier, loader, on_parts, quiet
 from tests.kit.world import World
-
-
-class Scores(Callback):
-    """Gives an evaluation's metric the values of a list, one after the other."""
-
-    def __init__(self, values: list[float], name: str = "metrics/eval/score") -> None:
-        self._values, self._name = iter(values), name
-
-    def eval_end(self, state: Any, logger: Any) -> None:
-        logger.log_metrics({self._name: next(self._values)})
 
 
 def stopped_after(values: list[float], *args: Any, name: str = "metrics/eval/score", **options: Any) -> int:
     """Epochs until it stops, of as many as there are values."""
     trainer, _ = quiet(
         classifier(),
-        callbacks=[Scores(values, name), EarlyStopping(name, *args, **options)],
+        callbacks=[Scores(*values, name=name), EarlyStopping(name, *args, **options)],
         train_dataloader=loader(),
         eval_dataloader=loader(4),
     )
@@ -82,7 +72,7 @@ def test_it_remembers() -> None:
     first = EarlyStopping("metrics/eval/score", patience=3)
     trainer, _ = quiet(
         classifier(),
-        callbacks=[Scores([5, 1, 1]), first],
+        callbacks=[Scores(5, 1, 1), first],
         train_dataloader=loader(),
         eval_dataloader=loader(4),
     )
@@ -115,14 +105,9 @@ def on_ranks_that_differ() -> int:
     rank = dist.get_rank()
     data = batches([3, 3], rank)
     scores = [[1, 2, 3, 4, 5], [1, 2, 1, 1, 1]][rank]
-    trainer, _ = quiet(
-        tagger(),
-        callbacks=[Scores([*map(float, scores)]), EarlyStopping("metrics/eval/score")],
-        train_dataloader=data,
-        eval_dataloader=data,
-        parallelism_config="fsdp",
-    )
-    trainer.fit(duration="5ep")
+    callbacks = [Scores(*scores), EarlyStopping("metrics/eval/score")]
+    trainer, _ = on_parts([3, 3], "fsdp", callbacks=callbacks, eval_dataloader=data, max_duration="5ep")
+    trainer.fit()
     return trainer.state.timestamp.epoch
 
 

@@ -5,46 +5,41 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD
 
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.errors import ParallelismValueError
-from composer_dist.trainer import EMA, Callback
+from composer_dist.trainer import EMA
 from tests.kit.compare import close, weights
-from tests.kit.training import batches, quiet, tagger
+from tests.kit.training import At, batches, my_rank, on_parts, tagger
 from tests.kit.world import World
 
 
-class Seen(Callback):
+class Seen(At):
     """The weights after each batch, and those that are evaluated."""
 
     def __init__(self) -> None:
         self.trained: list[dict[str, Tensor]] = []
         self.evaluated: list[dict[str, Tensor]] = []
-
-    def batch_end(self, state: Any, logger: Any) -> None:
-        self.trained.append(weights(state.model))
-
-    def eval_start(self, state: Any, logger: Any) -> None:
-        self.evaluated.append(weights(state.model))
+        super().__init__(
+            batch_end=lambda state: self.trained.append(weights(state.model)),
+            eval_start=lambda state: self.evaluated.append(weights(state.model)),
+        )
 
 
 def averaged(config: Any) -> tuple[Seen, dict[str, Tensor], dict[str, Tensor]]:
     model = tagger()
-    mine = batches([3, 3] if config else [6], dist.get_rank() if dist.is_initialized() else 0)
+    parts = [3, 3] if config else [6]
     seen, ema = Seen(), EMA("2ba")
-    trainer, _ = quiet(
+    trainer, _ = on_parts(
+        parts,
+        config,
         model,
         optimizers=SGD(model.parameters(), lr=0.5),
-        train_dataloader=mine,
-        eval_dataloader=mine,
+        eval_dataloader=batches(parts, my_rank()),
         eval_interval="2ba",
-        max_duration="1ep",
-        parallelism_config=config,
         callbacks=[seen, ema],
-        device="cpu",
     )
     trainer.fit()
     saved = trainer.state_dict()["callbacks"]["EMA/0"]

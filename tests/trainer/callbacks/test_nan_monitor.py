@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import Callback, NaNMonitor, Trainer
 from tests.kit.compare import close, weights
-from tests.kit.training import batches, classifier, loader, points, quiet, tagger
+from tests.kit.training import At, classifier, loader, on_parts, points, quiet
 from tests.kit.world import World
 
 
@@ -42,12 +41,7 @@ def test_a_bad_batch_is_named_and_the_weights_stay() -> None:
     trainer, _ = quiet(model, callbacks=[Spoil("batch", 1), NaNMonitor()])
     data = [points(4)[:] for _ in range(3)]
     before: dict[str, Any] = {}
-
-    class Keep(Callback):
-        def batch_end(self, state: Any, logger: Any) -> None:
-            before.update(weights(model))
-
-    trainer.callbacks.append(Keep())
+    trainer.callbacks.append(At(batch_end=lambda state: before.update(weights(model))))
     text = message(trainer, train_dataloader=data)
     assert text.startswith("The loss of batch 1 is nan. Not finite: the batch's '[0]' on rank 0. The opt")
     close(weights(model), before)
@@ -62,13 +56,7 @@ def test_an_overflowing_loss_has_no_bad_tensor_but_the_gradients() -> None:
 
 
 def spoilt(config: str, ranks: tuple[int, ...]) -> str:
-    trainer, _ = quiet(
-        tagger(),
-        train_dataloader=batches([3, 3], dist.get_rank()),
-        parallelism_config=config,
-        callbacks=[Spoil("weight", 2, ranks), NaNMonitor()],
-    )
-    return message(trainer)
+    return message(on_parts([3, 3], config, callbacks=[Spoil("weight", 2, ranks), NaNMonitor()])[0])
 
 
 def test_all_ranks_stop_and_name_the_parameter_and_where(world2: World) -> None:

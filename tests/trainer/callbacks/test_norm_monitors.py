@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from composer_dist.trainer import GradientNorm, OptimizerMonitor
-from tests.kit.training import batches, language_model, quiet, sentences, tagger
+from tests.kit.training import batches, language_model, on_parts, quiet, sentences, tagger
 from tests.kit.world import World
 
 Logged = dict[str, list[float]]
@@ -20,16 +20,9 @@ Logged = dict[str, list[float]]
 def monitored(parts: list[int], config: Any = None) -> Logged:
     """The norms of two steps of AdamW, with clipping, of the tagger on this rank's parts."""
     model = tagger()
-    trainer, log = quiet(
-        model,
-        optimizers=AdamW(model.parameters(), lr=0.1),
-        train_dataloader=batches(parts, dist.get_rank() if dist.is_initialized() else 0),
-        max_duration="2ba",
-        parallelism_config=config,
-        callbacks=[OptimizerMonitor("1ba"), GradientNorm()],
-        gradient_clipping=0.01,
-        device="cpu",
-    )
+    options = {"max_duration": "2ba", "gradient_clipping": 0.01}
+    options["callbacks"] = [OptimizerMonitor("1ba"), GradientNorm()]
+    trainer, log = on_parts(parts, config, model, optimizers=AdamW(model.parameters(), lr=0.1), **options)
     trainer.fit()
     return norms(log)
 
@@ -120,13 +113,9 @@ def test_parameters_cut_both_ways_have_the_norms_of_the_whole(world4: World) -> 
 
 
 def test_global_norms_alone_at_intervals() -> None:
-    model = tagger()
-    trainer, log = quiet(
-        model,
-        train_dataloader=batches([6], 0),
-        callbacks=[OptimizerMonitor("2ba", per_parameter=False), GradientNorm("3ba")],
-    )
-    trainer.fit(duration="1ep")
+    callbacks = [OptimizerMonitor("2ba", per_parameter=False), GradientNorm("3ba")]
+    trainer, log = on_parts([6], callbacks=callbacks)
+    trainer.fit()
     assert {name: [time.batch for time, _ in log.data[name]] for name in norms(log)} == {
         "l2_norm/grad/global": [2, 3, 4],
         "l2_norm/param/global": [2, 4],

@@ -6,11 +6,10 @@ import io
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from composer_dist.trainer import ProgressBar, Trainer
 from composer_dist.trainer.callbacks.progress_bar import _clock, _short
-from tests.kit.training import batches, classifier, joined, loader, quiet, tagged, tagger
+from tests.kit.training import Clock, classifier, joined, loader, on_parts, quiet, tagged, tagger
 from tests.kit.world import World
 
 
@@ -19,19 +18,9 @@ class Terminal(io.StringIO):
         return True
 
 
-class Clock:
-    """One second passes at each look."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1
-        return self.now
-
-
 def shown(stream: io.StringIO, duration: str, **options: Any) -> tuple[Trainer, list[str]]:
     options = {"train_dataloader": loader()} | options
-    bar = ProgressBar(stream=stream, interval=2.0, clock=Clock())
+    bar = ProgressBar(stream=stream, interval=2.0, clock=Clock(step=1))
     trainer, _ = quiet(options.pop("model", None) or classifier(), callbacks=bar, **options)
     trainer.fit(duration=duration)
     return trainer, stream.getvalue().splitlines()
@@ -104,13 +93,8 @@ def test_numbers_are_short() -> None:
 
 
 def with_a_bar() -> None:
-    trainer, _ = quiet(
-        tagger(),
-        train_dataloader=batches([3, 3], dist.get_rank()),
-        parallelism_config="fsdp",
-        progress_bar=True,
-    )
-    trainer.fit(duration="1ep")
+    trainer, _ = on_parts([3, 3], "fsdp", progress_bar=True)
+    trainer.fit()
 
 
 def test_only_rank_0_shows_progress(world2: World, capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,38 +6,27 @@ from typing import Any
 
 import pytest
 
-from composer_dist.trainer import Callback, RuntimeEstimator
-from tests.kit.training import classifier, loader, quiet
+from composer_dist.trainer import RuntimeEstimator
+from tests.kit.training import At, Clock, classifier, loader, quiet
 
 
-class Clock:
-    """Stands still until somebody moves it."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Work(Callback):
+def estimated(**options: Any) -> tuple[Any, Any, RuntimeEstimator]:
     """A batch takes 2 seconds, the first one 50; an evaluation of one batch 5."""
+    clock = Clock(now=100.0)
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def batch(state: Any) -> None:
+        clock.now += 50 if state.timestamp.batch == 0 else 2
 
-    def batch_start(self, state: Any, logger: Any) -> None:
-        self._clock.now += 50 if state.timestamp.batch == 0 else 2
+    def evaluation(state: Any) -> None:
+        clock.now += 5
 
-    def eval_batch_start(self, state: Any, logger: Any) -> None:
-        self._clock.now += 5
+    work = At(batch_start=batch, eval_batch_start=evaluation)
+    estimator = RuntimeEstimator(clock=clock)
+    return *quiet(classifier(), callbacks=[work, estimator], **options), estimator
 
 
 def estimates(**options: Any) -> tuple[list[tuple[int, float]], RuntimeEstimator]:
-    clock = Clock()
-    estimator = RuntimeEstimator(clock=clock)
-    trainer, log = quiet(
-        classifier(), callbacks=[Work(clock), estimator], train_dataloader=loader(), **options
-    )
+    trainer, log, estimator = estimated(train_dataloader=loader(), **options)
     trainer.fit(duration="8ba")
     return [(at.batch, value) for at, value in log.data["time/remaining_estimate"]], estimator
 
@@ -65,8 +54,6 @@ def test_evaluations_count_from_the_first_on() -> None:
 
 
 def test_an_evaluation_outside_of_fit_is_no_part_of_it() -> None:
-    clock = Clock()
-    estimator = RuntimeEstimator(clock=clock)
-    trainer, _ = quiet(classifier(), callbacks=[Work(clock), estimator])
+    trainer, _, estimator = estimated()
     trainer.eval(loader())
     assert estimator.state_dict()["evaluations"] == 0

@@ -6,42 +6,34 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import SpeedMonitor
 from composer_dist.trainer.callbacks.peak_flops import peak_flops, peak_of
-from tests.kit.training import batches, classifier, language_model, loader, quiet, sentences, tagger
+from tests.kit.training import (
+    At,
+    Clock,
+    classifier,
+    language_model,
+    loader,
+    on_parts,
+    quiet,
+    raising,
+    sentences,
+)
 from tests.kit.world import World
 
 TOKEN = 2 * (8 * 8 + 8 * 8 + 8 * 4)
 """FLOPs of the tagger's forward for a token; there is no product behind an embedding."""
 
 
-class Clock:
-    """Two seconds pass at each look."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 2
-        return self.now
-
-
 def measured(parts: list[int], config: Any = None, size: int | None = None) -> tuple[Any, Any]:
     """Two epochs of four batches of six samples of five tokens, each of which takes two seconds."""
-    model = tagger()
-    trainer, log = quiet(
-        model,
-        train_dataloader=batches(parts, dist.get_rank() if dist.is_initialized() else 0),
-        max_duration="2ep",
-        parallelism_config=config,
-        device_train_microbatch_size=size,
-        callbacks=[monitor := SpeedMonitor(peak_flops=1e6, window_size=2)],
-        device="cpu",
-    )
-    trainer.state.throughput.clock = Clock()
+    monitor = SpeedMonitor(peak_flops=1e6, window_size=2)
+    options = {"max_duration": "2ep", "device_train_microbatch_size": size, "callbacks": monitor}
+    trainer, log = on_parts(parts, config, **options)
+    trainer.state.throughput.clock = Clock(step=2)
     trainer.fit()
     return {name: log.values(name)[-1] for name in log.data if "throughput" in name}, monitor.state_dict()
 
@@ -74,15 +66,9 @@ def test_two_ranks_share_the_flops_and_recomputing_is_none(world2: World, config
 
 
 def of_a_language_model(config: Any = None) -> list[float]:
-    language, batch = language_model(), sentences(4)
-    trainer, _ = quiet(
-        language,
-        train_dataloader=[batch],
-        parallelism_config=config,
-        callbacks=[own := SpeedMonitor(peak_flops=1e6)],
-        device="cpu",
-    )
-    trainer.fit(duration="1ba")
+    own = SpeedMonitor(peak_flops=1e6)
+    trainer, _ = on_parts([], config, language_model(), train_dataloader=[sentences(4)], callbacks=own)
+    trainer.fit()
     counted: list[float] = own.state_dict()["flops"]
     return counted
 
@@ -132,9 +118,8 @@ def test_a_compiled_model_is_not_counted_and_stays_compiled() -> None:
 
 
 def test_an_error_ends_the_counting() -> None:
-    model: Any = classifier()
-    model.loss = lambda outputs, batch: 1 / 0
-    trainer, _ = quiet(model, train_dataloader=loader(), callbacks=[own := SpeedMonitor(peak_flops=1e6)])
+    callbacks = [own := SpeedMonitor(peak_flops=1e6), At(before_loss=raising(ZeroDivisionError()))]
+    trainer, _ = quiet(classifier(), train_dataloader=loader(), callbacks=callbacks)
     with pytest.raises(ZeroDivisionError):
         trainer.fit(duration="1ep")
     assert not own._entered

@@ -8,14 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from composer_dist.trainer import Callback, Logger, State
 from composer_dist.trainer.data.feed import Feed, Size, length_of
-from tests.kit.compare import close, weights
-from tests.kit.training import batches, classifier, points, quiet, tagger
+from tests.kit.training import (
+    At,
+    Result,
+    batches,
+    classifier,
+    on_parts,
+    points,
+    result_of,
+    same_training,
+)
 from tests.kit.world import World
 
 
@@ -79,20 +85,11 @@ def test_length_where_it_is_known() -> None:
     assert feed.length is None
 
 
-def uneven(
-    mine: list[list[int]], config: Any = None
-) -> tuple[list[float], dict[str, float], list[float], dict[str, Tensor], int]:
+def uneven(mine: list[list[int]], config: Any = None) -> tuple[Result, dict[str, float], list[float], int]:
     """Trains and evaluates on batches of the given points."""
-    model = classifier()
     data = points()
     batches = [data[indices] for indices in mine]
-    trainer, log = quiet(
-        model,
-        train_dataloader=batches,
-        max_duration="1ep",
-        parallelism_config=config,
-        device="cpu",
-    )
+    trainer, log = on_parts([], config, classifier(), train_dataloader=batches)
     if config:
         with pytest.warns(UserWarning, match="train dataloader of rank 1 ended after 1 batches"):
             trainer.fit()
@@ -102,8 +99,7 @@ def uneven(
         trainer.fit()
         results = trainer.eval(batches)
     accuracies = log.values("metrics/train/MulticlassAccuracy")
-    losses = log.values("loss/train/total")
-    return losses, results, accuracies, weights(model), trainer.state.timestamp.sample
+    return result_of(trainer, log), results, accuracies, trainer.state.timestamp.sample
 
 
 def uneven_on_two_ranks() -> Any:
@@ -112,29 +108,13 @@ def uneven_on_two_ranks() -> Any:
 
 @pytest.mark.promise(98)
 def test_a_rank_with_fewer_batches_takes_part_until_all_have_ended(world2: World) -> None:
-    losses, results, accuracies, expected, samples = uneven([[0, 1, 2, 7, 8], [3, 4], [5, 6]])
+    expected, results, accuracies, samples = uneven([[0, 1, 2, 7, 8], [3, 4], [5, 6]])
     assert samples == 9
     for found in world2(uneven_on_two_ranks):
-        assert found[0] == pytest.approx(losses, rel=1e-5)
+        same_training(found[0], expected)
         assert found[1] == pytest.approx(results, rel=1e-5)
         assert found[2] == pytest.approx(accuracies)
-        close(found[3], expected)
-        assert found[4] == samples
-
-
-def an_empty_dataloader() -> str:
-    mine = [batches([3, 3], 0), []][dist.get_rank()]
-    trainer, _ = quiet(tagger(), train_dataloader=mine, parallelism_config="fsdp")
-    with pytest.raises(ParallelismValueError) as caught:
-        trainer.fit(duration="1ep")
-    return str(caught.value)
-
-
-@pytest.mark.promise(98)
-def test_a_rank_without_any_batch_is_named_everywhere(world2: World) -> None:
-    texts = world2(an_empty_dataloader)
-    assert texts[0] == texts[1]
-    assert "train dataloader is empty on rank 1" in texts[0]
+        assert found[3] == samples
 
 
 class Failing:
@@ -145,56 +125,44 @@ class Failing:
         raise OSError("the disk is gone")
 
 
-def a_failing_dataloader() -> str:
-    mine = [batches([3, 3], 0), Failing()][dist.get_rank()]
-    trainer, _ = quiet(tagger(), train_dataloader=mine, parallelism_config="fsdp")
-    with pytest.raises(ParallelismRuntimeError) as caught:
-        trainer.fit(duration="1ep")
+def bad_on_rank_1(bad: Any, error: type[Exception]) -> str:
+    mine = [batches([3, 3], 0), bad][dist.get_rank()]
+    with pytest.raises(error) as caught:
+        on_parts([], "fsdp", train_dataloader=mine)[0].fit()
     return str(caught.value)
 
 
-def test_a_failing_dataloader_raises_on_all_ranks(world2: World) -> None:
-    texts = world2(a_failing_dataloader)
-    assert texts[0] == texts[1]
-    assert "Rank 1: OSError: the disk is gone" in texts[0]
+@pytest.mark.promise(98)
+@pytest.mark.parametrize(
+    ("bad", "error", "text"),
+    [
+        ([], ParallelismValueError, "train dataloader is empty on rank 1"),
+        (Failing(), ParallelismRuntimeError, "Rank 1: OSError: the disk is gone"),
+    ],
+)
+def test_a_bad_dataloader_of_one_rank_raises_on_all(world2: World, bad: Any, error: Any, text: str) -> None:
+    first, second = world2(bad_on_rank_1, bad, error)
+    assert first == second
+    assert text in first
 
 
-class StopAfter(Callback):
-    """Asks on rank 1 to stop."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if state.rank == 1 and state.timestamp.batch == self.batch:
-            state.stop_training()
-
-
-def stopped_and_continued() -> tuple[int, list[float]]:
-    trainer, log = quiet(
-        tagger(),
-        train_dataloader=batches([3, 3], dist.get_rank()),
-        max_duration="1ep",
-        parallelism_config="fsdp",
-        callbacks=StopAfter(2),
-    )
+def losses_until_the_end(*callbacks: At) -> tuple[int, list[float]]:
+    trainer, log = on_parts([3, 3], "fsdp", callbacks=callbacks)
     trainer.fit()
     stopped_at = trainer.state.timestamp.batch
-    trainer.fit()
+    if stopped_at < 4:
+        trainer.fit()
     return stopped_at, log.values("loss/train/total")
 
 
-def uninterrupted() -> list[float]:
-    trainer, log = quiet(
-        tagger(),
-        train_dataloader=batches([3, 3], dist.get_rank()),
-        max_duration="1ep",
-        parallelism_config="fsdp",
-    )
-    trainer.fit()
-    return log.values("loss/train/total")
+def stopped_and_continued() -> tuple[int, list[float]]:
+    def stop(state: Any) -> None:
+        if (state.rank, state.timestamp.batch) == (1, 2):
+            state.stop_training()
+
+    return losses_until_the_end(At(batch_end=stop))
 
 
 def test_one_rank_stops_all_and_no_batch_is_lost(world2: World) -> None:
-    expected = world2(uninterrupted)[0]
+    (_, expected), _ = world2(losses_until_the_end)
     assert world2(stopped_and_continued) == [(2, expected)] * 2

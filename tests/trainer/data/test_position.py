@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from composer_dist.errors import ParallelismValueError
-from composer_dist.trainer import Callback, DistributedDataLoader, Logger, State, Trainer
+from composer_dist.trainer import Callback, DistributedDataLoader, Trainer
 from composer_dist.trainer.data.position import Reading
 from composer_dist.trainer.data.randomness import generator_states, set_generator_states
-from tests.kit.compare import weights
-from tests.kit.training import classifier, points, quiet
+from tests.kit.training import At, Result, batches, classifier, on_parts, points, result_of
 from tests.kit.world import World
 
 RANKS = 3
@@ -64,32 +62,19 @@ def torchdata(workers: int = 0) -> Any:
     return StatefulDataLoader(Jittered(), 2, sampler=sampler, num_workers=workers)
 
 
-class StopAfter(Callback):
-    """Asks the last rank to stop after some batch; the next one has been read by then."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch == self.batch and state.rank == state.world_size - 1:
-            state.stop_training()
-
-
 def trainer(loader: Any, *callbacks: Callback) -> tuple[Trainer, Any]:
     config = "fsdp" if dist.is_initialized() else None
-    return quiet(
-        classifier(),
-        train_dataloader=loader,
-        max_duration="3ep",
-        parallelism_config=config,
-        device="cpu",
-        callbacks=callbacks,
-        seed=11,
-    )
+    options = {"train_dataloader": loader, "max_duration": "3ep", "seed": 11}
+    return on_parts([], config, classifier(), callbacks=callbacks, **options)
 
 
-def resumed(make: Any, batches: int, stop: bool, workers: int) -> tuple[list[float], dict[str, Tensor], int]:
-    first, log = trainer(make(workers), *([StopAfter(batches)] if stop else []))
+def resumed(make: Any, batches: int, stop: bool, workers: int) -> tuple[Result, int]:
+    def ask(state: Any) -> None:
+        """Asks the last rank to stop after some batch; the next one has been read by then."""
+        if state.timestamp.batch == batches and state.rank == state.world_size - 1:
+            state.stop_training()
+
+    first, log = trainer(make(workers), *([At(batch_end=ask)] if stop else []))
     first.fit(duration=None if stop else f"{batches}ba")
     saved, parameters = first.state_dict(), first.state.model.state_dict()
     torch.rand(5), random.random(), np.random.rand()  # another process has other generators
@@ -98,20 +83,21 @@ def resumed(make: Any, batches: int, stop: bool, workers: int) -> tuple[list[flo
         second.state.model.load_state_dict(parameters)
     second.load_state_dict(saved)
     second.fit()
-    losses = log.values("loss/train/total") + rest.values("loss/train/total")
-    return losses, weights(second.state.model), second.state.timestamp.sample
+    losses, parameters = result_of(second, rest)
+    return (log.values("loss/train/total") + losses, parameters), second.state.timestamp.sample
 
 
-def uninterrupted(make: Any, workers: int = 0) -> tuple[list[float], dict[str, Tensor], int]:
+def uninterrupted(make: Any, workers: int = 0) -> tuple[Result, int]:
     whole, log = trainer(make(workers))
     whole.fit()
-    return log.values("loss/train/total"), weights(whole.state.model), whole.state.timestamp.sample
+    return result_of(whole, log), whole.state.timestamp.sample
 
 
 def equal(found: Any, expected: Any) -> None:
-    assert found[0] == expected[0]
-    assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
-    assert found[2] == expected[2]
+    (losses, parameters), samples = expected
+    assert found[0][0] == losses
+    assert all(torch.equal(found[0][1][name], parameters[name]) for name in parameters)
+    assert found[1] == samples
 
 
 LOADERS = [
@@ -141,16 +127,12 @@ def both_ways(make: Any, batches: int, stop: bool) -> None:
 
 
 @pytest.mark.promise(100)
-@pytest.mark.parametrize("make", [own, plain])
-@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.filterwarnings("ignore:'set_vital'")
+@pytest.mark.parametrize(
+    ("make", "stop"), [(own, False), (own, True), (plain, False), (plain, True), (torchdata, True)]
+)
 def test_goes_on_bit_equal_on_two_ranks(world2: World, make: Any, stop: bool) -> None:
     world2(both_ways, make, 5, stop)
-
-
-@pytest.mark.promise(100)
-@pytest.mark.filterwarnings("ignore:'set_vital'")
-def test_goes_on_bit_equal_on_two_ranks_with_torchdata(world2: World) -> None:
-    world2(both_ways, torchdata, 5, True)
 
 
 def save_after_three(make: Any) -> Mapping[str, Any]:
@@ -177,12 +159,8 @@ def test_places_of_another_number_of_ranks_are_refused_or_understood(world2: Wor
 
 
 def short_on_one_rank(saved: Mapping[str, Any]) -> str:
-    from tests.kit.training import batches
-
-    mine = batches([3, 3], dist.get_rank())
-    from tests.kit.training import tagger
-
-    second, _ = quiet(tagger(), train_dataloader=mine[: 4 - 2 * dist.get_rank()], parallelism_config="fsdp")
+    mine = batches([3, 3], dist.get_rank())[: 4 - 2 * dist.get_rank()]
+    second, _ = on_parts([], "fsdp", train_dataloader=mine)
     second.load_state_dict(saved)
     with pytest.raises(ParallelismValueError) as caught:
         second.fit(duration="1ba")
@@ -190,9 +168,7 @@ def short_on_one_rank(saved: Mapping[str, Any]) -> str:
 
 
 def three_batches_of_two_ranks() -> Mapping[str, Any]:
-    from tests.kit.training import batches, tagger
-
-    first, _ = quiet(tagger(), train_dataloader=batches([3, 3], dist.get_rank()), parallelism_config="fsdp")
+    first, _ = on_parts([3, 3], "fsdp")
     first.fit(duration="3ba")
     return first.state_dict()
 

@@ -39,7 +39,7 @@ from tests.kit.phases import (
     net,
     phased,
 )
-from tests.kit.training import quiet
+from tests.kit.training import At, Scores, quiet
 from tests.kit.world import World
 
 Weights = dict[str, torch.Tensor]
@@ -178,16 +178,6 @@ def test_ranks_with_different_schedules_raise_alike(world2: World) -> None:
     world2(different_schedules)
 
 
-class Scores(Callback):
-    """Logs what it was given, one value at each evaluation."""
-
-    def __init__(self, *scores: float) -> None:
-        self.scores = list(scores)
-
-    def eval_end(self, state: Any, logger: Any) -> None:
-        logger.log_metrics({"metrics/eval/score": self.scores.pop(0)})
-
-
 def by_score(patience: int = 2, **options: Any) -> NoImprovement:
     return NoImprovement(metric="metrics/eval/score", mode="max", patience=patience, **options)
 
@@ -268,29 +258,26 @@ def test_a_phase_ends_with_its_best_weights(world2: World, config: Any) -> None:
             close(found, want)
 
 
-class Lent(Callback):
+def lent() -> At:
     """Gives the model other weights while it is evaluated, as an average of them does."""
 
-    def eval_before_all(self, state: Any, logger: Any) -> None:
-        with torch.no_grad():
-            state.model.get_parameter(HEAD[0]).add_(1)
+    def head(state: Any) -> torch.Tensor:
+        return state.model.get_parameter(HEAD[0]).detach()
 
-    def eval_after_all(self, state: Any, logger: Any) -> None:
-        with torch.no_grad():
-            state.model.get_parameter(HEAD[0]).sub_(1)
+    return At(
+        eval_before_all=lambda state: head(state).add_(1), eval_after_all=lambda state: head(state).sub_(1)
+    )
 
 
 @pytest.mark.promise(75)
 @pytest.mark.parametrize("first", [False, True])
 def test_the_best_weights_are_those_that_were_trained(first: bool) -> None:
     phases = FineTuningPhases([Phase("module.head", until=by_score()), Phase("rest")])
-    others = [Scores(1, 3, 2, 2, 1, 1, 1, 1), Lent()]
-    recorder = Recorder()
-    model = net()
+    scores, recorder, model = Scores(1, 3, 2, 2, 1, 1, 1, 1), Recorder(), net()
     trainer, _ = quiet(
         model,
         optimizers=adamw(model),
-        callbacks=[others[0], phases, others[1], recorder] if first else [*others, phases, recorder],
+        callbacks=[scores, *([phases, lent()] if first else [lent(), phases]), recorder],
         train_dataloader=data(),
         max_duration="1ep",
         eval_interval="1ba",
@@ -443,32 +430,17 @@ def phase_0_of(saved: Any) -> Any:
 NORM = ("module.norm.weight", "module.norm.bias")
 
 
-def running(model: torch.nn.Module) -> torch.Tensor:
-    return model.get_buffer("module.norm.running_mean").clone()
-
-
-class Running(Callback):
-    def __init__(self) -> None:
-        self.means: list[torch.Tensor] = []
-
-    def batch_end(self, state: Any, logger: Any) -> None:
-        self.means.append(running(state.model))
-
-
 def batch_norms(config: Any, policy: str) -> list[torch.Tensor]:
     schedule = [Phase("module.head", until="3ba"), Phase(["module.norm", "rest"])]
     phases = FineTuningPhases(schedule, frozen_batch_norm=policy)  # type: ignore[arg-type]
-    means = Running()
-    trainer, _, _, _ = phased(
-        phases,
-        config,
-        model=net(norm=True),
-        callbacks=[means],
-        eval_dataloader=mine(config),
-        eval_interval="2ba",
+    means: list[torch.Tensor] = []
+    seen = At(
+        batch_end=lambda state: means.append(state.model.get_buffer("module.norm.running_mean").clone())
     )
+    options = {"eval_dataloader": mine(config), "eval_interval": "2ba"}
+    trainer, _, _, _ = phased(phases, config, model=net(norm=True), callbacks=[seen], **options)
     trainer.fit()
-    return means.means
+    return means
 
 
 @pytest.mark.promise(77)

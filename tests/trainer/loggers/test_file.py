@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -9,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from composer_dist.errors import ParallelismRuntimeError
-from composer_dist.trainer import Callback, FileLogger, Logger, State, Trainer
+from composer_dist.trainer import FileLogger, Logger, State, Trainer
 from composer_dist.trainer.clock import Timestamp
-from tests.kit.training import batches, classifier, loader, quiet, tagger
+from tests.kit.training import At, classifier, loader, on_parts, quiet, raising
 from tests.kit.world import World
 
 
@@ -80,16 +80,8 @@ def test_tables_have_a_line_of_their_own(tmp_path: Path) -> None:
     assert line["rows"] == [{"prompt": "a", "text": "b"}, {"prompt": "c", "text": "d\n"}]
 
 
-class Kill(Callback):
-    """Ends the process, as it were: nothing is closed."""
-
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
-        self.saved: dict[str, Any] = {}
-
-    def batch_checkpoint(self, state: Any, logger: Any) -> None:
-        if state.timestamp.batch == self._batch:
-            raise KeyboardInterrupt
+def kill(batch: int) -> At:
+    return At(batch_checkpoint=raising(KeyboardInterrupt(), batch))
 
 
 def test_a_resumed_run_goes_on_without_lines_missing_or_twice(tmp_path: Path) -> None:
@@ -97,15 +89,13 @@ def test_a_resumed_run_goes_on_without_lines_missing_or_twice(tmp_path: Path) ->
     trainer_of(whole)[0].fit()
     saved: dict[str, Any] = {}
 
-    class Save(Callback):
-        def batch_checkpoint(self, state: Any, logger: Any) -> None:
-            if state.timestamp.batch == 5:
-                saved.update(first.state_dict(), weights=first.state.model.state_dict())
-                # What is saved is in the file, whatever the interval.
-                assert [batch for batch, _ in logged(path)] == [1, 2, 3, 4, 5]
-                saved["weights"] = {name: value.clone() for name, value in saved["weights"].items()}
+    def save(state: Any) -> None:
+        if state.timestamp.batch == 5:
+            saved.update(first.state_dict(), weights=copy.deepcopy(first.state.model.state_dict()))
+            # What is saved is in the file, whatever the interval.
+            assert [batch for batch, _ in logged(path)] == [1, 2, 3, 4, 5]
 
-    first, _ = trainer_of(path, callbacks=[Save(), Kill(7)])
+    first, _ = trainer_of(path, callbacks=[At(batch_checkpoint=save), kill(7)])
     with pytest.raises(KeyboardInterrupt):
         first.fit()
     assert [batch for batch, _ in logged(path)] == [1, 2, 3, 4, 5, 6, 7]  # closed by Ctrl-C
@@ -144,7 +134,7 @@ def test_several_fits_of_one_trainer_are_one_run(tmp_path: Path) -> None:
 
 def test_an_error_leaves_what_was_logged(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    trainer, _ = trainer_of(path, callbacks=Kill(2))
+    trainer, _ = trainer_of(path, callbacks=kill(2))
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     assert [batch for batch, _ in logged(path)] == [1, 2]
@@ -163,13 +153,8 @@ def test_a_full_disk_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
 
 
 def on_two_ranks(path: Path) -> list[str]:
-    trainer, _ = quiet(
-        tagger(),
-        train_dataloader=batches([3, 3], dist.get_rank()),
-        parallelism_config="fsdp",
-        loggers=FileLogger(path),
-    )
-    trainer.fit(duration="1ep")
+    trainer, _ = on_parts([3, 3], "fsdp", loggers=FileLogger(path))
+    trainer.fit()
     return [*trainer.state_dict()["callbacks"]]
 
 

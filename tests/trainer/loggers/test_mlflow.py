@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from composer_dist.trainer import Callback, MLflowLogger, Trainer
-from tests.kit.training import classifier, loader, quiet
+from tests.kit.training import At, classifier, loader, quiet, raising
 
 # mlflow 3.17 with SQLAlchemy 2.1: its own models use a loader that is deprecated there.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -83,18 +83,10 @@ def test_metrics_tables_and_parameters_reach_the_run_and_it_is_resumed(uri: str)
     assert (run.data.params["max_duration"], run.data.tags["max_duration"]) == ("1ep", "2ep")
 
 
-class Fail(Callback):
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def batch_end(self, state: Any, logger: Any) -> None:
-        raise self._error
-
-
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), "KILLED"), (OSError(), "FAILED")])
 def test_a_run_that_ends_early_says_so_and_has_its_values(uri: str, error: Any, status: str) -> None:
     with pytest.raises(type(error)):
-        trainer_of(uri, status, Fail(error)).fit()
+        trainer_of(uri, status, At(batch_end=raising(error))).fit()
     client, run = only_run(uri, status)
     assert run.info.status == status
     assert len(client.get_metric_history(run.info.run_id, "loss/train/total")) == 1

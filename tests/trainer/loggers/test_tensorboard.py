@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from composer_dist.trainer import Callback, TensorBoardLogger
 from composer_dist.trainer.loggers.tensorboard import markdown
-from tests.kit.training import batches, classifier, loader, quiet, tagger
+from tests.kit.training import At, classifier, loader, on_parts, quiet
 from tests.kit.world import World
 
 
@@ -36,19 +35,16 @@ def test_scalars_hyperparameters_and_tables(tmp_path: Path) -> None:
         eval_dataloader=loader(),
         max_duration="1ep",
     )
-    values: dict[str, list[float]] = {"loss/train/total": []}
-
-    class Keep(Callback):
-        def batch_end(self, state: Any, logger: Any) -> None:
-            values["loss/train/total"].append(float(state.metric_values["loss/train/total"]))
-
-    trainer.callbacks.append(Keep())
+    values: list[float] = []
+    trainer.callbacks.append(
+        At(batch_end=lambda state: values.append(float(state.metric_values["loss/train/total"])))
+    )
     with trainer:
         trainer.fit()
     found = events(tmp_path)
     losses = found.Scalars("loss/train/total")
     assert [one.step for one in losses] == [1, 2, 3]
-    assert [one.value for one in losses] == pytest.approx(values["loss/train/total"])
+    assert [one.value for one in losses] == pytest.approx(values)
     assert [one.step for one in found.Scalars("metrics/eval/MulticlassAccuracy")] == [3]
     (table,) = found.Tensors("generations/text_summary")
     assert table.step == 3
@@ -60,13 +56,14 @@ def test_scalars_hyperparameters_and_tables(tmp_path: Path) -> None:
 def test_a_resumed_run_hides_what_it_repeats(tmp_path: Path) -> None:
     saved: dict[str, Any] = {}
 
-    class Save(Callback):
-        def batch_checkpoint(self, state: Any, logger: Any) -> None:
-            if state.timestamp.batch == 2:
-                saved.update(first.state_dict())
+    def save(state: Any) -> None:
+        if state.timestamp.batch == 2:
+            saved.update(first.state_dict())
 
     options: dict[str, Any] = {"train_dataloader": loader(24), "max_duration": "1ep"}
-    first, _ = quiet(classifier(), loggers=TensorBoardLogger(tmp_path), callbacks=Save(), **options)
+    first, _ = quiet(
+        classifier(), loggers=TensorBoardLogger(tmp_path), callbacks=At(batch_checkpoint=save), **options
+    )
     with first:
         first.fit(duration="4ba")
     second, _ = quiet(classifier(), loggers=TensorBoardLogger(tmp_path), **options)
@@ -77,14 +74,8 @@ def test_a_resumed_run_hides_what_it_repeats(tmp_path: Path) -> None:
 
 
 def on_two_ranks(path: Path) -> None:
-    trainer, _ = quiet(
-        tagger(),
-        train_dataloader=batches([3, 3], dist.get_rank()),
-        parallelism_config="fsdp",
-        loggers=TensorBoardLogger(path),
-    )
-    with trainer:
-        trainer.fit(duration="1ep")
+    with on_parts([3, 3], "fsdp", loggers=TensorBoardLogger(path))[0] as trainer:
+        trainer.fit()
 
 
 def test_rank_0_writes_for_all(world2: World, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from composer_dist.trainer import Callback, Trainer, WandBLogger
-from tests.kit.training import classifier, loader, quiet
+from tests.kit.training import At, classifier, loader, quiet, raising
 
 
 def records(directory: Path) -> Iterator[Any]:
@@ -86,14 +86,9 @@ def test_metrics_tables_and_hyperparameters_reach_the_run(tmp_path: Path) -> Non
     assert [r.exit.exit_code for r in records(tmp_path) if r.HasField("exit")] == [0]
 
 
-class Fail(Callback):
-    def batch_end(self, state: Any, logger: Any) -> None:
-        raise KeyboardInterrupt
-
-
 def test_an_interrupted_run_is_ended_as_such_with_its_values(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path, Fail())
+        trained(tmp_path, At(batch_end=raising(KeyboardInterrupt())))
     assert [row["_step"] for row in history(tmp_path)] == [1]
     assert [r.exit.exit_code for r in records(tmp_path) if r.HasField("exit")] == [1]
 
