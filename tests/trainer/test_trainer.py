@@ -130,7 +130,7 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         (ParallelismTypeError, "compile is True or .* not 'max'", {"compile": "max"}),
         (ParallelismTypeError, "schedulers takes schedulers .* not str", {"schedulers": "cosine"}),
         (ParallelismTypeError, "Several dataloaders need labels", {"eval_dataloader": [loader(), loader()]}),
-        (ParallelismValueError, "no precision 'bf16'", {"precision": "bf16"}),
+        (ParallelismValueError, "Unknown precision 'bf16'", {"precision": "bf16"}),
         (ParallelismValueError, "eval_interval must be positive", {"eval_interval": "0ba"}),
         (ParallelismValueError, "'soon' is not a valid duration", {"max_duration": "soon"}),
     ]
