@@ -24,7 +24,7 @@ def floors() -> list[list[str]]:
     for package in packages:
         graph.squash_module(package)
 
-    below = {one: graph.find_modules_directly_imported_by(one) & packages for one in packages}
+    below = {one: graph.find_modules_directly_imported_by(one) & packages - {one} for one in packages}
     floor: dict[str, int] = {}
     for package in TopologicalSorter(below).static_order():  # refuses circles by name
         floor[package] = max((floor[one] + 1 for one in below[package]), default=0)
