@@ -115,6 +115,11 @@ _PER_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER
 """The variables in which torchrun, Open MPI and Slurm give the number of ranks on each host."""
 
 
+def per_host(environ: Mapping[str, str] = os.environ) -> str:
+    """The number of ranks on each host as the launcher has written it; "" if it has not."""
+    return next(filter(None, map(environ.get, _PER_HOST)), "")
+
+
 def launched_per_host() -> int:
     """How many ranks the launcher has started on each host; 1 without a launcher.
 
@@ -125,7 +130,7 @@ def launched_per_host() -> int:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
     if world == 1:
         return 1
-    value = next(filter(None, map(os.environ.get, _PER_HOST)), "")
+    value = per_host()
     if not value.isdigit() or not int(value) or world % int(value):
         raise ParallelismValueError(
             f"The number of ranks per host is unknown for a world of {world}: {_PER_HOST[0]} is "

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
+from composer_dist.config.mesh import per_host
+
 _ELSEWHERE = "192.0.2.1"
 """An address that no machine has (RFC 5737), which is reached by the default route."""
 
@@ -28,7 +30,7 @@ def gloo_variables(environ: Mapping[str, str]) -> dict[str, str]:
         environ: with torchrun's variables.
     """
     world = int(environ.get("WORLD_SIZE") or 1)
-    one_host = int(environ.get("LOCAL_WORLD_SIZE") or 1) >= world
+    one_host = int(per_host(environ) or 1) >= world
     if "GLOO_SOCKET_IFNAME" in environ or one_host or not _leads_back(socket.gethostname()):
         return {}
     for host in (environ.get("MASTER_ADDR", ""), _ELSEWHERE):

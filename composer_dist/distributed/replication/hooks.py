@@ -9,7 +9,6 @@ torch's post-local SGD asks CUDA for the ranks of a host. Post-local SGD: Lin, S
 # No deferred annotations: DDP compares a hook's with the types themselves.
 
 import inspect
-import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from composer_dist.config.mesh import per_host
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed.training.averaging import average
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
@@ -51,7 +51,7 @@ class LocalSGD:
         post_local_gradient_allreduce: bool = True,
     ) -> None:
         world = dist.get_world_size(group)
-        size = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if group_size is None else group_size
+        size = int(per_host() or world) if group_size is None else group_size
         size = size if post_local_gradient_allreduce else 1
         if size < 1 or world % size:
             raise ParallelismValueError(f"group_size={size} does not divide the {world} ranks.")

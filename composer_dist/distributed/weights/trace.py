@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from composer_dist import _torch
 from composer_dist.errors import ParallelismValueError
@@ -55,19 +56,18 @@ def trace(structure: Structure, initializers: list[Initializer]) -> None:
                 mine = below.get(initializer.module, [])
                 recorder.start()
                 try:
-                    with recorder, torch.device("meta"):
+                    with recorder, _Escapes(recorder), torch.device("meta"):
                         initializer.run()
                 except Exception as error:
-                    if not _is_about_meta(error):
+                    if not (recorder.lacked_values or isinstance(error, NotImplementedError)):
                         raise
                     recorder.writes.update(mine)  # it looks at values, so it may do anything to its own
                 for name in mine:
                     now = structure.tensors[name].get()
-                    if (
-                        recorder.names.get(_torch.storage_key(now)) != name
-                    ):  # rebound to another tensor or storage
+                    key = _torch.storage_key(now)
+                    if recorder.names.get(key) != name:  # rebound to another tensor or storage
                         recorder.writes.add(name)
-                        recorder.names[_torch.storage_key(now)] = name
+                        recorder.names[key] = name
                         kept.append(now)
                 _check_ties(structure, mine, initializer)
                 initializer.writes = frozenset(recorder.writes)
@@ -89,11 +89,6 @@ def _check_ties(structure: Structure, names: list[str], initializer: Initializer
             )
 
 
-def _is_about_meta(error: Exception) -> bool:
-    """Whether an initializer failed only because it was traced, for want of values."""
-    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
-
-
 class _Recorder(_torch.TorchDispatchMode):
     """Notes which tensors of a model the operations under it write and read, by their storage."""
 
@@ -106,6 +101,8 @@ class _Recorder(_torch.TorchDispatchMode):
         """Forget what has been noted."""
         self.writes: set[str] = set()
         self.reads: set[str] = set()
+        self.lacked_values = False
+        """Whether an operation failed because tensors on the meta device have no values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -113,14 +110,39 @@ class _Recorder(_torch.TorchDispatchMode):
         values = [*args, *(kwargs[a.name] for a in schema[len(args) :] if a.name in kwargs)]
         declared = [*schema[: len(args)], *(a for a in schema[len(args) :] if a.name in kwargs)]
         view = any(a.alias_info is not None and not a.alias_info.is_write for a in declared)
+        devices = set()
         for argument, value in zip(declared, values, strict=True):
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(tensor, torch.Tensor) and (writes or not view):
-                    name = self.names.get(_torch.storage_key(tensor))
-                    if name is not None:
-                        (self.writes if writes else self.reads).add(name)
-        return func(*args, **kwargs)
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                devices.add(tensor.device.type)
+                if (writes or not view) and (name := self.names.get(_torch.storage_key(tensor))) is not None:
+                    (self.writes if writes else self.reads).add(name)
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            needs_values = torch.Tag.data_dependent_output in func.tags or len(devices) > 1
+            self.lacked_values |= needs_values or isinstance(error, NotImplementedError)
+            raise
+
+
+class _Escapes(TorchFunctionMode):
+    """Tells a recorder of failed calls that ask a meta tensor for its values without an operation."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except TypeError:
+            self.recorder.lacked_values |= func in _ESCAPES and args[0].is_meta
+            raise
+
+
+_ESCAPES = (torch.Tensor.numpy, torch.Tensor.__index__, torch.Tensor.__format__)
 
 
 def seed_all(text: str) -> None:

@@ -69,17 +69,34 @@ def test_what_an_initializer_writes_and_reads(
     assert touched(write) == (written, read)
 
 
+def _wrapped(look: Callable[[], Any]) -> None:
+    try:
+        look()
+    except RuntimeError as error:
+        raise ValueError("cannot look") from error
+
+
 @pytest.mark.parametrize(
     "look",
     [
         lambda m: m.left.weight.sum().item(),
         lambda m: m.left.weight.numpy(),
         lambda m: bool(m.left.weight.any()),
+        lambda m: [0, 1][m.left.weight.int().sum()],
+        lambda m: f"{m.left.weight.sum():.3f}",
+        lambda m: m.left.weight[m.left.weight > 0],
+        lambda m: torch.ones(3, 4, device="cpu") + m.left.weight,
+        lambda m: torch.unique(m.left.weight),
+        lambda m: _wrapped(m.left.weight.tolist),
     ],
 )
 def test_an_initializer_that_needs_values_may_do_anything_to_its_own(look: Callable[[Any], Any]) -> None:
     written, _ = touched(look, "left")
     assert written == {"left.weight", "left.bias"}
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def test_an_error_of_the_initializers_own_is_raised_and_the_model_put_back() -> None:
@@ -89,6 +106,10 @@ def test_an_error_of_the_initializers_own_is_raised_and_the_model_put_back() -> 
 
     with pytest.raises(ValueError, match="no such init"):
         touched(fail)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        touched(lambda m: m.left.weight.copy_(m.right.bias[:2]))
+    with pytest.raises(ValueError, match="not a meta-learner"):  # whatever its text
+        touched(lambda m: _raise(ValueError("not a meta-learner")))
 
 
 def test_an_object_that_was_replaced_does_not_lend_its_address_to_another() -> None:
