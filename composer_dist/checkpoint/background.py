@@ -21,7 +21,7 @@ _log = logging.getLogger("composer_dist")
 
 
 class Buffers:
-    """Host memory by what it is for."""
+    """Host memory buffers by key."""
 
     def __init__(self) -> None:
         self._held: dict[object, Tensor] = {}
@@ -36,17 +36,17 @@ class Buffers:
         return held
 
     def complete(self) -> None:
-        """Wait for the copies, and release what was not used this time."""
+        """Wait for the copies, and release buffers that were not used this time."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self._held, self._used = self._used, {}
 
 
 class Job(Protocol):
-    """A save, planned."""
+    """A planned save."""
 
     def stage(self, buffers: Buffers) -> None:
-        """Copy all that training may change."""
+        """Copy everything that training may change."""
 
     def run(self, agreement: Agreement) -> None:
         """Write it."""
@@ -66,7 +66,7 @@ class PendingSave:
         """Start the thread. Once it has started, it continues even if Ctrl-C arrives at that moment."""
         try:
             self._thread.start()
-        except BaseException as error:  # Ctrl-C, or there are no more threads
+        except BaseException as error:  # Ctrl-C, or no thread can be started
             if self._claim.acquire(blocking=False):  # it has not started, and now it cannot
                 self._ended.set()
                 self._agreement.leave(error)

@@ -1,8 +1,8 @@
-"""Checkpoints from one form into another, in one process that never holds more than a tensor or two.
+"""Converts checkpoints from one form to another, in one process and with memory for a tensor or two.
 
-Tensors are mapped from the files that they lie in; one that lies in pieces is put together in a file of its
-own first, a spool, which is mapped likewise and is gone when the process ends. Whoever writes such tensors
-reads them, page by page, and the system takes the pages back.
+Tensors are memory-mapped from their files. A tensor that is stored in pieces is first assembled in a
+temporary file, a spool, which is mapped too. Writing such tensors reads them page by page, and the system
+can drop the pages again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import mmap
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -58,50 +57,48 @@ def convert_checkpoint(
     max_shard_size: int | str = "5GB",
     progress: Progress | None = None,
 ) -> None:
-    """Read a checkpoint and write it in another form; what was at the target is replaced at the end.
+    """Read a checkpoint and write it in another form; an existing target is replaced at the end.
 
     Args:
         source: a directory or a file of `save_checkpoint`, another library's single file, or a directory
             of a Hugging Face model.
-        target: what to write.
-        form: "sharded" and "file" are those of `save_checkpoint`.
+        target: the path to write.
+        form: "sharded" and "file" are the forms of `save_checkpoint`.
         like: a directory with the configuration, and tokenizer, of the Hugging Face model; by default the
-            source is one.
-        key: under which a checkpoint has the model, or gets it.
-        prefix: stands before the names in a checkpoint that is made of a Hugging Face model.
+            source.
+        key: the model's key in the checkpoint.
+        prefix: added to the names in a checkpoint that is made from a Hugging Face model.
         max_shard_size: of a Hugging Face directory: bytes, or as "5GB".
-        progress: shows how far it is.
+        progress: shows the progress.
 
     Raises:
-        CheckpointError: the source is no checkpoint, or damaged, or does not fit the model.
+        CheckpointError: the source is not a checkpoint, is damaged, or does not match the model.
     """
     progress = progress or Progress(shown=True)
-    with ExitStack() as stack:
-        mapped = Mapped(target.absolute().parent, stack)
-        with progress.stage("converting") as stage:
-            if form_of(source) == "huggingface":
-                model = model_like(like or source)
-                tensors = _from_huggingface(source, model, mapped, stage)
-                named = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
-                contents: dict[str, tuple[manifest.Kind, Any]] = {key: ("model", named)}
-            else:
-                contents = _from_checkpoint(open_checkpoint(str(source)), mapped, stage)
-                tensors = {}
-            if form == "huggingface":
-                if like is None and not tensors:
-                    raise CheckpointValueError(
-                        "A Hugging Face directory needs the model's configuration: pass --like with a "
-                        "directory that has its config.json."
-                    )
-                model = model_like(like or source)
-                tensors = tensors or _of_model(contents, key, model, source)
-                _to_huggingface(tensors, model, like or source, target, max_shard_size, stage)
-            else:
-                _save(contents, target, sharded=form == "sharded")
+    mapped = Mapped(target.absolute().parent)
+    with progress.stage("converting") as stage:
+        if form_of(source) == "huggingface":
+            tensors = _from_huggingface(source, model_like(like or source), mapped, stage)
+            named = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+            contents: dict[str, tuple[manifest.Kind, Any]] = {key: ("model", named)}
+        else:
+            contents = _from_checkpoint(open_checkpoint(str(source)), mapped, stage)
+            tensors = {}
+        if form != "huggingface":
+            _save(contents, target, sharded=form == "sharded")
+            return
+        if like is None and not tensors:
+            raise CheckpointValueError(
+                "A Hugging Face directory needs the model's configuration: pass --like with a directory "
+                "that has the config.json."
+            )
+        model = model_like(like or source)
+        tensors = tensors or _of_model(contents, key, model, source)
+        _to_huggingface(tensors, model, like or source, target, max_shard_size, stage)
 
 
 def form_of(path: Path) -> Form:
-    """What kind of checkpoint lies there, going by its files."""
+    """The form of the checkpoint at a path, judged by its files."""
     if path.is_dir() and not (path / manifest.NAME).exists():
         return "huggingface" if any(path.glob("*.safetensors")) else "sharded"
     return "sharded" if path.is_dir() else "huggingface" if path.suffix == ".safetensors" else "file"
@@ -109,15 +106,9 @@ def form_of(path: Path) -> Form:
 
 @dataclass
 class Mapped:
-    """Files whose parts are tensors.
-
-    Args:
-        directory: where spools are made.
-        stack: closes what is opened here.
-    """
+    """Memory-mapped files with tensors; spools are made in `directory`."""
 
     directory: Path
-    stack: ExitStack
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
 
     def tensor(self, blueprint: Blueprint, index: Index, root: Path, stage: Stage) -> Tensor:
@@ -153,7 +144,7 @@ def model_like(directory: Path) -> Any:
     """The transformers model of a directory's configuration, on the meta device.
 
     Raises:
-        CheckpointValueError: there is no configuration that says which model it is.
+        CheckpointValueError: no configuration there names an architecture of transformers.
     """
     import transformers
 
@@ -165,15 +156,15 @@ def model_like(directory: Path) -> Any:
         cls = getattr(transformers, name)
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointValueError(
-            f"{directory} does not say which model it is: {error}. Pass --like with a directory whose "
-            "config.json names an architecture of transformers."
+            f"{directory} does not name its model: {error}. Pass --like with a directory whose config.json "
+            "names an architecture of transformers."
         ) from error
     with init_context(dtype=config.dtype or torch.float32):
         return cls(config)
 
 
 def _from_huggingface(source: Path, model: Any, mapped: Mapped, stage: Stage) -> dict[str, Tensor]:
-    """The model's tensors under all names that its `state_dict()` has."""
+    """The model's tensors under all names in its `state_dict()`."""
     index = read_index(source)
     root = source if source.is_dir() else source.parent
     structure = read_structure(model)
@@ -186,7 +177,7 @@ def _from_huggingface(source: Path, model: Any, mapped: Mapped, stage: Stage) ->
 
 
 def _named(structure: Structure, values: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
-    """Values by first name, under every name that is saved; tied ones are one object."""
+    """Values under every name that is saved; tied ones are one object."""
     firsts = {name: first for first, held in structure.tensors.items() for name in held.info.names}
     return {name: values[firsts[name]] for name in model.state_dict() if firsts[name] in values}
 
@@ -217,11 +208,11 @@ def _from_checkpoint(opened: Opened, mapped: Mapped, stage: Stage) -> dict[str, 
 def _of_model(
     contents: Mapping[str, tuple[manifest.Kind, Any]], key: str, model: Any, source: Path
 ) -> dict[str, Tensor]:
-    """What a checkpoint has of a transformers model, under that model's names.
+    """The tensors of a transformers model in a checkpoint, under that model's names.
 
     Raises:
-        CheckpointKeyError: there is no such key.
-        CheckpointValueError: names or shapes do not fit.
+        CheckpointKeyError: the checkpoint does not have the key, or names do not match.
+        CheckpointValueError: shapes do not match.
     """
     from composer_dist.models import HuggingFaceModel
 
@@ -282,7 +273,7 @@ def _to_huggingface(
 
 
 def _others(directory: Path) -> Iterator[Path]:
-    """What lies beside the weights: configuration, tokenizer, code."""
+    """The files besides the weights: configuration, tokenizer, code."""
     for file in sorted(directory.iterdir()) if directory.is_dir() else ():
         if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
             yield file

@@ -1,4 +1,4 @@
-"""An optimizer's full state, for one file or one device, and back onto any number of ranks."""
+"""Gathers an optimizer's full state, and loads it onto any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from composer_dist.files.mismatch import StateMismatch
 
 
 def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state with full tensors, copied to the CPU: on rank 0, and `{}` on the others.
+    """The optimizer's state with full tensors, copied to the CPU, on rank 0; `{}` on the others.
 
-    A collective on a sharded model. Frozen parameters' state is kept, 8-bit state is float32.
+    A collective on a sharded model. State of frozen parameters is included; 8-bit state becomes float32.
 
     Args:
         model: prepared or not. A tied parameter goes by its first name.
@@ -44,8 +44,8 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
         `{"state": {name: {key: tensor or value}}, "param_groups": [{"params": [names], ...options}]}`.
 
     Raises:
-        CheckpointValueError: the optimizer holds parameters that are not the model's; says how many. Or it
-            keeps state for each rank's part alone, which has no full value.
+        CheckpointValueError: the optimizer holds parameters that are not the model's, or state for each
+            rank's part that has no full value.
         ParallelismValueError: ranks have state for different parameters.
     """
     named: dict[str, Any] = {"state": {}}
@@ -76,30 +76,30 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
 def load_full_optimizer_state(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, strict: bool = True
 ) -> LoadResult:
-    """Give the optimizer the state that rank 0 has, by name, and its groups their options; a collective.
+    """Load rank 0's state, by name, and the options of its groups into the optimizer; a collective.
 
-    Afterwards it continues as the saved optimizer would. No step is taken; pending gradients, frozen
-    parameters and the order of parameters do not matter. A parameter that was saved without state has none.
-    If anything is refused, nothing changes.
+    Afterwards the optimizer continues as the saved one would. No step is taken; pending gradients, frozen
+    parameters and the order of parameters do not matter. A parameter that was saved without state has none
+    afterwards. If anything is refused, nothing changes.
 
     Args:
         model: as prepared, or plain.
         optimizer: of its parameters, with the groups that were saved; `foreach`, `fused` and `capturable`
-            stay its own.
-        state: rank 0's is used. As from `full_optimizer_state`, from torch's `get_optimizer_state_dict`
-            (flattened or not), or from the `state_dict()` of an optimizer on one device, whose numbers
-            are places in the groups.
-        strict: names that the state lacks, or the optimizer does not hold, are an error; otherwise the
-            first keep what they have, and the others are ignored.
+            do not change.
+        state: rank 0's is used. From `full_optimizer_state`, from torch's `get_optimizer_state_dict`
+            (flattened or not), or from the `state_dict()` of an optimizer on one device, which numbers the
+            parameters in the order of the groups.
+        strict: raise if names are missing or unexpected. Otherwise parameters that the state lacks keep
+            their state, and names that the optimizer does not hold are ignored.
 
     Returns:
-        Names that the state does not know, and names that the optimizer does not hold.
+        Names that the state lacks, and names that the optimizer does not hold.
 
     Raises:
         CheckpointKeyError: `strict`, and names are missing or unexpected: all of them are listed.
-        CheckpointValueError: another number of groups, parameters of one group from several, shapes that
-            do not match, or this is not an optimizer's state.
-        CheckpointRuntimeError: it failed half way; the optimizer is unusable from then on.
+        CheckpointValueError: the number of groups, the groups of parameters or shapes do not match, or this
+            is not an optimizer's state.
+        CheckpointRuntimeError: it failed halfway; the optimizer is unusable from then on.
     """
     plan: dict[str, Any] = {}
     full: dict[str, Tensor] = {}
@@ -134,7 +134,7 @@ def load_full_optimizer_state(
 
 
 def _plan_load(values: State, groups: Groups | None, held: Sequence[str], strict: bool) -> dict[str, Any]:
-    """What to load where; the values of tensors are in "full", and everything else is plain."""
+    """The state to load; tensors' values are in "full", and everything else is plain."""
     known = {*values, *(name for group in groups or () for name in group["params"])}
     missing = [name for name in held if name not in known]
     unexpected = [name for name in known if name not in held]
@@ -143,7 +143,7 @@ def _plan_load(values: State, groups: Groups | None, held: Sequence[str], strict
     tensors = _labeled(state)
     odd = [label for label, value in tensors.items() if isinstance(value, DTensor) or value.is_meta]
     if odd:
-        raise CheckpointValueError(f"These are sharded, or without values, in the state: {', '.join(odd)}.")
+        raise CheckpointValueError(f"The state has these sharded or without values: {', '.join(odd)}.")
     described = {
         name: {key: _described(value) for key, value in values.items()} for name, values in state.items()
     }
@@ -168,7 +168,7 @@ def _same_groups(found: list[list[list[str]]]) -> None:
     for rank, groups in enumerate(found):
         if groups != found[0]:
             raise CheckpointValueError(
-                f"The optimizers of ranks 0 and {rank} have different groups or parameters; make them alike."
+                f"The optimizers of ranks 0 and {rank} have different groups or parameters; make them equal."
             )
 
 

@@ -1,7 +1,7 @@
-"""A model's full state by name: out of its shards, and into them.
+"""Gathers a model's full state from its shards, and loads one into them.
 
-Names are those of the plain model's `state_dict()`. Tensors move in buckets, so that no rank holds more
-than one of them beyond what it keeps.
+Names are the names in the plain model's `state_dict()`. Tensors move in buckets, so no rank holds more than
+one bucket beyond its result.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from composer_dist.distributed.moving.into import fill
 from composer_dist.distributed.prepared import mesh_of_world, usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import broadcast, device_of_group, world_and_rank
-from composer_dist.errors import (
-    CheckpointValueError,
-    ParallelismValueError,
-)
+from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.files.mismatch import StateMismatch
 from composer_dist.models.adapters import adapter_keys, whole_state
 from composer_dist.structure.names import canonical_name
@@ -40,7 +37,7 @@ def full_model_state(
 ) -> dict[str, Any]:
     """The keys and full values of the plain model's `state_dict()`, copied to the CPU.
 
-    A collective on a sharded model. What is not selected is not gathered.
+    A collective on a sharded model. Only selected tensors are gathered.
 
     Args:
         model: sharded or not.
@@ -51,8 +48,8 @@ def full_model_state(
         dtype: floating-point tensors are cast to it; None keeps their own.
 
     Raises:
-        CheckpointValueError: "adapters" without any, or a selected tensor is on the meta device.
-        ParallelismValueError: an unknown option, or ranks select different names or pass different options.
+        CheckpointValueError: the model has no adapters to select, or a selected tensor is on the meta device.
+        ParallelismValueError: an option is unknown, or ranks select different names or options.
     """
     if ranks not in ("zero", "all"):
         raise ParallelismValueError(f'ranks must be "zero" or "all", not {ranks!r}.')
@@ -73,12 +70,12 @@ def full_model_state(
 
 
 class LoadResult(NamedTuple):
-    """What did not match between a state and a model."""
+    """The names that did not match between a state and a model."""
 
     missing: list[str]
-    """Names that the model saves and the state lacks; a tied tensor counts once any name is there."""
+    """Names that the model saves and the state lacks; one name of a tied tensor is enough."""
     unexpected: list[str]
-    """Names in the state that the model has no place for."""
+    """Names in the state that the model does not have."""
 
 
 def load_full_model_state(
@@ -90,21 +87,21 @@ def load_full_model_state(
 ) -> LoadResult:
     """Write a full state into `model`, sharded or not, on the meta device or not; a collective.
 
-    Tensors take the model's dtype. A parameter on the meta device becomes real on its mesh's device
-    and stays the same object; what the state lacks stays on meta. If anything is refused, nothing is
+    Tensors are cast to the model's dtypes. A parameter on the meta device becomes real on its mesh's device
+    and stays the same object; tensors that the state lacks stay on meta. If anything is refused, nothing is
     written.
 
     Args:
         model: as prepared, or plain.
-        state: full tensors by name, as from `full_model_state`; wrapper segments are understood.
-        strict: missing or unexpected names are an error.
+        state: full tensors by name, as from `full_model_state`; names may have wrapper segments.
+        strict: raise if names are missing or unexpected.
         source: "rank0" reads rank 0's `state` and ignores the others'; "all" lets every rank read
-            its own, equal one, without communication of tensors.
+            its own, equal one, without sending tensors.
 
     Raises:
         CheckpointKeyError: `strict`, and names are missing or unexpected: all of them are listed.
         CheckpointValueError: shapes differ: all of them are listed.
-        ParallelismError: something failed half way; the model is unusable from then on.
+        ParallelismError: something failed halfway; the model is unusable from then on.
     """
     if source not in ("rank0", "all"):
         raise ParallelismValueError(f'source must be "rank0" or "all", not {source!r}.')
@@ -158,7 +155,7 @@ def _first_plan(posts: list[list[Any]]) -> Any:
     for rank, (source, _) in enumerate(posts):
         if source != posts[0][0]:
             raise ParallelismValueError(
-                f"Ranks 0 and {rank} have different sources, {posts[0][0]!r} and {source!r}; every rank must "
+                f"Ranks 0 and {rank} pass different sources, {posts[0][0]!r} and {source!r}; every rank must "
                 "make the same call."
             )
     return posts[0][1]
@@ -167,7 +164,7 @@ def _first_plan(posts: list[list[Any]]) -> Any:
 def _plan_load(
     expected: list[str], targets: Mapping[str, Any], given: Mapping[str, Any], strict: bool
 ) -> dict[str, Any]:
-    """Which names are loaded (each tensor once), and what does not match."""
+    """The names to load (each tensor once), and the names that do not match."""
     present = {id(targets[name]) for name in given if name in targets}
     missing = [name for name in expected if id(targets[name]) not in present]
     unexpected = [name for name in given if name not in targets]
@@ -180,23 +177,19 @@ def _plan_load(
                 misfits.append(f"{name}: {tuple(value.shape)} in the state, {tuple(target.shape)} here")
             elif value.is_meta:
                 misfits.append(f"{name}: without values, on the meta device, in the state")
-            tensors[id(target)] = name  # of tied names the last one counts, as in load_state_dict()
+            tensors[id(target)] = name  # the last of tied names wins, as in load_state_dict()
         elif isinstance(target, Tensor):
             misfits.append(f"{name}: {type(value).__name__} in the state, a tensor here")
         elif name in targets:
             objects.append(name)
     StateMismatch(missing, unexpected, misfits).check("The state does not match the model", strict)
-    return {
-        "tensors": list(tensors.values()),
-        "objects": objects,
-        "missing": missing,
-        "unexpected": unexpected,
-    }
+    names = {"missing": missing, "unexpected": unexpected}
+    return {"tensors": list(tensors.values()), "objects": objects, **names}
 
 
 @torch.no_grad()
 def _materialize(target: Tensor) -> None:
-    """Give a tensor on the meta device real, unset memory; the object, its ties and owners stay."""
+    """Give a tensor on the meta device uninitialized memory; it stays the same object."""
     if not target.is_meta:
         return
     mesh = target.device_mesh if isinstance(target, DTensor) else None

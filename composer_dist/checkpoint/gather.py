@@ -18,17 +18,17 @@ from composer_dist.errors import ParallelismValueError
 def agree_on(
     step: str, tensors: Iterable[Any], names: list[str], error: Exception | None, options: str = ""
 ) -> None:
-    """All ranks are about to gather the same tensors in the same order, or all raise.
+    """Make sure that all ranks gather the same tensors in the same order; otherwise all raise.
 
     Args:
-        tensors: without a shard among them ranks need not come together.
-        names: what this rank would gather.
-        error: what has gone wrong on this rank, if anything has.
-        options: how this rank was called.
+        tensors: without a shard among them, ranks do not communicate.
+        names: the tensors that this rank would gather.
+        error: this rank's error, if any.
+        options: this rank's options as text.
 
     Raises:
         ParallelismError: `error`, of this rank or another.
-        ParallelismValueError: the ranks have chosen different names, or were called differently.
+        ParallelismValueError: the ranks have chosen different names or options.
     """
     if not any(isinstance(tensor, DTensor) for tensor in tensors):
         if error is not None:
@@ -43,7 +43,7 @@ def agree_on(
 def gather_full(
     tensors: Mapping[str, Tensor], everywhere: bool, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Full values by name, a tensor under several names once; {} on ranks that get none."""
+    """Full values by name, each tensor gathered once; {} on ranks that get none."""
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
@@ -69,5 +69,5 @@ def _alike(found: list[list[Any]]) -> None:
             odd = sorted(set(names) ^ set(first))
             raise ParallelismValueError(
                 f"Ranks 0 and {rank} would gather different tensors: "
-                f"{', '.join(odd) or 'the same ones in another order'}. Let every rank select alike."
+                f"{', '.join(odd) or 'the same ones in another order'}. Select the same on every rank."
             )

@@ -1,4 +1,4 @@
-"""Loads checkpoints onto any mesh: every rank reads what it holds."""
+"""Loads checkpoints onto any mesh: every rank reads its own part."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def load_checkpoint(
         path: a directory or file of `save_checkpoint`, or a single file of Composer, Lightning Fabric or
             PyTorch Lightning; the first rank's is used.
         state: what to restore, by key; or a single model or optimizer, for a file with the bare state of one;
-            None restores nothing and returns everything, tensors in full.
+            None restores nothing and returns everything, with full tensors.
         strict: raise if a requested name is missing, or if the model has no place for a saved one.
             Otherwise load what matches and list the rest in a warning.
         model: the model that an optimizer belongs to, if the state has no model.
-        ignore: tells whether a name, such as "model.head.weight", is left as it is.
+        ignore: a function that returns whether to skip a name such as "model.head.weight".
         verify: compare all bytes with their checksums first; every rank does a share.
         allow_pickle: let the checkpoint's pickles run any code; only for sources that you trust.
 
     Returns:
-        What else was in the checkpoint, by key; states of models and optimizers only if `state` is None.
+        The other values in the checkpoint, by key; states of models and optimizers only if `state` is None.
 
     Raises:
         CheckpointKeyError: names that are missing or unexpected, all of them.
@@ -111,7 +111,7 @@ def _agreed_path(path: Any, state: Any, options: dict[str, bool], agreement: Agr
 
 
 def _open(agreed: str, allow_pickle: bool, verify: bool, agreement: Agreement) -> Opened:
-    """The checkpoint, which all ranks see alike, verified."""
+    """Open and verify the checkpoint, which must be the same on all ranks."""
     with agreement.together("opening the checkpoint"):
         opened = open_checkpoint(agreed, allow_pickle)
 
@@ -128,7 +128,7 @@ def _open(agreed: str, allow_pickle: bool, verify: bool, agreement: Agreement) -
 
 
 def _match(restore: Restore, where: str, strict: bool) -> list[Loading]:
-    """How each key is restored; raises, or warns of what is left out, once for all keys."""
+    """Plan the loading of each key; raises, or warns of what is left out, once for all keys."""
     state, mismatch = restore.state, restore.mismatch
     known = [key for key in state if key in restore.opened.structure]
     mismatch.missing += [key for key in state if key not in known]
@@ -155,7 +155,7 @@ def _as_bare(opened: Opened) -> Opened:
 
 
 def _rest(opened: Opened, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values that `state` does not have; warns of those that only an unsafe reader could read."""
+    """Plain values that `state` does not have; warns of values that only an unsafe reader could read."""
     rest: dict[str, Any] = {}
     for key, code in opened.structure.items():
         if key in state or stored_kind(opened, key) != "value":

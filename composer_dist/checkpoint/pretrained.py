@@ -1,4 +1,4 @@
-"""Loads pretrained weights into a model, and exports directories that transformers and peft load unaided."""
+"""Loads pretrained weights into a model, and exports directories for transformers and peft."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ from composer_dist.structure.structure import read_structure
 def load_pretrained(
     model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, verify: bool = True
 ) -> LoadResult:
-    """Fill a model, prepared or not, from safetensors files or a checkpoint; every rank reads what it holds.
+    """Load a model, prepared or not, from safetensors files or a checkpoint; every rank reads its own part.
 
-    All ranks of the model's mesh call it. Shards and optimizers that hold them stay the same objects.
-    Nothing is written where anything is refused.
+    All ranks of the model's mesh call it. Shards and optimizers that hold them stay the same objects. If
+    anything is refused, nothing is written.
 
     Args:
         model: sharded or not, on the meta device or not.
-        path: a safetensors file; a directory as transformers, peft and `export_pretrained` write it; or what
-            `save_checkpoint` or `torch.save` writes. An adapter's goes into the adapter that the model has.
-            Tied tensors may have any of their names, transformers' older names are understood, and so are
-            those from before peft, DDP, `torch.compile` or a `ComposerModel` were put around the model.
-        strict: missing or unexpected names are an error; otherwise what is missing is initialized if it
-            is on the meta device, and keeps its value if not.
-        verify: compare the model's bytes in a checkpoint of `save_checkpoint` with their checksums first;
-            every rank does a share. Other files have none.
+        path: a safetensors file; a directory of transformers, peft or `export_pretrained`; or a checkpoint of
+            `save_checkpoint` or `torch.save`. An adapter is loaded into the model's adapter. Tied tensors may
+            have any of their names. transformers' older names, and names from before the model was wrapped
+            by peft, DDP, `torch.compile` or a `ComposerModel`, are matched too.
+        strict: raise if names are missing or unexpected. Otherwise missing tensors are initialized if they
+            are on the meta device, and keep their values if not.
+        verify: first compare the model's bytes in a checkpoint of `save_checkpoint` with their checksums;
+            every rank does a share. Other files have no checksums.
 
     Raises:
         CheckpointKeyError: `strict`, and names are missing or unexpected: all of them are listed.
-        CheckpointValueError: shapes or dtypes do not fit, or the files are corrupt.
-        CheckpointRuntimeError: a file cannot be read; once reading has begun, the model is unusable.
+        CheckpointValueError: shapes or dtypes do not match, or the files are corrupt.
+        CheckpointRuntimeError: a file cannot be read; if reading had begun, the model is unusable.
     """
     reshard(model)
     structure = read_structure(model)
@@ -65,7 +65,7 @@ def load_pretrained(
     pretrained = Pretrained.open(path, structure, agreement, strict, verify)
     if pretrained is None:
         raise ParallelismValueError(
-            "The ranks hold models of different structure: names, shapes, dtypes, frozen parameters or ties."
+            "The ranks' models have different structure: names, shapes, dtypes, frozen parameters or ties."
         )
     with agreement.together("the initializers"):
         lacking = {
@@ -86,29 +86,28 @@ def export_pretrained(
     max_shard_size: int | str = "5GB",
     merge_adapters: bool = False,
 ) -> None:
-    """Write what `AutoModel...from_pretrained`, or `PeftModel.from_pretrained`, reads; a collective.
+    """Write a directory for `AutoModel...from_pretrained` or `PeftModel.from_pretrained`; a collective.
 
-    A model with adapters gives the adapter directory (one per adapter whose name is not "default",
-    as peft does); any other a model directory of safetensors with its configuration and generation
-    configuration. The tokenizer of a `HuggingFaceModel` lies beside it.
+    A model with adapters is exported as an adapter directory (with a subdirectory for each adapter not named
+    "default", as peft does), any other model as a directory of safetensors with its configuration and
+    generation configuration. The tokenizer of a `HuggingFaceModel` is included.
 
-    All ranks write the weights of a model directory at once, each from its own shards; what
-    transformers computes for a checkpoint, and what is merged, is gathered a tensor or a layer at a
-    time. Adapters are gathered to rank 0. Files of an earlier export are replaced once everything is
-    written.
+    All ranks write the weights of a model directory at once, each from its own shards. Tensors that
+    transformers computes for a checkpoint, and merged layers, are gathered one at a time. Adapters are
+    gathered to rank 0. Files of an earlier export are replaced once everything is written.
 
     Args:
         model: a `HuggingFaceModel`, or a transformers or peft model, prepared or not.
-        path: a directory; made where there is none. Rank 0's counts, and all ranks should see it:
-            where one does not, rank 0 gathers and writes everything, with a warning.
+        path: a directory, made if it does not exist. Rank 0's is used, and all ranks should see it:
+            otherwise rank 0 warns, and gathers and writes everything.
         max_shard_size: bytes, or as "5GB": larger models are split into several files.
-        merge_adapters: a model directory with the active adapters merged into the weights, by peft's
-            own arithmetic. The model itself stays as it is, bit for bit.
+        merge_adapters: write a model directory with the active adapters merged into the weights by peft's
+            own arithmetic. The model does not change.
 
     Raises:
         ParallelismTypeError: `model` is none of these.
         ParallelismValueError: the ranks' models differ.
-        CheckpointValueError: an adapter without tensors, or one that cannot be merged; nothing to merge.
+        CheckpointValueError: an adapter has no tensors or cannot be merged, or there is nothing to merge.
         CheckpointRuntimeError: a rank could not write; raised on every rank.
     """
     tokenizer = getattr(model, "tokenizer", None)
@@ -132,13 +131,13 @@ def export_pretrained(
 
 
 def _adapters(saved: Any) -> Callable[[Path], None]:
-    """Gather the adapters to rank 0, and give what writes them as peft does."""
+    """Gather the adapters to rank 0, and return the function that writes them as peft does."""
     state = as_peft_names(saved, full_model_state(saved, select="adapters"))
 
     def write(directory: Path) -> None:
         with ExitStack() as stack:
             for prompts in _prompt_encoders(saved):
-                # peft runs these to learn what to write, so they need their values, on every rank.
+                # peft runs these to compute the tensors to write, so they need their values on every rank.
                 stack.enter_context(summon_full_params(prompts, writeback=False))
             with Agreement().together("export_pretrained"):
                 if world_and_rank()[1] == 0:
@@ -151,7 +150,7 @@ def _adapters(saved: Any) -> Callable[[Path], None]:
 def _model(
     saved: Any, mesh: Mesh | None, max_shard_size: int | str, hosts: Mapping[str, Any]
 ) -> Callable[[Path], None]:
-    """What writes a model directory, with the adapters merged where there are hosts of any."""
+    """The function that writes a model directory, with the adapters of `hosts` merged."""
     base = saved.get_base_model() if is_a(saved, "PeftModel") else saved
     with Agreement().together("export_pretrained"):
         check_mergeable(hosts)
@@ -168,14 +167,14 @@ def _model(
 
 
 def _pretrained(model: nn.Module) -> nn.Module:
-    """The transformers or peft model itself."""
+    """The transformers or peft model."""
     from composer_dist.models.huggingface import HuggingFaceModel
 
     inner = model.model if isinstance(model, HuggingFaceModel) else model
     if is_a(inner, "PreTrainedModel", "PeftModel"):
         return inner
     raise ParallelismTypeError(
-        "export_pretrained takes a HuggingFaceModel, a transformers or a peft model, not "
+        "export_pretrained needs a HuggingFaceModel, a transformers or a peft model, not "
         f"{type(inner).__name__}; pass the part of your model that is one."
     )
 

@@ -1,4 +1,4 @@
-"""Saves checkpoints: everything by name, every byte once, all or nothing."""
+"""Saves checkpoints: by name, each byte once, and in one atomic step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def save_checkpoint(
         With `asynchronous`, the save in progress.
 
     Raises:
-        CheckpointValueError: nothing to save, no (parallel) model, ranks that differ, or something that
+        CheckpointValueError: there is nothing to save or no (parallel) model, the ranks differ, or a value
             cannot be pickled.
         CheckpointIsADirectoryError: not `sharded`, and the path is a directory that is not a checkpoint.
         CheckpointRuntimeError: it cannot be written.
@@ -99,7 +99,7 @@ def _reserve(
     model: nn.Module | None,
     agreement: Agreement,
 ) -> tuple[Place, str]:
-    """The first rank's place and a token of this save; if this raises, nothing has changed."""
+    """Reserve the first rank's place, with a token of this save; if this raises, nothing has changed."""
     error: Exception | None = None
     post: list[Any] = []
     try:

@@ -1,1 +1,1 @@
-"""What a user asks for: frozen dataclasses, resolved once."""
+"""The user's configuration: frozen dataclasses, resolved once."""

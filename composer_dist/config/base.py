@@ -15,8 +15,6 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.wording import dtype_name
 
 ActivationCheckpointing = bool | str | tuple[str, Mapping[str, Any] | None] | list[Any] | None
-
-
 Compile = bool | Mapping[str, Any] | None
 
 
@@ -30,7 +28,7 @@ def names_of(field: str, names: Sequence[str]) -> tuple[str, ...]:
 def require(name: str, value: object, known: Sequence[object]) -> None:
     """Raise unless `value` is one of `known`."""
     if value not in known:
-        raise ParallelismValueError(f"{name} is one of {', '.join(map(repr, known))}, not {value!r}.")
+        raise ParallelismValueError(f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}.")
 
 
 class FromDict:
@@ -43,10 +41,10 @@ class FromDict:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Builds this configuration from a dictionary, in which configurations may be dictionaries too.
+        """Build this configuration from a dictionary; nested configurations may be dictionaries too.
 
         Raises:
-            ParallelismValueError: all unknown keys (with the closest valid one) and values of a wrong type.
+            ParallelismValueError: lists all unknown keys (with the closest valid one) and all wrong values.
         """
         import pydantic  # only where a dictionary comes in: importing it costs 0.1 s
 
@@ -60,12 +58,12 @@ class FromDict:
             raise ParallelismValueError("\n".join(lines)) from None
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults, in plain types for YAML and JSON; `from_dict` reads it back.
+        """The values that differ from the defaults, in plain types; `from_dict` reads them back.
 
         A compiled pattern becomes "re:...", a module type "type:...".
 
         Raises:
-            ParallelismTypeError: a value cannot be written to a file (a function, a device mesh); names it.
+            ParallelismTypeError: names a value that a file cannot hold, such as a function or a device mesh.
         """
         return {
             field.name: _plain(getattr(self, field.name), f"{type(self).__name__}.{field.name}")
@@ -83,8 +81,9 @@ def _plain(value: Any, path: str) -> Any:
         case list() | tuple():
             return [_plain(inner, path) for inner in value]
         case re.Pattern():
-            flags = value.flags & ~re.UNICODE
-            return "re:" + (f"(?{_spell_flags(flags)})" if flags else "") + value.pattern
+            letters = {re.I: "i", re.L: "L", re.M: "m", re.S: "s", re.X: "x", re.A: "a"}
+            flags = "".join(letter for flag, letter in letters.items() if value.flags & flag)
+            return "re:" + (f"(?{flags})" if flags else "") + value.pattern
         case type():
             return f"type:{value.__module__}.{value.__qualname__}"
         case torch.dtype():
@@ -94,8 +93,3 @@ def _plain(value: Any, path: str) -> Any:
         case None | bool() | int() | float() | str():
             return value
     raise ParallelismTypeError(f"{path} cannot be written to a file: it is a {type(value).__name__}.")
-
-
-def _spell_flags(flags: int) -> str:
-    letters = {re.I: "i", re.L: "L", re.M: "m", re.S: "s", re.X: "x", re.A: "a"}
-    return "".join(letter for flag, letter in letters.items() if flags & flag)

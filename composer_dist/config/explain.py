@@ -1,4 +1,4 @@
-"""What pydantic finds wrong, in plain words: where the value is, what was expected, the closest valid key."""
+"""Pydantic's errors in plain words: where the value is, what was expected, the closest valid key."""
 
 from __future__ import annotations
 
@@ -15,26 +15,18 @@ if TYPE_CHECKING:
     from composer_dist.config.yaml import KeyPath
 
 _UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument"}
-
 _MISSING = {"missing", "missing_argument"}
-
 _MAPPINGS = {"dict_type", "model_type", "model_attributes_type", "dataclass_type"}
 
 
 def explain(schema: Any, values: Any, error: pydantic.ValidationError) -> Iterator[tuple[KeyPath, str]]:
-    """For each rejected value where it is and why, however many alternatives of its type rejected it.
-
-    Args:
-        schema: the type that `values` were validated as.
-        values: as they were given.
-        error: pydantic's.
-    """
+    """Each rejected value's key path and one reason, even if several alternatives of its type rejected it."""
     found: dict[KeyPath, list[dict[str, Any]]] = {}
     for one in error.errors(include_url=False):
         unnamed = one["type"] in _UNKNOWN | _MISSING
         found.setdefault(_written(one["loc"], values, unnamed), []).append(dict(one))
     for where, errors in found.items():
-        # A file cannot hold Python's objects: they are mentioned only where nothing else was expected.
+        # A file cannot hold Python objects: mention them only if nothing else was expected.
         plain = [one for one in errors if one["type"] != "is_instance_of"]
         if plain or not any(path != where and path[: len(where)] == where for path in found):
             known = _keys(schema, where[:-1], values)
@@ -72,7 +64,7 @@ def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str]) -> str:
 
 
 def _written(loc: Sequence[Any], values: Any, unnamed: bool) -> KeyPath:
-    """The part of pydantic's path that the user wrote; it also names the alternatives of a type."""
+    """The part of pydantic's path that the user wrote, without the alternatives of a type."""
     where: list[str | int] = []
     for number, part in enumerate(loc):
         if (isinstance(values, Mapping) and part in values) or (

@@ -1,4 +1,4 @@
-"""What a user asks of FSDP2."""
+"""The configuration of FSDP2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FSDP2Config(FromDict):
     """Fully sharded data parallelism, with Composer's field names."""
 
     device_mesh: DeviceMesh | None = None
-    """Composer's name for a `ParallelismConfig.mesh` of your own; None builds it from `MeshConfig`."""
+    """Composer's name for your own `ParallelismConfig.mesh`; None builds it from `MeshConfig`."""
     reshard_after_forward: bool | int = True
     """Free the gathered parameters after forward (True), keep them (False), or keep a smaller shard
     over this many ranks (an int that divides the shard dimension)."""
@@ -29,12 +29,12 @@ class FSDP2Config(FromDict):
     activation_cpu_offload: bool = False
     """Keep saved activations in host memory between forward and backward."""
     cpu_offload: bool | Literal["pinned", "pageable"] = False
-    """Keep shards, gradients and optimizer state in host memory; True pins it where there is an
-    accelerator, "pinned" insists."""
+    """Keep shards, gradients and optimizer state in host memory. True pins it if there is an
+    accelerator; "pinned" requires that."""
     state_dict_type: Literal["sharded", "full"] = "sharded"
-    """Which form the Trainer saves."""
+    """The form in which the Trainer saves."""
     load_monolith_rank0_only: bool = False
-    """A single-file checkpoint is read by rank 0 alone and delivered from there."""
+    """Rank 0 alone reads a single-file checkpoint and sends it to the other ranks."""
     mixed_precision: str | Mapping[str, Any] = "DEFAULT"
     """"DEFAULT", "PURE", "FULL" or a mapping of dtypes: see `composer_dist.precision`."""
     verbose: bool = False
@@ -43,13 +43,9 @@ class FSDP2Config(FromDict):
     def __post_init__(self) -> None:
         require("cpu_offload", self.cpu_offload, (False, True, "pinned", "pageable"))
         require("state_dict_type", self.state_dict_type, ("sharded", "full"))
-        for name in (
-            "activation_checkpointing",
-            "activation_cpu_offload",
-            "load_monolith_rank0_only",
-            "verbose",
-        ):
+        for name in ("activation_checkpointing", "activation_cpu_offload", "load_monolith_rank0_only"):
             require(name, getattr(self, name), (False, True))
+        require("verbose", self.verbose, (False, True))
         if not isinstance(self.reshard_after_forward, int):
             raise ParallelismTypeError(
                 "reshard_after_forward must be True, False or a number of ranks, not "
@@ -60,21 +56,21 @@ class FSDP2Config(FromDict):
 
     @property
     def activations(self) -> ActivationCheckpointing:
-        """What Composer's two flags for activations mean in `ParallelismConfig.activation_checkpointing`."""
+        """Composer's two activation flags as a value of `ParallelismConfig.activation_checkpointing`."""
         return flagged_activations(self.activation_checkpointing, self.activation_cpu_offload)
 
     def without_aliases(self) -> Self:
-        """The same without what `ParallelismConfig` has a field for."""
+        """A copy without the options that `ParallelismConfig` has a field for."""
         return dataclasses.replace(
             self, device_mesh=None, activation_checkpointing=False, activation_cpu_offload=False
         )
 
     @classmethod
     def from_compatible_attrs(cls, attrs: Mapping[str, Any]) -> Self:
-        """Build the configuration from a dictionary of Composer's, for FSDP1 or FSDP2.
+        """Build the configuration from a Composer dictionary for FSDP1 or FSDP2.
 
-        Keys that have no meaning here are dropped, each with one warning. FSDP1's
-        `sharding_strategy` becomes `reshard_after_forward`.
+        Each key that has no meaning here is dropped with a warning. FSDP1's `sharding_strategy` becomes
+        `reshard_after_forward`.
         """
         rest = dict(attrs)
         strategy = str(rest.get("sharding_strategy", "")).upper()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Self
 
 import torch
@@ -18,7 +19,7 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 class MeshConfig(FromDict):
     """The sizes of the device mesh's dimensions; their product is the world size.
 
-    At most one size may be -1: it takes what the others leave.
+    At most one size may be -1: it becomes the quotient of the world size and the other sizes.
     """
 
     dp_replicate: int = 1
@@ -30,7 +31,7 @@ class MeshConfig(FromDict):
     tp: int = 1
     """Tensor-parallel ranks, which split the matrices."""
     device_type: str | None = None
-    """"cpu", "cuda", ...; None takes the process group's own."""
+    """"cpu", "cuda", ...; None uses the process group's device type."""
 
     def __post_init__(self) -> None:
         for name, size in self.sizes().items():
@@ -54,7 +55,7 @@ class MeshConfig(FromDict):
         """Fabric's choice: tensor parallel within each host, sharded across hosts.
 
         Args:
-            ranks_per_host: None takes the number from the launcher's variables.
+            ranks_per_host: None reads the number from the launcher's variables.
 
         Raises:
             ParallelismValueError: the launcher has not set them.
@@ -63,12 +64,7 @@ class MeshConfig(FromDict):
 
     def sizes(self) -> dict[str, int]:
         """Dimension name to size, outermost first."""
-        return {
-            "dp_replicate": self.dp_replicate,
-            "dp_shard": self.dp_shard,
-            "cp": self.cp,
-            "tp": self.tp,
-        }
+        return {name: getattr(self, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
 
     def resolve(self, world_size: int) -> dict[str, int]:
         """The sizes with -1 filled in.
@@ -80,16 +76,14 @@ class MeshConfig(FromDict):
         if not isinstance(world_size, int) or world_size < 1:
             raise ParallelismTypeError(f"world_size must be a positive integer, not {world_size!r}.")
         sizes = self.sizes()
-        known = 1
-        for size in sizes.values():
-            known *= 1 if size == -1 else size
+        known = prod(size for size in sizes.values() if size != -1)
         for name, size in sizes.items():
             if size == -1 and world_size % known == 0 and world_size >= known:
                 sizes[name] = world_size // known
                 known = world_size
         if known != world_size or -1 in sizes.values():
             raise ParallelismValueError(
-                f"The mesh {_spell(self.sizes())} does not fit a world of {world_size} ranks: its sizes "
+                f"The mesh {_spell(self.sizes())} does not match a world of {world_size} ranks: its sizes "
                 f"multiply to {known}. Change a size, set one to -1, or start {known} processes."
             )
         return sizes
@@ -103,7 +97,7 @@ def _check_device_type(device_type: str) -> None:
         known = False
     if not known:
         raise ParallelismValueError(
-            f"device_type must be the name of a kind of device, such as 'cpu' or 'cuda', not {device_type!r}."
+            f"device_type must be a device type such as 'cpu' or 'cuda', not {device_type!r}."
         )
 
 
@@ -121,11 +115,11 @@ def per_host(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def launched_per_host() -> int:
-    """How many ranks the launcher has started on each host; 1 without a launcher.
+    """The number of ranks that the launcher has started on each host; 1 without a launcher.
 
     Raises:
         ParallelismValueError: there are several ranks, and the launcher has not set their number per host, or
-            one that does not divide the world size.
+            it does not divide the world size.
     """
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
     if world == 1:

@@ -1,8 +1,8 @@
-"""The one configuration that several modes share, and everything that stands for one.
+"""The configuration that all modes share, and named strategies.
 
 `resolve_config` turns whatever `parallelize_model` accepts (a configuration, a part of one, a dictionary,
-the name of a strategy) into a `ParallelismConfig` without aliases. A named strategy says how the ranks
-share the work, not how they are started: Lightning's "ddp_spawn", "ddp_fork" and "ddp_notebook" mean "ddp".
+the name of a strategy) into a `ParallelismConfig` without aliases. A strategy defines how the ranks share
+the work, not how they are started: Lightning's "ddp_spawn", "ddp_fork" and "ddp_notebook" mean "ddp".
 """
 
 from __future__ import annotations
@@ -25,27 +25,25 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.wording import kind_in_words, near_miss
 
 Sync = Literal["auto", "rank0", "verify"]
-
-
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismConfig(FromDict):
-    """Everything about how a model is made parallel; the one home of what several modes need."""
+    """How a model is made parallel."""
 
     mesh: MeshConfig | DeviceMesh | None = None
-    """The sizes of the mesh, or a mesh of your own: see `composer_dist.distributed.mesh.dimensions.roles`.
-    None takes all ranks: they shard the model, or replicate it with `ddp`."""
+    """The sizes of the mesh, or your own mesh: see `composer_dist.distributed.mesh.dimensions.roles`.
+    None uses all ranks to shard the model, or with `ddp` to replicate it."""
     fsdp2: FSDP2Config | None = None
     """None means the defaults."""
     tp: TPConfig | None = None
     ddp: DDPConfig | None = None
-    """Replicate the whole model by DDP, on every rank where `mesh` gives no sizes."""
+    """Replicate the whole model with DDP, on every rank if `mesh` has no sizes."""
     rules: Sequence[Rule] = ()
     """Exceptions, module by module. Rules that choose units leave the root out unless one selects ""."""
     containers: Literal["expand", "skip"] = "expand"
-    """A selected ModuleList or ModuleDict stands for its children, or for nothing."""
+    """A rule that selects a ModuleList or ModuleDict selects its children instead, or nothing."""
     activation_checkpointing: ActivationCheckpointing = None
     """"composable" (recompute all; renames nothing; also True), "selective" (recompute what is cheap),
     "wrapped", "offload", "memory_budget", or (mode, options): "every" (n), "save" (operations), "offload",
@@ -56,23 +54,24 @@ class ParallelismConfig(FromDict):
     forward_methods: Sequence[str] = ()
     """Methods besides `forward` ("training_step") in which the units that have them gather too."""
     compile: bool | Mapping[str, Any] = False
-    """Compile the model's blocks, each by itself: True, or options of torch.compile ("backend", "mode",
+    """Compile the model's blocks separately: True, or options of torch.compile ("backend", "mode",
     "dynamic", "fullgraph", "options")."""
     check_order: bool | Literal["auto"] = "auto"
-    """Before each collective of a unit, compare that all ranks are at the same one, so that a module which
-    some ranks skip is an error and not a hang. "auto" does so on CPU meshes; with an accelerator it costs
-    overlap, and is for finding a hang."""
+    """Before each collective of a unit, check that all ranks run the same one, so that a module which
+    some ranks skip raises an error instead of hanging. "auto" does so on CPU meshes. With an accelerator it
+    costs overlap; use it there to find a hang."""
     strict: bool = True
     """False turns errors about options without effect into warnings."""
     transport: Literal["auto", "memory", "messages"] = "auto"
-    """How weights travel: "memory" lets every rank read them from the source's memory, which works on one
-    host; "messages" sends them to every rank; "auto" reads memory if all ranks can, else sends messages."""
+    """How weights are delivered: "memory" lets every rank read them from the source's memory, which works
+    on one host; "messages" sends them to every rank; "auto" reads memory if all ranks can, else sends
+    messages."""
     bucket_bytes: int = 256 * MIB
-    """Most bytes that travel, or lie in a staging buffer, at one time."""
+    """The most bytes to send, or to hold in a staging buffer, at one time."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """As for the other configurations; the key "strategy" names one from which the others differ."""
+        """As for the other configurations; the key "strategy" names one that the other keys change."""
         rest = dict(values)
         name = rest.pop("strategy", None)
         given = super().from_dict(rest)
@@ -105,13 +104,13 @@ Config = FSDP2Config | DDPConfig | ParallelismConfig | Mapping[str, Any] | str
 
 
 def resolve_config(config: Config) -> ParallelismConfig:
-    """One `ParallelismConfig` from whatever the caller has: itself, a part, a dictionary, a name.
+    """One `ParallelismConfig` from a configuration, a part of one, a dictionary or a strategy's name.
 
-    Composer's aliases in `FSDP2Config` move to where they belong, and `mesh` is set.
+    Composer's aliases in `FSDP2Config` are moved to the fields that they stand for, and `mesh` is set.
 
     Raises:
-        ParallelismTypeError: none of these.
-        ParallelismValueError: no such strategy, or two meshes.
+        ParallelismTypeError: `config` is of another type.
+        ParallelismValueError: the strategy does not exist, or there are two meshes.
     """
     match config:
         case str():
@@ -130,7 +129,7 @@ def resolve_config(config: Config) -> ParallelismConfig:
     if (fsdp2 := config.fsdp2) is not None:
         if fsdp2.device_mesh is not None and config.mesh not in (None, fsdp2.device_mesh):
             raise ParallelismValueError(
-                "Both FSDP2Config.device_mesh and ParallelismConfig.mesh say what the mesh is; give one."
+                "The mesh is given twice, in FSDP2Config.device_mesh and ParallelismConfig.mesh; keep one."
             )
         config = dataclasses.replace(
             config,
@@ -148,17 +147,17 @@ def resolve_config(config: Config) -> ParallelismConfig:
 
 
 def register_strategy(name: str, config: Any, *, replace: bool = False) -> None:
-    """Let `name` stand for a configuration wherever one is accepted. Every rank registers the same.
+    """Register a name for a configuration, to use wherever one is accepted; the same on every rank.
 
     Args:
-        name: a new one.
-        config: whatever `parallelize_model` takes as a configuration, or a function without arguments
+        name: a new name.
+        config: whatever `parallelize_model` accepts as a configuration, or a function without arguments
             that returns it, called at each use.
-        replace: the name may exist.
+        replace: replace an existing name.
 
     Raises:
         ParallelismValueError: the name exists, and `replace` is not set.
-        ParallelismError: `config` is none; see `resolve_config`.
+        ParallelismError: `config` is not a configuration; see `resolve_config`.
     """
     if name in _strategies and not replace:
         raise ParallelismValueError(f"There is a strategy {name!r} already; pass replace=True to replace it.")
@@ -167,10 +166,10 @@ def register_strategy(name: str, config: Any, *, replace: bool = False) -> None:
 
 
 def strategy_named(name: str) -> ParallelismConfig:
-    """The configuration that `name` stands for.
+    """The configuration that is registered under `name`.
 
     Raises:
-        ParallelismValueError: there is none; names those that there are.
+        ParallelismValueError: there is none; lists the names that exist.
     """
     if name not in _strategies:
         raise ParallelismValueError(
@@ -180,7 +179,7 @@ def strategy_named(name: str) -> ParallelismConfig:
     try:
         return resolve_config(_strategies[name]())
     except RecursionError:
-        raise ParallelismValueError(f"The strategy {name!r} stands for itself; register another.") from None
+        raise ParallelismValueError(f"The strategy {name!r} refers to itself; register another.") from None
 
 
 def _hsdp() -> ParallelismConfig:

@@ -1,7 +1,4 @@
-"""Matches for rules that fit many models: `Rule(presets.layers(), shard=True)`.
-
-They are patterns, so that they can stand in YAML as well.
-"""
+"""Patterns for rules that work with many models, in YAML too: `Rule(presets.layers(), shard=True)`."""
 
 from __future__ import annotations
 
@@ -12,12 +9,12 @@ def layers(*containers: str) -> str:
     """The numbered layers of a model, wherever they are: "layers.0", "decoder.layers.11".
 
     Args:
-        containers: the names of the lists that hold them, such as "h" or "blocks"; "layers" without any.
+        containers: the names of the lists that hold them, such as "h" or "blocks"; by default "layers".
     """
     names = "|".join(map(re.escape, containers or ("layers",)))
     return rf"re:(.*\.)?({names})\.\d+"
 
 
 def lora() -> str:
-    """What LoRA adds to a layer (`lora_A`, `lora_B`, ...), to leave it whole with `shard=False`."""
+    """The modules that LoRA adds to a layer (`lora_A`, `lora_B`, ...), to leave whole with `shard=False`."""
     return r"re:.*\.lora_\w+(\..*)?"

@@ -1,4 +1,4 @@
-"""What a user asks of single modules."""
+"""The configuration of single modules."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Match = Any  # str | re.Pattern | type[nn.Module] | Callable[[str, nn.Module], b
 
 @dataclass(frozen=True)
 class Rule(FromDict):
-    """What is to happen to the modules that `match` selects.
+    """Options for the modules that `match` selects.
 
-    A field that is None is left to other rules, the policy, the attributes or the configuration. Where
-    several rules select a module they merge field by field, the later one winning. A ModuleList or
-    ModuleDict stands for its children (see `ParallelismConfig.containers`).
+    A field that is None is left to other rules, the policy, the attributes or the configuration. If several
+    rules select a module, they are merged field by field, and the later rule wins. A rule that selects a
+    ModuleList or ModuleDict selects its children (see `ParallelismConfig.containers`).
     """
 
     match: Match
@@ -27,24 +27,24 @@ class Rule(FromDict):
     (the name of a class or base class, for YAML), a callable `(name, module) -> bool`, or a list of these,
     each of which must match. "" is the root."""
     shard: bool | None = None
-    """True makes each match a unit; False leaves all parameters below it replicated, gradients
-    averaged, but for those of units that somebody has chosen further down."""
+    """True makes each match a unit. False leaves all parameters below it replicated with averaged
+    gradients, except in units that are chosen further down."""
     reshard_after_forward: bool | int | None = None
-    """As in `FSDP2Config`, for these units. This and the next two are refused where no match is a unit."""
+    """As in `FSDP2Config`, for these units. This and the next two are refused if no match is a unit."""
     mixed_precision: str | Mapping[str, Any] | None = None
     """As in `FSDP2Config`, for these units."""
     offload: bool | None = None
-    """Whether these units' shards, gradients and optimizer state live in host memory."""
+    """Keep these units' shards, gradients and optimizer state in host memory."""
     act_ckpt: ActivationCheckpointing = None
     """As `ParallelismConfig.activation_checkpointing`, for these modules; False leaves them out."""
     tp: Any = None
     """Tensor-parallel style."""
     optional: bool = False
-    """No error where nothing matches."""
+    """Do not raise if nothing matches."""
     skippable: Literal["replicate", "root"] | None = None
     """Some ranks may skip these modules in a step (an image tower, for a batch without images), so nothing
-    in them is a unit: "replicate" leaves their parameters whole on every rank, gradients averaged; "root"
-    gives them to the unit around, which gathers them at every step."""
+    in them is a unit. "replicate" leaves their parameters whole on every rank, with averaged gradients;
+    "root" adds them to the unit around them, which gathers them in every step."""
     compile: bool | Mapping[str, Any] | None = None
     """As `ParallelismConfig.compile`, for these modules; False leaves them out."""
 
@@ -55,23 +55,25 @@ class Rule(FromDict):
             require(name, getattr(self, name), (None, False, True))
         if not isinstance(self.reshard_after_forward, (int, type(None))):
             raise ParallelismTypeError(
-                "A rule's reshard_after_forward is True, False or a number of ranks, not "
+                "A rule's reshard_after_forward must be True, False or a number of ranks, not "
                 f"{self.reshard_after_forward!r}."
             )
 
 
 def check_match(match: Match, whose: str = "Rule") -> None:
-    """Refuse what no module can match by."""
+    """Raise unless `match` is valid."""
     if isinstance(match, str) and match.startswith("re:"):
         try:
             re.compile(match[3:])
         except re.error as error:
-            raise ParallelismValueError(f"{whose} {match!r} is no regular expression: {error}.") from None
+            raise ParallelismValueError(
+                f"{whose} {match!r} is an invalid regular expression: {error}."
+            ) from None
     elif isinstance(match, (list, tuple)) and match:
         for part in match:
             check_match(part)
     elif not (isinstance(match, (str, re.Pattern)) or callable(match)):
         raise ParallelismTypeError(
-            "A rule matches by a module name, 're:...', 'type:...', a compiled pattern, a module type, a "
-            f"callable (name, module) -> bool, or a list of these, not by {match!r}."
+            "A rule's match must be a module name, 're:...', 'type:...', a compiled pattern, a module type, "
+            f"a callable (name, module) -> bool, or a list of these, not {match!r}."
         )

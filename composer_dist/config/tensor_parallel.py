@@ -1,4 +1,4 @@
-"""What a user asks of tensor parallelism."""
+"""The configuration of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ class TPConfig(FromDict):
     """Tensor parallelism: how matrices are cut among the ranks of the mesh's "tp" dimension."""
 
     plan: Literal["auto"] | Mapping[str, Any] = "auto"
-    """"auto" takes a Hugging Face model's own plan, or infers one from the structure; else module name (or
-    "re:...") to style: a name of `distributed.tensor_parallel.styles`, or a style object of torch's.
-    `Rule(tp=...)` comes before either."""
+    """"auto" uses a Hugging Face model's own plan, or infers one from the structure. Otherwise module name
+    (or "re:...") to style: a name in `distributed.tensor_parallel.styles`, or a torch style object.
+    `Rule(tp=...)` overrides both."""
     sequence_parallel: bool = False
     """Cut the sequence too, between attention and feed-forward: less memory for activations. Lengths must
     be multiples of tp."""
     loss_parallel: bool = False
-    """Leave the logits cut over the vocabulary, for `parallel_cross_entropy`, which Hugging Face's causal
-    language models are given."""
+    """Leave the logits cut over the vocabulary, for `parallel_cross_entropy`; Hugging Face's causal
+    language models then use it."""
     head_attributes: tuple[str, ...] = ()
-    """Attributes to divide by tp in modules whose projections are cut, beside the known names of head
+    """Attributes to divide by tp in modules whose projections are cut, besides the known names of head
     counts and widths. A module may list its own in `tensor_parallel_attributes`."""
 
     def __post_init__(self) -> None:
         if self.plan != "auto" and not isinstance(self.plan, Mapping):
             raise ParallelismTypeError(
-                f"TPConfig.plan is 'auto' or a mapping of module name to style, not {self.plan!r}."
+                f"TPConfig.plan must be 'auto' or a mapping of module name to style, not {self.plan!r}."
             )
         for match in self.plan if isinstance(self.plan, Mapping) else ():
             check_match(match, "TPConfig.plan's")

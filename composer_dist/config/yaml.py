@@ -1,4 +1,4 @@
-"""Reads YAML, and knows on which line each value is and what is wrong with the text."""
+"""Reads YAML with the line of each value, and reports what is wrong with the text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Parsed:
     lines: dict[KeyPath, int] = field(default_factory=dict)
     """The line of each value, from 1; for a value of a mapping the line of its key."""
     faults: list[tuple[KeyPath, int | None, str]] = field(default_factory=list)
-    """Syntax errors and duplicate keys: where, on which line if that is known, and what."""
+    """Syntax errors and duplicate keys: the key path, the line if it is known, and the error."""
 
 
 def parse(text: str) -> Parsed:
@@ -72,7 +72,7 @@ _Loader.add_implicit_resolver(
 def _walk(
     node: yaml.Node, path: KeyPath, found: Parsed
 ) -> Iterator[tuple[KeyPath, yaml.Node, yaml.Node | None]]:
-    """Every value below `node`, with its key in a mapping; YAML would keep the last of duplicate keys."""
+    """Every value below `node`, with its key in a mapping; notes duplicate keys, which YAML would accept."""
     if isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield (*path, index), value, None
@@ -91,7 +91,7 @@ def _walk(
 
 
 def _hint(problem: str) -> str:
-    """The most frequent cause of a message of the scanner."""
+    """The most frequent cause of an error of YAML's scanner."""
     if "'\\t'" in problem:
         return " (a tab: YAML indents with spaces)"
     if "mapping values are not allowed here" in problem:

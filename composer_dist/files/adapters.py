@@ -1,8 +1,8 @@
-"""How peft names things: tensors of the model below it, and of the adapters themselves.
+"""peft's names for the tensors of the base model and of adapters.
 
-peft puts layers of its own around the model's (`q_proj` becomes `q_proj.base_layer` beside
-`q_proj.lora_A.default`), and the whole into `base_model.model`. In a file the base model's tensors have
-the names from before, and an adapter's lack the adapter's name.
+peft wraps the model's layers (`q_proj` becomes `q_proj.base_layer` beside `q_proj.lora_A.default`) and puts
+the model into `base_model.model`. In a file the base model's tensors have their original names, and an
+adapter's names lack the adapter's name.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from composer_dist.tensors.blueprint import Blueprint
 
 
 def without_adapters(structure: Structure) -> dict[str, tuple[str, bool]]:
-    """Every name of a tensor as it would be without peft's layers, but for a prefix of the whole model.
-
-    Names of what belongs to adapters are left out.
+    """Every name of a base tensor as it would be without peft's layers, except for a prefix of the model.
 
     Returns:
         Name to (plain name, whether this tensor is a copy that peft made to train it).
@@ -40,10 +38,7 @@ def without_adapters(structure: Structure) -> dict[str, tuple[str, bool]]:
 
 
 def base_models(structure: Structure) -> Iterator[tuple[str, nn.Module]]:
-    """Prefix and module of each outermost transformers model, or model inside of a peft model.
-
-    The prefix is that of plain names: "" or ending in a dot.
-    """
+    """Plain-name prefix ("" or with a final dot) and module of each outermost transformers model."""
     for name, module in _outermost(structure, lambda module: is_a(module, "PeftModel", "PreTrainedModel")):
         if is_a(module, "PeftModel"):
             base = module.get_base_model()
@@ -54,25 +49,24 @@ def base_models(structure: Structure) -> Iterator[tuple[str, nn.Module]]:
 
 
 def adapter_entries(structure: Structure, directory: str) -> dict[str, str]:
-    """What an adapter's file calls the tensors of the adapter it is for, by peft's own rules.
+    """The names of an adapter's tensors in its file, by peft's own rules.
 
     Args:
-        directory: where the file lies; peft keeps an adapter that is not "default" in one of its name.
+        directory: the name of the file's directory; peft gives an adapter that is not "default" its own.
 
     Returns:
-        Name in the file to name in the model, which may be any of a tensor's names; empty where there is
-        no adapter.
+        Name in the file to one of the tensor's names in the model; empty if there is no adapter.
 
     Raises:
-        CheckpointValueError: it is not clear which adapter is meant, or peft computes what it saves.
+        CheckpointValueError: it is unclear which adapter is meant, or peft computes the values to save.
     """
     hosts = list(
         _outermost(structure, lambda module: isinstance(getattr(module, "peft_config", None), Mapping))
     )
     if len(hosts) > 1:
         raise CheckpointValueError(
-            f"Several modules carry adapters: {', '.join(name or 'the model' for name, _ in hosts)}. Load "
-            "each of them separately."
+            f"Several modules have adapters: {', '.join(name or 'the model' for name, _ in hosts)}. Load "
+            "them separately."
         )
     return {} if not hosts else _entries(*hosts[0], directory)
 
@@ -84,8 +78,8 @@ def _entries(name: str, host: Any, directory: str) -> dict[str, str]:
     adapter = directory if directory in adapters else "default" if "default" in adapters else adapters[0]
     if len(adapters) > 1 and adapter not in (directory, "default"):
         raise CheckpointValueError(
-            f"The model has the adapters {', '.join(adapters)}, and {directory} is none of them; peft keeps "
-            "each in a directory of its name."
+            f"The model has no adapter {directory!r}, only {', '.join(adapters)}; peft saves each adapter in "
+            "a directory of the same name."
         )
     prefix = f"{name}." if name else ""
     if host.peft_config[adapter].is_prompt_learning:  # peft computes these from the prompt encoder
@@ -101,13 +95,13 @@ def _entries(name: str, host: Any, directory: str) -> dict[str, str]:
     for key, value in taken.items():
         source = value.source if isinstance(value, Blueprint) else None
         if source is None:
-            raise CheckpointValueError(f"peft computes {key} when it saves; load it with peft.")
+            raise CheckpointValueError(f"peft computes {key} when saving; load it with peft.")
         found[canonical_name(key)] = f"{prefix}{source}"
     return found
 
 
 def _outermost(structure: Structure, wanted: Callable[[nn.Module], bool]) -> Iterator[tuple[str, Any]]:
-    """Modules of a kind that lie in no other of that kind."""
+    """The modules of a kind that are in no other module of that kind."""
     inside: list[str] = []
     for name, module in structure.modules.items():
         below = any(not one or name == one or name.startswith(f"{one}.") for one in inside)
@@ -140,7 +134,7 @@ def _plain(
 
 
 def _step(module: nn.Module, key: str) -> str | None:
-    """What a child adds to the plain name: its key, nothing below peft's layers, None for an adapter."""
+    """A child's part of the plain name: its key, "" below peft's layers, None for an adapter."""
     if is_a(module, "BaseTunerLayer") and "base_layer" in module._modules:
         return "" if key == "base_layer" else None
     if is_a(module, "AuxiliaryTrainingWrapper"):

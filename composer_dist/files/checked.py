@@ -1,4 +1,4 @@
-"""Files whose checksums are computed as they are written; `checksums` verifies them."""
+"""Writes files and computes their checksums; `checksums` verifies them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
 from composer_dist.files.manifest import BLOCK, StoredFile
 
 _HEAD = 4096
-"""Bytes of an item in which its raw data begin."""
-
+"""The raw data of an item begin within this many bytes."""
 _RECORD = b"archive/data/0"
 """The name under which `torch.save` stores the bytes of a lone tensor."""
 
 
 class Sink(Protocol):
-    """Where bytes go: a local file, or one on a remote file system."""
+    """A local or remote file to write to."""
 
     def write(self, data: memoryview) -> None:
         """Write all of it."""
 
     def close(self) -> None:
-        """Make sure that it is stored, and let go of it."""
+        """Make sure that everything is stored, and close the file."""
 
     def abort(self) -> None:
-        """Let go of it."""
+        """Close the file as it is."""
 
 
 class LocalSink:
@@ -44,8 +43,8 @@ class LocalSink:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileNotFoundError as error:
             raise CheckpointRuntimeError(
-                f"{path.parent}, in which a checkpoint is being written, no longer exists: another process "
-                "saves to the same place, or empties it. Give every run a separate directory."
+                f"{path.parent}, to which a checkpoint is being written, no longer exists: another process "
+                "saves to the same place or deletes files there. Give every run a separate directory."
             ) from error
 
     def write(self, data: memoryview) -> None:
@@ -68,13 +67,13 @@ class LocalSink:
 
 
 class CheckedFile:
-    """A file being written, as `torch.save` wants it; a context manager.
+    """A file that `torch.save` can write to; a context manager that closes the sink.
 
     Args:
-        sink: opened already; closed with it.
-        name: of the file.
-        block: bytes that have one checksum.
-        where: what errors call it, if not by its name.
+        sink: an open sink.
+        name: the name of the file.
+        block: bytes per checksum.
+        where: the name of the file in errors, by default `name`.
     """
 
     def __init__(self, sink: Sink, name: str, block: int = BLOCK, where: str = "") -> None:
@@ -88,11 +87,9 @@ class CheckedFile:
         self._error: Exception | None = None
 
     def __enter__(self) -> CheckedFile:
-        """It is open already."""
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Store it, unless something went wrong."""
         if error is not None:
             self._sink.abort()
             return
@@ -114,41 +111,33 @@ class CheckedFile:
                 self._sink.write(piece)
                 self.nbytes += len(piece)
                 rest = rest[len(piece) :]
-        except Exception as error:  # torch.save would hide it behind one of its own
+        except Exception as error:  # torch.save would replace it with its own
             self._error = error
             raise
         return len(view)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: `write` does not buffer."""
 
     def save_tensor(self, values: Tensor) -> tuple[int, int, int]:
-        """Append an item that `torch.load` reads as a tensor.
-
-        Returns:
-            Where the item begins, where its raw bytes begin, and its length.
-        """
+        """Append a tensor for `torch.load`; returns the offsets of item and raw bytes, and the length."""
         start = self._save(values)
         at = self._head.index(_RECORD)
         extra = int.from_bytes(self._head[at - 2 : at], "little")
         return start, start + at + len(_RECORD) + extra, self.nbytes - start
 
     def save_object(self, value: Any, through: Any = None) -> tuple[int, int]:
-        """Append an item that `torch.load` reads as a value; returns where it begins, and its length.
-
-        Args:
-            through: a writer before this one.
-        """
+        """Append a value for `torch.load`, written via `through`; returns its offset and length."""
         start = self._save(value, through)
         return start, self.nbytes - start
 
     def append(self, data: bytes) -> None:
-        """Write something to which no checksum belongs."""
+        """Append bytes without a checksum."""
         with self._named():
             self._sink.write(memoryview(data))
 
     def stored(self) -> StoredFile:
-        """What has been written."""
+        """The name, size and checksums of the file."""
         return StoredFile(self.name, self.nbytes, tuple(self._checksums), self.block)
 
     def _save(self, value: Any, through: Any = None) -> int:
@@ -160,7 +149,7 @@ class CheckedFile:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Errors of writing say which file, or what cannot be written."""
+        """Make errors name the file, or the value that cannot be written."""
         try:
             yield
         except Exception as error:
@@ -171,6 +160,6 @@ class CheckedFile:
                 ) from cause
             if isinstance(cause, (pickle.PicklingError, TypeError, AttributeError)):
                 raise CheckpointValueError(
-                    f"This cannot be saved, as it cannot be pickled: {cause}."
+                    f"A value cannot be saved because it cannot be pickled: {cause}."
                 ) from cause
             raise

@@ -1,7 +1,7 @@
-"""Files compared with the checksums of when they were written, before anything is read from them.
+"""Compares files with the checksums from when they were written.
 
-CRC-32 in blocks: it finds every changed bit, costs less than reading does, and blocks let several threads
-and ranks share the work.
+They are CRC-32 of blocks: CRC-32 detects every single changed bit and costs less than reading, and blocks
+let several threads and ranks share the work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from composer_dist.files.slabs import MIB, THREADS, in_threads
 
 _PIECE = 4 * MIB
 """Bytes that a thread reads at one time."""
-
 _SEAL = b"composer_dist crc32 "
 
 
@@ -29,7 +28,7 @@ def seal(text: bytes) -> bytes:
 
 
 def unseal(sealed: bytes) -> bytes | None:
-    """The text that was sealed; None if any of it was changed or lost."""
+    """The text that was sealed; None if any of it has changed."""
     text = sealed[: -len(_SEAL) - 8]
     return text if sealed == seal(text) else None
 
@@ -41,13 +40,13 @@ def verify(
     parts: int = 1,
     entries: Iterable[Entry] | None = None,
 ) -> None:
-    """Compare files with their checksums, one of several parts of the work.
+    """Compare files with their checksums; this call does one of several parts of the work.
 
     Args:
-        entries: only the blocks in which these lie; None compares all.
+        entries: verify only the blocks that contain these; None verifies all.
 
     Raises:
-        CheckpointValueError: bytes differ; names the file and where.
+        CheckpointValueError: bytes differ; names the file and the bytes.
         CheckpointRuntimeError: a file cannot be read.
     """
     blocks = sorted(set(_all(stored) if entries is None else _below(stored, entries)))

@@ -1,4 +1,4 @@
-"""The model's tensors in whatever files hold them: safetensors, our checkpoints, files of `torch.save`."""
+"""Finds a model's tensors in safetensors files, our checkpoints and files of `torch.save`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from composer_dist.files.safetensors import read_index
 from composer_dist.files.torch_save import index_of, read_seal, read_torch_file
 
 Weights = tuple[Index, list[StoredFile]]
-"""Where tensors lie, and the files' checksums, as far as they have any."""
+"""The index of the tensors, and the files' checksums, if they have any."""
 
 
 def index_weights(path: Path) -> Weights:
-    """Where every tensor of a model lies, and the checksums of our own files.
+    """The index of every tensor of a model, and the checksums of our own files.
 
     Args:
-        path: a directory or file as transformers, peft or `save_checkpoint` writes it; or a file of
-            `torch.save` with a model's state, also as Composer, Fabric and Lightning write it.
+        path: a directory or file of transformers, peft or `save_checkpoint`; or a file of `torch.save`
+            with a model's state, also one of Composer, Fabric or Lightning.
 
     Raises:
-        CheckpointValueError: there is no such file, it is damaged, or has no model, or several.
+        CheckpointValueError: the file does not exist, is damaged, or does not have exactly one model.
         CheckpointRuntimeError: a file cannot be read.
     """
     try:
@@ -44,8 +44,8 @@ def _of_checkpoint(path: Path) -> Weights:
     models = [key for key, kind in manifest.kinds.items() if kind == "model"]
     if len(models) != 1:
         raise CheckpointValueError(
-            f"{path} has {len(models)} models ({', '.join(models) or 'none'}), so it is not clear which one "
-            "is meant; load_checkpoint takes them by key."
+            f"{path} has {len(models)} models ({', '.join(models) or 'none'}), but exactly one is needed; "
+            "load_checkpoint loads them by key."
         )
     return manifest.index(str(path), models[0]), manifest.files
 
@@ -55,8 +55,7 @@ def _of_file(path: Path) -> Weights:
     model = model_in(normalized(read_torch_file(path)))
     if model is None:
         raise CheckpointValueError(
-            f"{path} has no model, or several, so it is not clear which one is meant; load_checkpoint takes "
-            "them by key."
+            f"{path} has no model or several, but exactly one is needed; load_checkpoint loads them by key."
         )
     tensors = {name: value for name, value in model.items() if hasattr(value, "untyped_storage")}
     return index_of(path, tensors), [seal] if seal else []

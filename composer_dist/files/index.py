@@ -1,6 +1,6 @@
-"""What lies where in weight files: every tensor's file, place, shape and dtype. No tensor is read.
+"""The index of weight files: every tensor's file, offset, shape and dtype.
 
-One rank reads the headers of the files and sends the index to the others.
+One rank reads the headers of the files, but no tensors, and sends the index to the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Where it begins, in bytes from the beginning of the file."""
+    """In bytes from the beginning of the file."""
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +37,7 @@ class Entry:
 
 
 Pieces = tuple[Dims, torch.dtype, list[tuple[Dims, Dims, str]]]
-"""A tensor's shape and dtype, and of each piece where it begins, its strides in the file, its entry."""
+"""A tensor's shape and dtype, and each piece's start, strides in the file and entry."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Index:
     """Name and size in bytes of each file."""
     entries: dict[str, Entry]
     header_bytes: int = 0
-    """How much was read to learn this."""
+    """Bytes that were read to build the index."""
     pieces: dict[str, Pieces] | None = None
-    """Tensors that are stored in pieces, by name; None: every entry is a whole tensor."""
+    """Tensors that are stored in pieces, by name; None if every entry is a whole tensor."""
 
     @property
     def tensors(self) -> dict[str, Blueprint]:
-        """Every tensor by name, as made of the entries."""
+        """Every tensor by name, as a blueprint over the entries."""
         if self.pieces is None:
             return {name: Blueprint.stored(name, one.shape, one.dtype) for name, one in self.entries.items()}
         return {
@@ -74,11 +74,11 @@ class Index:
 
     @property
     def adapter(self) -> bool:
-        """Whether it is what peft writes."""
+        """Whether peft wrote it."""
         return self.files[0][0] == "adapter_model.safetensors"
 
     def pack(self) -> str:
-        """Everything in one line of text, to send to other ranks."""
+        """The index as one line of text, to send to other ranks."""
         entries = {n: [e.file, dtype_name(e.dtype), e.shape, e.offset] for n, e in self.entries.items()}
         pieces = {n: [shape, dtype_name(dtype), at] for n, (shape, dtype, at) in (self.pieces or {}).items()}
         text = json.dumps([self.root, self.files, entries, pieces])
@@ -86,7 +86,7 @@ class Index:
 
     @classmethod
     def unpack(cls, packed: str) -> Index:
-        """The inverse of `pack`, but for the header bytes, which only the sender has read."""
+        """The inverse of `pack`, without `header_bytes`."""
         root, files, entries, pieces = json.loads(zlib.decompress(base64.b85decode(packed)))
         return cls(
             root,

@@ -1,17 +1,15 @@
-"""What a checkpoint says about itself: which files it has, and where in them every tensor lies.
+"""The manifest of a checkpoint: its files, and the place of every tensor in them.
 
 A sharded checkpoint is a directory in the format of torch.distributed.checkpoint, whose files hold each
-piece of a tensor as `torch.save` writes it. `checkpoint.json` beside them is ours. It is written last, so
-that a directory that has one is complete; it gives the size and checksums of every file, where the raw
-bytes of every piece begin, and the structure of all that was saved; and it ends in a checksum of itself.
-Reading it needs no pickle.
+piece of a tensor as `torch.save` writes it. `checkpoint.json` is our addition. It is written last, so a
+directory that has one is complete. It lists the size and checksums of every file, the offset of every piece's
+raw bytes, the structure of the saved state, and its own checksum. Reading it needs no pickle.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -24,21 +22,16 @@ from composer_dist.tensors.parts import Dims, contiguous_strides
 from composer_dist.wording import dtype_name
 
 NAME = "checkpoint.json"
-"""The file in the directory of a checkpoint."""
-
 VERSION = 1
-
 BLOCK = 16 << 20
-"""Bytes of a file that have a checksum of their own, so that several threads and ranks share the work."""
-
+"""Bytes per checksum of a file, so that several threads and ranks share the work."""
 Kind = Literal["model", "optimizer", "value"]
-
 KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file as it was written."""
+    """A file's size and checksums when it was written."""
 
     name: str
     nbytes: int
@@ -50,19 +43,19 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, row-major, uncompressed, somewhere in a file."""
+    """A box of a tensor, row-major and uncompressed, in a file."""
 
     start: Dims
     sizes: Dims
     file: int
     """Number of the file in `Manifest.files`."""
     offset: int
-    """Where the first element lies, in bytes."""
+    """Of the first element, in bytes."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor, made of chunks that do not overlap."""
+    """A tensor that consists of chunks that do not overlap."""
 
     dtype: torch.dtype
     shape: Dims
@@ -71,7 +64,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredObject:
-    """Something else, as `torch.save` writes it."""
+    """Another value, as `torch.save` writes it."""
 
     file: int
     offset: int
@@ -80,16 +73,16 @@ class StoredObject:
 
 @dataclass
 class Manifest:
-    """Everything about a checkpoint but the bytes of its tensors."""
+    """Everything about a checkpoint except the bytes of its tensors."""
 
     files: list[StoredFile] = field(default_factory=list)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     """By path, joined with dots."""
     objects: dict[str, StoredObject] = field(default_factory=dict)
     kinds: dict[str, Kind] = field(default_factory=dict)
-    """What each key of the checkpoint was saved from."""
+    """The kind of each key's value."""
     structure: dict[str, Any] = field(default_factory=dict)
-    """Each key to what was there, as `composer_dist.checkpoint.format.structure` encodes it."""
+    """Each key's value, as `composer_dist.checkpoint.format.structure` encodes it."""
     facts: dict[str, Any] = field(default_factory=dict)
     """When it was saved, by how many ranks, with which versions."""
 
@@ -115,7 +108,7 @@ class Manifest:
         """The inverse of `to_text`.
 
         Raises:
-            CheckpointValueError: a byte was changed or lost, or it is of a later version; names `source`.
+            CheckpointValueError: it is corrupt or of a later version; names `source`.
         """
         try:
             read = json.loads(text)
@@ -127,7 +120,8 @@ class Manifest:
             raise CheckpointValueError(f"{source} is corrupt or truncated: checksum mismatch.")
         if body["version"] > VERSION:
             raise CheckpointValueError(
-                f"{source} is of version {body['version']}, this composer_dist reads up to {VERSION}; update."
+                f"{source} has version {body['version']}, but this composer_dist reads only up to version "
+                f"{VERSION}; update composer_dist."
             )
         return cls(
             [StoredFile(name, nbytes, tuple(sums)) for name, nbytes, sums in body["files"]],
@@ -146,7 +140,7 @@ class Manifest:
         )
 
     def index(self, root: str, key: str | None = None) -> Index:
-        """The tensors below a key, by their names there, for reading slices of them; None means all."""
+        """The index of the tensors below a key, by their names there; None means all."""
         entries: dict[str, Entry] = {}
         pieces: dict[str, Pieces] = {}
         prefix = "" if key is None else f"{key}."
@@ -162,18 +156,18 @@ class Manifest:
         return Index(root, tuple((f.name, f.nbytes) for f in self.files), entries, pieces=pieces)
 
     def check_complete(self, source: str) -> None:
-        """Refuse tensors whose chunks do not add up to them.
+        """Check that every tensor's chunks add up to it.
 
         Raises:
-            CheckpointValueError: names them.
+            CheckpointValueError: names the tensors that lack chunks.
         """
-        if lacking := list(self._lacking()):
+        lacking = [
+            name
+            for name, tensor in self.tensors.items()
+            if sum(prod(chunk.sizes) for chunk in tensor.chunks) != prod(tensor.shape)
+        ]
+        if lacking:
             raise CheckpointValueError(f"{source} lacks parts of {', '.join(lacking)}.")
-
-    def _lacking(self) -> Iterator[str]:
-        for name, tensor in self.tensors.items():
-            if sum(prod(chunk.sizes) for chunk in tensor.chunks) != prod(tensor.shape):
-                yield name
 
 
 def _dump(value: Any) -> str:

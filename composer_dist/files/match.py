@@ -1,8 +1,8 @@
 """Matches the tensor names of a checkpoint with those of a model.
 
-A checkpoint may come from the model itself, from a part of it, or from before it was wrapped: by peft,
-DDP, a compiler, a checkpoint wrapper, a `ComposerModel`. A tied tensor may have any of its names, and
-transformers models have tables of older names. Names left over on either side are listed.
+A checkpoint may come from the model, from a part of it, or from before it was wrapped by peft, DDP, a
+compiler, a checkpoint wrapper or a `ComposerModel`. A tied tensor may have any of its names, and transformers
+models have tables of older names. Names without a counterpart on the other side are listed.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from composer_dist.tensors.blueprint import Blueprint
 from composer_dist.wording import dtype_name
 
 _PREFIXES = ("", "module.", "base_model.model.")
-"""What wrappers put before all names of a checkpoint: nothing, DDP, peft."""
+"""Prefixes that wrappers add to all names of a checkpoint: none, DDP's, peft's."""
 
 
 @dataclass
 class Match:
-    """What a checkpoint says about a model."""
+    """The tensors of a checkpoint that belong to a model."""
 
     tensors: dict[str, Blueprint] = field(default_factory=dict)
-    """First name of a tensor to what it consists of."""
+    """First name of a tensor to its blueprint."""
     missing: list[str] = field(default_factory=list)
-    """First names of what the model saves and the checkpoint lacks."""
+    """First names of tensors that the model saves and the checkpoint lacks."""
     unexpected: list[str] = field(default_factory=list)
-    """The checkpoint's names of what the model has no place for."""
+    """The checkpoint's names of tensors that the model does not have."""
     keys: dict[str, list[str]] = field(default_factory=dict)
-    """First name of a tensor to the checkpoint's names of it."""
+    """First name of a tensor to its names in the checkpoint."""
     twins: list[tuple[str, Blueprint]] = field(default_factory=list)
-    """First name of a tied tensor, and what else the checkpoint has for it under another of its names."""
+    """First name of a tied tensor, and a second blueprint that the checkpoint has under another name."""
 
     def check(self, structure: Structure, entries: Mapping[str, Entry], strict: bool) -> None:
-        """Refuse what does not fit.
+        """Raise unless the checkpoint matches the model.
 
         Raises:
-            CheckpointValueError: shapes or dtypes that do not fit.
-            CheckpointKeyError: `strict`, and something is missing or unexpected.
+            CheckpointValueError: shapes or dtypes do not match.
+            CheckpointKeyError: `strict`, and names are missing or unexpected.
         """
         misfits = [
             fault
@@ -66,12 +66,12 @@ def match_names(
 
     Args:
         given: the tensors of the checkpoint.
-        directory: the name of where the checkpoint lies, which may be an adapter's.
-        adapter: it is known to be an adapter's.
+        directory: the name of the checkpoint's directory, which may be an adapter's name.
+        adapter: the checkpoint is an adapter's.
 
     Raises:
-        CheckpointValueError: it is an adapter's and the model has none, or it is not clear which;
-            transformers would have to compute; two tensors of the checkpoint are for one of the model.
+        CheckpointValueError: it is an adapter's, and the model has no adapter or it is unclear which one is
+            meant; or transformers' conversion computes values.
     """
     names = _Names.of(structure)
     own = adapter_entries(structure, directory)
@@ -79,7 +79,7 @@ def match_names(
     if adapter or 2 * sum(name in own for name in clean) > len(clean):
         if not own:
             raise CheckpointValueError(
-                "The checkpoint is an adapter's, but the model has none; give it one with peft first."
+                "The checkpoint is an adapter's, but the model has none; add one with peft first."
             )
         return _match_adapter(names, given, own)
     best: Match | None = None
@@ -103,15 +103,15 @@ class _Names:
 
     structure: Structure
     exact: dict[str, str]
-    """Every name of what the model saves, to the tensor's first name."""
+    """Every name of a tensor that the model saves, to the tensor's first name."""
     plain: dict[str, list[str]]
     """Every name without peft's layers, to first names: of the tensor, and of copies to be trained."""
     passing: set[str]
-    """Names of what the model has and does not save: non-persistent buffers."""
+    """Names of tensors that the model does not save: non-persistent buffers."""
     expected: list[str]
-    """First names of what the model saves, adapters aside."""
+    """First names of tensors that the model saves, without adapters."""
     models: list[tuple[str, Any]]
-    """Prefix and module of each transformers model, or model inside of a peft model."""
+    """Prefix and module of each transformers model or peft base model."""
 
     @classmethod
     def of(cls, structure: Structure) -> _Names:
@@ -151,7 +151,7 @@ def _match_adapter(names: _Names, given: Mapping[str, Blueprint], own: Mapping[s
 
 
 def _match_base(names: _Names, given: Mapping[str, tuple[str, Blueprint]], base: str) -> Match:
-    """Take a checkpoint's names for those of the whole model, or of the part with the prefix `base`.
+    """Match a checkpoint with the whole model, or with the part that has the prefix `base`.
 
     Args:
         given: name, without wrappers, to the checkpoint's own name and tensor.
@@ -192,7 +192,7 @@ def _match_base(names: _Names, given: Mapping[str, tuple[str, Blueprint]], base:
 def _converted(
     model: Any, given: Mapping[str, Blueprint], shapes: dict[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[Blueprint, tuple[str, ...]]], dict[str, str]]:
-    """By transformers' tables for its models, by their own names for others."""
+    """Match by transformers' tables for its models, by name for others."""
     if hasattr(model, "base_model_prefix") and given:
         return convert(model, given, shapes)
     return (
@@ -202,7 +202,7 @@ def _converted(
 
 
 def _put(match: Match, first: str, value: Blueprint, keys: tuple[str, ...]) -> None:
-    """A tied tensor may be there under several names: they should be equal."""
+    """Note a tensor; a tied one may come under several names, whose values should be equal."""
     if match.tensors.setdefault(first, value) is not value:
         match.twins.append((first, value))
     match.keys.setdefault(first, []).extend(keys)
@@ -226,7 +226,7 @@ def _is_saved(held: Held) -> bool:
 def _misfits(
     held: Held, blueprint: Blueprint, entries: Mapping[str, Entry], keys: list[str]
 ) -> Iterator[str]:
-    """What keeps the stored tensors from becoming this one."""
+    """Why a stored tensor cannot be loaded into this one."""
     info, shape = held.info, tuple(blueprint.shape)
     name = info.name if keys[0] == info.name else f"{info.name} (from {', '.join(keys[:2])})"
     if shape != info.shape:
@@ -237,9 +237,9 @@ def _misfits(
 
 
 def castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values keep their meaning: among floating-point numbers, or integers that have room.
+    """Whether a cast keeps the values' meaning: between floating-point dtypes, or to a wider integer.
 
-    Numbers of eight bits go with scales of their own, so they are taken for nothing else.
+    8-bit floating-point numbers have separate scales, so they are never cast.
     """
     if stored == wanted:
         return True

@@ -1,4 +1,4 @@
-"""What differs between a stored state and what it is loaded into, reported together."""
+"""Reports all differences between a stored state and its target together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from composer_dist.errors import CheckpointError, CheckpointKeyError, Checkpoint
 
 @dataclass
 class StateMismatch:
-    """Names that only one side has, and values that differ in more than their numbers."""
+    """Names that only one side has, and values of different kinds, shapes or dtypes."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -17,11 +17,10 @@ class StateMismatch:
     """Values of another kind, shape or dtype, each with its name."""
 
     def check(self, what: str, strict: bool) -> None:
-        """Raise for everything at once.
+        """Raise one error for all differences; missing and unexpected names count if `strict`.
 
         Args:
             what: the beginning of the message, "The state does not match the model".
-            strict: missing and unexpected names are errors too.
 
         Raises:
             CheckpointValueError: values of another kind, shape or dtype.
@@ -36,7 +35,7 @@ class StateMismatch:
         raise kind(f"{what}: {'. '.join(names + misfits)}.{hint}")
 
     def names(self) -> list[str]:
-        """What is missing and unexpected, in words."""
+        """The missing and unexpected names as text."""
         lists = (("missing", self.missing), ("unexpected", self.unexpected))
         return [f"{what}: {', '.join(names)}" for what, names in lists if names]
 

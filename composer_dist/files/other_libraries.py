@@ -1,11 +1,10 @@
-"""Single-file checkpoints of other libraries, with our keys in place of theirs.
+"""Converts the keys in single-file checkpoints of other libraries to ours.
 
-Lightning Fabric (`Fabric.save`) writes the user's own mapping, as we do: each model's `state_dict()` and each
-optimizer's under the user's keys. PyTorch Lightning (`Trainer.save_checkpoint`) writes `state_dict`,
-`optimizer_states` and `lr_schedulers`, which are lists, `epoch`, `global_step`, and its version under
-`pytorch-lightning_version`. Composer (`Trainer.save_checkpoint`, not sharded) writes `rng` and `state`, where
-`model` is the model's `state_dict()`, and `optimizers` and `schedulers` are by class name. Optimizers number
-their parameters in all of them, but for FSDP, where Composer and Fabric use names.
+Lightning Fabric (`Fabric.save`) writes the user's own mapping, as we do. PyTorch Lightning
+(`Trainer.save_checkpoint`) writes `state_dict`, the lists `optimizer_states` and `lr_schedulers`, `epoch`,
+`global_step` and `pytorch-lightning_version`. Composer (`Trainer.save_checkpoint`, not sharded) writes `rng`
+and `state`, which has the model's `state_dict()` under `model`, and `optimizers` and `schedulers` by class
+name. Optimizer states number the parameters, except under FSDP, where Composer and Fabric use names.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import PosixPath
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -23,7 +22,7 @@ _OPTIMIZER, _SCHEDULER = "optimizer", "lr_scheduler"
 
 
 class _AttributeDict(dict[str, Any]):
-    """Stands for Lightning's, in which it keeps hyperparameters."""
+    """A substitute for Lightning's class of that name, which holds hyperparameters."""
 
 
 _LIGHTNING = (
@@ -35,24 +34,14 @@ _LIGHTNING = (
 
 
 def allowed() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """Types beyond torch's own list that these files hold, which do nothing when they are unpickled."""
-    plain = [
-        Counter,
-        OrderedDict,
-        defaultdict,
-        deque,
-        Namespace,
-        datetime,
-        timedelta,
-        timezone,
-        PosixPath,
-        set,
-    ]
-    return [*plain, *((_AttributeDict, name) for name in _LIGHTNING), *_numpy()]
+    """Types in these files that are not in torch's own list and are safe to unpickle."""
+    collections = [Counter, OrderedDict, defaultdict, deque, set]
+    others = [Namespace, PosixPath, datetime, timedelta, timezone]
+    return [*collections, *others, *((_AttributeDict, name) for name in _LIGHTNING), *_numpy()]
 
 
 def normalized(contents: Any) -> Any:
-    """The contents of a file by our keys: "model", "optimizer", "lr_scheduler", and the rest as it is.
+    """The contents of a file with our keys "model", "optimizer" and "lr_scheduler"; other keys stay.
 
     Several optimizers or schedulers are numbered: "optimizer_0", "optimizer_1".
     """
@@ -78,20 +67,18 @@ def normalized(contents: Any) -> Any:
 
 
 def model_in(contents: Any) -> Mapping[str, Tensor] | None:
-    """The only model's state in the contents of a file, itself or under one of its keys."""
-    if _is_model(contents):
-        found: Mapping[str, Tensor] = contents
-        return found
-    models = (
-        [value for value in contents.values() if _is_model(value)] if isinstance(contents, Mapping) else []
-    )
-    if isinstance(contents, Mapping) and _is_model(contents.get("model")):
-        models = [contents["model"]]
+    """The only model state in the contents of a file: the contents, or the value of one key."""
+    if not isinstance(contents, Mapping):
+        return None
+    for found in (contents, contents.get("model")):
+        if _is_model(found):
+            return found
+    models = [value for value in contents.values() if _is_model(value)]
     return models[0] if len(models) == 1 else None
 
 
-def _is_model(value: Any) -> bool:
-    """Tensors by name, and perhaps extra state."""
+def _is_model(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
+    """Whether a value has tensors by name, and perhaps extra state."""
     return isinstance(value, Mapping) and any(isinstance(one, Tensor) for one in value.values())
 
 
@@ -106,7 +93,7 @@ def _others(contents: Mapping[str, Any], *without: str) -> dict[str, Any]:
 
 
 def _numpy() -> Iterator[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """What numpy's arrays and numbers are pickled as, by its names before and after version 2."""
+    """The functions that pickled numpy arrays and numbers need, by their names before and after numpy 2."""
     import numpy as np
 
     for core in ("numpy.core.multiarray", "numpy._core.multiarray"):

@@ -1,10 +1,10 @@
-"""Bytes from files into tensors: only the wanted ones, in the order of the files, by several threads.
+"""Reads slices of files into tensors, in the order of the files, with several threads.
 
-Data stored as the target holds it is read straight into the target's memory (`os.preadv`, which lets
+Data with the target's dtype and layout is read directly into the target's memory (`os.preadv`, which lets
 other threads run meanwhile). Data that must be cast, rearranged or sent to an accelerator passes through
 a staging buffer of fixed size, one per thread. Files are neither memory-mapped nor opened for direct
-access, so the page cache serves all ranks of a host, and network file systems work too. Files on a
-remote file system that fsspec knows are read by their URL in the same way.
+access, so all ranks of a host share the page cache, and network file systems work too. Files on a
+remote file system that fsspec supports are read by their URL in the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -34,8 +33,7 @@ from composer_dist.files.slabs import (
 from composer_dist.progress import Stage
 
 _WORTH = 512
-"""Bytes from which a row is worth a read of its own; below, the gaps between rows are read as well."""
-
+"""Rows of at least this many bytes are read separately; shorter ones with the gaps between them."""
 _VECTORS = 1024
 """Most pieces of memory in one read: the kernel's IOV_MAX."""
 
@@ -44,11 +42,11 @@ class Files:
     """Open files of known sizes; a context manager."""
 
     def __init__(self, root: Path, sizes: Sequence[tuple[str, int]]) -> None:
-        """Open all, and check that they are what the index was made of.
+        """Open all files and check their sizes.
 
         Raises:
-            CheckpointRuntimeError: one is not there, or cannot be opened.
-            CheckpointValueError: one has another size than the rank that read its header saw.
+            CheckpointRuntimeError: a file does not exist or cannot be opened.
+            CheckpointValueError: a file's size differs from the size when its header was read.
         """
         self.paths = [root / name for name, _ in sizes]
         self.descriptors: list[int] = []
@@ -69,20 +67,13 @@ class Files:
             self._stack = self._stack.pop_all()
 
     def __enter__(self) -> Self:
-        """The files are open already."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close them."""
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._stack.close()
 
     def read(self, number: int, offset: int, memory: Sequence[tuple[int, int]]) -> None:
-        """Fill pieces of memory, (address, bytes) each, one after the other from one place in a file.
+        """Fill pieces of memory, (address, bytes) each, one after the other from one offset in a file.
 
         Raises:
             CheckpointRuntimeError: the system reports an error, or the file ends too early.
@@ -95,7 +86,7 @@ class Files:
             except OSError as error:
                 raise CheckpointRuntimeError(f"Cannot read {path}: {error.strerror}.") from error
             if not got:
-                raise CheckpointRuntimeError(f"{path} has become shorter; it ended at {offset}.")
+                raise CheckpointRuntimeError(f"{path} was truncated while it was read: it ends at {offset}.")
             offset += got
             while views and got >= len(views[0]):
                 got -= len(views.pop(0))
@@ -113,7 +104,7 @@ class _Batch:
     memory: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, file: int, offset: int, address: int, nbytes: int) -> bool:
-        """Take another range, if it follows in the file and there is room."""
+        """Add a range if it directly follows in the file and there is room; returns whether it was added."""
         if (file, offset) != (self.file, self.offset + self.nbytes) or self.nbytes + nbytes > BATCH_BYTES:
             return False
         if self.memory and sum(self.memory[-1]) == address:
@@ -133,7 +124,7 @@ def read_slabs(
 
     Args:
         threads: how many read at the same time.
-        stage: is told how far the reading is.
+        stage: shows the progress.
 
     Raises:
         CheckpointRuntimeError: a read fails.
@@ -162,7 +153,7 @@ def read_slabs(
 
 
 def _reads(slabs: Sequence[Slab]) -> Iterator[_Batch | Slab]:
-    """Every read, in the order of the files; neighbors in a file are joined."""
+    """Every read, in the order of the files; adjacent ranges are joined."""
     last: _Batch | Slab | None = None
     for slab in slabs:
         for piece in _direct(slab) if _is_direct(slab) else _bands(slab, STAGE_BYTES):
@@ -180,7 +171,7 @@ def _is_direct(slab: Slab) -> bool:
 
 
 def _in_rows(slab: Slab) -> bool:
-    """Whether the slab is read row by row, and not with the gaps between its elements."""
+    """Whether the slab is read row by row, without the gaps between its elements."""
     return slab.contiguous and (len(slab.sizes) == 1 or slab.run >= _WORTH)
 
 
@@ -193,7 +184,7 @@ def _direct(slab: Slab) -> Iterator[_Batch]:
 
 
 def _joined(last: _Batch | Slab, piece: _Batch | Slab) -> bool:
-    """Whether a piece could be added to the one before."""
+    """Add a piece to the previous one if possible; returns whether it was added."""
     if isinstance(last, Slab) or isinstance(piece, Slab):
         return False
     return last.add(piece.file, piece.offset, *piece.memory[0])
@@ -215,7 +206,7 @@ def _bands(slab: Slab, limit: int) -> Iterator[Slab]:
 
 @torch.no_grad()
 def _read_staged(slab: Slab, files: Files, buffer: torch.Tensor) -> int:
-    """Read a band into a staging buffer and copy it to its place, cast and rearranged."""
+    """Read a band into a staging buffer, and copy it from there to the target."""
     base = buffer.data_ptr()
     if _in_rows(slab):
         total, strides = slab.nbytes, [prod(slab.sizes[dim + 1 :]) for dim in range(len(slab.sizes))]
@@ -231,12 +222,7 @@ def _read_staged(slab: Slab, files: Files, buffer: torch.Tensor) -> int:
 
 
 def open_files(root: Path | str, sizes: Sequence[tuple[str, int]]) -> Files:
-    """The files below a directory, or a URL.
-
-    Raises:
-        CheckpointRuntimeError: one is not there, or cannot be opened.
-        CheckpointValueError: one has another size than it should.
-    """
+    """The files below a directory or a URL; raises as `Files` does."""
     return Files(root, sizes) if isinstance(root, Path) else RemoteFiles(root, sizes)
 
 
@@ -244,7 +230,7 @@ def file_system(url: str) -> tuple[Any, str]:
     """The file system of a URL, and the path there.
 
     Raises:
-        CheckpointValueError: fsspec is not installed, or knows no such file system.
+        CheckpointValueError: fsspec is not installed, or does not support the file system.
     """
     try:
         import fsspec  # type: ignore[import-untyped]
@@ -259,10 +245,9 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 class RemoteFiles(Files):
-    """Files of known sizes; every read is a request of its own."""
+    """Files of known sizes at a URL; every read is a separate request."""
 
     def __init__(self, url: str, sizes: Sequence[tuple[str, int]]) -> None:
-        """See `Files`."""
         self._system, root = file_system(url)
         self._stack = ExitStack()
         self.paths = [Path(root, name) for name, _ in sizes]
@@ -283,7 +268,9 @@ class RemoteFiles(Files):
         except Exception as error:  # every file system has its own
             raise CheckpointRuntimeError(f"Cannot read {name}: {error}.") from error
         if len(data) < total:
-            raise CheckpointRuntimeError(f"{name} has become shorter; it ended at {offset + len(data)}.")
+            raise CheckpointRuntimeError(
+                f"{name} was truncated while it was read: it ends at {offset + len(data)}."
+            )
         for address, size in memory:
             ctypes.memmove(address, data[:size], size)
             data = data[size:]

@@ -1,9 +1,9 @@
-"""The headers of safetensors files, parsed and checked.
+"""Parses and checks the headers of safetensors files.
 
 A file is eight bytes of header length (little endian), a JSON header that gives each tensor's dtype,
-shape and place, then the tensors, row-major, one after the other without holes
+shape and offsets, then the tensors, row-major, one after the other without holes
 (https://github.com/huggingface/safetensors, "Format"). Larger models are several files with an index
-that says which tensor is in which.
+that maps each tensor to its file.
 """
 
 from __future__ import annotations
@@ -41,25 +41,22 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
-"""The format's names of dtypes that torch has; the rest have less than a byte per element."""
-
+"""The format's names of torch's dtypes; its other dtypes have less than a byte per element."""
 _MAX_HEADER = 100_000_000
-"""Bytes; the limit of the format's own library."""
-
+"""Bytes; the limit of the safetensors library."""
 _KNOWN = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
-"""What is looked for in a directory; of the first two transformers takes the first."""
+"""The names to look for in a directory; transformers prefers the first to the second."""
 
 
 def read_index(path: Path) -> Index:
-    """Find the files that `path` means, and read and check their headers.
+    """Find the safetensors files of `path`, and read and check their headers.
 
     Args:
-        path: a safetensors file, an index, or a directory with one of them, under the names that
+        path: a safetensors file, an index, or a directory that has one of them, under the names that
             transformers and peft use or as its only safetensors file.
 
     Raises:
-        CheckpointValueError: there are no such files, or their contents contradict themselves; the
-            text names file and tensor.
+        CheckpointValueError: there are no such files, or they are corrupt; names file and tensor.
         CheckpointRuntimeError: a file cannot be read.
     """
     try:
@@ -72,18 +69,18 @@ def read_index(path: Path) -> Index:
 
 
 def _find(path: Path) -> Path:
-    """The file, or the index of files, that `path` means."""
+    """The file or the index at `path`."""
     if path.is_file():
         if path.suffix == ".safetensors" or path.name.endswith(".index.json"):
             return path
         raise CheckpointValueError(
-            f"{path} is not a safetensors file. Load it on rank 0 (torch.load) and hand its state to "
+            f"{path} is not a safetensors file. Load it with torch.load on rank 0 and pass its state to "
             "composer_dist.checkpoint.load_full_model_state."
         )
     if not path.is_dir():
         raise CheckpointValueError(
-            f"There is no file or directory {path} here. Download a model of the Hugging Face hub first "
-            "(huggingface_hub.snapshot_download) and pass the directory."
+            f"There is no file or directory {path} here. Download a Hugging Face Hub model first with "
+            "huggingface_hub.snapshot_download, and pass the directory."
         )
     known = [name for name in _KNOWN if (path / name).is_file()]
     if len(known) > 1 and known[-1] == _KNOWN[-1]:
@@ -100,7 +97,7 @@ def _find(path: Path) -> Path:
 
 
 def _read_sharded(path: Path) -> Index:
-    """The files that an index names, and that each tensor lies where the index says."""
+    """The files of an index; checks that each tensor is in the file that the index names."""
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         places = {str(name): str(file) for name, file in weight_map.items()}
@@ -109,14 +106,14 @@ def _read_sharded(path: Path) -> Index:
     files: dict[str, set[str] | None] = {}
     for name, file in places.items():
         if Path(file).is_absolute() or ".." in Path(file).parts:
-            raise CheckpointValueError(f"{path} looks for {name!r} outside of its directory, in {file}.")
+            raise CheckpointValueError(f"{path} puts {name!r} outside of its directory, in {file}.")
         named = files.setdefault(file, set())
         assert named is not None
         named.add(name)
     for file, named in files.items():
         if not (path.parent / file).is_file():
             raise CheckpointValueError(
-                f"{path} says that {listed(sorted(named or ()))} are in {file}, but there is no such file."
+                f"{path} puts {listed(sorted(named or ()))} in {file}, but that file does not exist."
             )
     if not files:
         raise CheckpointValueError(f"{path} names no tensors.")
@@ -126,7 +123,7 @@ def _read_sharded(path: Path) -> Index:
 def _collect(
     root: Path, files: Mapping[str, set[str] | None], places: Mapping[str, str] | None = None
 ) -> Index:
-    """One index of several files; a tensor in two of them counts where `places` says."""
+    """One index of several files; for a tensor in two of them, `places` has the file to use."""
     sizes: list[tuple[str, int]] = []
     entries: dict[str, Entry] = {}
     header_bytes = 0
@@ -134,14 +131,14 @@ def _collect(
         found, size, read = _read_header(root / file, number)
         if absent := sorted((named or set()) - found.keys()):
             raise CheckpointValueError(
-                f"The index puts {listed(absent)} in {file}, which does not have them."
+                f"The index puts {listed(absent)} in {file}, but that file does not have them."
             )
         for name, entry in found.items():
             home = (places or {}).get(name, file)
             if home == file and name in entries:
                 raise CheckpointValueError(
-                    f"{name!r} is both in {sizes[entries[name].file][0]} and in {file}, and the index does "
-                    "not say which counts."
+                    f"{name!r} is in both {sizes[entries[name].file][0]} and {file}, and the index does not "
+                    "list it."
                 )
             if home == file:
                 entries[name] = entry
@@ -159,7 +156,7 @@ def _read_header(path: Path, number: int) -> tuple[dict[str, Entry], int, int]:
         length = int.from_bytes(first, "little")
         if len(first) < 8 or length > min(_MAX_HEADER, size - 8):
             raise CheckpointValueError(
-                f"{path} is corrupt or truncated: it has {size} bytes, and its header should have "
+                f"{path} is corrupt or truncated: it has {size} bytes, but its header should have "
                 f"{length if len(first) == 8 else 'a length of 8'}."
             )
         text = b""
@@ -180,7 +177,7 @@ def _read_header(path: Path, number: int) -> tuple[dict[str, Entry], int, int]:
 def _check_header(
     path: Path, header: Mapping[str, Any], number: int, start: int, size: int
 ) -> Iterator[tuple[str, Entry]]:
-    """Every tensor with its absolute place; together they must fill the file from `start` to its end."""
+    """Every tensor with its offset in the file; together they must fill it from `start` to its end."""
     spans: list[tuple[int, int, str]] = []
     for name, fields in header.items():
         try:
@@ -188,10 +185,10 @@ def _check_header(
             numbers = [begin, end, *shape]
         except (TypeError, KeyError, ValueError):
             raise CheckpointValueError(
-                f"{path} is corrupt: the header's entry of {name!r} lacks dtype, shape or data_offsets."
+                f"{path} is corrupt: the header's entry for {name!r} lacks dtype, shape or data_offsets."
             ) from None
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise CheckpointValueError(f"{path}: {name!r} is of dtype {dtype!r}, which torch does not have.")
+            raise CheckpointValueError(f"{path}: {name!r} has dtype {dtype!r}, which torch does not support.")
         if not all(type(one) is int and 0 <= one < 1 << 63 for one in numbers):
             raise CheckpointValueError(f"{path} is corrupt: {name!r} is {shape}, at bytes {begin}:{end}.")
         entry = Entry(number, DTYPES[dtype], tuple(shape), start + begin)
@@ -219,7 +216,7 @@ def _check_header(
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys all differ."""
+    """A JSON object without duplicate keys."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key in found if [name for name, _ in pairs].count(key) > 1)

@@ -1,7 +1,8 @@
-"""Which bytes of which file belong where in a rank's part of a tensor, and the threads that move them."""
+"""Maps byte ranges of files to a rank's part of a tensor, and runs the threads that move them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from composer_dist.tensors.parts import Dims, Part, contiguous_strides, rectangl
 
 @dataclass(frozen=True)
 class Slab:
-    """A rectangle of stored elements and the elements of a target that take their values."""
+    """A rectangle of stored elements, and the elements of a target that correspond to them."""
 
     file: int
     offset: int
@@ -57,8 +58,11 @@ class Slab:
         return (last + 1) * self.dtype.itemsize
 
     def rows(self) -> Iterator[tuple[int, int]]:
-        """Where each row of the last dimension begins: bytes in the file, elements in the target."""
-        yield from _rows(self.sizes[:-1], self.strides, self.steps, self.offset, self.start, self.dtype)
+        """The offset of each row of the last dimension: bytes in the file, elements in the target."""
+        for at in itertools.product(*map(range, self.sizes[:-1])):
+            stored = sum(index * stride for index, stride in zip(at, self.strides, strict=False))
+            place = sum(index * step for index, step in zip(at, self.steps, strict=False))
+            yield self.offset + stored * self.dtype.itemsize, self.start + place
 
     def cut(self, dim: int, length: int) -> Iterator[Slab]:
         """The slab in pieces of at most `length` indices in a dimension."""
@@ -80,11 +84,11 @@ def plan_reads(
     first: int = 0,
     last: int | None = None,
 ) -> Iterator[Slab]:
-    """What to read for a part of the tensor that `blueprint` describes.
+    """The slabs of a part of the tensor that `blueprint` describes.
 
     Args:
         entries: the stored tensors.
-        part: what the target holds of the tensor.
+        part: the part that the target holds.
         target: contiguous, of the part's elements.
         first: the first element of the part to read.
         last: the one after the last; None means the part's end.
@@ -102,20 +106,15 @@ def plan_reads(
             if piece is None:
                 continue
             entry = entries[piece.source]
+            offset = entry.offset + piece.offset * entry.dtype.itemsize
             places = zip(piece.start, lows, steps, strict=True)
-            yield Slab(
-                entry.file,
-                entry.offset + piece.offset * entry.dtype.itemsize,
-                entry.dtype,
-                *_simplified(piece.sizes, piece.strides, steps)[:2],
-                target,
-                sum((at - low) * step for at, low, step in places) - part.first,
-                _simplified(piece.sizes, piece.strides, steps)[2],
-            )
+            start = sum((at - low) * step for at, low, step in places) - part.first
+            fewer, strides, jumps = _simplified(piece.sizes, piece.strides, steps)
+            yield Slab(entry.file, offset, entry.dtype, fewer, strides, target, start, jumps)
 
 
 def _simplified(sizes: Dims, strides: Dims, steps: Dims) -> tuple[Dims, Dims, Dims]:
-    """The same elements in the same order with as few dimensions as will do, at least one."""
+    """The same elements in the same order with as few dimensions as possible, at least one."""
     found: list[tuple[int, int, int]] = []
     for size, stride, step in zip(sizes, strides, steps, strict=True):
         if size == 1:
@@ -128,21 +127,9 @@ def _simplified(sizes: Dims, strides: Dims, steps: Dims) -> tuple[Dims, Dims, Di
     return tuple(one[0] for one in found), tuple(one[1] for one in found), tuple(one[2] for one in found)
 
 
-def _rows(
-    sizes: Dims, strides: Dims, steps: Dims, offset: int, start: int, dtype: torch.dtype
-) -> Iterator[tuple[int, int]]:
-    if not sizes:
-        yield offset, start
-        return
-    for _ in range(sizes[0]):
-        yield from _rows(sizes[1:], strides[1:], steps[1:], offset, start, dtype)
-        offset += strides[0] * dtype.itemsize
-        start += steps[0]
-
-
 MIB = 1 << 20
 THREADS = 4
-"""Possibly more than there are cores: over a network a thread mostly waits."""
+"""May exceed the number of cores: over a network a thread mostly waits."""
 STAGE_BYTES = 3 * MIB
 """Size of a staging buffer, and of one piece of work that needs it."""
 BATCH_BYTES = 16 * MIB
@@ -160,7 +147,7 @@ Result = TypeVar("Result")
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces of work in groups of about `BATCH_BYTES`, in their order."""
+    """Pieces of work in groups of about `BATCH_BYTES`, in order."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -185,7 +172,7 @@ def staging_buffers(slabs: Sequence[Slab], threads: int) -> SimpleQueue[torch.Te
 def in_threads(
     work: Callable[[Task], Result], tasks: Iterable[Task], purpose: str, threads: int = THREADS
 ) -> list[Result]:
-    """The results of `work` on every task, or the first error; then the tasks not yet begun are dropped."""
+    """The results of `work` on every task, or the first error; then tasks that have not begun are dropped."""
     with ThreadPoolExecutor(threads, thread_name_prefix=f"composer_dist-{purpose}") as pool:
         futures = [pool.submit(work, task) for task in tasks]
         try:

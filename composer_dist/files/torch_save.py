@@ -1,9 +1,9 @@
-"""Single files of `torch.save`: what is in them and where, without reading tensors; and their seal.
+"""Reads the contents of `torch.save` files without tensor values, and reads and writes our seal.
 
 Such a file is a zip archive without compression, so slices of its tensors can be read in place. The files
 that we write end in a seal: checksums in the archive's comment, which other readers skip. (The archive's own
 checksums cover neither its headers nor its directory.) Pickles are read by torch's restricted unpickler
-unless the user asks for more.
+unless the user allows more.
 """
 
 from __future__ import annotations
@@ -28,19 +28,16 @@ from composer_dist.files.manifest import BLOCK, StoredFile
 from composer_dist.files.other_libraries import allowed
 
 _MOST = 256
-"""Checksums in a seal: torch 2.13 finds the archive's end only in the last 4096 bytes of a small file."""
-
+"""Checksums in a seal: torch 2.13 looks for the archive's end only in the last 4096 bytes of a small file."""
 _END = struct.Struct("<4sHHHHIIH")
 """A zip archive's last record; its last field is the length of the comment that follows."""
-
 _END_MARK = b"PK\x05\x06"
-
 LENGTH = struct.Struct("<H")
-"""The last field of a zip archive: how long the comment is that follows."""
+"""The last field of a zip archive: the length of the comment that follows."""
 
 
 def block_for(nbytes: int) -> int:
-    """Bytes of a block for a file of about this size, so that the seal has room for all checksums."""
+    """The bytes per checksum for a file of about this size, so that all checksums fit into the seal."""
     block = BLOCK
     while nbytes > block * (_MOST - 1):
         block *= 2
@@ -48,13 +45,13 @@ def block_for(nbytes: int) -> int:
 
 
 def seal_of(file: StoredFile) -> bytes:
-    """The end of a file of which everything up to the length of the comment has been written."""
+    """The end of a file: the length of the comment, and the comment."""
     comment = seal(json.dumps([file.nbytes, file.block, file.checksums]).encode())
     return LENGTH.pack(len(comment)) + comment
 
 
 def read_seal(path: Path) -> StoredFile | None:
-    """The checksums of a file; None if it has no seal, as other libraries' files have none.
+    """The checksums of a file; None if it has no seal because another library wrote it.
 
     Raises:
         CheckpointValueError: there was a seal, but the file was truncated or changed at its end.
@@ -66,7 +63,7 @@ def read_seal(path: Path) -> StoredFile | None:
     at = tail.rfind(_END_MARK)
     end = tail[at + _END.size - LENGTH.size :] if at >= 0 else b""
     if end in (b"", LENGTH.pack(0)):
-        return None  # not ours, or not an archive at all: whoever reads it reports that
+        return None  # not ours, or not an archive, which reading it reports
     text = unseal(end[LENGTH.size :])
     if text is not None and end[: LENGTH.size] == LENGTH.pack(len(end) - LENGTH.size):
         nbytes, block, checksums = json.loads(text)
@@ -84,11 +81,11 @@ def is_sealed(path: Path) -> bool:
 
 
 def read_torch_file(path: Path, allow_pickle: bool = False, values: bool = False) -> Any:
-    """The contents of a file, with tensors that know their place in it and have no values.
+    """The contents of a file, with tensors that have an offset in the file instead of values.
 
     Args:
-        allow_pickle: run whatever code the file's pickle names.
-        values: tensors have values, which lie in the file, mapped, until they are copied.
+        allow_pickle: run any code that the file's pickle names.
+        values: give tensors their values, mapped from the file.
 
     Raises:
         CheckpointValueError: it is not such a file, is truncated, or holds objects that are not allowed.
@@ -103,8 +100,8 @@ def read_torch_file(path: Path, allow_pickle: bool = False, values: bool = False
             contents = torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise CheckpointValueError(
-            f"{path} holds objects that could run code: {_first_line(error)} If you trust where it comes "
-            "from, pass allow_pickle=True."
+            f"{path} holds objects that could run code: {_first_line(error)} If you trust its source, pass "
+            "allow_pickle=True."
         ) from error
     except OSError as error:
         raise CheckpointRuntimeError(f"Cannot read {path}: {error.strerror or error}.") from error
@@ -116,10 +113,10 @@ def read_torch_file(path: Path, allow_pickle: bool = False, values: bool = False
 
 
 def index_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> Index:
-    """Where tensors of `read_torch_file` lie, under the names given; strided ones as they were saved.
+    """The index of tensors of `read_torch_file`, by the given names.
 
     Raises:
-        CheckpointValueError: a tensor that torch conjugates, or negates, only when it is read.
+        CheckpointValueError: a tensor is a conjugated or negated view.
     """
     if lazy := [name for name, tensor in tensors.items() if tensor.is_conj() or tensor.is_neg()]:
         raise CheckpointValueError(

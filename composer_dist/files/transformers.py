@@ -1,7 +1,7 @@
-"""Conversion between the names and fused tensors of checkpoints and those of transformers models.
+"""Converts between the names and fused tensors of checkpoints and of transformers models.
 
-transformers renames and rearranges what it loads by tables of its own (`conversion_mapping.py`; kept
-per architecture, and open to users). They are applied here as `from_pretrained` applies them
+transformers renames and rearranges the tensors that it loads by tables (`conversion_mapping.py`, one per
+architecture, which users can extend). They are applied here as `from_pretrained` applies them
 (`core_model_loading.convert_and_load_state_dict_in_model`), but to blueprints instead of tensors.
 """
 
@@ -19,16 +19,16 @@ from composer_dist.structure.families import original_classes
 from composer_dist.tensors.blueprint import Blueprint
 
 _MOVED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Buffers that were saved once and lay elsewhere (`PreTrainedModel._adjust_missing_and_unexpected_keys`)."""
+"""Buffers that were once saved elsewhere (`PreTrainedModel._adjust_missing_and_unexpected_keys`)."""
 
 
 class Converted(NamedTuple):
-    """What a checkpoint's tensors make."""
+    """A checkpoint's tensors as the model has them."""
 
     tensors: dict[str, tuple[Blueprint, tuple[str, ...]]]
-    """Name in the model to what it consists of, and the checkpoint's names of that."""
+    """Name in the model to a blueprint, and the checkpoint's names of the tensors in it."""
     left: dict[str, str]
-    """Checkpoint's names that the model has no place for, with what they were renamed to."""
+    """Names in the checkpoint that the model does not have, to what they were renamed to."""
 
 
 def convert(model: Any, given: Mapping[str, Blueprint], shapes: dict[str, tuple[int, ...]]) -> Converted:
@@ -36,10 +36,10 @@ def convert(model: Any, given: Mapping[str, Blueprint], shapes: dict[str, tuple[
 
     Args:
         given: the checkpoint's tensors by name.
-        shapes: what the model has in its `state_dict`, peft's layers aside.
+        shapes: of the tensors in the model's `state_dict`, by names without peft's layers.
 
     Raises:
-        CheckpointValueError: a conversion computes, or does not fit what it is given; all are listed.
+        CheckpointValueError: conversions compute values, or fail; all of them are listed.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -76,19 +76,19 @@ def convert(model: Any, given: Mapping[str, Blueprint], shapes: dict[str, tuple[
             made = converter.convert(name, model=_Shapes(model, shapes), config=model.config)
             for target, value in made.items():
                 tensors[target] = (value[0] if isinstance(value, list) else value), tuple(keys)
-        except Exception as error:  # whatever an operation of transformers makes of what it is given
+        except Exception as error:  # an operation of transformers may raise anything
             steps = ", ".join(type(operation).__name__ for operation in converter.operations)
             faults.append(f"{name} from {keys[0]}{' and others' if len(keys) > 1 else ''} ({steps}): {error}")
     if faults:
         raise CheckpointValueError(
-            f"transformers converts these, but not by slices that fit: {'; '.join(faults)}. Check that the "
+            f"transformers converts these tensors, but not in slices: {'; '.join(faults)}. Check that the "
             "checkpoint is complete, or convert it once with from_pretrained and save_pretrained."
         )
     return Converted(tensors, left)
 
 
 def is_ignored(model: Any, names: tuple[str, ...], what: str) -> bool:
-    """Whether the model says that it does not matter when one of these is "missing" or "unexpected"."""
+    """Whether the model lists one of these names as one that may be "missing" or "unexpected"."""
     patterns = set(getattr(model, f"_keys_to_ignore_on_load_{what}", None) or ())
     if what == "unexpected" and hasattr(model, "base_model_prefix"):
         buffers = [name for name, _ in model.named_buffers()]
@@ -97,13 +97,13 @@ def is_ignored(model: Any, names: tuple[str, ...], what: str) -> bool:
 
 
 class _Shapes:
-    """A model as conversions look at it: for the shapes of its parameters."""
+    """A model for conversions, which ask for the shapes of its parameters."""
 
     def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._model, self._shapes = model, shapes
 
     def get_parameter(self, name: str) -> Blueprint:
-        """Something of the parameter's shape."""
+        """A blueprint of the parameter's shape."""
         return Blueprint.stored(name, self._shapes[name], torch.float32)
 
     def __getattr__(self, name: str) -> Any:
@@ -111,10 +111,10 @@ class _Shapes:
 
 
 def revert(model: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """What transformers' `save_pretrained` makes of a model's tensors: those of the original checkpoint.
+    """The original checkpoint's tensors, as transformers' `save_pretrained` makes them from the model's.
 
     Args:
-        state: by name, ties left out; tensors or stand-ins for them, all that one conversion needs.
+        state: tensors or stand-ins by name, without ties; all that one conversion needs.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -124,19 +124,19 @@ def revert(model: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def untied(model: Any, state: Mapping[str, Any], same: Mapping[str, object]) -> dict[str, Any]:
-    """`state` without what transformers leaves out of a file: of tied tensors all names but one.
+    """`state` with only one name of each tied tensor, as transformers saves it.
 
     Args:
-        same: name to the object that the model holds under it; tied names have one.
+        same: name to the object that the model holds under it; tied names have the same object.
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     cells: dict[int, torch.Tensor] = {}
-    standing: dict[str, torch.Tensor] = {}
+    substitutes: dict[str, torch.Tensor] = {}
     for name in state:
         if name not in ignored:
             cell = cells.setdefault(id(same[name]), torch.zeros(1))
-            standing[name] = cell.expand(tuple(state[name].shape))
-    kept = remove_tied_weights_from_state_dict(standing, model)
+            substitutes[name] = cell.expand(tuple(state[name].shape))
+    kept = remove_tied_weights_from_state_dict(substitutes, model)
     return {name: state[name] for name in state if name in kept}

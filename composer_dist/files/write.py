@@ -1,6 +1,6 @@
-"""Bytes from tensors into files, each to its place, by several threads and any number of ranks.
+"""Writes tensors to their offsets in files, with several threads and any number of ranks.
 
-Data in host memory is written from there (`os.pwrite`, which lets other threads run meanwhile); the rest
+Data in host memory is written directly (`os.pwrite`, which lets other threads run meanwhile); the rest
 passes through a staging buffer of fixed size, one per thread.
 """
 
@@ -28,7 +28,7 @@ from composer_dist.progress import Stage
 
 
 def create(path: Path, header: bytes, size: int) -> None:
-    """Make a file of its final size, which ranks then fill.
+    """Make a file of its final size, for the ranks to fill.
 
     Raises:
         CheckpointRuntimeError: the system reports an error.
@@ -47,18 +47,16 @@ def _named(path: Path) -> Iterator[None]:
 
 
 class NewFiles:
-    """Files that are written to; a context manager, at whose end they are closed."""
+    """Files to write to, opened when first used; a context manager that closes them."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
         self._open: dict[int, int] = {}
 
     def __enter__(self) -> NewFiles:
-        """Files are opened when they are first written to."""
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Close them."""
         for descriptor in self._open.values():
             os.close(descriptor)
 
@@ -75,7 +73,7 @@ class NewFiles:
                 self._open[number] = os.open(self.paths[number], os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
 
     def write(self, number: int, offset: int, address: int, nbytes: int) -> None:
-        """Write a piece of memory to its place.
+        """Write a piece of memory to an offset.
 
         Raises:
             CheckpointRuntimeError: the system reports an error, such as a full disk.
@@ -92,7 +90,7 @@ def write_slabs(slabs: Sequence[Slab], target: NewFiles, stage: Stage) -> int:
 
     Args:
         slabs: each contiguous in the file along its last dimension, or of elements written singly.
-        stage: is told how far the writing is.
+        stage: shows the progress.
 
     Raises:
         CheckpointRuntimeError: a write fails.
@@ -130,7 +128,7 @@ def write_tensor(tensor: torch.Tensor, target: NewFiles, number: int, offset: in
 
 
 def _is_direct(slab: Slab) -> bool:
-    """Whether rows lie in host memory as they do in the file."""
+    """Whether rows are laid out in host memory as in the file."""
     return slab.target.device.type == "cpu" and slab.contiguous
 
 
@@ -171,7 +169,7 @@ def _write_staged(slab: Slab, target: NewFiles, buffer: torch.Tensor) -> None:
 
 
 def _singly(slab: Slab) -> Iterator[int]:
-    """Where each element begins in the file."""
+    """The offset of each element in the file."""
     for offset, _ in slab.rows():
         for index in range(slab.sizes[-1]):
             yield offset + index * slab.strides[-1] * slab.dtype.itemsize

@@ -1,8 +1,8 @@
-"""Which tensors belong to an adapter, by peft's own rules.
+"""Finds the tensors that belong to an adapter, by peft's own rules.
 
-peft decides with `get_peft_model_state_dict`: adapter names, `modules_to_save`, biases, resized
-embeddings, what each method keeps. It is asked with stand-ins first, which shows what it would
-take, so that only that has to be gathered, and once more with the gathered tensors to write a file.
+peft's `get_peft_model_state_dict` chooses them by adapter names, `modules_to_save`, biases, resized
+embeddings and method. It is called with stand-ins first, to find which tensors must be gathered, and
+once more with the gathered tensors to write a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ State = dict[str, Tensor]
 
 
 def adapter_hosts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of every outermost module that carries adapters, `PeftModel` or not."""
+    """Name and module of every outermost module that has adapters, `PeftModel` or not."""
     if _adapters(model):
         yield "", model
         return
@@ -32,10 +32,10 @@ def adapter_hosts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def adapter_keys(model: nn.Module) -> set[str]:
-    """The names, as in `model.state_dict()`, of all that belongs to any adapter below `model`.
+    """The names, as in `model.state_dict()`, of all adapter tensors below `model`.
 
     Raises:
-        CheckpointValueError: there is no adapter, or one of them has no tensor of its own.
+        CheckpointValueError: there are no adapters, or one of them has no tensors.
     """
     keys: set[str] = set()
     empty: list[str] = []
@@ -47,18 +47,18 @@ def adapter_keys(model: nn.Module) -> set[str]:
                 empty.append(f"{adapter!r} of {name or 'the model'}")
             keys.update(canonical_name(f"{name}.{key}" if name else key) for key in chosen)
     if not hosts:
-        raise CheckpointValueError("The model has no adapters: no module below it was given a peft_config.")
+        raise CheckpointValueError("The model has no adapters: none of its modules has a peft_config.")
     if empty:
         raise CheckpointValueError(
-            f"These adapters have no tensors of their own: {', '.join(empty)}. Check the target_modules "
-            "of their configuration."
+            f"These adapters have no tensors: {', '.join(empty)}. Check the target_modules in their "
+            "configuration."
         )
     return keys
 
 
 @contextmanager
 def whole_state(model: nn.Module) -> Iterator[None]:
-    """Inside, `state_dict()` of every `HuggingFaceModel` below `model` has the frozen base too."""
+    """Inside, `state_dict()` of every `HuggingFaceModel` below `model` includes the frozen base."""
     filtered = [module for module in model.modules() if getattr(module, "should_save_peft_only", False)]
     for module in filtered:
         module.should_save_peft_only = False  # type: ignore[assignment]
@@ -70,22 +70,19 @@ def whole_state(model: nn.Module) -> Iterator[None]:
 
 
 def as_peft_names(host: nn.Module, state: Mapping[str, Tensor]) -> State:
-    """`state`, named as in `host.state_dict()`, under the names by which peft looks it up.
-
-    They differ where a checkpoint wrapper stands between the modules.
-    """
+    """`state` by the names that peft looks up, which contain the segments of checkpoint wrappers."""
     names = {name: canonical_name(name) for name, _ in _tensors(host)}
     return {name: state[clean] for name, clean in names.items() if clean in state}
 
 
 def _adapters(module: nn.Module) -> list[str]:
-    """The names of the adapters that `module` carries."""
+    """The names of the adapters of `module`."""
     configs = getattr(module, "peft_config", None)
     return list(configs) if isinstance(configs, Mapping) else []
 
 
 def _tensors(host: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under all their names, as the host's modules are called."""
+    """Parameters and buffers under all their names, with wrapper segments."""
     yield from host.named_parameters(remove_duplicate=False)
     yield from host.named_buffers(remove_duplicate=False)
 
@@ -95,32 +92,31 @@ def _chosen(host: nn.Module, adapter: str) -> set[str]:
     from peft import get_peft_model_state_dict
 
     if host.peft_config[adapter].is_prompt_learning:  # type: ignore[index, union-attr]
-        # peft reads these from the prompt encoder, not from the state that it is given.
+        # peft reads these from the prompt encoder, not from the given state.
         prefix = f"prompt_encoder.{adapter}."
         return {name for name, _ in _tensors(host) if name.startswith(prefix)}
     asked = {name: _StandIn.of(name, tensor) for name, tensor in _tensors(host)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft says again what it says when the file is written
+        warnings.simplefilter("ignore")  # peft repeats the warnings when the file is written
         taken = get_peft_model_state_dict(host, state_dict=asked, adapter_name=adapter)
     return set(_sources(taken.values()))
 
 
 class _StandIn(Tensor):
-    """Zeros of a given shape, without their memory, that remember which names they come from."""
+    """Zeros of a given shape, without memory, that remember which names they come from."""
 
     sources: frozenset[str]
 
     @classmethod
     def of(cls, name: str, like: Tensor) -> _StandIn:
         """The stand-in for the tensor `like` called `name`."""
-        dtype = like.dtype
-        value = torch.zeros((), dtype=dtype).expand(like.shape).as_subclass(cls)
+        value = torch.zeros((), dtype=like.dtype).expand(like.shape).as_subclass(cls)
         value.sources = frozenset({name})
         return value
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What a method computes from stand-ins (AdaLoRA's ranks, VB-LoRA's top k) keeps the names."""
+        """Keep the names in values computed from stand-ins (AdaLoRA's ranks, VB-LoRA's top k)."""
         untyped: Any = super()  # torch 2.13 has no types for it
         result = untyped.__torch_function__(func, types, args, kwargs or {})
         sources = frozenset(_sources([*args, *(kwargs or {}).values()]))

@@ -1,4 +1,4 @@
-"""The base classes by their public path; they are defined below `distributed/`, which asks for them too."""
+"""The public path of the base classes; they are defined below `distributed/`, which uses them too."""
 
 from composer_dist.composer_model import ComposerClassifier as ComposerClassifier
 from composer_dist.composer_model import ComposerModel as ComposerModel

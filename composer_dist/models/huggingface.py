@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
-"""The label that losses and metrics skip, as everywhere in transformers."""
+"""The label that transformers' losses and metrics skip."""
 
 
 class HuggingFaceModel(ComposerModel):
@@ -36,19 +36,19 @@ class HuggingFaceModel(ComposerModel):
 
     Args:
         model: a transformers model or a `PeftModel`, real or on the meta device.
-        tokenizer: is exported with the model; gives `generate` its padding token.
+        tokenizer: exported with the model; provides the padding token for `generate`.
         use_logits: metrics get logits instead of the model's whole output.
         metrics: torchmetrics to follow while training.
         eval_metrics: torchmetrics to follow while evaluating; copies of `metrics` by default.
-        shift_labels: metrics compare position i with label i + 1, and ignore the last position; None
+        shift_labels: compare position i with label i + 1 in metrics, and ignore the last position; None
             does so for causal language models.
         allow_embedding_resizing: enlarge the embeddings if the tokenizer has more tokens.
-        peft_config: adds an adapter to `model`, on the meta device where `model` is.
-        should_save_peft_only: `state_dict()` has the adapters alone, by peft's rules, and loads so.
+        peft_config: adds an adapter to `model`, on the meta device if `model` is there.
+        should_save_peft_only: `state_dict()` has only the adapters, by peft's rules, and loads only them.
 
     Raises:
         ParallelismValueError: the tokenizer has more tokens than the model.
-        CheckpointValueError: there is nothing to save but adapters, and one has no tensors.
+        CheckpointValueError: only adapters are to be saved, and one has no tensors.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class HuggingFaceModel(ComposerModel):
         self.val_metrics = {type(metric).__name__: metric for metric in chosen}
         self._arguments = _arguments(_base(model))
         if self.should_save_peft_only:
-            adapter_keys(model)  # an empty adapter is refused now, not after the training
+            adapter_keys(model)  # refuse an empty adapter now, not after the training
         self._loading_prefix = ""
         untyped: Any = self  # torch 2.13 has no types for these three
         untyped.register_state_dict_post_hook(_drop_base)
@@ -94,15 +94,15 @@ class HuggingFaceModel(ComposerModel):
         return self.model.config
 
     def forward(self, batch: Any) -> Any:
-        """The model's output for those entries of the batch that its forward takes."""
+        """The model's output for the entries of the batch that its forward accepts."""
         if not isinstance(batch, Mapping):
             raise ParallelismTypeError(
-                f"HuggingFaceModel takes batches that are mappings, not {type(batch).__name__}; have "
-                "the collate function name its tensors (input_ids, labels, ...)."
+                f"HuggingFaceModel's batches must be mappings, not {type(batch).__name__}; let the collate "
+                "function return a mapping of tensors (input_ids, labels, ...)."
             )
         inputs = {key: value for key, value in batch.items() if key in self._arguments}
         if "position_ids" in inputs and "attention_mask" not in inputs and "use_cache" in self._arguments:
-            # With a cache, transformers does not look for packed documents: they would attend to each other.
+            # With a cache, transformers does not detect packed documents: they would attend to each other.
             inputs.setdefault("use_cache", False)
         return self.model(**inputs)
 
@@ -112,7 +112,7 @@ class HuggingFaceModel(ComposerModel):
         if loss is None:
             raise ParallelismValueError(
                 f"{type(self.model).__name__} computed no loss: the batch needs labels; it has "
-                f"{', '.join(batch)}."
+                f"only {', '.join(batch)}."
             )
         return loss
 
@@ -138,7 +138,7 @@ class HuggingFaceModel(ComposerModel):
         return self.train_metrics if is_train else self.val_metrics
 
     def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> None:
-        """Adds the batch's outputs and labels, shifted where the model shifts them."""
+        """Adds the batch's outputs and labels, shifted if the model shifts them."""
         labels = batch.get("shift_labels", batch["labels"])
         if self.shift_labels and "shift_labels" not in batch:
             labels = labels.roll(-1, dims=-1)
@@ -146,14 +146,14 @@ class HuggingFaceModel(ComposerModel):
         metric.to(labels.device).update(outputs, labels)
 
     def generate(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
-        """Transformers' `generate`, on a prepared model too; a collective there.
+        """Transformers' `generate`, on a prepared model too, where it is a collective.
 
-        Ranks may have different prompts of different lengths. A rank that is done takes part until all
-        are. Parameters of the root unit stay gathered until the end, because `generate` calls encoders,
+        Ranks may have different prompts of different lengths; a rank that has finished participates until
+        all have. Parameters of the root unit stay gathered until the end, because `generate` calls encoders,
         and the base of a `PeftModel`, without the root's forward.
 
         Args:
-            input_ids: prompts `(batch, length)`; None where `kwargs` name other inputs.
+            input_ids: prompts `(batch, length)`; None if `kwargs` has other inputs.
             **kwargs: as for transformers' `generate`.
         """
         if input_ids is not None:
@@ -186,23 +186,20 @@ def _adapted(model: nn.Module, peft_config: PeftConfig) -> nn.Module:
         )
     if not isinstance(peft_config, PeftConfig):
         raise ParallelismTypeError(
-            f"peft_config must be one of peft's configurations (LoraConfig(...) or another), not a "
+            f"peft_config must be a peft configuration such as LoraConfig(...), not a "
             f"{type(peft_config).__name__}."
         )
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     device = torch.device("meta") if on_meta else nullcontext()
     with device, warnings.catch_warnings():
-        # peft 0.21 reads an attribute that transformers 5.23 deprecates; nothing a user can change.
+        # peft 0.21 reads an attribute that transformers 5.23 deprecates; users cannot change that.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         adapted: nn.Module = get_peft_model(model, peft_config)
         return adapted
 
 
 def _register_once(model: nn.Module) -> None:
-    """Undo prompt learning's second registration of the base's embedding, as `word_embeddings`.
-
-    A plain attribute works for peft as well, and leaves one name and one unit for its parameters.
-    """
+    """Make prompt learning's `word_embeddings`, a second registration of an embedding, a plain attribute."""
     children = dict(model.named_children())
     if "prompt_encoder" in children and "word_embeddings" in children:
         del model.word_embeddings
@@ -215,14 +212,14 @@ def _fit_vocabulary(model: Any, tokens: int, allow_resizing: bool) -> None:
         return
     if not allow_resizing:
         raise ParallelismValueError(
-            f"The tokenizer has {tokens} tokens, the model's embedding {vocabulary}; pass "
-            "allow_embedding_resizing=True to let it grow."
+            f"The tokenizer has {tokens} tokens, but the model's embedding only {vocabulary}; pass "
+            "allow_embedding_resizing=True to enlarge it."
         )
     model.resize_token_embeddings(tokens)
 
 
 def _arguments(base: nn.Module) -> frozenset[str]:
-    """The names that forward takes, and with `**kwargs` those that transformers' losses do."""
+    """The arguments of forward, and if it has `**kwargs`, the arguments of transformers' losses."""
     known = inspect.signature(type(base).forward).parameters
     variadic = any(one.kind is one.VAR_KEYWORD for one in known.values())
     return frozenset(known) | (frozenset({"shift_labels", "num_items_in_batch"}) if variadic else frozenset())
@@ -242,10 +239,10 @@ def _first_logits(outputs: Sequence[Any]) -> Any:
 
 @contextmanager
 def _gathered(*chain: Any) -> Iterator[None]:
-    """Keep the units among `chain` (wrapper, model, base) gathered inside, where `generate` is called.
+    """Keep the units among `chain` (wrapper, model, base) gathered while `generate` runs inside.
 
-    The outermost is the root: FSDP2 takes its `generate` for a forward, so that it casts the inputs
-    and knows its root before an inner unit is called. Units further in gather as they always do.
+    FSDP2 treats the `generate` of the outermost, the root, as a forward, so it casts the inputs and knows
+    its root before an inner unit is called. Units further in gather as usual.
     """
     units: list[Any] = [*{id(m): m for m in chain if isinstance(m, FSDPModule)}.values()]
     groups = [group for unit in units for group in fsdp_param_groups(unit)]
@@ -269,7 +266,7 @@ def _gathered(*chain: Any) -> Iterator[None]:
 
 
 def _drop_base(module: HuggingFaceModel, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Of this module's part of a state dict, keep what belongs to adapters."""
+    """Drop the base's tensors from this module's part of a state dict."""
     if module.should_save_peft_only:
         for name in _of_the_base(module, prefix, state):
             del state[name]
@@ -280,7 +277,7 @@ def _note_prefix(module: HuggingFaceModel, state: Any, prefix: str, *rest: Any) 
 
 
 def _expect_no_base(module: HuggingFaceModel, incompatible: Any) -> None:
-    """A state of adapters alone loads strictly: the base is not missing."""
+    """Do not report the base as missing when only adapters are loaded."""
     if module.should_save_peft_only:
         missing = incompatible.missing_keys
         base = set(_of_the_base(module, module._loading_prefix, missing))
@@ -288,7 +285,7 @@ def _expect_no_base(module: HuggingFaceModel, incompatible: Any) -> None:
 
 
 def _of_the_base(module: HuggingFaceModel, prefix: str, names: Iterable[str]) -> list[str]:
-    """Those of `names` that are of `module`, which is called `prefix`, and of none of its adapters."""
+    """The names among `names` that belong to `module`, at `prefix`, and not to its adapters."""
     kept = adapter_keys(module)
     own = [name for name in names if name.startswith(prefix)]
     return [name for name in own if canonical_name(name.removeprefix(prefix)) not in kept]

@@ -1,1 +1,1 @@
-"""A model as it is: its modules, tensors, names, ties and blocks."""
+"""A model's modules, tensors, names, ties and blocks."""

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: the units where nobody has chosen any."""
+"""The repeated blocks of a model: the default units."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def structural_units(structure: Structure) -> Iterator[tuple[str, str]]:
-    """The repeated blocks of a model, outermost ones, each with the reason.
+    """The outermost repeated blocks of a model, each with the reason.
 
-    A block is a child of a ModuleList, ModuleDict or Sequential that is of a class which Hugging Face
-    lists in `_no_split_modules`, or which has a sibling of its own class. A block has children of its
-    own: a list of bare layers may be indexed for their weights rather than called. Only where a model
-    has no such block do the layers of a Sequential, which are always called, count.
+    A block is a child of a ModuleList, ModuleDict or Sequential, and either its class is listed in Hugging
+    Face's `_no_split_modules` or it has a sibling of the same class. It has children of its own, because a
+    list of bare layers may be indexed for their weights instead of being called. If a model has no such
+    block, the layers of a Sequential, which are always called, count as blocks.
     """
     kinds: set[str] = set()
     for module in structure.modules.values():
@@ -59,7 +59,7 @@ def _may_be_block(parent: nn.Module, module: nn.Module) -> bool:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether `module` can be a unit: a bare container has no forward to gather for."""
+    """Whether `module` can be a unit: a bare container has no forward."""
     return not (
         isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
         and type(module).forward is nn.Module.forward
@@ -67,5 +67,5 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def holds_parameters(module: nn.Module) -> bool:
-    """Whether there is a parameter in `module` or below it."""
+    """Whether `module` or a module below it has a parameter."""
     return any(True for _ in module.parameters())

@@ -1,7 +1,7 @@
-"""Which library a module comes from. No other file asks whether a module is transformers' or peft's.
+"""Checks whether a module comes from transformers, peft or torchmetrics; no other file does.
 
-A library that nobody has imported has no modules in the model, so it is looked up among the imported
-modules and never imported here.
+A library that has not been imported has no modules in the model, so it is looked up in `sys.modules` and
+never imported here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_a(module: object, *kinds: str) -> bool:
 
 
 def transformers_models(model: nn.Module) -> list[Any]:
-    """The transformers models in `model`, itself perhaps: the outermost of each configuration."""
+    """The transformers models in `model`, possibly itself: the outermost of each configuration."""
     found: dict[int, Any] = {}
     for module in model.modules():
         if is_a(module, "PreTrainedModel"):
@@ -48,7 +48,7 @@ def transformers_models(model: nn.Module) -> list[Any]:
 
 
 def transformers_owner(name: str, modules: Mapping[str, nn.Module]) -> Any:
-    """The innermost transformers model that the module `name` is or lies in, or None."""
+    """The innermost transformers model that is or contains the module `name`, or None."""
     around = (modules.get(above) for above in ancestors(name))
     return next((module for module in around if is_a(module, "PreTrainedModel")), None)
 
@@ -72,9 +72,9 @@ def class_name(module: nn.Module) -> str:
 
 @contextmanager
 def original_classes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, modules have the classes that the user gave them, without FSDP2's or DDP's in front.
+    """Inside, modules have their original classes instead of FSDP2's or DDP's subclasses.
 
-    transformers, peft and initializers look at class names; the first two write them into configurations.
+    transformers, peft and initializers read class names; the first two write them into configurations.
     """
     prepared: list[tuple[nn.Module, type[nn.Module]]] = [
         (module, type(module))

@@ -1,12 +1,4 @@
-"""Who holds which tensor: ties, duplicate modules, and every place a tensor is registered.
-
-Vocabulary: a *place* is a module and the key under which it holds a tensor. A *tensor* of the model
-is one object with all of its places: a parameter with several places is a *tie*, a module with several
-names a *duplicate*. Besides parameters and buffers a module may keep a tensor as a plain attribute
-(rotary tables often do); it moves with the model all the same, so it is listed too.
-
-Nothing here needs a process group, and a model on the meta device is as good as a real one.
-"""
+"""The names of modules and tensors, without wrapper segments."""
 
 from __future__ import annotations
 

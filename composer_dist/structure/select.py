@@ -1,4 +1,4 @@
-"""Which modules the rules of a user select, by name, type or function."""
+"""Selects modules for the user's rules by name, type or function."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def spell(match: Match) -> str:
 
 
 def parts_of(match: Match) -> list[Match]:
-    """`match`, or what a list of several holds."""
+    """`match` as a list, with nested lists flattened."""
     if isinstance(match, (list, tuple)):
         return [inner for part in match for inner in parts_of(part)]
     return [match]
 
 
 def inherited(name: str, modules: Mapping[str, nn.Module], attribute: str) -> Any:
-    """`attribute` of the module called `name` or of its nearest ancestor that has it, else None."""
+    """`attribute` of the module `name` or of its nearest ancestor that has it, else None."""
     values = (getattr(modules.get(above), attribute, None) for above in ancestors(name))
     return next((value for value in values if value is not None), None)
 
@@ -73,7 +73,7 @@ def neighbor(match: Match, modules: Mapping[str, nn.Module]) -> str:
 
 
 def children_of(name: str, structure: Structure) -> list[str]:
-    """The first names of what a bare container holds; of what those hold which are containers too."""
+    """The first names of a bare container's children; bare containers among them give their own children."""
     found: list[str] = []
     for key, child in structure.modules[name]._modules.items():
         path = f"{name}.{key}" if name else key
@@ -83,6 +83,6 @@ def children_of(name: str, structure: Structure) -> list[str]:
 
 
 def container_text(name: str, module: nn.Module, containers: str) -> str:
-    """The warning that a container is none of the units."""
-    skipped = "it is skipped" if containers == "skip" or not module._modules else "its children stand for it"
+    """The warning that a container cannot be a unit."""
+    skipped = "it is skipped" if containers == "skip" or not module._modules else "its children are used"
     return f"{name or 'The root'} is a {type(module).__name__}, which has no forward of its own; {skipped}."

@@ -1,9 +1,8 @@
-"""Memory that parameters share with something that sharding would leave behind.
+"""Refuses parameters that share memory in ways that sharding would break, and duplicate modules.
 
-A tie, one parameter under several names, remains one. But a parameter may also share its memory with
-another tensor object (a view kept as an attribute, a second Parameter over the same storage) or be a
-subclass with behavior of its own. After sharding, one of them would follow the optimizer and the other
-would silently not. One module under several names is checked here too.
+A tie, one parameter under several names, is preserved. But if a parameter shares its memory with another
+tensor object (a view kept as an attribute, a second Parameter over the same storage), the optimizer would
+silently update only one of them after sharding.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from composer_dist.structure.structure import Held, Structure
 
 
 def check_aliasing(structure: Structure, plain: Mapping[str, str]) -> None:
-    """Refuse parameters to be sharded that something else is bound to.
+    """Refuse to shard parameters that something else refers to.
 
     Raises:
-        ParallelismValueError: parameters that are also plain attributes, that overlap other tensors in
-            memory, or that are of a tensor subclass without a codec; all of them at once.
+        ParallelismValueError: lists all parameters that are also plain attributes, that overlap other
+            tensors in memory, or that are of a tensor subclass without a codec.
     """
     faults = [*_subclasses(structure, plain), *_attributes(structure, plain), *_overlaps(structure, plain)]
     if faults:
@@ -37,15 +36,14 @@ def _subclasses(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]
         cls = type(held.get())
         if cls.__module__.partition(".")[0] == "bitsandbytes":
             yield (
-                f"{name} is a {cls.__name__} of bitsandbytes, whose scales lie outside of the tensor and "
-                "would be lost. Quantize with torchao's NF4Tensor, or leave its module replicated with "
-                "Rule(..., shard=False)."
+                f"{name} is a {cls.__name__} of bitsandbytes, which stores its scales outside of the tensor, "
+                "so they would be lost. Quantize with torchao's NF4Tensor, or leave its module replicated "
+                "with Rule(..., shard=False)."
             )
         elif cls not in (nn.Parameter, torch.Tensor) and not held.info.inner:
             yield (
-                f"{name} is a {cls.__name__}; sharding would make it a plain Parameter. Say how it is "
-                "taken apart with register_tensor_codec, or leave its module replicated with "
-                "Rule(..., shard=False)."
+                f"{name} is a {cls.__name__}; sharding would make it a plain Parameter. Register a codec for "
+                "it with register_tensor_codec, or leave its module replicated with Rule(..., shard=False)."
             )
 
 
@@ -74,8 +72,8 @@ def _overlaps(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:
         for (_, end, first), (start, _, second) in pairwise(found):
             if start < end and (first in sharded or second in sharded):
                 yield (
-                    f"{first} and {second} share memory without being one parameter; sharded, they would "
-                    "part ways. Make them one (b.weight = a.weight), or give one a copy."
+                    f"{first} and {second} share memory without being one parameter; after sharding they "
+                    "would differ. Tie them (b.weight = a.weight), or copy one."
                 )
 
 
@@ -86,12 +84,12 @@ def _sharded(structure: Structure, plain: Mapping[str, str]) -> Iterator[tuple[s
 
 
 def check_duplicates(structure: Structure) -> None:
-    """Refuse one module under several names, unless the architecture itself is built that way.
+    """Refuse one module under several names, unless the architecture is built that way.
 
-    Inside a transformers model it is: `resize_token_embeddings` leaves T5 and Bart with one embedding
-    module in three places. There, sharing is handled as a tie is. Anywhere else it is most often a slip
-    (a layer appended twice), and what a rule for one of the names means is anybody's guess. A mere
-    store of tensors, never called (a ParameterDict, as peft's VeRA shares between layers), is a tie too.
+    Inside a transformers model sharing is handled as a tie: `resize_token_embeddings` leaves T5 and Bart with
+    one embedding module in three places. Elsewhere it is usually a mistake (a layer appended twice), and a
+    rule for one of the names would be ambiguous. A store of tensors that is never called (a ParameterDict,
+    as peft's VeRA shares between layers) is handled as a tie too.
 
     Raises:
         ParallelismValueError: duplicate module references, with all names of each.
@@ -104,8 +102,8 @@ def check_duplicates(structure: Structure) -> None:
     if refused:
         raise ParallelismValueError(
             f"The model has duplicate module references, one module with parameters or buffers under "
-            f"several names: {'; '.join(refused)}. Give each place a module of its own, with tied "
-            "parameters if they are to be the same, or call one module several times."
+            f"several names: {'; '.join(refused)}. Use a separate module in each place, with tied "
+            "parameters if they should be the same, or call one module several times."
         )
 
 

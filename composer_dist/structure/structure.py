@@ -1,4 +1,4 @@
-"""A model as it is: its modules, its tensors, and every place where a tensor is registered.
+"""A model's modules, its tensors, and every place where a tensor is registered.
 
 A *place* is a module and the key under which it holds a tensor. A *tensor* of the model is one object
 with all of its places: a parameter with several places is a *tie*, a module with several names is a
@@ -39,16 +39,13 @@ class Registration:
         return self._home()[self.key]  # type: ignore[no-any-return]
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Hold `tensor` instead, through the module's own `__setattr__` where it has one.
-
-        `nn.LSTM` has: it keeps a list of its weights besides.
-        """
+        """Hold `tensor` instead, through the module's own `__setattr__` if it has one, as `nn.LSTM` does."""
         if self.kind == "parameter" and type(self.module).__setattr__ is not nn.Module.__setattr__:
             setattr(self.module, self.key, tensor)
             if self.get() is not tensor:
                 raise ParallelismTypeError(
-                    f"{type(self.module).__name__}.__setattr__ does not keep the parameter {self.key!r} that "
-                    "it is given, so it cannot be sharded. Let it keep it, or leave the module out with "
+                    f"{type(self.module).__name__}.__setattr__ does not store the given parameter "
+                    f"{self.key!r}, so it cannot be sharded. Change it, or leave the module out with "
                     "Rule(..., shard=False)."
                 )
         else:
@@ -67,7 +64,7 @@ class Registration:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of the model as pure data: what the plan, and the other ranks, know of it."""
+    """The facts about a tensor of the model that the plan and the other ranks know."""
 
     name: str
     """Its first name."""
@@ -80,7 +77,7 @@ class TensorInfo:
     dtype: torch.dtype
     requires_grad: bool
     inner: tuple[Inner, ...] = ()
-    """What it is made of, if its class has a codec."""
+    """Its inner tensors, if its class has a codec."""
 
     @property
     def nbytes(self) -> int:
@@ -92,17 +89,17 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of the model together with the places that hold it."""
+    """A tensor of the model and the places that hold it."""
 
     info: TensorInfo
     places: tuple[Registration, ...]
 
     def get(self) -> torch.Tensor:
-        """The tensor as the first place holds it."""
+        """The tensor that the first place holds."""
         return self.places[0].get()
 
     def cast_shadow(self) -> torch.Tensor:
-        """Hold a shadow instead, a contiguous parameter on the meta device; gives back what was held."""
+        """Hold a contiguous parameter on the meta device instead; returns the tensor held before."""
         before = self.get()
         empty = torch.empty(self.info.shape, dtype=self.info.dtype, device="meta")
         self.put(nn.Parameter(empty, requires_grad=self.info.requires_grad))
@@ -139,7 +136,7 @@ class Structure:
 
 
 def describe(info: TensorInfo) -> list[object]:
-    """`info` in the plain types that a digest, or another rank, can compare."""
+    """`info` in plain types, to compare with another rank's."""
     inner = [[one.name, list(one.shape), str(one.dtype)] for one in info.inner]
     return [list(info.names), info.kind, list(info.shape), str(info.dtype), info.requires_grad, inner]
 
@@ -225,7 +222,7 @@ def _duplicates(modules: dict[str, nn.Module], first: dict[str, str]) -> Iterato
     several = {name for group in names.values() if len(group) > 1 for name in group}
     for one, group in names.items():
         if len(group) > 1 and any(True for _ in _tensors(modules[one])):
-            # What lies below a duplicate is one by itself, in all of its places.
+            # Every module below a duplicate is a duplicate too, in the same places.
             parents = {first[name.rpartition(".")[0]] for name in group}
             if len(parents) > 1 or parents.isdisjoint(several):
                 yield tuple(group)

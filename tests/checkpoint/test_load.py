@@ -164,7 +164,7 @@ def test_shapes_that_differ_are_named(world2: World, tmp_path: Path) -> None:
     world2(save_run, path, "fsdp2")
     first, second = world2(load_other_shape, path)
     assert first == second
-    assert "model.layers.0.up.weight is (5, 8) there, (6, 8) here" in first
+    assert "model.layers.0.up.weight is (5, 8) in the checkpoint, (6, 8) in the model" in first
 
 
 def load_meta(path: str, how: str) -> dict[str, Any]:

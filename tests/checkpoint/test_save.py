@@ -206,7 +206,7 @@ def test_what_is_refused(world2: World, tmp_path: Path) -> None:
     assert first == second
     words = {
         "empty": "nothing to save",
-        "no model": "no model",
+        "no model": "The state has no model",
         "no parallel": "parallelize_model",
         "bare optimizer": "model=",
         "filter": "modle",
@@ -381,8 +381,8 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path, sharded: bool) -> None:
         with pytest.raises(CheckpointValueError, match=text):
             save_checkpoint(tmp_path / "c", {"model": stateful(), "odd": value}, sharded=sharded)
     for given, options, text in (
-        (stateful(), {}, "is a mapping, not a Stateful"),
-        ({"model": stateful()}, {"filter": 3}, "takes functions"),
+        (stateful(), {}, "must be a mapping, not a Stateful"),
+        ({"model": stateful()}, {"filter": 3}, "must be a function"),
         ({"model": stateful()}, {"keep": 0}, "keep=0"),
     ):
         with pytest.raises(CheckpointValueError, match=text):

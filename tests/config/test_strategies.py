@@ -87,7 +87,7 @@ def test_what_is_no_configuration_is_not_registered() -> None:
     with pytest.raises(ParallelismValueError, match="no strategy 'mine'"):
         resolve_config("mine")
     register_strategy("itself", lambda: "itself")
-    with pytest.raises(ParallelismValueError, match="strategy 'itself' stands for itself"):
+    with pytest.raises(ParallelismValueError, match="strategy 'itself' refers to itself"):
         resolve_config("itself")
 
 

@@ -59,13 +59,13 @@ def test_a_name_is_the_whole_name() -> None:
 @pytest.mark.promise(10)
 @pytest.mark.parametrize("match", [3, None, [], ["a", 3]])
 def test_another_kind_of_match_is_refused(match: Any) -> None:
-    with pytest.raises(ParallelismTypeError, match="A rule matches by a module name, .* not by"):
+    with pytest.raises(ParallelismTypeError, match="A rule's match must be a module name, .* not "):
         Rule(match)
 
 
 @pytest.mark.promise(10)
 def test_a_pattern_that_is_none_is_refused() -> None:
-    with pytest.raises(ParallelismValueError, match=r"'re:\(a' is no regular expression: missing \)"):
+    with pytest.raises(ParallelismValueError, match=r"'re:\(a' is an invalid regular expression: missing \)"):
         Rule("re:(a", shard=True)
 
 

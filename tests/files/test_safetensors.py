@@ -90,11 +90,11 @@ CORRUPT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "deep": (raw(b"[" * 200_000), "not valid JSON"),
     "no object": (raw(b"[1]"), "not valid JSON: it is not an object"),
     "twice": (twice, "'c' appears twice"),
-    "entry of a number": (raw(b'{"c": 3}'), "entry of 'c' lacks"),
-    "entry without offsets": (raw(b'{"c": {"dtype": "F32", "shape": [1]}}'), "entry of 'c' lacks"),
-    "three offsets": (edited(data_offsets=[0, 1, 2]), "entry of 'c' lacks"),
-    "dtype": (edited(dtype="F4"), "'c' is of dtype 'F4', which torch does not have"),
-    "dtype of a list": (edited(dtype=["I8"]), "'c' is of dtype"),
+    "entry of a number": (raw(b'{"c": 3}'), "entry for 'c' lacks"),
+    "entry without offsets": (raw(b'{"c": {"dtype": "F32", "shape": [1]}}'), "entry for 'c' lacks"),
+    "three offsets": (edited(data_offsets=[0, 1, 2]), "entry for 'c' lacks"),
+    "dtype": (edited(dtype="F4"), "'c' has dtype 'F4', which torch does not support"),
+    "dtype of a list": (edited(dtype=["I8"]), "'c' has dtype"),
     "negative shape": (edited(shape=[-5]), r"'c' is \[-5\], at bytes"),
     "shape of text": (edited(shape="5"), "'c' is 5, at bytes"),
     "true": (edited(shape=[True, 5]), "'c' is"),
@@ -166,18 +166,18 @@ def test_of_a_tensor_in_two_files_the_index_says_which_counts(tmp_path: Path) ->
     save_file({"a": STATE["a"], "c": STATE["c"]}, tmp_path / "one.safetensors")
     assert read_index(path).entries["c"].file == 1
     path.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
-    with pytest.raises(CheckpointValueError, match="'c' is both in one.safetensors and in two.safetensors"):
+    with pytest.raises(CheckpointValueError, match="'c' is in both one.safetensors and two.safetensors"):
         read_index(path)
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"a": "two.safetensors"}, "The index puts a in two.safetensors, which does not have them"),
-        ({"d": "one.safetensors"}, "The index puts d in one.safetensors, which does not have them"),
-        ({"a": "three.safetensors"}, "says that a are in three.safetensors, but there is no such file"),
-        ({"a": "../one.safetensors"}, "looks for 'a' outside of its directory"),
-        ({"a": "/one.safetensors"}, "looks for 'a' outside of its directory"),
+        ({"a": "two.safetensors"}, "The index puts a in two.safetensors, but that file does not"),
+        ({"d": "one.safetensors"}, "The index puts d in one.safetensors, but that file does not"),
+        ({"a": "three.safetensors"}, "puts a in three.safetensors, but that file does not exist"),
+        ({"a": "../one.safetensors"}, "puts 'a' outside of its directory"),
+        ({"a": "/one.safetensors"}, "puts 'a' outside of its directory"),
         ({"a": None, "b": None, "c": None}, "names no tensors"),
     ],
 )

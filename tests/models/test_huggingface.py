@@ -65,7 +65,7 @@ def test_batches_and_losses_are_checked() -> None:
     with pytest.raises(ParallelismTypeError, match="tuple"):
         model((prompt(0),))
     outputs = model({"input_ids": prompt(0)})
-    with pytest.raises(ParallelismValueError, match="needs labels; it has input_ids"):
+    with pytest.raises(ParallelismValueError, match="needs labels; it has only input_ids"):
         model.loss(outputs, {"input_ids": prompt(0)})
 
 

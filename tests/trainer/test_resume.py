@@ -252,7 +252,7 @@ def test_shapes_are_never_passed_over(tmp_path: Path) -> None:
     one, _ = trainer(tmp_path)
     one.fit(duration="1ba")
     resume = Resume(load_path=tmp_path / "latest", load_strict_model_weights=False)
-    with pytest.raises(CheckpointValueError, match=r"body.weight is \(8, 8\) there, \(6, 8\) here"):
+    with pytest.raises(CheckpointValueError, match=r"body.weight is \(8, 8\) in the checkpoint, \(6, 8\)"):
         trainer(tmp_path / "o", width=6, resume=resume)
 
 

@@ -1,4 +1,4 @@
-"""Makes a model directory appear in one step, and writes everything in it except the weights."""
+"""Makes an exported directory appear in one step, and writes everything in it except the weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from composer_dist.structure.families import original_classes
 
 @contextmanager
 def staged(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A directory that rank 0 makes inside of `path`, its own; what is in it goes there at the end.
+    """A temporary directory that rank 0 makes in `path`; its files are moved there at the end. A collective.
 
-    So a full disk, or an error on any rank, leaves no mixture. A collective.
+    A full disk or an error on any rank leaves the old files.
 
     Raises:
         CheckpointRuntimeError: rank 0 cannot write there.
@@ -43,20 +43,20 @@ def staged(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def written(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors of the file system inside name what is being written."""
+    """Inside, errors of the file system name `path`."""
     from safetensors import SafetensorError
 
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise CheckpointRuntimeError(f"export_pretrained could not write {path}: {error}") from error
+        raise CheckpointRuntimeError(f"export_pretrained cannot write {path}: {error}") from error
 
 
 def write_settings(model: Any, directory: Path, separated: bool = False) -> None:
-    """Write what transformers saves beside a model's weights: configurations, code of its own.
+    """Write the files that transformers saves beside a model's weights: configurations and custom code.
 
     Args:
-        separated: ties are undone in what is stored.
+        separated: tied weights are stored separately.
     """
     with original_classes(model.modules()), _as_stored(model, separated), written(directory.parent):
         model.save_pretrained(directory, state_dict={})
@@ -64,7 +64,7 @@ def write_settings(model: Any, directory: Path, separated: bool = False) -> None
 
 @contextmanager
 def _as_stored(model: Any, separated: bool) -> Iterator[None]:
-    """Inside, a model's attributes and configuration are those of what is stored, and no bar is shown."""
+    """Inside, a model's attributes and configuration match the stored model, and no bar is shown."""
     from transformers.utils import logging as transformers_logging
 
     logging: Any = transformers_logging  # it has no types
@@ -72,7 +72,7 @@ def _as_stored(model: Any, separated: bool) -> Iterator[None]:
     logging.disable_progress_bar()
     held = [(vars(model.config), dict(vars(model.config))), (vars(model), dict(vars(model)))]
     try:
-        vars(model)["_hf_peft_config_loaded"] = False  # or transformers would write the adapter
+        vars(model)["_hf_peft_config_loaded"] = False  # otherwise transformers would write the adapter
         if separated:
             model.config.tie_word_embeddings = False
         yield

@@ -1,7 +1,7 @@
-"""Adapters merged into the weights that they adapt, a layer at a time, by peft's own arithmetic.
+"""Merges adapters into the weights, a layer at a time, by peft's own arithmetic.
 
-A layer with an adapter gets full copies of all its tensors for a moment, peft merges these in place, and
-then the layer has its own tensors, and whatever else peft has changed in it, back.
+A layer with an adapter temporarily gets full copies of all its tensors. peft merges these in place, and then
+the layer's own tensors and attributes are restored.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class AdaptedLayer:
     module: Any
 
     def merged(self, wanted: bool = True) -> dict[str, Tensor]:
-        """The layer's tensors as they are without adapters, by plain name, whole; a collective.
+        """The layer's full tensors after merging, by plain name; a collective.
 
         Args:
-            wanted: False only takes part in the gathering, and gives nothing.
+            wanted: False only takes part in the gathering, and returns nothing.
 
         Raises:
             CheckpointValueError: peft cannot merge this kind of adapter.
@@ -43,7 +43,7 @@ class AdaptedLayer:
         with _full_copies(self.module), warnings.catch_warnings(), torch.no_grad():
             if not wanted:
                 return {}
-            warnings.simplefilter("ignore")  # peft's advice on how to load what it has merged
+            warnings.simplefilter("ignore")  # peft's advice on how to load the merged model
             try:
                 result = _merge(self.module)
             except NotImplementedError as error:
@@ -55,14 +55,14 @@ class AdaptedLayer:
 
 
 def merged_sources(base: nn.Module) -> tuple[dict[str, Tensor], dict[str, AdaptedLayer]]:
-    """What a model would have in its `state_dict()` if its active adapters were merged, under plain names.
+    """The `state_dict()` that a model would have if its active adapters were merged, by plain names.
 
     Args:
-        base: the model that peft has put its layers into.
+        base: the model with peft's layers.
 
     Returns:
-        Name to the model's own tensor, of the right shape and dtype, and name to the layer that has to be
-        merged to get the value of it.
+        Name to the model's own tensor, of the right shape and dtype; and name to the layer to merge for its
+        value.
     """
     structure = read_structure(base)
     plain = without_adapters(structure)
@@ -87,20 +87,20 @@ def merged_sources(base: nn.Module) -> tuple[dict[str, Tensor], dict[str, Adapte
 
 
 def check_mergeable(hosts: Mapping[str, Any]) -> None:
-    """Refuse adapters that do not lie in layers.
+    """Raise unless the adapters can be merged into layers.
 
     Args:
         hosts: modules with a `peft_config`, by name.
 
     Raises:
-        CheckpointValueError: prompt learning; or peft itself refuses, over GPTQ weights for example.
+        CheckpointValueError: prompt learning; or peft refuses, for GPTQ weights for example.
     """
     for name, host in hosts.items():
         prompts = [key for key, config in host.peft_config.items() if config.is_prompt_learning]
         if prompts:
             raise CheckpointValueError(
-                f"The adapters {', '.join(prompts)} of {name or 'the model'} learn prompts and not weights; "
-                "they cannot be merged. Export them as adapters, without merge_adapters."
+                f"The adapters {', '.join(prompts)} of {name or 'the model'} learn prompts instead of "
+                "weights and cannot be merged. Export them as adapters, without merge_adapters."
             )
         check = getattr(getattr(host, "base_model", None), "_check_merge_allowed", None)
         if check is not None:
@@ -111,7 +111,7 @@ def check_mergeable(hosts: Mapping[str, Any]) -> None:
 
 
 def _adapted(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of each layer of peft's that lies in no other one."""
+    """Name and module of each outermost peft layer."""
     found: set[str] = set()
     for name, module in modules.items():
         wraps = is_a(module, "BaseTunerLayer", "AuxiliaryTrainingWrapper")
@@ -121,7 +121,7 @@ def _adapted(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]
 
 
 def _chosen_copy(layer: Any) -> str | None:
-    """Where a layer under `modules_to_save` has the weights that count, if they are there as they are."""
+    """The part of a `modules_to_save` layer with the effective weights, unless they are adapted."""
     if not is_a(layer, "ModulesToSaveWrapper"):
         return None
     active = [name for name in layer.active_adapters if name in layer.modules_to_save]
@@ -132,7 +132,7 @@ def _chosen_copy(layer: Any) -> str | None:
 
 
 def _merge(layer: Any) -> nn.Module:
-    """What peft's `merge_and_unload` puts in place of one layer."""
+    """The module with which peft's `merge_and_unload` replaces a layer."""
     if hasattr(layer, "unload_and_optionally_merge_module"):
         unloaded: nn.Module = layer.unload_and_optionally_merge_module(
             merge=True, safe_merge=False, adapter_names=None
@@ -145,7 +145,7 @@ def _merge(layer: Any) -> nn.Module:
 
 @contextmanager
 def _full_copies(layer: nn.Module) -> Iterator[None]:
-    """Inside, a layer has full copies of its tensors; after it everything in it is as it was."""
+    """Inside, a layer has full copies of its tensors; afterwards everything in it is restored."""
     modules = list(layer.modules())
     attributes = [(module, dict(vars(module))) for module in modules]
     contents = [

@@ -1,9 +1,9 @@
-"""What goes where in the files of an exported model, before a byte is written.
+"""Plans the files of an exported model before anything is written.
 
-transformers says under which names a model's tensors are stored, and how they are fused, split or
-permuted for it; its conversions run on stand-ins. Where they only move elements, every rank knows the
-place of each element that it holds. What they compute, and what would be scattered over a file in tiny
-pieces, is gathered, a *group* at a time: tensors of the model and the stored ones made of them.
+transformers' conversions determine the names of the stored tensors, and how they are fused, split or
+permuted. They run on stand-ins here. If they only move elements, every rank knows where its elements go.
+Computed tensors, and tensors that would be written in many tiny pieces, are gathered in *groups*: tensors of
+the model and the stored tensors made from them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,15 @@ from composer_dist.tensors.blueprint import Blueprint, Box, TracedBlueprint
 from composer_dist.tensors.parts import Dims, Part, contiguous_strides
 
 _WEIGHTS = "model{suffix}.safetensors"
-
 _WORTH = 512
-"""Bytes from which a row is worth a write of its own."""
-
+"""Rows of at least this many bytes on average are written separately."""
 _FEW = 1024
-"""Rows of a tensor that are written one by one, however short."""
+"""Up to this many rows of a tensor are written separately, however short."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Stored tensors and the model's tensors that they are made of."""
+    """Tensors of the model (`sources`) and the stored tensors made from them (`results`)."""
 
     sources: tuple[str, ...]
     results: tuple[str, ...]
@@ -50,13 +48,13 @@ class ExportPlan:
 
     index: Index
     headers: dict[str, bytes]
-    """File to what it begins with."""
+    """File to its header."""
     listing: str | None
-    """The text of the index that goes with several files."""
+    """The text of the index, if there are several files."""
     direct: dict[str, Blueprint]
-    """Name in the model to the elements of stored tensors that are its own."""
+    """Name in the model to the places of its elements in stored tensors."""
     groups: tuple[Bundle, ...]
-    """What is gathered."""
+    """The tensors to gather."""
 
     def create_files(self, directory: Path) -> list[Path]:
         """Make the files, each with its header and of its final size, and the index; returns their paths."""
@@ -85,16 +83,16 @@ def plan_export(
     """Plan the files of a model; every rank makes the same plan.
 
     Args:
-        model: of transformers.
-        sources: shape and dtype of each tensor to be saved, by name, ties left out.
-        parts: what a rank holds of each tensor that may be written from the shards.
-        parameters: how many elements they have; it stands in the index.
+        model: a transformers model.
+        sources: shape and dtype of each tensor to save, by name, without ties.
+        parts: a rank's part of each tensor that may be written from the shards.
+        parameters: the number of their elements, for the index.
         max_shard_size: bytes, or as "5GB".
-        together: names that are gathered at one time.
-        everything: gather all.
+        together: names to gather at the same time.
+        everything: gather all tensors.
 
     Raises:
-        CheckpointValueError: safetensors has no such dtype, or there is nothing to save.
+        CheckpointValueError: safetensors does not support a dtype, or there is nothing to save.
     """
     given = {name: TracedBlueprint.stored(name, shape, dtype) for name, (shape, dtype) in sources.items()}
     made: dict[str, TracedBlueprint] = revert(model, dict(given))
@@ -124,7 +122,7 @@ def _lay_out(
     names = {dtype: name for name, dtype in DTYPES.items()}
     if odd := [name for name, one in tensors.items() if one.dtype not in names]:
         raise CheckpointValueError(
-            f"safetensors cannot hold the dtype of {', '.join(f'{n} ({tensors[n].dtype})' for n in odd)}."
+            f"safetensors lacks the dtype of {', '.join(f'{n} ({tensors[n].dtype})' for n in odd)}."
         )
     if not tensors:
         raise CheckpointValueError("The model has no tensors to export.")
@@ -162,7 +160,7 @@ def _lay_out(
 
 
 def _groups(made: Mapping[str, TracedBlueprint], together: Iterable[Sequence[str]]) -> list[Bundle]:
-    """Which tensors cannot be told apart when they are stored: those with a stored tensor in common."""
+    """Groups of tensors that have a stored tensor in common, or must be gathered together."""
     parent: dict[str, str] = {}
 
     def root(name: str) -> str:
@@ -189,7 +187,7 @@ def _places(
     groups: Iterable[Bundle],
     sources: Mapping[str, tuple[Dims, torch.dtype]],
 ) -> dict[str, Blueprint]:
-    """Where the elements of the model's tensors are stored, for groups in which each has one place."""
+    """The places of the elements of the model's tensors, for groups in which each element has one place."""
     found: dict[str, Blueprint] = {}
     moved: list[Bundle] = []
     for one in groups:
@@ -208,7 +206,7 @@ def _places(
     }
     try:
         loaded = convert(model, stored, {name: shape for name, (shape, _) in sources.items()}).tensors
-    except CheckpointValueError:  # what can be saved cannot be loaded by slices: then it is gathered
+    except CheckpointValueError:  # it can be saved, but not loaded in slices: gather it
         return found
     for one in moved:
         blueprints = {name: loaded[name][0] for name in one.sources if name in loaded}
@@ -218,7 +216,7 @@ def _places(
 
 
 def _inverse(loaded: Mapping[str, Blueprint], saved: Mapping[str, TracedBlueprint]) -> bool:
-    """Whether loading takes each stored element exactly to where saving took it from; ends are compared."""
+    """Whether loading is the inverse of saving, judged by the first and last element of each box."""
     count = dict.fromkeys(saved, 0)
     for blueprint in loaded.values():
         if sum(prod(box.sizes) for box in blueprint.boxes) != blueprint.numel():
@@ -239,7 +237,7 @@ def _inverse(loaded: Mapping[str, Blueprint], saved: Mapping[str, TracedBlueprin
 
 
 def _ends(tensor: torch.Tensor, box: Box) -> Iterator[tuple[int, str, int]]:
-    """The first and last element of a box: number in the tensor, source, number there."""
+    """The first and last element of a box: index in the tensor, source, index there."""
     strides = contiguous_strides(tuple(tensor.shape))
     for inside in ([0] * len(box.sizes), [size - 1 for size in box.sizes]):
         at = sum((s + i) * stride for s, i, stride in zip(box.start, inside, strides, strict=True))
@@ -248,7 +246,7 @@ def _ends(tensor: torch.Tensor, box: Box) -> Iterator[tuple[int, str, int]]:
 
 
 def _find(tensor: Blueprint, number: int) -> tuple[str, int] | None:
-    """Where an element of a tensor comes from: source, number there."""
+    """The source of an element of a tensor, and the index there."""
     place: list[int] = []
     for size in reversed(tensor.shape):
         number, index = divmod(number, size)

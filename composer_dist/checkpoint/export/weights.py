@@ -1,4 +1,4 @@
-"""A transformers model's files, written by all ranks at once, each from its own shards."""
+"""Writes a transformers model's files on all ranks at once, each from its own shards."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from composer_dist.progress import Progress, Stage
 from composer_dist.tensors.inner import codec_of, dense
 
 _SMALL = 1 << 20
-"""Bytes of a part below which one of the ranks that hold it writes all of it."""
+"""Bytes; one rank alone writes a smaller part, even if several ranks hold it."""
 
 
 @dataclass
 class Export:
-    """A model that is being exported: what it consists of, and what goes where.
+    """An export of a model.
 
     Args:
-        model: of transformers, with or without peft's layers in it.
-        tensors: what is stored, by name: the model's own tensors, sharded or not.
-        layers: names whose value comes from merging a layer.
-        mesh: what the model was prepared for, if it was.
+        model: a transformers model, with or without peft's layers in it.
+        tensors: the tensors to store, by name: the model's own, sharded or not.
+        layers: name to the layer to merge for its value.
+        mesh: the model's mesh, if it was prepared.
         max_shard_size: bytes, or as "5GB".
     """
 
@@ -59,7 +59,7 @@ class Export:
 
     @property
     def separated(self) -> bool:
-        """Whether names that are tied in the model get values of their own."""
+        """Whether names that are tied in the model are stored separately."""
         ties: dict[int, set[int]] = {}
         for name, tensor in self.tensors.items():
             ties.setdefault(id(tensor), set()).add(id(self.values[name]))
@@ -68,11 +68,11 @@ class Export:
     def write(self, directory: Path) -> None:
         """Write the weights into a directory that the first rank has made; a collective.
 
-        Where other ranks do not see that directory, the first one gathers and writes everything.
+        If another rank does not see that directory, the first rank gathers and writes everything.
 
         Raises:
             CheckpointValueError: something cannot be stored.
-            CheckpointRuntimeError: a rank cannot write; the same error on all of them.
+            CheckpointRuntimeError: a rank cannot write; raised on every rank.
         """
         shared = self._is_shared(directory)
         with self.agreement.together("the plan of the files"):
@@ -96,7 +96,7 @@ class Export:
                 target.flush()
 
     def _is_shared(self, directory: Path) -> bool:
-        """Whether every rank sees the first one's directory, tested with a file of an unused name."""
+        """Whether every rank sees the first rank's directory, tested with a file of an unused name."""
         nonce = directory / f"nonce-{secrets.token_hex(8)}"
         with self.agreement.together("making the directory"):
             if self.first:
@@ -119,7 +119,7 @@ class Export:
         meta = [name for name in self.tensors if name not in odd and self.tensors[name].is_meta]
         for names, what in ((odd, "not tensors"), (meta, "on the meta device")):
             if names:
-                raise CheckpointValueError(f"These of the model's state are {what}: {', '.join(names)}.")
+                raise CheckpointValueError(f"Entries of the model's state are {what}: {', '.join(names)}.")
         kept = untied(self.model, self.tensors, self.values)
         parts = {
             name: Layout.of(tensor).part(_first_of(tensor))
@@ -140,7 +140,7 @@ class Export:
         )
 
     def _slabs(self, plan: ExportPlan) -> Iterator[Slab]:
-        """What this rank writes of its shards."""
+        """The slabs of this rank's shards that it writes."""
         for name, place in plan.direct.items():
             tensor = self.tensors[name]
             local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -149,11 +149,11 @@ class Export:
             yield from plan_reads(place, plan.index.entries, part, local.contiguous().view(-1), first, last)
 
     def _share(self, tensor: Tensor, local: Tensor) -> tuple[int, int]:
-        """The elements [first, last) of its part that this rank writes, and not another that holds them."""
+        """The range [first, last) of its part that this rank writes; other holders write the rest."""
         mesh = self.mesh or (Mesh.of(tensor) if isinstance(tensor, DTensor) else None)
         numel, rank = local.numel(), self.agreement.rank
         if mesh is None or not isinstance(tensor, DTensor | nn.Parameter):
-            return (0, numel) if self.first else (0, 0)  # buffers may differ: the first rank's count
+            return (0, numel) if self.first else (0, 0)  # buffers may differ: use the first rank's
         table, layout = mesh.table, Layout.of(tensor)
         place = (table == rank).nonzero()[0].tolist()
         cut = (False, layout.rows, layout.tp_dim is not None)
@@ -168,11 +168,10 @@ class Export:
     def _write_groups(
         self, plan: ExportPlan, target: NewFiles, shared: bool, stage: Stage
     ) -> Exception | None:
-        """Gather what cannot be written from the shards; ranks take turns in writing it.
+        """Gather tensors that cannot be written from the shards; the ranks take turns writing them.
 
         Returns:
-            What has kept this rank from writing; it takes part in the gathering to the end, so that the
-            others are not left in a collective.
+            This rank's error; it still takes part in all gathering, so that the others do not hang.
         """
         failed: Exception | None = None
         ranks = self.agreement.ranks
@@ -212,21 +211,20 @@ class Export:
             entry, value = plan.index.entries[name], made[name]
             if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
                 raise CheckpointValueError(
-                    f"{name} became {tuple(value.shape)} of {value.dtype} when it was computed, where "
-                    f"{entry.shape} of {entry.dtype} was planned."
+                    f"{name} was computed as {tuple(value.shape)} of {value.dtype}, but planned as "
+                    f"{entry.shape} of {entry.dtype}."
                 )
             write_tensor(value, target, entry.file, entry.offset)
 
 
 def _here(tensor: Tensor) -> Coordinate:
-    """This rank's place among those that the tensor is cut for."""
+    """This rank's coordinate in the tensor's mesh."""
     return Mesh.of(tensor).here if isinstance(tensor, DTensor) else Coordinate()
 
 
 def _first_of(tensor: Tensor) -> Coordinate:
-    """The place of the rank with the first part, the same on all ranks."""
-    here = _here(tensor)
-    return replace(here, shard=0, tp=0)
+    """The coordinate of the rank with the first part, the same on all ranks."""
+    return replace(_here(tensor), shard=0, tp=0)
 
 
 def _blind(seen: list[bool]) -> list[int]:
@@ -236,6 +234,6 @@ def _blind(seen: list[bool]) -> list[int]:
 def _same_plan(digests: list[str]) -> None:
     if len(set(digests)) > 1:
         raise ParallelismValueError(
-            "The ranks would write different files: they hold models of different names, shapes, dtypes or "
-            "ties, or were given a different max_shard_size or merge_adapters."
+            "The ranks would write different files: their models have different names, shapes, dtypes or "
+            "ties, or they pass a different max_shard_size or merge_adapters."
         )

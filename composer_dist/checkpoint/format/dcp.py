@@ -1,7 +1,7 @@
-"""`.metadata`, by which torch.distributed.checkpoint's own `load` finds everything in our checkpoints.
+"""Writes `.metadata`, which torch.distributed.checkpoint's own `load` needs to read our checkpoints.
 
-It is a pickle, as torch has it. We only write it: what we read ourselves is in `checkpoint.json`. Its own
-checksum follows the end of the pickle, because `checkpoint.json` does not list it.
+It is a pickle. We never read it, because `checkpoint.json` has the same information. Its own checksum follows
+the end of the pickle, because `checkpoint.json` does not list it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from composer_dist.files.checksums import seal
 from composer_dist.files.manifest import KeyPath, Manifest
 
 NAME = ".metadata"
-
 _VERSION = "1.0.0"
-"""That of torch 2.5 and later."""
+"""The version that torch 2.5 and later writes."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """Where an item of `torch.save` lies, from its first byte to its last."""
+    """The place of an item of `torch.save` in a file."""
 
     file: str
     offset: int
@@ -46,8 +45,8 @@ def dcp_metadata(
     """The contents of `.metadata`.
 
     Args:
-        items: by name and, for pieces of tensors, where the piece begins.
-        paths: of every name.
+        items: by name and, for pieces of tensors, the start of the piece.
+        paths: the key path of every name.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, tensor in manifest.tensors.items():

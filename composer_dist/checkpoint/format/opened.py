@@ -1,4 +1,4 @@
-"""Opens checkpoints: what is in them, where, and whether any byte has changed.
+"""Opens checkpoints and verifies them.
 
 `Opened` is the same for our directories, our single files, and the files of other libraries.
 """
@@ -36,40 +36,40 @@ from composer_dist.tensors.blueprint import Blueprint
 
 @dataclass
 class Opened:
-    """What is known of a checkpoint before any tensor is read."""
+    """A checkpoint before any tensor is read."""
 
     where: str
-    """A path or URL, as errors call it."""
+    """A path or URL for errors."""
     root: Path | str
     """The directory of the files, or its URL."""
     sharded: bool
-    """Whether it is a directory, and not a file."""
+    """Whether it is a directory instead of a file."""
     index: Index
     """Every tensor by its path, joined with dots."""
     structure: dict[str, Any]
-    """Each key to what was there, encoded."""
+    """Each key to its encoded value."""
     kinds: dict[str, Kind]
-    """As recorded; files do not say."""
+    """As recorded; empty for files."""
     stored: list[StoredFile] = field(default_factory=list)
-    """Files that have checksums; none in other libraries' files."""
+    """Files with checksums; other libraries' files have none."""
     objects: dict[str, Any] = field(default_factory=dict)
-    """By path: themselves, or where they are stored."""
+    """By path: the objects, or their places in files."""
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:
         self.tensors: dict[str, Blueprint] = self.index.tensors
 
     def files(self) -> Files:
-        """The files, opened."""
+        """Open the files."""
         return open_files(self.root, self.index.files)
 
     def digest(self) -> str:
-        """Equal on ranks that see the same checkpoint."""
+        """A hash that is equal on ranks that see the same checkpoint."""
         facts = [[name, size] for name, size in self.index.files], [f.checksums for f in self.stored]
         return sha256(repr((facts, self.structure)).encode()).hexdigest()
 
     def verify(self, part: int, parts: int) -> None:
-        """Compare a part of all bytes with their checksums.
+        """Compare one of several parts of all bytes with their checksums.
 
         Raises:
             CheckpointValueError: they differ; names the file.
@@ -84,12 +84,12 @@ class Opened:
             verify(files, self.stored, part, parts)
 
     def value(self, code: Any) -> Any:
-        """What a part of the structure stands for, read in full on this rank alone."""
+        """The value of a part of the structure, read in full on this rank alone."""
         with self.files() as files:
             return decode(code, lambda tag, path: self._leaf(tag, path, files))
 
     def described(self, code: Any, paths: dict[int, str]) -> Any:
-        """The same with tensors on the meta device; the path of each is noted in `paths`, by identity."""
+        """The value with tensors on the meta device, whose paths are noted in `paths` by identity."""
 
         def read(tag: str, path: str) -> Any:
             if tag == "tensor":
@@ -103,7 +103,7 @@ class Opened:
         return decode(code, read)
 
     def read(self, value: Any, paths: Mapping[int, str]) -> Any:
-        """A tensor that was described, with its values; anything else as it is."""
+        """The values of a tensor from `described`; anything else is returned unchanged."""
         if isinstance(value, Tensor) and id(value) in paths:
             with self.files() as files:
                 return self._tensor(paths[id(value)], files)
@@ -132,15 +132,15 @@ class Opened:
         except pickle.UnpicklingError as error:
             raise CheckpointValueError(
                 f"{path} is an object that could run code: {str(error).strip().partition(chr(10))[0]} If you "
-                "trust where the checkpoint comes from, pass allow_pickle=True."
+                "trust the checkpoint's source, pass allow_pickle=True."
             ) from error
 
 
 def open_checkpoint(where: str, allow_pickle: bool = False) -> Opened:
-    """Read what a checkpoint says about itself.
+    """Read a checkpoint's manifest or the structure of its file.
 
     Raises:
-        CheckpointValueError: it is not a checkpoint, not complete, or damaged.
+        CheckpointValueError: it is not a checkpoint, is incomplete, or is damaged.
         CheckpointRuntimeError: it cannot be read.
     """
     place = place_of(where)
@@ -162,7 +162,7 @@ def _open_directory(where: str, root: Path | str, allow_pickle: bool) -> Opened:
     mark = place.read(manifests.NAME)
     if mark is None:
         hint = (
-            " It holds checkpoints; pass one of them, or latest_checkpoint of it." if place.inside() else ""
+            " It contains checkpoints; pass one of them, or latest_checkpoint(...)." if place.inside() else ""
         )
         raise CheckpointValueError(
             f"{where} is not a valid checkpoint: it has no {manifests.NAME}, which is written last.{hint}"
@@ -187,7 +187,7 @@ def _open_file(path: Path, allow_pickle: bool) -> Opened:
     contents = normalized(read_torch_file(path, allow_pickle))
     if not isinstance(contents, Mapping):
         raise CheckpointValueError(
-            f"{path} holds a {type(contents).__name__}, not a mapping of a checkpoint's keys."
+            f"{path} contains a {type(contents).__name__}, not a mapping of a checkpoint's keys."
         )
     leaves = Leaves()
     structure = {str(key): encode((str(key),), value, leaves) for key, value in contents.items()}
@@ -207,7 +207,7 @@ def _open_file(path: Path, allow_pickle: bool) -> Opened:
 
 
 def _objects_of(path: Path, allow_pickle: bool) -> dict[str, Any]:
-    """What a file holds besides tensors, by path, with the values of all tensors inside."""
+    """A file's objects, by path, with the values of tensors inside them."""
     leaves = Leaves()
     for key, value in normalized(read_torch_file(path, allow_pickle, values=True)).items():
         encode((str(key),), value, leaves)

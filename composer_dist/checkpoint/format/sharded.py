@@ -1,4 +1,4 @@
-"""Writes a sharded checkpoint: from what every rank holds to `checkpoint.json`, which completes it."""
+"""Writes a sharded checkpoint: each rank's file first, then `checkpoint.json`, which completes it."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from composer_dist.files.manifest import Chunk, Kind, Manifest, StoredFile, Stor
 
 @dataclass
 class Saving:
-    """A checkpoint that is being written."""
+    """A planned sharded checkpoint."""
 
     place: Place
     token: str
     keep: int | None
     pieces: list[LocalBox]
-    """What this rank writes."""
+    """The boxes that this rank writes."""
     leaves: Leaves
-    """Of the tensors only dtype and shape count from here on; objects are the first rank's."""
+    """From here on only the tensors' dtypes and shapes are used; objects are the first rank's."""
     aliases: dict[str, str]
-    """Names of tensors that are another name's."""
+    """Further names of tensors to their first names."""
     kinds: dict[str, Kind]
     structure: dict[str, Any]
     facts: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Saving:
         contents: Mapping[str, tuple[Kind, Any]],
         agreement: Agreement,
     ) -> Saving:
-        """Take apart what is saved, and divide it among the ranks.
+        """Take the contents apart, and divide them among the ranks.
 
         Raises:
             CheckpointValueError: something cannot be stored, or the ranks hold different things.
@@ -76,7 +76,7 @@ class Saving:
         return cls(place, token, keep, mine, leaves, aliases, kinds, structure, facts)
 
     def stage(self, buffers: Buffers) -> None:
-        """Copy all that training may change."""
+        """Copy everything that training may change."""
         self.pieces = [replace(p, values=buffers.copy(p.key, p.values)) for p in self.pieces]
         self.leaves.objects, self.structure = deepcopy((self.leaves.objects, self.structure))
 
@@ -103,7 +103,7 @@ class Saving:
             self.place.discard(self.token)
 
     def _write(self, rank: int) -> dict[str, Any]:
-        """This rank's file; returns in JSON types what is in it and where."""
+        """Write this rank's file; returns its contents and their places in JSON types."""
         if not self.pieces and not self.leaves.objects:
             return {}
         name = f"__{rank}_{self.token}.distcp"
@@ -160,7 +160,7 @@ def _is_alike(tensor: Tensor, kind: Kind) -> bool:
 
 
 def _aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Names of tensors that came before under another name, and every tensor once."""
+    """Further names of tensors to their first names, and every tensor once."""
     seen: dict[int, str] = {}
     aliases: dict[str, str] = {}
     distinct: dict[str, Tensor] = {}

@@ -1,10 +1,10 @@
-"""Which rank writes what: each box of each tensor once, replicas spread evenly.
+"""Divides the tensors among the ranks: each box is written once, and replicas are spread evenly.
 
-torch.distributed.checkpoint stores boxes. DTensor's own account of where a local tensor lies is wrong for
-uneven tensor parallelism and for groups within a dimension, so the boxes come from our layouts.
+torch.distributed.checkpoint stores boxes. DTensor computes wrong offsets for uneven tensor parallelism and
+for groups within a dimension, so the boxes come from our layouts.
 
-The first rank collects what the ranks hold and divides it among them. If the same boxes are saved again,
-which the ranks detect by digests, the previous plan is used.
+The first rank collects the list of boxes and divides them. If the same boxes are saved again, which the ranks
+detect by digests, the previous plan is reused.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from composer_dist.tensors.inner import dense, local_part
 from composer_dist.tensors.parts import Dims, Part, rectangles
 
 _KEPT = 8
-"""Plans that are remembered: a run has few kinds of checkpoints."""
-
+"""Plans to remember: a run has few kinds of checkpoints."""
 _plans: dict[str, tuple[str, list[int]]] = {}
-"""Digest of what this rank holds, to digest of what all hold and this rank's share."""
+"""Digest of this rank's boxes, to the digest of all ranks' boxes and this rank's share."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,16 @@ class LocalBox:
     start: Dims
     """Its first corner in the full tensor."""
     values: Tensor
-    """A view of what this rank holds; its shape is the box's."""
+    """A view of this rank's part; its shape is the box's."""
 
     @property
     def key(self) -> tuple[str, Dims]:
-        """Equal for replicas of a box, and for nothing else."""
+        """Equal only for replicas of the same box."""
         return self.name, self.start
 
 
 def boxes_of(name: str, tensor: Tensor) -> Iterator[LocalBox]:
-    """What this rank holds of a tensor; nothing if that is empty. What has a codec is decoded."""
+    """The boxes of this rank's part of a tensor; a tensor with a codec is decoded."""
     tensor = tensor.detach()
     local = dense(local_part(tensor)).to(tensor.dtype).resolve_conj().resolve_neg()
     if not isinstance(tensor, DTensor):
@@ -62,7 +61,7 @@ def boxes_of(name: str, tensor: Tensor) -> Iterator[LocalBox]:
     layout = Layout.known(tensor)
     if tensor.device_mesh.get_coordinate() is None or not local.numel():
         return
-    if layout is None:  # cut by the user, in a way that torch understands
+    if layout is None:  # sharded by the user, in a way that torch supports
         _, start = _torch.local_box(tensor)
         yield LocalBox(name, tuple(start), local)
         return
@@ -94,7 +93,7 @@ def _ungrouped(start: Dims, values: Tensor, dim: int | None, part: Part) -> Iter
 
 
 def choose(agreement: Agreement, pieces: Sequence[LocalBox], shapes: Mapping[str, Dims]) -> list[LocalBox]:
-    """The pieces that this rank writes; every rank calls it with what it holds.
+    """The pieces that this rank writes; every rank calls it with the pieces that it holds.
 
     Args:
         shapes: the full shape of every tensor.
@@ -123,10 +122,10 @@ def choose(agreement: Agreement, pieces: Sequence[LocalBox], shapes: Mapping[str
 
 
 def deal(held: list[dict[str, Any]]) -> dict[str, Any]:
-    """Give every piece to one of those who hold it: the largest first, to whom has the least so far.
+    """Assign every piece to one of its holders: the largest first, to the rank with the least so far.
 
     Returns:
-        For each rank the numbers of its pieces, in its own order, and the digest of what all hold.
+        For each rank the numbers of its pieces, in its own order, and the digest of all ranks' pieces.
 
     Raises:
         CheckpointValueError: the ranks save different tensors, or their pieces do not add up to them.
@@ -136,7 +135,7 @@ def deal(held: list[dict[str, Any]]) -> dict[str, Any]:
         if odd := sorted(n for n in {*shapes, *one["shapes"]} if shapes.get(n) != one["shapes"].get(n)):
             raise CheckpointValueError(
                 f"Ranks 0 and {rank} save different tensors: {', '.join(odd[:10])}. Every rank must save the "
-                "same names and shapes; a filter must answer alike everywhere."
+                "same names and shapes; a filter must select the same on every rank."
             )
     holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
     sizes: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -149,7 +148,7 @@ def deal(held: list[dict[str, Any]]) -> dict[str, Any]:
             holders.setdefault(key, []).append((rank, number))
             sizes[key] = nbytes
     if odd := sorted(name for name, numel in lacking.items() if numel):
-        raise CheckpointValueError(f"What the ranks hold does not add up to these tensors: {', '.join(odd)}.")
+        raise CheckpointValueError(f"The ranks' parts do not add up to these tensors: {', '.join(odd)}.")
     loads = [0] * len(held)
     shares: list[list[int]] = [[] for _ in held]
     for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -sizes[key], key)):
@@ -167,7 +166,7 @@ def _digest(value: Any) -> str:
 
 
 def own(values: Tensor) -> Tensor:
-    """The same values on the CPU, contiguous, in a storage of their own size; copied only if need be."""
+    """The same values on the CPU, contiguous, in a storage of their size; copied only if necessary."""
     values = values.detach().to("cpu").contiguous()
     if values.untyped_storage().nbytes() == values.nbytes:
         return values

@@ -1,4 +1,4 @@
-"""A whole checkpoint in one file that `torch.load` reads, sealed with its checksums."""
+"""Writes a checkpoint to one file that `torch.load` can read, with its checksums at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SavingFile:
     token: str
     keep: int | None
     whole: dict[str, Any]
-    """By key; empty on other ranks."""
+    """The full contents by key; empty on other ranks."""
 
     @classmethod
     def gather(
@@ -50,7 +50,7 @@ class SavingFile:
         return cls(place, token, keep, whole)
 
     def stage(self, buffers: Buffers) -> None:
-        """Everything was copied when it was gathered."""
+        """Do nothing: everything was copied when it was gathered."""
 
     def run(self, agreement: Agreement) -> None:
         """Have the first rank write; all succeed, or all raise."""
@@ -69,11 +69,11 @@ class SavingFile:
 
 
 def write_single_file(contents: Any, sink: Sink, name: str) -> None:
-    """Write what `torch.load(weights_only=True)` gives back, if tensors and plain values are all there is.
+    """Write a file that `torch.load(weights_only=True)` reads, if it has only tensors and plain values.
 
     Raises:
-        CheckpointValueError: something in it cannot be pickled.
-        CheckpointRuntimeError: it cannot be written.
+        CheckpointValueError: a value cannot be pickled.
+        CheckpointRuntimeError: the file cannot be written.
     """
     file = CheckedFile(sink, name, block_for(2 * sum(tensor.nbytes for tensor in _tensors(contents))))
     with file:
@@ -82,7 +82,7 @@ def write_single_file(contents: Any, sink: Sink, name: str) -> None:
 
 
 class _WithoutLength:
-    """Passes on everything but the archive's last field, which says how long its comment is."""
+    """Passes on everything except the archive's last field, the length of its comment."""
 
     def __init__(self, file: CheckedFile) -> None:
         self._file, self._rest = file, b""
@@ -97,7 +97,7 @@ class _WithoutLength:
         return len(view)
 
     def flush(self) -> None:
-        """What is held back is not written."""
+        """Do nothing: the last field must not be written."""
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

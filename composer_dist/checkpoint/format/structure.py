@@ -1,8 +1,8 @@
-"""Takes apart what a user saves: tensors, objects, and the structure that held them.
+"""Takes a user's state apart into tensors, objects, and the structure around them.
 
-The key paths of leaves are those of torch.distributed.checkpoint, so its plain `load` finds them. The
-structure, in JSON, keeps what those paths lose: empty mappings, keys that are numbers, dots within names.
-It contains plain values themselves, and the key paths of everything else.
+Leaves have the same key paths as in torch.distributed.checkpoint, so its plain `load` finds them. The
+structure, in JSON, keeps information that those paths lose: empty mappings, numbers as keys, dots in names.
+It contains plain values, and the key paths of everything else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DICTS = {"dict": dict, "ordered": OrderedDict}
 
 @dataclass
 class Leaves:
-    """What a structure was made of, by path."""
+    """The leaves of a structure, by path."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
@@ -51,8 +51,8 @@ class Leaves:
         """Check that everything can be stored.
 
         Raises:
-            CheckpointValueError: names of tensors on the meta device, or not laid out as plain ones are; and
-                of objects that hold shards.
+            CheckpointValueError: lists tensors on the meta device or with special layouts, and objects that
+                hold shards.
         """
         tensors = self.tensors.items()
         odd = {
@@ -66,7 +66,7 @@ class Leaves:
                 name for name, one in self.objects.items() if _holds_shards(one)
             ],
         }
-        with Faults("This cannot be saved. ", ".", ". ", CheckpointValueError) as faults:
+        with Faults("These values cannot be saved. ", ".", ". ", CheckpointValueError) as faults:
             faults += [f"{', '.join(names)}: {what}" for what, names in odd.items() if names]
 
 
@@ -76,7 +76,7 @@ def join(path: KeyPath) -> str:
 
 
 def encode(path: KeyPath, value: Any, leaves: Leaves) -> Any:
-    """The structure of a value in JSON types; its leaves are added to `leaves`."""
+    """The structure of a value in JSON types; adds its leaves to `leaves`."""
     for tag, kind in _DICTS.items():
         if type(value) is kind and all(type(key) in _PLAIN for key in value):
             pairs = [[key, encode((*path, str(key)), one, leaves)] for key, one in value.items()]
@@ -93,7 +93,7 @@ def decode(code: Any, read: Callable[[str, str], Any]) -> Any:
     """The inverse of `encode`.
 
     Args:
-        read: gives a leaf, of its kind ("tensor" or "object") and path.
+        read: returns a leaf from its tag ("tensor" or "object") and path.
     """
     ((tag, inner),) = code.items()
     if tag == "plain":
@@ -106,7 +106,7 @@ def decode(code: Any, read: Callable[[str, str], Any]) -> Any:
 
 
 def _is_terminal(value: list[Any]) -> bool:
-    """Whether torch.distributed.checkpoint takes a list for one leaf: no tensor or mapping is in it."""
+    """Whether a list is one leaf for torch.distributed.checkpoint: it contains no tensor or mapping."""
     return all(
         _is_terminal(one) if isinstance(one, list) else not isinstance(one, (Mapping, Tensor))
         for one in value
@@ -114,7 +114,7 @@ def _is_terminal(value: list[Any]) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value stands in the structure as it is."""
+    """Whether the structure contains a value itself."""
     if type(value) is list:
         return all(is_plain(one) for one in value)
     return type(value) in _PLAIN

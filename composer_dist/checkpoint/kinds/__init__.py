@@ -1,1 +1,1 @@
-"""What a checkpoint holds: models, optimizers and other values."""
+"""The kinds of contents in a checkpoint: models, optimizers and other values."""

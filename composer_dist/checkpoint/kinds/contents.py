@@ -1,4 +1,4 @@
-"""What a user passes to be saved or restored, by key, and which kind each value is of."""
+"""Checks the state that a user saves or restores, and finds the kind of each value."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from composer_dist.files.manifest import Kind
 Filters = Chosen | Mapping[str, Chosen] | None
 
 KINDS: Mapping[Kind, ContentKind] = {"model": model, "optimizer": optimizer, "value": value}
-"""In the order in which they are asked: a value is what is neither of the others."""
+"""In the order in which `owns` is asked; "value" owns everything else."""
 
 
 def kind_of(content: Any) -> Kind:
-    """What a value is saved as."""
+    """The kind of a value."""
     return next(name for name, kind in KINDS.items() if kind.owns(content))
 
 
 def stored_kind(opened: Opened, key: str) -> Kind:
-    """What a key of a checkpoint was saved from: as recorded, or what it looks like."""
+    """The kind of a key in a checkpoint: as recorded, or guessed."""
     if key in opened.kinds:
         return opened.kinds[key]
     return next(name for name, kind in KINDS.items() if kind.guess(opened.structure[key]))
 
 
 def extract(key: str, content: Any, models: list[nn.Module], filters: Filters, whole: bool) -> Any:
-    """What is saved of a value; a single filter is for the models."""
+    """The part of a value to save; a single filter applies to the models."""
     name = kind_of(content)
     chosen = filters.get(key) if isinstance(filters, Mapping) else filters if name == "model" else None
     return KINDS[name].extract(key, content, models, chosen, whole)
@@ -51,7 +51,7 @@ def check_same_call(verb: str, posts: Sequence[Sequence[Any]]) -> None:
     """Raise unless all ranks pass the same keys and options.
 
     Args:
-        posts: of each rank its path (which may differ), its options by name, and `kinds_in` its state.
+        posts: each rank's path (which may differ), options by name, and `kinds_in` of its state.
     """
 
     def spell(post: Sequence[Any]) -> str:
@@ -71,25 +71,25 @@ def check_contents(state: Mapping[str, Any], model: nn.Module | None, filters: F
     """Check what the user passes to `save_checkpoint`.
 
     Raises:
-        CheckpointValueError: there is nothing to save, or no parallel model in a world of several ranks; a
-            filter is not callable, or is for a key that does not exist.
+        CheckpointValueError: there is nothing to save, or no parallel model with several ranks; a filter is
+            not callable, or is for a key that does not exist.
     """
     if not isinstance(state, Mapping):
         raise CheckpointValueError(
-            f"The state to save is a mapping, not a {type(state).__name__}: "
+            f"The state to save must be a mapping, not a {type(state).__name__}: "
             'save_checkpoint(path, {"model": model}).'
         )
     chosen = filters.values() if isinstance(filters, Mapping) else [] if filters is None else [filters]
     if odd := [one for one in chosen if not callable(one)]:
-        raise CheckpointValueError(f"filter= takes functions (name, value) -> bool, not {odd[0]!r}.")
+        raise CheckpointValueError(f"filter must be a function (name, value) -> bool, not {odd[0]!r}.")
     if not state:
         raise CheckpointValueError("There is nothing to save: the state is empty.")
     if wrong := [key for key in state if not isinstance(key, str) or not key]:
-        raise CheckpointValueError(f"The keys of a checkpoint are non-empty strings, not {wrong[0]!r}.")
+        raise CheckpointValueError(f"The keys of a checkpoint must be non-empty strings, not {wrong[0]!r}.")
     models = [value for value in state.values() if isinstance(value, nn.Module)]
     if not models and model is None:
         raise CheckpointValueError(
-            'There is no model in the state; save {"model": model, ...}, or pass model= for a lone optimizer.'
+            'The state has no model; save {"model": model, ...}, or pass model= to save only an optimizer.'
         )
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world > 1 and not any(_is_parallel(one) for one in [*models, model] if one is not None):
@@ -99,7 +99,7 @@ def check_contents(state: Mapping[str, Any], model: nn.Module | None, filters: F
         )
     if isinstance(filters, Mapping) and (unknown := [key for key in filters if key not in state]):
         raise CheckpointValueError(
-            f"filter= has keys that the state lacks: {', '.join(unknown)}; it has {', '.join(state)}."
+            f"filter has keys that the state lacks: {', '.join(unknown)}; it has {', '.join(state)}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Reads values from files into models and tensors that exist already, sharded or not."""
+"""Reads values from files into existing models and tensors, sharded or not."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from composer_dist.tensors.inner import codec_of, local_part
 def fill_model(
     model: nn.Module, structure: Structure, pretrained: Pretrained, lacking: Set[str] = frozenset()
 ) -> None:
-    """Read what a matched checkpoint has for a model into it; all ranks of its mesh call it.
+    """Read a matched checkpoint into a model; all ranks of its mesh call it.
 
     Args:
-        lacking: names of tensors on the meta device that the checkpoint has not, to be initialized.
+        lacking: names of tensors on the meta device that the checkpoint lacks, to be initialized.
 
     Raises:
         CheckpointRuntimeError: a file cannot be read; the model is unusable from then on.
@@ -62,7 +62,7 @@ def fill_model(
 
 
 def fill_tensors(opened: Opened, tensors: Mapping[str, Tensor], agreement: Agreement) -> None:
-    """Read tensors, sharded or not, in place; on all ranks together."""
+    """Read tensors, sharded or not, in place; all ranks call it."""
     landings, targets = [], []
     for path, tensor in tensors.items():
         dtype = tensor.dtype if codec_of(tensor) is None else torch.float32
@@ -75,7 +75,7 @@ def fill_tensors(opened: Opened, tensors: Mapping[str, Tensor], agreement: Agree
 
 
 def reader_of(opened: Opened, blueprints: dict[str, Blueprint], agreement: Agreement) -> Pretrained:
-    """What reads slices of tensors, called as in `blueprints`."""
+    """A reader of slices of the tensors in `blueprints`."""
     return Pretrained(opened.index, opened.root, Match(tensors=blueprints), agreement)
 
 
@@ -87,7 +87,7 @@ def _destination(name: str, tensor: Tensor, landing: Landing, mesh: Mesh | None)
 def _send(
     cargoes: Mapping[int, Sequence[Cargo]], mesh: Mesh | None, agreement: Agreement, limit: int
 ) -> None:
-    """Deliver over the mesh, or, where this rank is alone, copy."""
+    """Deliver over the mesh, or copy if there is none."""
     if mesh is not None:
         agreement.collectively("the delivery", lambda: deliver(cargoes, mesh, limit))
         return

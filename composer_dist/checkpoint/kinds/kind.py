@@ -1,4 +1,4 @@
-"""What each kind of content (model, optimizer, value) can do; `contents.KINDS` has their modules."""
+"""The interface of each kind of content (model, optimizer, value); `contents.KINDS` has their modules."""
 
 from __future__ import annotations
 
@@ -18,45 +18,44 @@ Chosen = Callable[[str, Any], bool]
 
 @dataclass
 class Restore:
-    """What is restored, from which checkpoint."""
+    """The checkpoint, and the state to restore from it."""
 
     opened: Opened
     state: MutableMapping[str, Any]
     models: list[nn.Module]
-    """Those that the optimizers may belong to."""
+    """The models that the optimizers may belong to."""
     ignore: Callable[[str], bool]
-    """Whether a name is left as it is."""
+    """Whether to skip a name."""
     mismatch: StateMismatch = field(default_factory=StateMismatch)
-    """Collects what does not match."""
 
 
 class Loading(Protocol):
-    """One key of the state, about to be restored."""
+    """The plan to restore one key of the state."""
 
     def prepare(self) -> None:
-        """Make what values are read into; may raise, on this rank alone."""
+        """Make the tensors to read into; may raise, on this rank alone."""
 
     def load(self, agreement: Agreement) -> None:
-        """Read, on all ranks together."""
+        """Read the values; all ranks call it."""
 
 
 class ContentKind(Protocol):
-    """The functions of a module that is the home of one kind."""
+    """The functions in a kind's module."""
 
     def owns(self, value: Any) -> bool:
-        """Whether a value that the user passes is of this kind."""
+        """Whether a user's value is of this kind."""
 
     def extract(
         self, key: str, value: Any, models: list[nn.Module], chosen: Chosen | None, whole: bool
     ) -> Any:
-        """What is saved of a value: its own tensors by name, sharded as they are.
+        """The part of a value to save: its own tensors by name, sharded as they are.
 
         Args:
-            whole: keep a tensor with a codec in one piece, to be decoded; otherwise its parts are saved.
+            whole: keep a tensor with a codec in one piece, to be decoded; otherwise save its inner tensors.
         """
 
     def plan(self, restore: Restore, key: str) -> Loading:
-        """Match a value with what is stored under its key; nothing changes yet."""
+        """Match a value with the stored value of its key; nothing changes yet."""
 
     def guess(self, code: Any) -> bool:
-        """Whether something stored, encoded, looks like this kind."""
+        """Whether an encoded stored value looks like this kind."""

@@ -1,4 +1,4 @@
-"""Models in checkpoints: by the names of the plain model's `state_dict()`."""
+"""Models in checkpoints, by the names in the plain model's `state_dict()`."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def owns(value: Any) -> bool:
 
 
 def extract(key: str, value: Any, models: list[nn.Module], chosen: Chosen | None, whole: bool) -> Any:
-    """Its `state_dict()`: the model's own tensors, or what those with a codec are made of."""
+    """Its `state_dict()`: the model's own tensors, or the inner tensors of those with a codec."""
     state = live_state(bare(value))
     found = state if whole else dict(_in_parts(state))
     if chosen is not None:
         found = {name: one for name, one in found.items() if chosen(name, one)}
     if not found:
         raise CheckpointValueError(
-            f"Nothing of {key!r} is left to save: the filter selects none of its names."
+            f"There is nothing to save in {key!r}: the filter selects none of its names."
         )
     return found
 
 
 def guess(code: Any) -> bool:
-    """A mapping of nothing but tensors."""
+    """Whether it is a mapping of tensors only."""
     pairs = code.get("dict", code.get("ordered"))
     return bool(pairs) and all("tensor" in one for _, one in pairs)
 
@@ -57,12 +57,12 @@ class _ModelLoading:
     blueprints: dict[str, Blueprint]
     """By first name."""
     inner: dict[str, tuple[str, str]]
-    """Paths of what tensors with a codec consist of, to the tensor's first name and the part's."""
+    """Paths of inner tensors, to the first name of the tensor and the name of the inner one."""
     objects: dict[str, Any]
-    """Names of extra state to what is there, encoded."""
+    """Names of extra state to the encoded values."""
 
     def prepare(self) -> None:
-        """Memory is made as it is filled."""
+        """Nothing: `load` makes the memory."""
 
     def load(self, agreement: Agreement) -> None:
         fill_model(self.model, self.structure, reader_of(self.opened, self.blueprints, agreement))
@@ -78,7 +78,7 @@ class _ModelLoading:
 
 
 def plan(restore: Restore, key: str) -> _ModelLoading:
-    """Match by name: wrapper segments do not count, any name of a tied tensor does."""
+    """Match by name, without wrapper segments, and by any name of a tied tensor."""
     opened, mismatch, model = restore.opened, restore.mismatch, bare(restore.state[key])
     with whole_state(model):
         targets = live_state(model)
@@ -105,7 +105,7 @@ def plan(restore: Restore, key: str) -> _ModelLoading:
             if fault := _misfit(opened.tensors[path], held, exactly=True):
                 mismatch.misfits.append(f"{key}.{name} is {fault}")
         elif own not in targets:
-            if first.get(own) is None:  # else a buffer that is not saved any more
+            if first.get(own) is None:  # else a buffer that is no longer saved
                 mismatch.unexpected.append(f"{key}.{name}")
         elif isinstance(target, Tensor) and path:
             present.add(id(target))
@@ -113,14 +113,14 @@ def plan(restore: Restore, key: str) -> _ModelLoading:
             if fault := _misfit(opened.tensors[path], target):
                 mismatch.misfits.append(f"{key}.{name} is {fault}")
         elif isinstance(target, Tensor):
-            mismatch.misfits.append(f"{key}.{name} is no tensor there")
+            mismatch.misfits.append(f"{key}.{name} is not a tensor in the checkpoint")
         else:
             present.add(id(target))
             found.objects[own] = code
     read = set(found.inner.values())
     begun = {whole for whole, _ in read}
     mismatch.misfits += [
-        f"{key}.{own} is not there, though other parts of {whole} are"
+        f"{key}.{own} is not in the checkpoint, but other parts of {whole} are"
         for own, (whole, part, _) in inner.items()
         if first[whole] in begun and (first[whole], part) not in read
     ]
@@ -135,21 +135,21 @@ def plan(restore: Restore, key: str) -> _ModelLoading:
 
 
 def live_state(model: nn.Module) -> dict[str, Any]:
-    """Clean names to the model's own tensors (the shards), and to extra state where there is any."""
+    """Canonical names to the model's own tensors (the shards) and extra state."""
     check_usable(model)
     reshard(model)
     return {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
 
 
 def foreign_tensors(model: nn.Module, targets: Mapping[str, Any]) -> CheckpointValueError | None:
-    """An error, if the model's `state_dict` hands out tensors that are not the ones it holds."""
+    """An error if the model's `state_dict` returns tensors that the model does not hold."""
     held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     foreign = [n for n, value in targets.items() if isinstance(value, Tensor) and id(value) not in held]
     if not foreign:
         return None
     return CheckpointValueError(
-        f"A state-dict hook, or a state_dict of the model's own, gives {', '.join(foreign)} as other "
-        "tensors than the model holds; what is loaded into those is lost. Use model.load_state_dict."
+        "A state-dict hook or an overridden state_dict returns tensors that the model does not hold, so "
+        f"values loaded into them would be lost: {', '.join(foreign)}. Use model.load_state_dict."
     )
 
 
@@ -160,12 +160,12 @@ def owner_of(model: nn.Module, name: str) -> Any:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The module inside of a DDP that was wrapped around it."""
+    """The model without a DistributedDataParallel around it."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _in_parts(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """A model's own tensors by name; what a tensor with a codec is made of, in its place."""
+    """A model's own tensors by name, with inner tensors in place of tensors with a codec."""
     for name, value in state.items():
         inner = inner_tensors(value) if isinstance(value, Tensor) else {}
         if inner:
@@ -175,18 +175,18 @@ def _in_parts(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _misfit(stored: Blueprint, target: Tensor, exactly: bool = False) -> str | None:
-    """How a stored tensor differs from the one that it is for, if it does; `exactly`: may not be cast."""
+    """Why a stored tensor cannot be loaded into its target, if it cannot; `exactly`: without a cast."""
     if tuple(stored.shape) != tuple(target.shape):
-        return f"{tuple(stored.shape)} there, {tuple(target.shape)} here"
+        return f"{tuple(stored.shape)} in the checkpoint, {tuple(target.shape)} in the model"
     if stored.dtype != target.dtype and (exactly or not castable(stored.dtype, target.dtype)):
-        return f"{stored.dtype} there, {target.dtype} here"
+        return f"{stored.dtype} in the checkpoint, {target.dtype} in the model"
     return None
 
 
 def _entries(restore: Restore, key: str) -> Iterator[tuple[str, Any]]:
-    """Names below a key to what is there, encoded."""
+    """Names below a key, and the encoded values."""
     ((tag, pairs),) = restore.opened.structure[key].items()
     if tag not in ("dict", "ordered"):
-        restore.mismatch.misfits.append(f"{key} is not the state of a model there")
+        restore.mismatch.misfits.append(f"{key} is not a model's state in the checkpoint")
         return
     yield from (pair for pair in pairs if not restore.ignore(f"{key}.{pair[0]}"))

@@ -1,6 +1,6 @@
-"""Optimizers in checkpoints: by the names of their model's parameters.
+"""Optimizers in checkpoints, by the names of their model's parameters.
 
-What is to be loaded is made and checked first; only `PreparedState.install` changes the optimizer.
+The state to load is made and checked first; only `PreparedState.install` changes the optimizer.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from composer_dist.errors import CheckpointKeyError, CheckpointValueError, Fault
 from composer_dist.tensors.inner import as_floats
 
 _OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
-"""What a group has of its own: which parameters, and how they are stepped, not by how much."""
+"""The options that an optimizer keeps: its parameters, and the implementation of the step."""
 
 
 def owns(value: Any) -> bool:
-    """Whether it is one of torch's optimizers."""
+    """Whether it is a torch optimizer."""
     return isinstance(value, Optimizer)
 
 
@@ -46,7 +46,7 @@ def extract(key: str, value: Any, models: list[nn.Module], chosen: Chosen | None
     model = model_of(value, models)
     found = named_optimizer_state(model, value)
     check_whole(model, found["state"])
-    if is_low_bit(value):  # what a rank has quantized for itself means nothing to others
+    if is_low_bit(value):  # each rank quantizes its own part, which others could not decode
         found["state"] = {
             name: {k: as_floats(v) if isinstance(v, Tensor) else v for k, v in values.items()}
             for name, values in found["state"].items()
@@ -57,7 +57,7 @@ def extract(key: str, value: Any, models: list[nn.Module], chosen: Chosen | None
 
 
 def guess(code: Any) -> bool:
-    """A mapping with the keys of `optimizer.state_dict()`."""
+    """Whether it is a mapping with the keys of `optimizer.state_dict()`."""
     pairs = code.get("dict", code.get("ordered")) or ()
     return {"state", "param_groups"} <= {name for name, _ in pairs}
 
@@ -91,7 +91,7 @@ class _OptimizerLoading:
 
 
 def plan(restore: Restore, key: str) -> _OptimizerLoading:
-    """Match by the names of parameters; numbers are places in the optimizer's groups."""
+    """Match by the names of parameters; numbers count parameters in the order of the optimizer's groups."""
     opened, mismatch, optimizer = restore.opened, restore.mismatch, restore.state[key]
     model = model_of(optimizer, restore.models)
     paths: dict[int, str] = {}
@@ -110,17 +110,17 @@ def plan(restore: Restore, key: str) -> _OptimizerLoading:
 
 @dataclass(frozen=True)
 class PreparedState:
-    """State made for an optimizer, which is as it was until `install`."""
+    """State made for an optimizer, which does not change until `install`."""
 
     optimizer: Optimizer
     values: State
     """Tensors (shards) to be filled, plain values as given."""
     parameters: dict[str, nn.Parameter]
     options: list[dict[str, Any]]
-    """What each group is given; [] for nothing."""
+    """The options for each group; [] for none."""
 
     def install(self) -> None:
-        """Put the state and the options in their places."""
+        """Set the state and the options in the optimizer."""
         optimizer = self.optimizer
         for name, values in self.values.items():
             if values:
@@ -130,7 +130,7 @@ class PreparedState:
         for group, options in zip(optimizer.param_groups, self.options, strict=False):
             for key, value in options.items():
                 _set_option(group, key, value)
-        # As load_state_dict does: optimizers bring what older versions of them have saved up to date here.
+        # As load_state_dict does: optimizers update states of their older versions here.
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
@@ -140,21 +140,21 @@ def prepare_optimizer_state(
     described: Mapping[str, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]] | None = None,
 ) -> PreparedState:
-    """Make the state that is described, without values, for a reader to fill; nothing changes yet.
+    """Make the described state without values, for a reader to fill; the optimizer does not change yet.
 
-    A tensor with the dimensions of its parameter is laid out as the parameter is; what is there already
-    and fits is used again. No step is taken.
+    A tensor with the dimensions of its parameter is laid out like the parameter; existing tensors that match
+    are reused. No step is taken.
 
     Args:
-        described: parameter name to key to a tensor, of which only the full shape and dtype count (it may
-            be on meta), or to a plain value. A parameter with `{}` loses its state, one that is not named
-            keeps it.
-        groups: parameter groups by name, whose options go along; see `match_groups`.
+        described: parameter name to key to a plain value, or to a tensor, of which only the full shape and
+            dtype are used (it may be on meta). A parameter with `{}` loses its state, a parameter that is
+            not named keeps it.
+        groups: parameter groups by name, whose options are loaded too; see `match_groups`.
 
     Raises:
         CheckpointKeyError: names that the optimizer does not hold.
-        CheckpointValueError: shapes that do not go with their parameters; the groups do not match.
-        CheckpointRuntimeError: the optimizer was loaded half before.
+        CheckpointValueError: shapes do not match the parameters, or the groups do not match.
+        CheckpointRuntimeError: an earlier load into the optimizer failed halfway.
     """
     names = parameter_names(model, optimizer)
     held = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
@@ -185,7 +185,7 @@ def match_groups(
     The order of groups, and of parameters within them, does not matter.
 
     Raises:
-        CheckpointValueError: another number of groups, or parameters of one group come from several.
+        CheckpointValueError: the number of groups differs, or parameters of one group come from several.
     """
     check_group_count(groups, optimizer)
     names = parameter_names(model, optimizer)
@@ -198,7 +198,7 @@ def match_groups(
             examples = ", ".join(f"{next(n for n in own if home.get(n) == one)} ({one})" for one in homes)
             raise CheckpointValueError(
                 f"Parameters of the optimizer's group {number} come from groups {homes} of the state: "
-                f"{examples}. Make the optimizer with the groups that were saved."
+                f"{examples}. Build the optimizer with the groups that were saved."
             )
         source = groups[homes[0]] if homes else {} if own else groups[number]
         matched.append({key: deepcopy(value) for key, value in source.items() if key not in _OWN})
@@ -206,7 +206,7 @@ def match_groups(
 
 
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """A tensor stays the tensor that it is (a compiled step holds it), a number a number."""
+    """Set an option; an existing tensor is filled in place (a compiled step holds it), a number stays one."""
     now = group.get(key)
     if isinstance(now, Tensor):
         now.copy_(torch.as_tensor(value))
@@ -217,7 +217,7 @@ def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _misfit(value: Tensor, parameter: Tensor, now: Any) -> str | None:
-    """Why a state tensor cannot belong to a parameter, if it cannot; one of other dimensions is whole."""
+    """Why a state tensor cannot belong to a parameter, if it cannot."""
     if value.ndim != parameter.ndim or (isinstance(now, Tensor) and now.shape == value.shape):
         return None
     if all(size in (full, 1) for size, full in zip(value.shape, parameter.shape, strict=True)):
@@ -233,7 +233,7 @@ def _kept_or_made(
     group: Mapping[str, Any],
     now: Any,
 ) -> Tensor:
-    """The tensor that is there, if it is like `value`, or an uninitialized one."""
+    """The existing tensor if it is like `value`, else an uninitialized one."""
     if is_low_bit(optimizer) and value.shape == parameter.shape and value.ndim:
         same = isinstance(now, Tensor) and now.shape == value.shape
         return now if same else optimizer._new_buffer(parameter, key == "exp_avg")  # type: ignore[attr-defined,no-any-return]
@@ -248,7 +248,7 @@ def _kept_or_made(
 
 
 def _dtype(optimizer: Optimizer, key: str, value: Tensor, parameter: Tensor) -> torch.dtype:
-    """For torch's own optimizers the parameter's, as in `load_state_dict`; others may want another."""
+    """For torch's own optimizers the parameter's, as in `load_state_dict`; others keep the stored one."""
     own = any(
         cls.__module__.startswith("torch.optim.") for cls in type(optimizer).__mro__ if cls is not Optimizer
     )

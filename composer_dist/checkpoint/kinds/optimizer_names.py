@@ -1,10 +1,10 @@
 """An optimizer's state by the names of its parameters.
 
-torch keys state by parameter objects and saves it by numbers. By names it can be loaded whatever the groups,
-ranks and frozen parameters are. Nothing here takes a step or communicates: the state of a shard is a shard.
+torch keys state by parameter objects and saves it by numbers. By name it can be loaded with other groups,
+ranks and frozen parameters. Nothing here takes a step or communicates: the state of a shard is a shard.
 
-`by_name` brings the forms in which people exchange optimizer states to this one: our own and that of
-`torch.distributed.checkpoint.state_dict` (names), its flattened form (`state.<name>.<key>` and
+`by_name` converts the common forms of optimizer states to this one: the named form of
+`torch.distributed.checkpoint.state_dict` (as ours), its flattened form (`state.<name>.<key>` and
 `param_groups.<name>.<option>`, one level), and `optimizer.state_dict()` of a single process (numbers, in the
 order of the optimizer's groups).
 """
@@ -25,7 +25,6 @@ from composer_dist.tensors.inner import local_part
 
 State = dict[str, dict[str, Any]]
 """Parameter name to key to a tensor or a plain value."""
-
 Groups = list[dict[str, Any]]
 """Parameter groups with names in place of parameters."""
 
@@ -34,15 +33,14 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
     """The optimizer's state with names in place of parameters: its own tensors, sharded as they are.
 
     Args:
-        model: prepared or not. A tied parameter goes by its first name.
+        model: prepared or not. A tied parameter has its first name.
         optimizer: any of its parameters may be frozen, or without state.
 
     Returns:
         `{"state": {name: {key: tensor or value}}, "param_groups": [{"params": [names], ...options}]}`.
 
     Raises:
-        CheckpointValueError: the optimizer holds parameters that are not the model's; says how many.
-        CheckpointRuntimeError: it was loaded half.
+        CheckpointError: as from `parameter_names`.
     """
     names = parameter_names(model, optimizer)
     order = {name: place for place, name in enumerate(names.values())}
@@ -60,8 +58,8 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """Names of the model's parameters, in the model's order, by the identity of the object.
 
     Raises:
-        CheckpointValueError: the optimizer holds parameters that are not the model's; says how many.
-        CheckpointRuntimeError: the optimizer was loaded half.
+        CheckpointValueError: the optimizer holds parameters that are not the model's.
+        CheckpointRuntimeError: an earlier load into the optimizer failed halfway.
     """
     check_usable(optimizer)
     names = {id(parameter): name for name, parameter in named_parameters_canonical(model)}
@@ -71,7 +69,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
         raise CheckpointValueError(
             f"{type(optimizer).__name__} holds {len(foreign)} parameters (of {len(held)}) that are not this "
             f"model's, the first of shape {tuple(getattr(foreign[0], 'shape', ()))}; pass the model "
-            "that it trains, and hand the optimizer to parallelize_model, or build it afterwards."
+            "that it trains, and pass the optimizer to parallelize_model or build it afterwards."
         )
     return names
 
@@ -80,12 +78,12 @@ def model_of(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module:
     """The model that an optimizer trains.
 
     Raises:
-        CheckpointValueError: it holds parameters of none, or of several.
+        CheckpointValueError: it holds parameters of none of the models, or of several.
     """
     if not models:
         raise CheckpointValueError(
-            f"{type(optimizer).__name__} is saved by the names of its model's parameters; add the model to "
-            "the state, or pass model=."
+            f"{type(optimizer).__name__} is saved by the names of its model's parameters, but there is no "
+            "model; add it to the state, or pass model=."
         )
     for number, model in enumerate(models):
         try:
@@ -99,17 +97,17 @@ def model_of(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module:
 
 
 def by_name(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> tuple[State, Groups | None]:
-    """State and groups by the model's own names, where it has them: without wrapper segments, first of ties.
+    """State and groups by the model's names: without wrapper segments, and by the first name of ties.
 
     Args:
-        optimizer: numbers are places in its groups.
+        optimizer: numbers count parameters in the order of its groups.
 
     Raises:
-        CheckpointValueError: no state of an optimizer, another number of groups, or numbers that do not fit
-            the optimizer's groups.
+        CheckpointValueError: this is not an optimizer's state, or its number of groups or numbered parameters
+            does not match.
     """
     if not isinstance(state, Mapping):
-        raise CheckpointValueError(f"An optimizer's state is a mapping, not a {type(state).__name__}.")
+        raise CheckpointValueError(f"An optimizer's state must be a mapping, not a {type(state).__name__}.")
     first = {id(parameter): name for name, parameter in named_parameters_canonical(model)}
     every = named_parameters_canonical(model, remove_duplicate=False)
     names = {name: first[id(parameter)] for name, parameter in every}
@@ -119,7 +117,7 @@ def by_name(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) ->
         values, groups = _unflatten(state, held)
     elif state and not {"state", "param_groups"} & set(state):
         raise CheckpointValueError(
-            f"This is no optimizer's state: it has {', '.join(map(repr, list(state)[:4]))}, and neither "
+            f"This is not an optimizer's state: it has {', '.join(map(repr, list(state)[:4]))}, but neither "
             "'state' nor 'param_groups'."
         )
     if groups:
@@ -136,24 +134,16 @@ def by_name(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) ->
 
 
 def check_group_count(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
-    """Refuse another number of groups than the optimizer has.
-
-    Raises:
-        CheckpointValueError: says both numbers.
-    """
+    """Raise unless the number of groups is the optimizer's."""
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointValueError(
             f"The state has {len(groups)} parameter group{'s' if len(groups) != 1 else ''}, the optimizer "
-            f"{len(optimizer.param_groups)}; make the optimizer with the groups that were saved."
+            f"{len(optimizer.param_groups)}; build the optimizer with the groups that were saved."
         )
 
 
 def check_whole(model: nn.Module, state: State) -> None:
-    """Refuse state that an optimizer has made from this rank's part of a parameter alone.
-
-    Raises:
-        CheckpointValueError: names it.
-    """
+    """Raise if an optimizer has plain tensors of this rank's part of a parameter as state; names them."""
     parameters = dict(named_parameters_canonical(model))
     faults = [
         f"{key} of {name}"
@@ -165,13 +155,13 @@ def check_whole(model: nn.Module, state: State) -> None:
     ]
     if faults:
         raise CheckpointValueError(
-            f"The optimizer keeps these for each rank's part of a parameter, as plain tensors that have no "
-            f"full value: {', '.join(faults)}. Make them DTensors, of the parameter's placements."
+            f"The optimizer keeps state for each rank's part of a parameter in plain tensors that have no "
+            f"full value: {', '.join(faults)}. Make them DTensors with the parameter's placements."
         )
 
 
 def is_low_bit(optimizer: Optimizer) -> bool:
-    """Whether it quantizes each rank's part of its state by itself, as those of `torchao.optim` do."""
+    """Whether it quantizes its state on each rank separately, as `torchao.optim` does."""
     return hasattr(optimizer, "_new_buffer")
 
 
@@ -181,7 +171,7 @@ def _numbers(
     held: Sequence[Sequence[str]],
     order: Sequence[str],
 ) -> dict[int, str]:
-    """What the numbers in a state stand for; {} where it has names already.
+    """Numbers in a state to names; {} if it has names already.
 
     Args:
         held: the names in each of the optimizer's groups.
@@ -190,7 +180,7 @@ def _numbers(
     keys = [*values, *(key for group in groups for key in group["params"])]
     if not any(isinstance(key, int) for key in keys):
         return {}
-    if not groups:  # nothing but the model tells the order
+    if not groups:  # only the model gives the order
         every = {name for group in held for name in group}
         return dict(enumerate(name for name in order if name in every))
     found: dict[int, str] = {}
@@ -198,8 +188,8 @@ def _numbers(
         own = group.get("param_names", own)
         if len(own) != len(group["params"]):
             raise CheckpointValueError(
-                f"The state goes by numbers, and its group {number} has {len(group['params'])} parameters, "
-                f"the optimizer's {len(own)}. Make the optimizer with the parameters that were saved."
+                f"The state numbers its parameters, and its group {number} has {len(group['params'])} "
+                f"parameters, the optimizer's {len(own)}. Build the optimizer with the saved parameters."
             )
         found.update(zip(group["params"], own, strict=True))
     return found
@@ -208,7 +198,7 @@ def _numbers(
 def _unflatten(
     state: Mapping[str, Any], held: Sequence[Sequence[str]]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The flattened form taken apart, with groups as the optimizer has them.
+    """The flattened form as nested mappings, with groups as the optimizer has them.
 
     Raises:
         CheckpointValueError: parameters of one group have different options.
@@ -226,7 +216,7 @@ def _unflatten(
         if odd:
             raise CheckpointValueError(
                 f"Parameters of the optimizer's group {number} have different options in the state: "
-                f"{known[0]} and {odd[0]}. Make the optimizer with the groups that were saved."
+                f"{known[0]} and {odd[0]}. Build the optimizer with the groups that were saved."
             )
         groups.append({**(options[known[0]] if known else {}), "params": known})
     return values, groups if options else []

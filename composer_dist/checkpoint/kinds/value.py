@@ -16,7 +16,7 @@ from composer_dist.distributed.ranks.agreement import Agreement
 
 
 def owns(value: Any) -> bool:
-    """Whatever no other kind owns."""
+    """Always."""
     return True
 
 
@@ -29,7 +29,7 @@ def extract(key: str, value: Any, models: list[nn.Module], chosen: Chosen | None
 
 
 def guess(code: Any) -> bool:
-    """Whatever no other kind looks like."""
+    """Always."""
     return True
 
 
@@ -41,7 +41,7 @@ class _ValueLoading:
     value: Any = None
 
     def prepare(self) -> None:
-        """Read it, on this rank alone; shards that are there are filled later, and stay."""
+        """Read the value, on this rank alone; existing shards are kept and filled later."""
         self.targets: dict[str, Tensor] = {}
         now = self.state[self.key]
         code = self.opened.structure[self.key]
@@ -72,5 +72,5 @@ def plan(restore: Restore, key: str) -> _ValueLoading:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether a value gives and takes its state itself, such as a scheduler."""
+    """Whether a value saves and loads its own state, as a scheduler does."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))

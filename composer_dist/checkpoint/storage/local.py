@@ -3,12 +3,12 @@
 A checkpoint is written under another name beside its place (`.name.token.tmp`) and renamed when complete.
 
 - A new directory, or a file that replaces a file, needs one rename.
-- Over an existing directory the new data files, whose names differ, are moved in beside the old ones. Then
-  `checkpoint.json` is replaced, which is one step for the file system. The old data are removed last.
-- Where a file replaces a directory, or the reverse, the old one is first renamed to `.name.token.old`. It is
-  found there under its own name (`resolve`) until the new one is in place.
+- If a directory exists, the new data files, whose names differ, are moved in beside the old ones. Then
+  `checkpoint.json` is replaced, which is one step for the file system. The old files are removed last.
+- If a file replaces a directory, or the reverse, the old one is first renamed to `.name.token.old`. `resolve`
+  finds it there under its own name until the new one is in place.
 
-Whenever the process is killed, the place holds nothing, the old checkpoint or the new one.
+If the process is killed at any moment, the place has no checkpoint, the old one or the new one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ from composer_dist.files.manifest import NAME, Manifest
 from composer_dist.files.torch_save import is_sealed
 
 DCP_METADATA = ".metadata"
-
 _DATA = re.compile(r"__\d+_[0-9a-f]{8}\.distcp")
 """Names of data files; the end is the token of one save."""
-
 _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(tmp|old)")
-"""Names of what is written, or kept, beside its place."""
+"""Names of files and directories that are written, or kept, beside their place."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,8 @@ class LocalPlace:
         path = self.path
         if not sharded and path.is_dir() and not is_checkpoint(path):
             raise CheckpointIsADirectoryError(
-                f"{path} is a directory, and not a checkpoint that could be replaced by a file; give a file "
-                "name in it, or save sharded."
+                f"{path} is a directory, but not a checkpoint that a file could replace; give a file name in "
+                "it, or save sharded."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         for old in _beside(path, "old"):
@@ -81,7 +79,7 @@ class LocalPlace:
         put_in_place(self._aside(token), self.path)
 
     def discard(self, token: str) -> None:
-        """Remove what was written, as far as possible."""
+        """Remove the files of this save, as far as possible."""
         with suppress(OSError):
             _remove(self._aside(token))
 
@@ -100,7 +98,7 @@ class LocalPlace:
         return [str(path) for path in _newest_first(self.path.parent) if path != self.path]
 
     def remove(self) -> None:
-        """Remove the checkpoint, its mark first, so that half of it is never taken for a checkpoint."""
+        """Remove the checkpoint, its mark first, so that half of it never looks like a checkpoint."""
         path = resolve(self.path)
         if path.is_dir():
             (path / NAME).unlink()
@@ -111,17 +109,17 @@ class LocalPlace:
 
 
 def resolve(path: Path) -> Path:
-    """Where the checkpoint of this name is: there, or still aside if a save was killed while replacing it."""
+    """The actual path of a checkpoint, which is another one if a save was killed while replacing it."""
     return path if path.exists() else next(_beside(path, "old"), path)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a complete checkpoint of this library is there, judged by its mark."""
+    """Whether a path is a complete checkpoint of this library, judged by its mark."""
     return (path / NAME).is_file() if path.is_dir() else path.is_file() and is_sealed(path)
 
 
 def put_in_place(aside: Path, path: Path) -> None:
-    """Make what was written under `aside`, every file of it on the disk already, the checkpoint `path`."""
+    """Move a checkpoint from `aside` to `path`; all of its files are on the disk already."""
     if aside.is_dir():
         _sync(aside)
     if aside.is_dir() and path.is_dir():
@@ -138,7 +136,7 @@ def put_in_place(aside: Path, path: Path) -> None:
 
 
 def _replace_contents(aside: Path, path: Path) -> None:
-    """Move a new checkpoint into the directory of an old one, which it replaces once its mark is there."""
+    """Move a new checkpoint into the directory of an old one, and replace that by moving the mark."""
     before = _files_of(path)
     last = [DCP_METADATA, NAME]
     new = sorted((file.name for file in aside.iterdir()), key=lambda name: (name in last, name == NAME))
@@ -154,7 +152,7 @@ def _replace_contents(aside: Path, path: Path) -> None:
 
 
 def _files_of(path: Path) -> set[str]:
-    """The files of the checkpoint in a directory, and what a save that was killed has moved in there."""
+    """The files of the checkpoint in a directory, and files that a killed save has moved there."""
     left = {file.name for file in path.iterdir() if _DATA.fullmatch(file.name)}
     try:
         manifest = Manifest.of_text((path / NAME).read_bytes(), str(path / NAME))
@@ -164,7 +162,7 @@ def _files_of(path: Path) -> set[str]:
 
 
 def _newest_first(directory: Path) -> list[Path]:
-    """Complete checkpoints in a directory, by the time at which they were completed, newest first."""
+    """Complete checkpoints in a directory, by the time of completion, newest first."""
     try:
         names = set(os.listdir(directory))
     except FileNotFoundError:
@@ -186,7 +184,7 @@ def _named_aside(path: Path, token: str, purpose: str) -> Path:
 
 
 def _beside(path: Path, purpose: str) -> Iterator[Path]:
-    """What is kept beside a path for some purpose."""
+    """The paths beside a path that have some purpose."""
     with suppress(OSError):
         for name in sorted(os.listdir(path.parent)):
             if (match := _ASIDE.fullmatch(name)) and match.groups() == (path.name, purpose):

@@ -1,4 +1,4 @@
-"""Where a checkpoint goes: a local path, or a URL of a file system that fsspec knows (`s3://`, `gs://`).
+"""The place of a checkpoint: a local path, or a URL of a file system that fsspec supports (`s3://`, `gs://`).
 
 `Place` is the interface between checkpoints and stores. `local` and `remote` implement it.
 """
@@ -29,14 +29,14 @@ class Place(Protocol):
         """A new file of the checkpoint; None for the only one."""
 
     def finish(self, token: str, marks: dict[str, bytes]) -> None:
-        """Make what was written the checkpoint that is here.
+        """Complete the checkpoint and make it visible.
 
         Args:
             marks: files that are written last, in this order; empty for a single file.
         """
 
     def discard(self, token: str) -> None:
-        """Remove what was written."""
+        """Remove the files of this save."""
 
     def read(self, name: str) -> bytes | None:
         """All of a file of the checkpoint; None if it does not exist."""
@@ -66,10 +66,10 @@ def place_of(path: str | os.PathLike[str]) -> Place:
 
 
 def complete(place: Place, token: str, marks: dict[str, bytes], keep: int | None) -> None:
-    """Complete the checkpoint; with `keep`, remove all but the newest of those in the same directory.
+    """Complete the checkpoint; with `keep`, remove older checkpoints in the same directory.
 
     Raises:
-        CheckpointRuntimeError: the file system reports an error: the disk is full, say.
+        CheckpointRuntimeError: the file system reports an error, such as a full disk.
     """
     try:
         place.finish(token, marks)

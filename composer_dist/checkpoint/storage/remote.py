@@ -1,7 +1,7 @@
-"""Checkpoints at URLs: S3 and other object stores, and whatever else fsspec knows.
+"""Checkpoints at URLs: S3, other object stores, and all file systems that fsspec supports.
 
-They cannot rename a directory. So each save has data file names of its own, and `checkpoint.json`, which
-these systems replace in one step, is written last. Then the files of the previous checkpoint are removed.
+They cannot rename a directory. So each save uses unique names for data files, and writes `checkpoint.json`,
+which these systems replace in one step, last. Then it removes the files of the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class RemoteSink:
         self._file.write(bytes(data))
 
     def close(self) -> None:
-        """The file system makes it visible."""
+        """Close it; the file system makes it visible."""
         self._file.close()
 
     def abort(self) -> None:
-        """Close it; `discard` removes what is there."""
+        """Discard it; `RemotePlace.discard` removes the rest."""
         with suppress(Exception):
             self._file.discard()
 
@@ -48,7 +48,7 @@ class RemotePlace:
         """Check that a checkpoint may be put here; returns a token of this save."""
         if not sharded and self._system.isdir(self._root) and not self._system.exists(f"{self._root}/{NAME}"):
             raise CheckpointIsADirectoryError(
-                f"{self.path} is a directory, and not a checkpoint; give a file name in it, or save sharded."
+                f"{self.path} is a directory, but not a checkpoint; give a file name in it, or save sharded."
             )
         self._system.makedirs(self._root if sharded else self._parent, exist_ok=True)
         return secrets.token_hex(4)
@@ -58,7 +58,7 @@ class RemotePlace:
         return RemoteSink(self._system, self._aside(token) if name is None else f"{self._root}/{name}")
 
     def finish(self, token: str, marks: dict[str, bytes]) -> None:
-        """Write the marks, the last of which counts; then remove what was there before."""
+        """Write the marks, the last of which completes the checkpoint; then remove the previous files."""
         manifest = _manifest(self._system, self._root)
         if not marks:
             if self._system.isdir(self._root):
@@ -72,7 +72,7 @@ class RemotePlace:
                 self._system.rm(f"{self._root}/{file.name}")
 
     def discard(self, token: str) -> None:
-        """Remove what was written."""
+        """Remove the files of this save."""
         with suppress(Exception):
             self._system.rm(self._aside(token))
         with suppress(Exception):
@@ -118,7 +118,7 @@ def _newest_first(system: Any, directory: str, but: str = "") -> list[str]:
 
 
 def _manifest(system: Any, path: str) -> Manifest | None:
-    """What a checkpoint says about itself, if one is there."""
+    """The manifest of the checkpoint at a path, if there is one."""
     try:
         return Manifest.of_text(system.cat_file(f"{path}/{NAME}"), path)
     except (OSError, CheckpointError):

@@ -95,7 +95,7 @@ def test_merged_from_every_mesh(tmp_path: Path, ranks: int, names: list[str]) ->
 def refused() -> None:
     warnings.simplefilter("ignore")
     for model, text in (
-        (adapted("prompt"), "The adapters default of the model learn prompts and not weights"),
+        (adapted("prompt"), "The adapters default of the model learn prompts instead of"),
         (pretrained_llama(), "merge_adapters has nothing to merge"),
     ):
         parallelize_model(model, "fsdp")

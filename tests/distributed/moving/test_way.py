@@ -111,7 +111,7 @@ def test_reading_takes_no_memory_beyond_the_shard() -> None:
 
 def test_a_way_that_does_not_exist_is_refused() -> None:
     for way in ("pigeon", "hosts"):
-        with pytest.raises(ValueError, match="transport is one of 'auto', 'memory', 'messages', not"):
+        with pytest.raises(ValueError, match="transport must be one of 'auto', 'memory', 'messages', not"):
             config(transport=way)
 
 

@@ -126,12 +126,12 @@ def test_it_goes_to_yaml_and_back() -> None:
     )
     assert plan.replication is not None
     assert "layers.0.norm.weight" in plan.replication.ignored
-    with pytest.raises(ParallelismTypeError, match="not by 3"):
+    with pytest.raises(ParallelismTypeError, match="or a list of these, not 3"):
         plan_parallelism(Toy(), DDPConfig(ignored=3), world_size=2)
 
 
 def test_field_values_are_checked() -> None:
-    with pytest.raises(ParallelismValueError, match="static_graph is one of False, True"):
+    with pytest.raises(ParallelismValueError, match="static_graph must be one of False, True"):
         DDPConfig(static_graph="yes")  # type: ignore[arg-type]
     with pytest.raises(ParallelismValueError, match="bucket_cap_mb must be positive"):
         DDPConfig(bucket_cap_mb=0)

@@ -113,7 +113,7 @@ def _expect_warning(build: Build, config: Any, text: str, **options: Any) -> Any
 @pytest.mark.promise(14)
 def test_a_list_stands_for_its_blocks(world2: World) -> None:
     config = _rules(Rule("layers", shard=True), Rule("", shard=True))
-    assert world2(_expect_warning, models.B, config, "its children stand for it") == [(["", *BLOCKS], [])] * 2
+    assert world2(_expect_warning, models.B, config, "its children are used") == [(["", *BLOCKS], [])] * 2
 
 
 def _in_place() -> None:

@@ -57,7 +57,7 @@ def test_a_container_stands_for_its_children(how: str) -> None:
     )
     assert [name for name in choices.units if name] == BLOCKS
     assert choices.warnings == (
-        "layers is a ModuleList, which has no forward of its own; its children stand for it.",
+        "layers is a ModuleList, which has no forward of its own; its children are used.",
     )
 
 
