@@ -19,7 +19,7 @@ from composer_dist.distributed.prepared import mesh_of_world, usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import device_of_group
 from composer_dist.distributed.steps import meta_init
-from composer_dist.distributed.weights.disk import Destination, Pretrained
+from composer_dist.distributed.weights.disk import Pretrained, UnfilledPart
 from composer_dist.distributed.weights.fill import fill_encoded
 from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.files.match import Match
@@ -79,9 +79,9 @@ def reader_of(opened: Opened, blueprints: dict[str, Blueprint], agreement: Agree
     return Pretrained(opened.index, opened.root, Match(tensors=blueprints), agreement)
 
 
-def _destination(name: str, tensor: Tensor, landing: Landing, mesh: Mesh | None) -> Destination:
+def _destination(name: str, tensor: Tensor, landing: Landing, mesh: Mesh | None) -> UnfilledPart:
     over = Mesh.of(tensor) if isinstance(tensor, DTensor) else mesh
-    return Destination(name, Layout.of(tensor), landing.memory, over)
+    return UnfilledPart(name, Layout.of(tensor), landing.memory, over)
 
 
 def _send(

@@ -46,7 +46,7 @@ _SAMPLE = MIB // 4
 
 
 @dataclass
-class Destination:
+class UnfilledPart:
     """This rank's part of a tensor, to be filled."""
 
     name: str
@@ -166,7 +166,7 @@ class Pretrained:
         return frozenset(self.match.tensors)
 
     def fill(
-        self, targets: Sequence[Destination], bucket_bytes: int, progress: Progress | None = None
+        self, targets: Sequence[UnfilledPart], bucket_bytes: int, progress: Progress | None = None
     ) -> None:
         """Read the targets' values; every rank calls it with the same tensors.
 
@@ -190,11 +190,11 @@ class Pretrained:
 
     def read(self, name: str, whole: torch.Tensor) -> None:
         """Read all of one tensor, on this rank alone."""
-        target = Destination(name, Layout(tuple(whole.shape)), whole, None)
+        target = UnfilledPart(name, Layout(tuple(whole.shape)), whole, None)
         with open_files(self.root, self.index.files) as files:
             self.bytes_read += read_slabs(list(self._slabs(target, 0)), files)
 
-    def _slabs(self, target: Destination, bucket_bytes: int) -> Iterator[Slab]:
+    def _slabs(self, target: UnfilledPart, bucket_bytes: int) -> Iterator[Slab]:
         """What this rank reads of a target: its share of each window, or everything."""
         part = target.layout.part(Coordinate() if target.mesh is None else target.mesh.here)
         blueprint, flat = self.match.tensors[target.name], target.local.view(-1)
@@ -202,7 +202,7 @@ class Pretrained:
             yield from plan_reads(blueprint, self.index.entries, part, flat, first, last)
 
 
-def _windows(target: Destination, bucket_bytes: int) -> Iterator[tuple[int, int]]:
+def _windows(target: UnfilledPart, bucket_bytes: int) -> Iterator[tuple[int, int]]:
     """A shared target in windows that all its holders have an equal share of: (first element, length).
 
     What is left at the end, less than one element per holder, is not in any.
@@ -215,7 +215,7 @@ def _windows(target: Destination, bucket_bytes: int) -> Iterator[tuple[int, int]
         yield first, min(step, whole - first)
 
 
-def _shares(target: Destination, bucket_bytes: int) -> Iterator[tuple[int, int]]:
+def _shares(target: UnfilledPart, bucket_bytes: int) -> Iterator[tuple[int, int]]:
     """The elements [first, last) of a target that this rank reads."""
     dims, numel = target.sharing, target.local.numel()
     if not dims:
@@ -234,7 +234,7 @@ def _shares(target: Destination, bucket_bytes: int) -> Iterator[tuple[int, int]]
 
 
 @torch.no_grad()
-def _gather(target: Destination, bucket_bytes: int) -> int:
+def _gather(target: UnfilledPart, bucket_bytes: int) -> int:
     """Complete a target from the shares that its holders have read; returns bytes sent and received."""
     assert target.mesh is not None
     flat, mesh, moved = target.local.view(-1), target.mesh.device_mesh, 0

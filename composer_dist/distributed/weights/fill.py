@@ -16,7 +16,7 @@ from composer_dist.distributed.moving.transfer import inner_cargoes, take_part
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.optimizers.follow import Follower
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.weights.disk import Destination, Pretrained
+from composer_dist.distributed.weights.disk import Pretrained, UnfilledPart
 from composer_dist.distributed.weights.initialize import Component, peak_bytes, run_component
 from composer_dist.distributed.weights.sources import Sources
 from composer_dist.distributed.weights.storage import make_anew, replace
@@ -116,11 +116,11 @@ class Filling:
             for cargo in cargoes:
                 take_part(cargo, self.mesh.here)
 
-    def _target(self, name: str) -> Destination:
+    def _target(self, name: str) -> UnfilledPart:
         """A tensor that is read from files, and where its part goes."""
         tensor = self._destination(name)
         mesh = Mesh.of(tensor) if isinstance(tensor, DTensor) else self.mesh
-        return Destination(name, Layout.of(tensor), local_part(tensor).detach(), mesh)
+        return UnfilledPart(name, Layout.of(tensor), local_part(tensor).detach(), mesh)
 
     def _read(self, component: Component) -> dict[str, torch.Tensor]:
         """What files have of a component's tensors, whole, for initializers that look at them."""

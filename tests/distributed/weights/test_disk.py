@@ -27,7 +27,7 @@ from composer_dist.distributed.moving.whole import gather
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.weights import disk as pretrained
-from composer_dist.distributed.weights.disk import Destination, Pretrained
+from composer_dist.distributed.weights.disk import Pretrained, UnfilledPart
 from composer_dist.errors import (
     CheckpointKeyError,
     CheckpointRuntimeError,
@@ -352,7 +352,7 @@ def any_layout(path: Path) -> None:
             for name, value in everything.items():
                 for layout in layouts(value):
                     local = torch.full(layout.local_shape(at), -1.0)
-                    targets.append(Destination(name, layout, local, Mesh(mesh)))
+                    targets.append(UnfilledPart(name, layout, local, Mesh(mesh)))
             disk.fill(targets, 64)
             for target in targets:
                 expected = target.layout.part(at).of(everything[target.name].float())
@@ -393,7 +393,7 @@ def fill_peak(path: Path, kind: str) -> int:
     targets = []
     for name, value in disk.match.tensors.items():
         layout = Layout(tuple(value.shape), rows=kind == "cut", tp_dim=1 if kind == "columns" else None)
-        targets.append(Destination(name, layout, torch.full(layout.local_shape(at), 1.0), Mesh(mesh)))
+        targets.append(UnfilledPart(name, layout, torch.full(layout.local_shape(at), 1.0), Mesh(mesh)))
     gathered = [0]
     gather = dist.all_gather
 
