@@ -10,24 +10,13 @@ import threading
 import pytest
 
 from composer_dist.progress import Display, Progress, Stage
+from tests.kit.training import Clock, Terminal
 
 MIB = 1 << 20
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_log_gets_a_line_after_two_seconds_and_then_every_ten() -> None:
-    stream, clock, stage = io.StringIO(), Clock(), Stage("delivering weights")
+    stream, clock, stage = io.StringIO(), Clock(100.0), Stage("delivering weights")
     display = Display(stage, stream, clock)
     stage.expect(3 * MIB)
     stage.expect(1 * MIB)

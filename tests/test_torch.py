@@ -98,6 +98,10 @@ def test_it_is_there(name: str) -> None:
     assert hasattr(importlib.import_module(module), attribute), f"{FEATURES[name]} falls without {name}"
 
 
+def _alone(**options: Any) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, **options)
+
+
 def _sharded() -> FSDPModule:
     """A linear layer with 5 rows, sharded on meta over the first of 2 ranks."""
     dist.init_process_group("fake", rank=0, world_size=2)
@@ -180,7 +184,7 @@ def _replicated() -> tuple[nn.Linear, _torch.InPlaceDDP]:
             self.asked += 1
             return True
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _alone()
     linear = nn.Linear(3, 5)
     ours = Ours(linear, init_sync=False, static_graph=True)
     _torch.serve_in_place(linear, ours)
@@ -208,7 +212,7 @@ def test_hooks_given_later_are_registered() -> None:
 
 def test_ddp_leaves_out_what_it_is_told_to() -> None:
     """Without `_ddp_params_and_buffers_to_ignore`: DDPConfig.ignored."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _alone()
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
     model.own = nn.Parameter(torch.ones(1))
     with _torch.ddp_ignores(model, ["own", "0.bias", "1.running_mean"]):
@@ -220,9 +224,7 @@ def test_ddp_leaves_out_what_it_is_told_to() -> None:
 
 def test_the_groups_timeout_can_be_read() -> None:
     """Without the backends' options: agreements wait as long as collectives do."""
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77)
-    )
+    _alone(timeout=timedelta(seconds=77))
     assert _torch.collective_timeout() == timedelta(seconds=77)
 
 
@@ -286,7 +288,7 @@ def test_what_is_detached_beneath_autograd_shares_its_version() -> None:
 
 def test_collectives_return_new_tensors() -> None:
     """Without torch's functional collectives: tensor parallelism that compiles."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _alone()
     x, group = torch.arange(4.0), dist.distributed_c10d._get_default_group().group_name
     for found in (
         _torch.all_reduced(x, group),

@@ -39,6 +39,12 @@ def refused(*arguments: object) -> tuple[int, str]:
     return result.exit_code, " ".join(result.stderr.replace("│", " ").split())
 
 
+def write(model: Any, path: Path, **options: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(path, **options)
+
+
 def trained() -> tuple[Any, torch.optim.Optimizer]:
     model = HuggingFaceModel(pretrained_llama(tied=True), tokenizer())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -80,10 +86,8 @@ def test_runs_between_directories_files_and_models(tmp_path: Path) -> None:
 
     run(save, 2, tmp_path)
     like = tmp_path / "like"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pretrained_llama(tied=True).save_pretrained(like)
-        tokenizer().save_pretrained(like)
+    write(pretrained_llama(tied=True), like)
+    tokenizer().save_pretrained(like)
     convert(tmp_path / "sharded", tmp_path / "made.pt")
     assert set(torch.load(tmp_path / "made.pt", weights_only=True)) == {"model", "optimizer", "steps", "note"}
     convert(tmp_path / "whole.pt", tmp_path / "made", "--to", "sharded")
@@ -101,9 +105,7 @@ def test_runs_between_directories_files_and_models(tmp_path: Path) -> None:
 
 def test_models_into_checkpoints_and_back(tmp_path: Path) -> None:
     model = random(mixtral())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model.save_pretrained(tmp_path / "model", max_shard_size="5KB")
+    write(model, tmp_path / "model", max_shard_size="5KB")
     convert(tmp_path / "model", tmp_path / "model.pt")
     held: dict[str, Tensor] = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
     same(held, model.state_dict())
@@ -118,40 +120,27 @@ def test_models_into_checkpoints_and_back(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_converted_is_said_in_a_statement(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pretrained_llama().save_pretrained(tmp_path / "model")
+    write(pretrained_llama(), tmp_path / "model")
     (tmp_path / "there.pt").write_bytes(b"torn")
-    assert refused(tmp_path / "model", tmp_path / "target")[0] == 2  # into what?
+    model, there, target, other = (tmp_path / name for name in ("model", "there.pt", "target", "other"))
+    assert refused(model, target)[0] == 2  # into what?
     status, text = refused(tmp_path / "nowhere", tmp_path / "target.pt")
     assert (status, "does not exist" in text) == (2, True), text
-    status, text = refused(tmp_path / "model", tmp_path / "there.pt")
+    status, text = refused(model, there)
     assert (status, "--overwrite" in text) == (2, True), text
-    status, text = refused(tmp_path / "there.pt", tmp_path / "target", "--to", "sharded")
+    status, text = refused(there, target, "--to", "sharded")
     assert (status, text.startswith("composer-dist convert: ")) == (1, True), text
-    assert not (tmp_path / "target").exists()
-    convert(tmp_path / "model", tmp_path / "there.pt", "--overwrite")
-    status, text = refused(tmp_path / "there.pt", tmp_path / "target", "--to", "huggingface")
-    assert (status, "pass --like" in text) == (1, True), text
-    status, text = refused(
-        tmp_path / "there.pt",
-        tmp_path / "target",
-        "--to",
-        "huggingface",
-        "--like",
-        tmp_path / "model",
-        "--key",
-        "x",
-    )
-    assert (status, "has no 'x'; pass --key with one of model" in text) == (1, True), text
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mixtral().save_pretrained(tmp_path / "other")
-    status, text = refused(
-        tmp_path / "there.pt", tmp_path / "target", "--to", "huggingface", "--like", tmp_path / "other"
-    )
-    assert (status, "does not match the model" in text) == (1, True), text
-    assert not (tmp_path / "target").exists()
+    assert not target.exists()
+    convert(model, there, "--overwrite")
+    write(mixtral(), other)
+    for options, expected in (
+        ([], "pass --like"),
+        (["--like", model, "--key", "x"], "has no 'x'; pass --key with one of model"),
+        (["--like", other], "does not match the model"),
+    ):
+        status, text = refused(there, target, "--to", "huggingface", *options)
+        assert (status, expected in text) == (1, True), text
+    assert not target.exists()
 
 
 # Memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -177,6 +178,11 @@ class Scores(Callback):
 
     def eval_end(self, state: State, logger: Logger) -> None:
         logger.log_metrics({self.name: self.values.pop(0)})
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 class Clock:

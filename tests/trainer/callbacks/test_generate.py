@@ -15,7 +15,7 @@ from composer_dist.trainer import Generate
 from tests.kit.compare import close, weights
 from tests.kit.huggingface import pretrained_gpt2, tokenizer
 from tests.kit.huggingface import pretrained_llama as plain_llama
-from tests.kit.training import classifier, language_model, quiet
+from tests.kit.training import classifier, language_model, on_parts, quiet
 from tests.kit.world import World
 
 PROMPTS = ["a b c", "d", "e f g h i"]
@@ -35,16 +35,9 @@ def trained(config: Any = None, make: Any = plain_llama, **options: Any) -> tupl
     """Batch and rows of each table, and the final weights; every rank has all data."""
     language = model(make)
     callbacks = [Generate(PROMPTS, "2ba", max_new_tokens=4, **options)] if options.pop("on", True) else []
-    trainer, log = quiet(
-        language,
-        train_dataloader=data(),
-        callbacks=callbacks,
-        parallelism_config=config,
-        check_sampler=False,
-        seed=3,
-        device="cpu",
-    )
-    trainer.fit(duration="1ep")
+    options = {"callbacks": callbacks, "check_sampler": False, "seed": 3}
+    trainer, log = on_parts([], config, language, train_dataloader=data(), **options)
+    trainer.fit()
     assert language.training
     return [(time.batch, rows) for time, rows in log.tables.get("generations", [])], weights(language)
 
@@ -70,8 +63,13 @@ def test_prompts_are_continued_at_intervals() -> None:
     assert [row["prompt"] for row in tables[0][1]] == PROMPTS
 
 
-def test_the_texts_are_those_of_the_model_as_it_is_then() -> None:
+@pytest.mark.parametrize("padding", [True, False])
+def test_the_texts_are_those_of_the_model_as_it_is_then(padding: bool) -> None:
+    """A tokenizer without padding takes one prompt at a time."""
     language = model()
+    assert language.tokenizer is not None
+    if not padding:
+        language.tokenizer.pad_token = None
     trainer, log = quiet(language, train_dataloader=data(), callbacks=Generate(PROMPTS, max_new_tokens=4))
     trainer.fit(duration="1ep")
     (_, rows), *_ = log.tables["generations"]
@@ -81,16 +79,6 @@ def test_the_texts_are_those_of_the_model_as_it_is_then() -> None:
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 2}])
 def test_batches_of_prompts_give_the_same(options: Any) -> None:
     assert trained(**options)[0] == trained()[0]
-
-
-def test_a_tokenizer_without_padding_takes_one_prompt_at_a_time() -> None:
-    language = model()
-    assert language.tokenizer is not None
-    language.tokenizer.pad_token = None
-    trainer, log = quiet(language, train_dataloader=data(), callbacks=Generate(PROMPTS, max_new_tokens=4))
-    trainer.fit(duration="1ep")
-    (_, rows), *_ = log.tables["generations"]
-    assert [row["generation"] for row in rows] == by_hand(language)
 
 
 def test_training_goes_on_as_if_nothing_had_happened() -> None:

@@ -9,13 +9,8 @@ import pytest
 
 from composer_dist.trainer import ProgressBar, Trainer
 from composer_dist.trainer.callbacks.progress_bar import _clock, _short
-from tests.kit.training import Clock, classifier, joined, loader, on_parts, quiet, tagged, tagger
+from tests.kit.training import Clock, Terminal, classifier, joined, loader, on_parts, quiet, tagged, tagger
 from tests.kit.world import World
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def shown(stream: io.StringIO, duration: str, **options: Any) -> tuple[Trainer, list[str]]:

@@ -41,11 +41,23 @@ def groups_of(
 def grown(
     optimizers: Optimizer | list[Optimizer], named: dict[str, nn.Parameter], lr: float | None, **options: Any
 ) -> PhaseGroups:
-    """All are withdrawn; A comes with phase 0, B with phase 1 at `lr`."""
+    """And B with phase 1 at `lr`."""
+    groups = begun(optimizers, named, **options)
+    groups.add(1, part(named, B), lr)
+    return groups
+
+
+def begun(
+    optimizers: Optimizer | list[Optimizer],
+    named: dict[str, nn.Parameter],
+    lr: float | None = None,
+    names: tuple[str, ...] = A,
+    **options: Any,
+) -> PhaseGroups:
+    """All are withdrawn; A comes with phase 0."""
     groups = groups_of(optimizers, named, **options)
     groups.withdraw(named.values())
-    groups.add(0, part(named, A), None)
-    groups.add(1, part(named, B), lr)
+    groups.add(0, part(named, names), lr)
     return groups
 
 
@@ -65,10 +77,8 @@ def step(optimizer: Optimizer) -> None:
 def test_an_optimizer_of_all_parameters_is_reduced_to_phase_0_and_grows() -> None:
     named = parameters()
     optimizer = AdamW(named.values(), lr=0.1, betas=(0.8, 0.9), weight_decay=0.3)
-    groups = groups_of(optimizer, named)
     group = optimizer.param_groups[0]
-    groups.withdraw(named.values())
-    groups.add(0, part(named, A), None)
+    groups = begun(optimizer, named)
     assert names_in(optimizer, named) == [[*A]]
     assert optimizer.param_groups[0] is group
     step(optimizer)
@@ -83,9 +93,7 @@ def test_an_optimizer_of_all_parameters_is_reduced_to_phase_0_and_grows() -> Non
 def test_replaying_a_phase_adds_nothing() -> None:
     named = parameters()
     optimizer = SGD(named.values(), lr=0.1)
-    groups = groups_of(optimizer, named)
-    groups.withdraw(named.values())
-    groups.add(0, part(named, A), 0.2)
+    groups = begun(optimizer, named, 0.2)
     for _ in range(2):
         groups.add(1, part(named, B), 0.01)
         groups.add(0, part(named, A), 0.3)
@@ -110,9 +118,7 @@ def test_an_empty_side_makes_no_group() -> None:
     grown(optimizer, named, 0.01, no_decay=("b.weight", "b.bias"))
     assert names_in(optimizer, named) == [[*A], [*B]]
     without = SGD(named.values(), lr=0.1)  # has no weight decay: one group does for both
-    groups = groups_of(without, named, no_decay=("a.bias",))
-    groups.withdraw(named.values())
-    groups.add(0, part(named, A), None)
+    begun(without, named, no_decay=("a.bias",))
     assert names_in(without, named) == [[*A]]
 
 
@@ -124,9 +130,7 @@ def test_parameters_return_to_the_group_that_they_left() -> None:
             {"params": [named["a.bias"], named["b.bias"]], "lr": 0.2},
         ]
     )
-    groups = groups_of(optimizer, named)
-    groups.withdraw(named.values())
-    groups.add(0, {"a.weight": named["a.weight"]}, None)
+    groups = begun(optimizer, named, names=("a.weight",))
     assert names_in(optimizer, named) == [["a.weight"], []]
     step(optimizer)
     groups.add(1, {"a.bias": named["a.bias"]}, None)
@@ -141,9 +145,7 @@ def test_optimizers_step_with_an_emptied_group(make: Any, foreach: bool) -> None
     optimizer = make([{"params": list(part(named, A).values())}, {"params": list(part(named, B).values())}])
     for group in optimizer.param_groups:
         group["foreach"] = foreach
-    groups = groups_of(optimizer, named)
-    groups.withdraw(named.values())
-    groups.add(0, part(named, B), None)
+    begun(optimizer, named, names=B)
     before = named["b.bias"].clone()
     step(optimizer)
     assert not torch.equal(before, named["b.bias"])
@@ -175,9 +177,7 @@ def test_named_groups_stay_named() -> None:
 def test_parameters_of_no_optimizer_join_the_only_one() -> None:
     named = parameters()
     optimizer = SGD(part(named, A).values(), lr=0.1, momentum=0.9)
-    groups = groups_of(optimizer, named)
-    groups.withdraw(named.values())
-    groups.add(0, part(named, A), 0.3)
+    groups = begun(optimizer, named, 0.3)
     groups.add(1, part(named, B), None)
     assert [(g["lr"], g["momentum"]) for g in optimizer.param_groups] == [(0.3, 0.9), (0.1, 0.9)]
     other = SGD([named["a.weight"]], lr=0.1)
@@ -190,9 +190,7 @@ def scheduled(make: Callable[[Optimizer], Any], **options: Any) -> tuple[Optimiz
     named = parameters()
     optimizer = SGD(named.values(), lr=1.0, momentum=0.9)
     scheduler = make(optimizer)
-    groups = groups_of(optimizer, named, [scheduler], **options)
-    groups.withdraw(named.values())
-    groups.add(0, part(named, A), None)
+    groups = begun(optimizer, named, schedulers=[scheduler], **options)
     for _ in range(2):
         step(optimizer)
         scheduler.step()
