@@ -29,11 +29,13 @@ Wrap = Callable[[nn.Module, Forward], Forward]
 class Layer(IntEnum):
     """What can be around a module's forward, from the innermost to the outermost."""
 
-    RECOMPUTE = 1
+    PARTS = 1
+    """This rank's parts in place of the module's own parameters, in recomputation too."""
+    RECOMPUTE = 2
     """Activation checkpointing."""
-    COMPILE = 2
-    TENSOR_PARALLEL = 3
-    """The collectives of a style, and this rank's parts in place of the parameters."""
+    COMPILE = 3
+    TENSOR_PARALLEL = 4
+    """The collectives of a style."""
 
 
 @dataclass

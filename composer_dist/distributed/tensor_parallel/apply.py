@@ -2,8 +2,8 @@
 
 On the meta device each planned parameter becomes a DTensor on the tensor-parallel mesh, which FSDP2 then
 shards like any other. A module computes with its own part as with a plain tensor: around its forward the
-parameters that it holds are replaced by their local parts, and the collectives of its style go before and
-after. Nothing is dispatched through DTensor, so any operation works, on any part.
+parameters that it holds are replaced by their local parts (also when it is recomputed), and the collectives
+of its style go before and after. Nothing is dispatched through DTensor, so any operation works, on any part.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def apply(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh) -> 
         if isinstance(one.style, Style):
             if one.style.idle:
                 continue
-            forwards.add(module, Layer.TENSOR_PARALLEL, _styling(one.style, tp))
+            if any(parameter is not None for parameter in module._parameters.values()):
+                forwards.add(module, Layer.PARTS, _around(_with_parts, one.style, tp))
+            forwards.add(module, Layer.TENSOR_PARALLEL, _around(_with_collectives, one.style, tp))
         else:
             parallelize_module(module, tp, one.style, src_data_rank=None)
     for name in plan.parameters:
@@ -136,17 +138,17 @@ def _retie(held: Held) -> None:
         held.put(found[0])
 
 
-def _styling(style: Style, mesh: DeviceMesh) -> forwards.Wrap:
-    """Makes forwards as the style has them; deep copies of a module run their own."""
+def _around(inner: Callable[..., Any], style: Style, mesh: DeviceMesh) -> forwards.Wrap:
+    """Makes forwards that run in `inner`; deep copies of a module run their own."""
 
     def styled(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(forward, MethodType) or forward.__self__ is not module:
-            return update_wrapper(partial(_forward, module, style, mesh, forward), forward)
+            return update_wrapper(partial(inner, module, style, mesh, forward), forward)
         function = forward.__func__
 
         @wraps(function)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return _forward(module, style, mesh, partial(function, module), *args, **kwargs)
+            return inner(module, style, mesh, partial(function, module), *args, **kwargs)
 
         # A method, because torch.compile would tell two partials apart, and compile every block on its own.
         return MethodType(call, module)
@@ -154,15 +156,18 @@ def _styling(style: Style, mesh: DeviceMesh) -> forwards.Wrap:
     return styled
 
 
-def _forward(
-    module: nn.Module,
-    style: Style,
-    mesh: DeviceMesh,
-    forward: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+def _with_parts(
+    module: nn.Module, style: Style, mesh: DeviceMesh, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """A module's forward as its style has it."""
+    """A module's forward, computed with this rank's parts."""
+    with _local_parameters(module, style, mesh):
+        return forward(*args, **kwargs)
+
+
+def _with_collectives(
+    module: nn.Module, style: Style, mesh: DeviceMesh, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A module's forward between the collectives of its style."""
     if style.share:
         with _sharing():
             return forward(*args, **kwargs)
@@ -172,8 +177,7 @@ def _forward(
         args, kwargs = _with_first(ids, args, kwargs)
     elif style.before is not None:
         args, kwargs = _with_first(_enter(style, _first(args, kwargs), mesh), args, kwargs)
-    with _local_parameters(module, style, mesh):
-        output = forward(*args, **kwargs)
+    output = forward(*args, **kwargs)
     if outside is not None:
         output = output.masked_fill(outside.unsqueeze(-1), 0)
     if style.after is None:

@@ -190,6 +190,14 @@ def test_activation_checkpointing_goes_with_it() -> None:
         run(train, 2, llama, config(sequence_parallel=True, activation_checkpointing=mode))
 
 
+@pytest.mark.parametrize("mode", ["composable", ("wrapped", {"checkpoint_impl": "REENTRANT"})], ids=str)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_modules_that_are_cut_themselves_can_be_checkpointed(mode: Any, sequence: bool) -> None:
+    matches = [nn.Linear, nn.LayerNorm, nn.RMSNorm]
+    rules = [Rule(match, act_ckpt=mode) for match in matches]
+    run(train, 2, Decoder, config(sequence_parallel=sequence, rules=[*rules, Rule("", shard=True)]))
+
+
 def deliver(make: Make, transport: Any) -> bool:
     """Weights of rank 0 where the others have none; initialization where nobody has any."""
     reference = built(make)
