@@ -125,7 +125,6 @@ class PlainGradientAveraging:
         groups = _groups(self._mesh)
         if not self.sync or not groups:
             return
-        world_size = math.prod(dist.get_world_size(group) for group in groups)
         by_dtype: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         for parameter in self._names:
             if parameter.requires_grad:
@@ -135,10 +134,7 @@ class PlainGradientAveraging:
             device = torch.device(self._mesh.device_type) if self._mesh else parameters[0].device
             parts = [_dense_gradient(p).to(device, dtype).flatten() for p in parameters]
             parts.append(torch.tensor([p.grad is not None for p in parameters]).to(device, dtype))
-            flat = torch.cat(parts)
-            for group in groups:
-                dist.all_reduce(flat, group=group)
-            *means, used = torch.split(flat.div_(world_size), [*map(len, parts)])
+            *means, used = _means(parts, groups)
             for index, (parameter, mean) in enumerate(zip(parameters, means, strict=True)):
                 _store_gradient(parameter, mean, used[index])
 
@@ -149,6 +145,17 @@ def _groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
         return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     world = dist.group.WORLD if dist.is_available() else None
     return [world] if world is not None and dist.get_world_size(world) > 1 else []
+
+
+def _means(
+    tensors: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup | None]
+) -> Sequence[torch.Tensor]:
+    """The flat means of tensors, alike in dtype and device, over groups that span the ranks together."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    for group in groups:
+        dist.all_reduce(flat, group=group)
+    world_size = math.prod(dist.get_world_size(group) for group in groups)
+    return flat.div_(world_size).split([tensor.numel() for tensor in tensors])
 
 
 def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
@@ -179,10 +186,7 @@ def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) ->
     """
     alike = (group for _, group in groupby(tensors, key=lambda tensor: (tensor.dtype, tensor.device)))
     for bucket in (one for run in alike for one in in_buckets(run, lambda tensor: tensor.nbytes, _BUCKET)):
-        flat = torch.cat([tensor.detach().flatten() for tensor in bucket])
-        dist.all_reduce(flat, group=group)
-        means = flat.div_(dist.get_world_size(group)).split([tensor.numel() for tensor in bucket])
-        for tensor, mean in zip(bucket, means, strict=True):
+        for tensor, mean in zip(bucket, _means(bucket, [group]), strict=True):
             tensor.copy_(mean.view_as(tensor))
 
 

@@ -22,6 +22,8 @@ from composer_dist.errors import ParallelismValueError
 
 Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
+Part = tuple[torch.Tensor, torch.Tensor | None]
+"""A tensor that says how it is sharded, and this rank's part of the values; None if it has none."""
 
 _EPSILON = 1e-6  # from torch.nn.utils.clip_grad_norm_
 
@@ -54,23 +56,20 @@ def clip_grad_norm(model_or_parameters: Parameters, max_norm: float, norm_type: 
     parameters = _parameters(model_or_parameters)
     if not parameters:
         return torch.tensor(0.0)
-    # Grouped by what the parameters are, not by which gradients exist: the collectives below are
-    # then the same on every rank.
-    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        groups.setdefault(sharding_of(parameter), []).extend(local_gradient(parameter))
+    parts = [gradient_part(parameter) for parameter in parameters]
     device = parameters[0].device
+    powers = _powers([gradient for _, gradient in parts], norm_type, device)
     sizes = [
-        _reduce_power(_power(gradients, norm_type, device), norm_type, mesh, dims)
-        for (mesh, dims), gradients in groups.items()
+        _reduced(_combined(powers[indices], norm_type), norm_type, mesh, dims).to(device)
+        for (mesh, dims), indices in _by_sharding(parameters).items()
     ]
-    total = torch.stack([size.to(device) for size in sizes])
-    norm = total.amax() if math.isinf(norm_type) else total.sum() ** (1 / norm_type)
+    total = _combined(torch.stack(sizes), norm_type)
+    norm = total if math.isinf(norm_type) else total ** (1 / norm_type)
     double = any(parameter.dtype is torch.float64 for parameter in parameters)
     norm = norm.to(torch.float64 if double else torch.float32)
     scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
-    for tensors in _alike([gradient for group in groups.values() for gradient in group]):
-        _torch.foreach_mul_(tensors, scale.to(tensors[0].device))
+    for _, alike in _alike([gradient for _, gradient in parts]):
+        _torch.foreach_mul_(alike, scale.to(alike[0].device))
     return norm
 
 
@@ -103,58 +102,17 @@ def local_gradient(parameter: torch.Tensor) -> list[torch.Tensor]:
     return [gradient.to_local()]
 
 
-def sharding_of(parameter: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """The mesh dimensions over whose ranks a parameter's elements are spread."""
-    if not isinstance(parameter, DTensor):
-        return None, ()
-    dims = (dim for dim, place in enumerate(parameter.placements) if not place.is_replicate())
-    return parameter.device_mesh, tuple(dims)
+def gradient_part(parameter: torch.Tensor) -> Part:
+    """A parameter and this rank's part of its gradient; a collective if that is a partial sum."""
+    return parameter, next(iter(local_gradient(parameter)), None)
 
 
-def _alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Non-empty tensors by device and dtype, as the fused kernels want them."""
-    alike: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        if tensor.numel():
-            alike[tensor.device, tensor.dtype].append(tensor)
-    return alike.values()
-
-
-def _power(tensors: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """The p-th power of the tensors' common norm, or the norm itself for infinity; 0-dim.
-
-    In float64, where a power of a float32 norm neither overflows nor loses digits.
-    """
-    norms = [torch.zeros(1, dtype=torch.float64, device=device)]
-    for alike in _alike(tensors):
-        half = alike[0].dtype in (torch.float16, torch.bfloat16)
-        wide = torch.float32 if half else None
-        each = torch.stack(_torch.foreach_norm(alike, p, dtype=wide))
-        norms.append(each.to(device, torch.float64))
-    norm = torch.cat(norms)
-    return norm.amax() if math.isinf(p) else (norm**p).sum()
-
-
-def _reduce_power(
-    power: torch.Tensor, p: float, mesh: DeviceMesh | None, dims: tuple[int, ...]
-) -> torch.Tensor:
-    """`_power` over all ranks that hold a part: a sum, or for infinity a maximum."""
-    if mesh is None:
-        return power
-    power = power.to(mesh.device_type)
-    for dim in dims:
-        if not math.isinf(p):
-            dist.all_reduce(power, group=mesh.get_group(dim))
-            continue
-        # Backends differ in what the maximum of a number and nan is; a flag carries the nan.
-        value = torch.stack([power.nan_to_num(nan=0.0, posinf=math.inf), power.isnan().to(power)])
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        power = torch.where(value[1] > 0, torch.nan, value[0])
-    return power
-
-
-Part = tuple[torch.Tensor, torch.Tensor | None]
-"""A tensor that tells the sharding, and this rank's part of the values; None where it has none."""
+def part_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor or DTensor and this rank's part of it."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if hasattr(local, "dequantize") and type(local) not in (torch.Tensor, torch.nn.Parameter):
+        local = local.dequantize()  # a low-bit optimizer's state
+    return tensor, local
 
 
 @torch.no_grad()
@@ -167,9 +125,10 @@ def norms(parts: Mapping[str, Part]) -> dict[str, torch.Tensor]:
     if not parts:
         return {}
     likes = [like for like, _ in parts.values()]
-    squares = _squares([values for _, values in parts.values()], likes[0].device)
-    total = _summed(squares, likes).sqrt().float()
-    return dict(zip(parts, total.unbind(), strict=True))
+    squares = _powers([values for _, values in parts.values()], 2, likes[0].device)
+    for (mesh, dims), indices in _by_sharding(likes).items():
+        squares[indices] = _reduced(squares[indices], 2, mesh, dims).to(squares.device)
+    return dict(zip(parts, squares.sqrt().float().unbind(), strict=True))
 
 
 def global_norm(norms: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -178,44 +137,65 @@ def global_norm(norms: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack(each).square().sum().sqrt().float() if each else torch.tensor(0.0)
 
 
-def part_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor or DTensor and this rank's part of it."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if hasattr(local, "dequantize") and type(local) not in (torch.Tensor, torch.nn.Parameter):
-        local = local.dequantize()  # a low-bit optimizer's state
-    return tensor, local
+Sharding = tuple[DeviceMesh | None, tuple[int, ...]]
+"""A mesh and the dimensions over whose ranks a tensor's elements are spread."""
 
 
-def gradient_part(parameter: torch.Tensor) -> Part:
-    """A parameter and this rank's part of its gradient; a collective where that is a partial sum."""
-    return parameter, next(iter(local_gradient(parameter)), None)
+def _by_sharding(tensors: Iterable[torch.Tensor]) -> Mapping[Sharding, list[int]]:
+    """Indices of the tensors that are sharded alike.
+
+    It depends on the tensors, not on which gradients exist, so all ranks run the same collectives.
+    """
+    groups: defaultdict[Sharding, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        sharding: Sharding = (None, ())
+        if isinstance(tensor, DTensor):
+            dims = (dim for dim, place in enumerate(tensor.placements) if not place.is_replicate())
+            sharding = tensor.device_mesh, tuple(dims)
+        groups[sharding].append(index)
+    return groups
 
 
-def _squares(values: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Each tensor's squared norm, float64, 0 for None."""
-    squares = torch.zeros(len(values), dtype=torch.float64, device=device)
-    alike: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for index, value in enumerate(values):
-        if value is not None and value.numel():
-            alike[value.device, value.dtype].append(index)
-    for (_, dtype), indices in alike.items():
-        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
-        tensors = [value for index in indices if (value := values[index]) is not None]
-        each = torch.stack(_torch.foreach_norm(tensors, 2, dtype=wide))
-        squares[indices] = each.to(device, torch.float64).square()
-    return squares
+def _alike(tensors: Iterable[torch.Tensor | None]) -> Iterable[tuple[list[int], list[torch.Tensor]]]:
+    """Indices and tensors, without empty ones, by device and dtype, as the fused kernels need them."""
+    alike: defaultdict[object, tuple[list[int], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
+    for index, tensor in enumerate(tensors):
+        if tensor is not None and tensor.numel():
+            indices, group = alike[tensor.device, tensor.dtype]
+            indices.append(index)
+            group.append(tensor)
+    return alike.values()
 
 
-def _summed(squares: torch.Tensor, likes: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`squares` over all ranks that hold a part of the tensor at the same place of `likes`."""
-    groups: defaultdict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = defaultdict(list)
-    for index, like in enumerate(likes):
-        groups[sharding_of(like)].append(index)
-    for (mesh, dims), indices in groups.items():
-        if mesh is None or not dims:
+def _powers(values: Sequence[torch.Tensor | None], p: float, device: torch.device) -> torch.Tensor:
+    """The p-th power of each tensor's norm, or for infinity the norm itself; 0 for None.
+
+    In float64, where a power of a float32 norm neither overflows nor loses digits.
+    """
+    found = torch.zeros(len(values), dtype=torch.float64, device=device)
+    for indices, alike in _alike(values):
+        wide = torch.float32 if alike[0].dtype in (torch.float16, torch.bfloat16) else None
+        each = torch.stack(_torch.foreach_norm(alike, p, dtype=wide)).to(device, torch.float64)
+        found[indices] = each if math.isinf(p) else each**p
+    return found
+
+
+def _combined(powers: torch.Tensor, p: float) -> torch.Tensor:
+    """The power of several tensors together."""
+    return powers.amax() if math.isinf(p) else powers.sum()
+
+
+def _reduced(powers: torch.Tensor, p: float, mesh: DeviceMesh | None, dims: tuple[int, ...]) -> torch.Tensor:
+    """Powers over all ranks that hold a part: their sums, or for infinity their maxima."""
+    if mesh is None:
+        return powers
+    powers = powers.to(mesh.device_type, copy=True)
+    for dim in dims:
+        if not math.isinf(p):
+            dist.all_reduce(powers, group=mesh.get_group(dim))
             continue
-        sums = squares[indices].to(mesh.device_type)
-        for dim in dims:
-            dist.all_reduce(sums, group=mesh.get_group(dim))
-        squares[indices] = sums.to(squares.device)
-    return squares
+        # Backends differ in what the maximum of a number and nan is; a flag carries the nan.
+        value = torch.stack([powers.nan_to_num(nan=0.0, posinf=math.inf), powers.isnan().to(powers)])
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        powers = torch.where(value[1] > 0, torch.nan, value[0])
+    return powers
