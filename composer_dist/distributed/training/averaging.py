@@ -155,7 +155,8 @@ def _means(
     for group in groups:
         dist.all_reduce(flat, group=group)
     world_size = math.prod(dist.get_world_size(group) for group in groups)
-    return flat.div_(world_size).split([tensor.numel() for tensor in tensors])
+    means: Sequence[torch.Tensor] = flat.div_(world_size).split([tensor.numel() for tensor in tensors])
+    return means
 
 
 def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
