@@ -180,6 +180,16 @@ class Scores(Callback):
         logger.log_metrics({self.name: self.values.pop(0)})
 
 
+class Table(Callback):
+    """Logs a table of one row at the end of each epoch."""
+
+    def __init__(self, prompt: str, text: str) -> None:
+        self.row = [prompt, text]
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        logger.log_table("generations", ["prompt", "text"], [self.row])
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

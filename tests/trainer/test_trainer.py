@@ -170,6 +170,7 @@ def rates(every_batch: bool | None, duration: str) -> list[float]:
 
 
 def test_schedulers_step_by_batches_or_epochs() -> None:
+    """What is logged of a batch is the rate that its step has used."""
     assert rates(True, "4ba") == [1.0, 0.5, 0.25, 0.125]
     assert rates(False, "4ba") == rates(None, "4ba") == [1.0, 1.0, 1.0, 0.5]
 

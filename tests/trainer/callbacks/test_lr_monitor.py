@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import StepLR
 
 from composer_dist.trainer import LRMonitor
 from composer_dist.trainer.callbacks.lr_monitor import learning_rates
 from tests.kit.training import classifier, loader, quiet
-
-
-def test_the_rate_of_a_batch_is_the_one_its_step_has_used() -> None:
-    model = classifier()
-    optimizer = SGD(model.parameters(), lr=0.8)
-    trainer, log = quiet(
-        model,
-        optimizers=optimizer,
-        schedulers=StepLR(optimizer, 1, gamma=0.5),
-        step_schedulers_every_batch=True,
-        train_dataloader=loader(),
-    )
-    trainer.fit(duration="1ep")
-    assert log.values("lr-SGD/group0") == [0.8, 0.4, 0.2]
 
 
 def test_a_monitor_of_ones_own_takes_the_place_of_the_standard_one() -> None:

@@ -71,42 +71,29 @@ def check(found: list[Weights], rates: list[list[float]]) -> None:
         assert rates[batch] == ([0.05] if batch < 3 else [0.05, 0.02])
 
 
-@pytest.mark.promise(69)
-def test_phases_on_one_process() -> None:
-    found, rates, _ = run(None)
-    check(found, rates)
+MICROBATCHES = {"device_train_microbatch_size": 1}
 
 
-@pytest.mark.promise(69)
-@pytest.mark.parametrize("options", [{}, {"device_train_microbatch_size": 1}])
-def test_phases_under_fsdp2(world2: World, options: dict[str, Any]) -> None:
-    for found, rates, sharded in world2(run, FSDP, **options):
-        assert sharded
-        check(found, rates)
-
-
-@pytest.mark.promise(69)
-def test_phases_under_fsdp2_with_accumulation_on_whole_gradients(world2: World) -> None:
-    for found, rates, _ in world2(run, FSDP, device_train_microbatch_size=1, accumulate="unsharded"):
-        check(found, rates)
-
-
-@pytest.mark.promise(70)
-@pytest.mark.parametrize("options", [{}, {"device_train_microbatch_size": 1}])
-def test_phases_under_ddp(world2: World, options: dict[str, Any]) -> None:
-    results = world2(run, DDP, **options)
+@pytest.mark.promise(69, 70)
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (None, {}),
+        (FSDP, {}),
+        (FSDP, MICROBATCHES),
+        (FSDP, MICROBATCHES | {"accumulate": "unsharded"}),
+        (DDP, {}),
+        (DDP, MICROBATCHES),
+        (TP, {}),
+    ],
+)
+def test_phases_train_as_a_plain_loop_does(world2: World, config: Any, options: dict[str, Any]) -> None:
+    results = [run(None)] if config is None else world2(run, config, **options)
     for found, rates, sharded in results:
-        assert not sharded
+        assert sharded is (config in (FSDP, TP))
         check(found, rates)
-    for one, other in zip(results[0][0], results[1][0], strict=True):
+    for one, other in zip(results[0][0], results[-1][0], strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.promise(69)
-def test_phases_under_tensor_parallelism(world2: World) -> None:
-    for found, rates, sharded in world2(run, TP):
-        assert sharded
-        check(found, rates)
 
 
 def mixed_precision() -> None:

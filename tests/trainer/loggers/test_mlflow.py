@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from composer_dist.trainer import Callback, MLflowLogger, Trainer
-from tests.kit.training import At, classifier, loader, quiet, raising
+from tests.kit.training import At, Table, classifier, loader, quiet, raising
 
 # mlflow 3.17 with SQLAlchemy 2.1: its own models use a loader that is deprecated there.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -24,21 +24,6 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Artifacts go below the working directory."""
     monkeypatch.chdir(tmp_path)
-
-
-class Act(Callback):
-    """Logs a table, and keeps the state of batch 2."""
-
-    def __init__(self) -> None:
-        self.trainer: Trainer | None = None
-        self.saved: dict[str, Any] = {}
-
-    def batch_checkpoint(self, state: Any, logger: Any) -> None:
-        if state.timestamp.batch == 2 and self.trainer is not None:
-            self.saved = self.trainer.state_dict()
-
-    def epoch_end(self, state: Any, logger: Any) -> None:
-        logger.log_table("generations", ["prompt", "text"], [["a", "b"]])
 
 
 def trainer_of(uri: str, name: str, *callbacks: Callback, **options: Any) -> Trainer:
@@ -59,9 +44,14 @@ def only_run(uri: str, name: str) -> tuple[Any, Any]:
 
 
 def test_metrics_tables_and_parameters_reach_the_run_and_it_is_resumed(uri: str) -> None:
-    act = Act()
-    act.trainer = trainer_of(uri, "whole", act, eval_dataloader=loader())
-    with act.trainer as trainer:
+    saved: dict[str, Any] = {}
+
+    def save(state: Any) -> None:
+        if state.timestamp.batch == 2:
+            saved.update(trainer.state_dict())
+
+    callbacks = Table("a", "b"), At(batch_checkpoint=save)
+    with trainer_of(uri, "whole", *callbacks, eval_dataloader=loader()) as trainer:
         trainer.fit()
     client, run = only_run(uri, "whole")
     history = client.get_metric_history(run.info.run_id, "loss/train/total")
@@ -74,7 +64,7 @@ def test_metrics_tables_and_parameters_reach_the_run_and_it_is_resumed(uri: str)
     assert artifact.path == "generations/batch-3.md"
 
     second = trainer_of(uri, "whole", max_duration="2ep")
-    second.load_state_dict(act.saved)
+    second.load_state_dict(saved)
     with second:
         second.fit()
     client, run = only_run(uri, "whole")

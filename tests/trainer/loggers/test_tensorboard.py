@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from composer_dist.trainer import Callback, TensorBoardLogger
+from composer_dist.trainer import TensorBoardLogger
 from composer_dist.trainer.loggers.tensorboard import markdown
-from tests.kit.training import At, classifier, loader, on_parts, quiet
+from tests.kit.training import At, Table, classifier, loader, on_parts, quiet
 from tests.kit.world import World
 
 
@@ -21,16 +21,11 @@ def events(path: Path) -> Any:
     return accumulator
 
 
-class Table(Callback):
-    def epoch_end(self, state: Any, logger: Any) -> None:
-        logger.log_table("generations", ["prompt", "text"], [["a|b", "c\nd"]])
-
-
 def test_scalars_hyperparameters_and_tables(tmp_path: Path) -> None:
     trainer, _ = quiet(
         classifier(),
         loggers=TensorBoardLogger(tmp_path),
-        callbacks=Table(),
+        callbacks=Table("a|b", "c\nd"),
         train_dataloader=loader(),
         eval_dataloader=loader(),
         max_duration="1ep",

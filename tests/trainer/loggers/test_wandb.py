@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from composer_dist.trainer import Callback, Trainer, WandBLogger
-from tests.kit.training import At, classifier, loader, quiet, raising
+from tests.kit.training import At, Table, classifier, loader, quiet, raising
 
 
 def records(directory: Path) -> Iterator[Any]:
@@ -49,11 +49,6 @@ def history(directory: Path) -> list[dict[str, Any]]:
     return [{"/".join(one.nested_key) or one.key: json.loads(one.value_json) for one in row} for row in rows]
 
 
-class Act(Callback):
-    def epoch_end(self, state: Any, logger: Any) -> None:
-        logger.log_table("generations", ["prompt", "text"], [["a", "b"]])
-
-
 def trained(directory: Path, *callbacks: Callback) -> Trainer:
     logger = WandBLogger("project", "name", mode="offline", dir=str(directory))
     trainer, _ = quiet(
@@ -71,7 +66,7 @@ def trained(directory: Path, *callbacks: Callback) -> Trainer:
 
 
 def test_metrics_tables_and_hyperparameters_reach_the_run(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, Act())
+    trainer = trained(tmp_path, Table("a", "b"))
     rows = history(tmp_path)
     assert [row["_step"] for row in rows] == [1, 2, 3]
     assert all("loss/train/total" in row and "lr-SGD/group0" in row for row in rows)
