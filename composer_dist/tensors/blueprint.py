@@ -4,7 +4,7 @@ A checkpoint may hold a tensor in pieces, fused with others, transposed or permu
 tensor without values that remembers which elements of which stored tensors it consists of, as *boxes*:
 rectangles of it that lie somewhere in a stored tensor with strides of their own. Functions that only
 move elements (cat, stack, chunk, transpose, reshape and their like) turn blueprints into blueprints, so
-a library's own conversion, run on them, says what is to be read from where.
+running a library's own conversion on them shows what to read from where.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Box:
 
 
 class Blueprint(torch.Tensor):
-    """A tensor on the meta device that knows what it is made of."""
+    """A tensor on the meta device that records what it is made of."""
 
     boxes: tuple[Box, ...]
 
@@ -81,7 +81,7 @@ class Blueprint(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Moves elements, or tells shapes and the like; whatever needs values is refused."""
+        """Apply functions that move elements or return shapes; refuse those that need values."""
         if rule := _RULES.get(func.__name__):
             return rule(*args, **(kwargs or {}))
         untyped: Any = super()
@@ -96,7 +96,7 @@ class Blueprint(torch.Tensor):
 
 
 class TracedBlueprint(Blueprint):
-    """A blueprint that may be computed with: after that it only knows from which stored tensors it is."""
+    """A blueprint that allows computation, after which it records only its stored tensors' names."""
 
     @property
     def sources(self) -> set[str]:
@@ -105,7 +105,7 @@ class TracedBlueprint(Blueprint):
 
     @property
     def computed(self) -> bool:
-        """Whether its elements are more than elements of stored tensors."""
+        """Whether its elements are computed from those of stored tensors."""
         return any(box.offset < 0 for box in self.boxes)
 
     @classmethod

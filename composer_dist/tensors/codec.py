@@ -36,7 +36,7 @@ class TensorCodec:
 
 
 codecs: dict[type[Tensor], TensorCodec] = {}
-"""The codecs that are known so far."""
+"""The codecs registered so far."""
 
 
 def register_tensor_codec(
@@ -49,13 +49,13 @@ def register_tensor_codec(
     unflatten: Unflatten | None = None,
     replace: bool = False,
 ) -> None:
-    """Let models hold frozen parameters of a tensor subclass. Every rank registers the same.
+    """Support frozen parameters of a tensor subclass. Every rank must register the same codec.
 
     Args:
         cls: the class, exactly; its subclasses need codecs of their own. To be sharded it also has
             FSDP2's `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
         rows: names of the inner tensors that follow the rows: dimension 0 of each, cut in equal parts,
-            belongs to dimension 0 of the whole, cut in as many.
+            belongs to dimension 0 of the whole, cut in as many parts.
         to_dense: the value as a plain tensor, of the same shape and dtype.
         from_dense: `(dense, like)`: a tensor of the class with the value of `dense`. `like`, a tensor of
             the class (this rank's part, maybe), has the settings: block sizes and so on.
@@ -63,14 +63,14 @@ def register_tensor_codec(
             class's own `__tensor_flatten__`.
         unflatten: the inverse, `(inner, context, shape)`, for the shape of the whole or of a shard;
             None uses the class's own `__tensor_unflatten__`, with a contiguous outer stride.
-        replace: the class may have a codec already.
+        replace: replace the codec that the class has.
 
     Raises:
-        ParallelismTypeError: `cls` is no tensor class, or lacks the two methods that are to be used.
+        ParallelismTypeError: `cls` is not a tensor class, or lacks the two methods that would be used.
         ParallelismValueError: only one of `flatten` and `unflatten`, or there is a codec and no `replace`.
     """
     if not (isinstance(cls, type) and issubclass(cls, Tensor)) or cls in (Tensor, nn.Parameter):
-        raise ParallelismTypeError(f"A codec is for a subclass of torch.Tensor, not for {cls!r}.")
+        raise ParallelismTypeError(f"A codec needs a subclass of torch.Tensor, not {cls!r}.")
     if (flatten is None) != (unflatten is None):
         raise ParallelismValueError(f"{cls.__name__}: give both flatten and unflatten, or neither.")
     if flatten is None and not all(hasattr(cls, f"__tensor_{name}__") for name in ("flatten", "unflatten")):

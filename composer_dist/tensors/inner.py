@@ -139,7 +139,7 @@ def encode_into(tensor: Tensor, value: Tensor) -> None:
 
 
 def parts(name: str, tensor: Tensor, full: Tensor | None) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """What has to be filled to fill a tensor, each part by name, with its full value where there is one.
+    """The tensors to fill in order to fill a tensor, by name, each with its full value if there is one.
 
     Args:
         tensor: of the model; itself the only part, unless it has a codec.
@@ -154,7 +154,7 @@ def parts(name: str, tensor: Tensor, full: Tensor | None) -> Iterator[tuple[str,
 
 
 def as_floats(tensor: Tensor) -> Tensor:
-    """A tensor in float32, dense, cut as it is; some ranks' parts may be quantized, and others not."""
+    """A tensor in float32, dense, cut as it is; only some ranks' parts may be quantized."""
     if not tensor.is_floating_point():
         return tensor
     local = dense(local_part(tensor)).float()
@@ -164,14 +164,14 @@ def as_floats(tensor: Tensor) -> Tensor:
 
 
 def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor of other local tensors, cut as `like` is."""
+    """A DTensor with another local tensor, cut as `like` is."""
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 def own_attributes(tensor: Tensor) -> dict[str, Any]:
-    """The Python attributes that somebody has put on a tensor, without those that its class is made of."""
+    """The Python attributes that users have set on a tensor, without those of its class."""
     attributes = dict(vars(tensor))
     if attributes and not isinstance(tensor, DTensor) and codec_of(tensor) is not None:
         made = vars(rebuild(tensor, inner_tensors(tensor), tensor.shape))

@@ -35,7 +35,7 @@ def _nf4_codec(cls: Any) -> TensorCodec:
 
     torchao moved the class between versions (torchao/dtypes/nf4tensor.py, then
     torchao/quantization/quantize_/workflows/nf4/nf4_tensor.py), so it is known by the tensor at hand. Its
-    own `__tensor_unflatten__` makes the shape that was flattened, whatever it is asked for.
+    own `__tensor_unflatten__` ignores the requested shape and restores the flattened one.
     """
 
     def unflatten(inner: Mapping[str, Tensor], context: Any, shape: torch.Size) -> Tensor:
@@ -64,7 +64,7 @@ def _nf4_codec(cls: Any) -> TensorCodec:
 
 
 def _optimizer_state_codec(cls: Any) -> TensorCodec:
-    """The codec of one of torchao's classes, for parts that each rank has made by itself."""
+    """The codec of one of torchao's classes, for parts that each rank has made on its own."""
 
     def from_dense(dense: Tensor, like: Any) -> Tensor:
         inner, context = made_of(like)
@@ -96,8 +96,8 @@ def quantize(blocks: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest codes, and the scales, of `(blocks, elements)` by a sorted table.
 
     Returns:
-        Codes, uint8, of the same shape, and scales `(blocks,)`: such that a block that is a table's
-        entries times one scale already comes out as it is.
+        Codes, uint8, of the same shape, and scales `(blocks,)`: a block that already is a table's
+        entries times one scale is unchanged.
     """
     scale = blocks.amax(1) / table[-1]
     if table[0] < 0:

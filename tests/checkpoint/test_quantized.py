@@ -103,7 +103,9 @@ def test_what_is_made_of_other_parts_is_refused_by_name(tmp_path: Path) -> None:
         CheckpointValueError, match=r"weight\.data8 is \(8, 8\) in the checkpoint, \(16, 16\) in the model"
     ):
         load_checkpoint(path, {"model": stack("int8", 0, width=16)})
-    with pytest.raises(CheckpointValueError, match=r"quantized parts of layers\.0.*load_checkpoint reads"):
+    with pytest.raises(
+        CheckpointValueError, match=r"quantized parts of layers\.0.*Read it with load_checkpoint"
+    ):
         load_pretrained(stack("int8", 0), path)
     plain = stack("int8", 0)
     for name in BASES:

@@ -91,7 +91,11 @@ def unusable(model: nn.Module, cause: str) -> None:
         ("optimizer", ParallelismTypeError, "Rank 1: optimizer 0 is a dict, not an Optimizer."),
         ("class", ParallelismTypeError, "Rank 1: optimizer must be an Optimizer, several of them, or None"),
         ("tracing", ParallelismValueError, "Rank 1: ValueError: bad init"),
-        ("no initializer", ParallelismValueError, "Rank 1: On the meta device, and nothing initializes them"),
+        (
+            "no initializer",
+            ParallelismValueError,
+            "Rank 1: These tensors are on the meta device and nothing initializes them",
+        ),
         ("plan", ParallelismValueError, "Rank 1: The plan was made for a model with structure"),
     ],
 )

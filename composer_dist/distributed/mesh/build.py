@@ -25,7 +25,7 @@ def build_mesh(config: MeshConfig, world_size: int | None = None) -> DeviceMesh:
     if not dist.is_initialized():
         raise ParallelismRuntimeError(
             "The mesh was asked for before the process group is initialized; call "
-            "composer_dist.distributed.ranks.process_group.init() first."
+            "composer_dist.distributed.process_group.init() first."
         )
     sizes = config.resolve(dist.get_world_size() if world_size is None else world_size)
     names = mesh_dim_names(sizes)
@@ -36,7 +36,7 @@ def build_mesh(config: MeshConfig, world_size: int | None = None) -> DeviceMesh:
 
 
 def mesh_for(wanted: MeshConfig | DeviceMesh) -> Mesh:
-    """The mesh that is asked for: the user's own one, or one built from sizes.
+    """The requested mesh: the user's own, or one built from sizes.
 
     A 2-D mesh without names is rebuilt over the same groups with names, because FSDP2 requires names.
 
@@ -57,7 +57,7 @@ def mesh_for(wanted: MeshConfig | DeviceMesh) -> Mesh:
 
 
 def mesh_sizes(wanted: MeshConfig | DeviceMesh, world_size: int) -> dict[str, int]:
-    """Each of `DIMENSIONS` to its size: those of the user's own mesh where there is one.
+    """Each of `DIMENSIONS` to its size: from the user's own mesh if there is one.
 
     Raises:
         ParallelismValueError: sizes that do not multiply to `world_size`, or a mesh of the user's own

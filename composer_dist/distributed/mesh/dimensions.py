@@ -35,13 +35,13 @@ def mesh_dim_names(sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def roles(mesh: DeviceMesh) -> dict[str, int]:
-    """Each of `DIMENSIONS` that a mesh has to its index there; how a mesh of the user's own is read.
+    """Each of `DIMENSIONS` that a mesh has to its index there; this is how a user's own mesh is read.
 
-    Dimensions go by their names. Up to two of other names, or of none, are (replicate, shard), a single
-    one shard.
+    Known names decide. Up to two dimensions with other names, or without names, are read as (replicate,
+    shard), a single one as shard.
 
     Raises:
-        ParallelismValueError: more dimensions than that, or in an order that cannot be used.
+        ParallelismValueError: there are more dimensions, or their order cannot be used.
     """
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     found = {SYNONYMS[name]: index for index, name in enumerate(names) if name in SYNONYMS}
@@ -51,8 +51,8 @@ def roles(mesh: DeviceMesh) -> dict[str, int]:
     ordered = sorted(found, key=DIMENSIONS.index)
     if len(found) < mesh.ndim or sorted(found, key=found.__getitem__) != ordered:
         raise ParallelismValueError(
-            f"The mesh has the dimensions {', '.join(name or 'without a name' for name in names)}; name them "
-            f"{', '.join(DIMENSIONS)}, in this order, leaving out those that it lacks. (One or two of other "
-            "names are taken for shard, or replicate and shard.)"
+            f"The mesh has the dimensions {', '.join(name or 'without a name' for name in names)}. Name them "
+            f"{', '.join(DIMENSIONS)}, in this order; leave out those that you do not need. (One dimension "
+            "with another name is read as shard, two as replicate and shard.)"
         )
     return {name: found[name] for name in ordered}

@@ -23,7 +23,7 @@ from composer_dist.tensors.parts import Part, chunk
 
 @dataclass(frozen=True)
 class Coordinate:
-    """A rank's place in a mesh, as far as it says what the rank holds: replicas hold the same."""
+    """A rank's place in a mesh, without the replica: replicas hold the same parts."""
 
     shard: int = 0
     shards: int = 1
@@ -47,7 +47,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
-        """That of a tensor that is cut already, or whole."""
+        """The layout of a tensor, cut or whole."""
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return cls(shape)
@@ -63,7 +63,7 @@ class Layout:
 
     @classmethod
     def known(cls, tensor: torch.Tensor) -> Self | None:
-        """As `of`; None for a DTensor that is cut in a way that this library never cuts, by its user."""
+        """As `of`; None for a DTensor that its user has cut in a way that this library never does."""
         if not isinstance(tensor, DTensor):
             return cls.of(tensor)
         try:
@@ -82,9 +82,9 @@ class Layout:
         return None if odd else layout
 
     def like(self, shape: tuple[int, ...]) -> Layout:
-        """The layout of a tensor that goes with this one, such as optimizer state: what it has, is cut.
+        """The layout of a tensor that belongs to this one, such as optimizer state.
 
-        A dimension that differs (of size 1, say) stays whole.
+        It is cut alike, except that a dimension of another size (1, say) stays whole.
         """
         same = [a == b for a, b in zip(shape, self.shape, strict=True)]
         keep = self.tp_dim is not None and same[self.tp_dim]

@@ -1,4 +1,4 @@
-"""One owner of the device mesh: its dimensions, its groups, and this rank's place in it."""
+"""The device mesh: its dimensions, its groups, and this rank's place in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
 
 class Mesh:
-    """A whole device mesh, which answers every question about it.
+    """A device mesh with its sizes, groups and ranks.
 
     Args:
         mesh: made by `build_mesh`, or the user's own.
@@ -29,7 +29,7 @@ class Mesh:
 
     @classmethod
     def of(cls, tensor: DTensor) -> Mesh:
-        """The mesh of a sharded tensor; tensors of one mesh share the object while anybody holds it."""
+        """The mesh of a sharded tensor; tensors of one mesh share one object while it is alive."""
         if (mesh := _meshes.get(id(tensor.device_mesh))) is None:
             mesh = _meshes[id(tensor.device_mesh)] = cls(tensor.device_mesh)
         return mesh
@@ -146,8 +146,8 @@ class Mesh:
         names = self.device_mesh.mesh_dim_names or ("",) * self.device_mesh.ndim
         if FLATTENED in names:
             raise ParallelismValueError(
-                f"In the dimension {FLATTENED!r} ranks that share data cannot be told from others; pass the "
-                "whole mesh: Preparation.mesh."
+                f"The dimension {FLATTENED!r} does not tell ranks that share data from the others. Pass the "
+                "whole mesh, Preparation.mesh."
             )
         replicas, rank = 1, 0
         for dim, name in enumerate(names):

@@ -52,7 +52,7 @@ def scatter_into(target: Tensor, full: Tensor | None) -> None:
 
 
 def copy_into(target: Tensor, value: Tensor) -> None:
-    """Write a value into `target`, however either is sharded; a collective where they are so differently."""
+    """Write a value into `target`, however either is sharded; a collective if their placements differ."""
     if not isinstance(value, DTensor):
         scatter_into(target, value)
     elif isinstance(target, DTensor) and (target.device_mesh, target.placements) == (
@@ -69,7 +69,7 @@ def write_full(target: Tensor, full: Tensor | None, from_rank0: bool) -> None:
 
     Args:
         full: of the target's class; None writes nothing, unless the value comes from rank 0.
-        from_rank0: rank 0's value counts on every rank; a collective.
+        from_rank0: every rank takes rank 0's value; a collective.
     """
     for _, part, value in parts("", target, full):
         if from_rank0:
@@ -90,12 +90,12 @@ def _broadcast(full: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Te
 
 @dataclass(frozen=True)
 class Landing:
-    """Where values for this rank's part of a tensor arrive: in its own memory if that will do."""
+    """Where values for this rank's part of a tensor arrive: in its own memory if possible."""
 
     memory: Tensor
     """Contiguous, plain, of the part's elements in row-major order."""
     home: Tensor | None
-    """The part, if it is not the memory: `settle` gives it the value."""
+    """The part, if it is not the memory itself; `settle` then gives it the value."""
 
     @classmethod
     def of(cls, tensor: Tensor, dtype: torch.dtype) -> Landing:
@@ -184,6 +184,6 @@ def _freights(
 
 
 def _one_by_one(targets: Mapping[str, Tensor], full: Mapping[str, Tensor], broadcasts: bool) -> None:
-    """Tensors that the user has cut in other ways: every rank gets the whole, and takes its part."""
+    """Fill tensors that the user has cut in other ways: each rank takes its part of the full value."""
     for name, target in targets.items():
         write_full(target, encoded(full[name], target) if name in full else None, broadcasts)

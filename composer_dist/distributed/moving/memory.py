@@ -2,9 +2,9 @@
 
 This is Linux cross-memory attach (`process_vm_readv`, man 2), which MPI libraries use between ranks of
 a host. The kernel allows it between processes of one user; where Yama restricts it to descendants, a
-process may permit another one (`PR_SET_PTRACER`, man 2 prctl) and that one's descendants. Whether it
-works is found out by trying: a process shows a *beacon*, random bytes at an address, and a process that
-can read them there is on the same host, in the same pid namespace, and permitted.
+process may permit another one (`PR_SET_PTRACER`, man 2 prctl) and that one's descendants. To find out
+whether it works, the ranks try: a process shows a *beacon*, random bytes at an address, and a process
+that can read them there is on the same host, in the same pid namespace, and permitted.
 
 `Staging` reads into tensors on an accelerator through two pinned host buffers: while one buffer is
 uploaded, the next read fills the other. Every rank uploads over its own link.
@@ -31,7 +31,7 @@ _ENOUGH = 32 << 20
 
 
 class Staging:
-    """Two host buffers, of together `nbytes` at most, on the way to `device`."""
+    """Two host buffers, together at most `nbytes`, through which data is uploaded to `device`."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._device = device
@@ -55,7 +55,7 @@ class Staging:
             ParallelismRuntimeError: the memory cannot be read.
         """
         for target, runs in parcels:
-            start = stop = 0  # of the target: what lies in the present buffer
+            start = stop = 0  # of the target: what is in the current buffer
             for address, nbytes in runs:
                 while nbytes:
                     count = min(nbytes, self._size - self._used)
@@ -73,12 +73,12 @@ class Staging:
                 event.synchronize()
 
     def _intend(self, target: torch.Tensor) -> None:
-        """The last bytes of the present buffer are for this target."""
+        """Note that the last bytes of the current buffer belong to this target."""
         held = self._buffers[0][self._used - target.numel() : self._used]
         self._uploads.append((target, held))
 
     def _flush(self, pid: int) -> None:
-        """Read into the present buffer, start its uploads, and turn to the other one."""
+        """Read into the current buffer, start its uploads, and turn to the other one."""
         read(pid, self._ranges)
         for target, held in self._uploads:
             target.copy_(held, non_blocking=True)
@@ -101,7 +101,7 @@ _MAX_BYTES = 1 << 30  # of one call; the kernel's own limit is just below 2 GiB 
 
 
 class Range(NamedTuple):
-    """A piece of memory to copy: from an address there to an address here."""
+    """Memory to copy, from an address in the other process to an address in this one."""
 
     theirs: int
     mine: int
@@ -134,7 +134,7 @@ def can_read(beacon: dict[str, Any]) -> bool:
 def read(pid: int, ranges: Sequence[Range]) -> None:
     """Copy memory of process `pid` into this one.
 
-    The interpreter's lock is released meanwhile.
+    The call releases the interpreter's lock.
 
     Raises:
         ParallelismRuntimeError: the process is gone, the kernel refuses, or an address is not mapped.
@@ -154,7 +154,7 @@ def read(pid: int, ranges: Sequence[Range]) -> None:
 
 @contextmanager
 def readable_by_siblings() -> Iterator[None]:
-    """Permit the other processes of this one's launcher to read it, for as long as the body runs."""
+    """Permit the other processes of this one's launcher to read its memory while the body runs."""
     libc = _libc()
     if libc is not None:
         libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)  # fails where there is no Yama to ask

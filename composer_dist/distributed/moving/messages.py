@@ -2,7 +2,7 @@
 
 A *cargo* is one tensor on its way. It is cut into *slices* of bounded size, which are packed into *buckets*
 by the same schedule on every rank. Within a bucket a slice of a megabyte or more is a message of its own,
-straight from the source's storage into the target's; smaller ones share one message.
+sent directly from the source's storage into the target's; smaller ones share one message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.tensors.parts import as_bytes
 
 LARGE = 1 << 20
-"""Bytes from which a slice is worth a message of its own."""
+"""Slices of at least this many bytes are sent as separate messages."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ T = TypeVar("T")
 
 
 def in_buckets(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Consecutive items, as many as are together within the limit; a larger item is alone."""
+    """Group consecutive items so that each group stays within the limit; a larger item is alone."""
     bucket: list[T] = []
     size = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""Weights from the rank that has them to the shards of all ranks.
+"""Delivers weights from the rank that has them to the shards of all ranks.
 
 Each rank receives only its part of a tensor that is cut, and all of a whole one (buffers, parameters that
 stay plain). If the mesh has replicas, a slice goes to one of them only, which then replicates what it has

@@ -33,10 +33,11 @@ class Transport:
 
     Args:
         bucket_bytes: most bytes of one source that are on their way in messages at one time.
-        asked: "memory" and "messages" insist; "auto" reads memory if every rank can, else sends messages.
+        asked: "auto" reads memory if every rank can and otherwise sends messages; "memory" and "messages" are
+            binding.
 
     Attributes:
-        way: how contiguous tensors travel.
+        way: how contiguous tensors are sent.
         moved: bytes that this rank has sent, received and read so far.
         progress: shows the first rank how far long deliveries are.
     """
@@ -118,7 +119,7 @@ class Transport:
     def _read_from_peers(
         self, cargoes: Mapping[int, Sequence[Cargo]], stage: Stage
     ) -> dict[int, list[Cargo]]:
-        """Read what has an address; returns what has none, for messages."""
+        """Read the cargoes that have an address; return the others, which messages carry."""
         me = self._agreement.rank
         mine = [
             memory.address_of(cargo.source, cargo.dtype) if cargo.source is not None else None

@@ -63,12 +63,12 @@ def gather(tensor: Tensor) -> Tensor:
 def full_tensors(
     tensors: Mapping[str, Tensor], *, everywhere: bool = False, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The full values of tensors, dense, in host memory of their own, each as soon as it is there.
+    """The full values of tensors, dense, in host memory of their own, each as soon as it is complete.
 
-    What this rank has all of comes first, then the rest, in order.
+    Tensors that this rank already has in full come first, then the rest, in order.
 
-    Collectives, where any is a DTensor: every rank goes through to the end, with the same names in the
-    same order, and under `Agreement.collectively`.
+    If any is a DTensor, this uses collectives: every rank must exhaust it, with the same names in the same
+    order, under `Agreement.collectively`.
 
     Args:
         tensors: whole ones, shards, and those with a codec, by name.
@@ -124,7 +124,7 @@ def _collect(
             done = waiting.popleft()
             if keeps:
                 yield done.full if prod(done.layout.shape) else dispatch.room(done)
-                vars(done).pop("full", None)  # it is the caller's, to keep or to let go
+                vars(done).pop("full", None)  # the caller alone keeps it from here on
 
 
 class _Dispatch:
@@ -175,7 +175,7 @@ class _Dispatch:
     def _join(self, message: Tensor) -> Tensor | None:
         """The messages of all ranks of a replica, by rank; None on ranks that only send.
 
-        The innermost mesh dimension comes first; along the next ones travels what it has brought together.
+        The innermost mesh dimension is gathered first; the outer ones then gather its results.
         """
         mesh, replicas = self._mesh.device_mesh, self._mesh.dims.get("dp_replicate")
         here = list(mesh.get_coordinate() or ())
@@ -216,7 +216,7 @@ def _is_cut(tensor: DTensor) -> bool:
 
 
 def _copy(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A copy in host memory; of classes that only they themselves can copy, by themselves."""
+    """A copy in host memory; subclasses make their own."""
     if type(value) not in (Tensor, torch.nn.Parameter):
         return value.detach().to(_CPU, _cast(value, dtype), copy=True)
     return torch.empty(value.shape, dtype=_cast(value, dtype), device=_CPU).copy_(value)
@@ -227,7 +227,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _send_to(root: int, ranks: Sequence[int], message: Tensor, joined: Tensor | None) -> None:
-    """Gather without the second copy that gloo's own gather makes; `joined` is None but on the root."""
+    """Gather without the second copy that gloo's own gather makes; `joined` is None except on the root."""
     if joined is None:
         transfers = [dist.P2POp(dist.isend, message, root)]
     else:

@@ -13,7 +13,7 @@ def threads_per_process(cpus: int, processes: int) -> int:
     """How many threads each of `processes` on one machine should use: its share, at least one."""
     if cpus < 1 or processes < 1:
         raise ParallelismValueError(
-            f"CPUs and processes are counted from one; got {cpus} CPUs, {processes} processes."
+            f"CPUs and processes must be at least 1; got {cpus} CPUs, {processes} processes."
         )
     return max(1, cpus // processes)
 

@@ -57,7 +57,7 @@ def launch(
     Raises:
         ParallelismValueError: another method, a number below one, a function that cannot be sent.
         ParallelismRuntimeError: a launcher has started this process; a process died; a script without
-            `if __name__ == "__main__":` is imported by its own children.
+            `if __name__ == "__main__":` is imported by its own child processes.
         Exception: what `fn` raised, in whichever process first; the others are terminated.
     """
     if method is None:
@@ -136,7 +136,7 @@ def _first_failure(box: Path, seen: Exception, method: str) -> Exception:
         how = f"Rank {seen.error_index} ended with {seen.signal_name or f'exit status {seen.exit_code}'}"
         if not (box / f"began-{seen.error_index}").exists() and method != "fork":
             return ParallelismRuntimeError(
-                f"{how} before it could begin; see its output. A script that calls launch() with "
+                f"{how} before it could start; see its output. A script that calls launch() with "
                 f'method={method!r} is imported by its processes: guard it with `if __name__ == "__main__":`.'
             )
         return ParallelismRuntimeError(f"{how}; the others were terminated.")

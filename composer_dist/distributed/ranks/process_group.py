@@ -60,7 +60,7 @@ def init(
 
     Raises:
         ParallelismRuntimeError: a group exists and `reuse` is not set; part of the launcher's
-            variables is missing; `device` is an accelerator that this machine lacks; a rank did not come.
+            variables is missing; `device` is an accelerator that this machine lacks; a rank did not arrive.
     """
     if _active():
         if reuse:
@@ -111,8 +111,8 @@ def world_and_rank() -> tuple[int, int]:
 def local_rank() -> int:
     """This process's number on its machine.
 
-    It is the launcher's `LOCAL_RANK`. Without one, the ranks are taken to be numbered machine by
-    machine, one for each accelerator; without accelerators, to be all on one machine.
+    It is the launcher's `LOCAL_RANK`. Without one, the ranks are assumed to be numbered machine by
+    machine, one for each accelerator, or without accelerators to be all on one machine.
     """
     if value := os.environ.get("LOCAL_RANK"):
         return int(value)
@@ -163,7 +163,7 @@ def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def device_for_facts(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where a few numbers travel best in `group`: on the CPU if it can, so that no stream is awaited."""
+    """The best device for a few numbers in `group`: the CPU if possible, so that no stream has to finish."""
     return torch.device("cpu") if "cpu" in _backends(group) else device_of_group(group)
 
 
@@ -177,7 +177,7 @@ def all_reduce(
 
     Args:
         value: a tensor, a number, or dicts, lists and tuples of these, of the same structure and
-            shapes on every rank. Anything else in it is handed back as it is.
+            shapes on every rank. Anything else in it is returned unchanged.
         op: `"mean"`, `"sum"`, `"min"`, `"max"` or `"product"`. A tensor keeps its dtype: the mean
             of integers is rounded toward zero. The mean of Python numbers is a float.
         group: by default the default group.
@@ -202,7 +202,7 @@ def all_reduce(
 def broadcast(obj: T, src: int = 0) -> T:
     """Gives every rank the picklable object of rank `src`; without a process group, `obj`.
 
-    For settings and small objects: it travels as a pickle. What the other ranks pass is ignored.
+    For settings and small objects, which are pickled. What the other ranks pass is ignored.
 
     Raises:
         ParallelismValueError: there is no rank `src`.
@@ -245,10 +245,10 @@ def any_rank(flag: bool) -> bool:
 
 
 def together(step: str) -> AbstractContextManager[None]:
-    """Every rank runs the body, which has no collectives: it succeeds on all of them, or all raise the same.
+    """Run a body without collectives on every rank: either it succeeds on all, or all raise the same.
 
     Args:
-        step: what the body does, for the error of a rank that is elsewhere.
+        step: what the body does; errors name it.
     """
     return Agreement().together(step)
 

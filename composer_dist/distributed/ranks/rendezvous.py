@@ -31,7 +31,7 @@ def meeting_place(timeout: timedelta | None = None) -> dict[str, Any]:
     """The arguments of `init_process_group` that say where the ranks of the launcher's job meet.
 
     Raises:
-        ParallelismRuntimeError: a rank did not come in time; rank 0 names those that did not.
+        ParallelismRuntimeError: a rank did not arrive in time; rank 0 names the missing ones.
     """
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     shared, rank, world_size = next(rendezvous("env://", **limit))
@@ -58,8 +58,8 @@ def _give_name(store: Store, world_size: int) -> str:
             return name
         if time.monotonic() > deadline:
             raise ParallelismRuntimeError(
-                f"Of {world_size} ranks, {ranks_named(absent)} did not come within {patience:g} s. Look at "
-                "their logs, and whether their machines reach MASTER_ADDR."
+                f"Of {world_size} ranks, {ranks_named(absent)} did not arrive within {patience:g} s. Check "
+                "their logs, and that their machines can reach MASTER_ADDR."
             )
         time.sleep(0.002)
 
@@ -72,7 +72,7 @@ def _ask_name(store: Store, rank: int) -> str:
     except DistError as error:
         raise ParallelismRuntimeError(
             f"Rank 0 did not answer rank {rank} within {_seconds(store):g} s. "
-            "Look at its log, and whether all ranks were started."
+            "Check its log, and that all ranks were started."
         ) from error
     store.set(f"{name}/here/{rank}", "")
     return name

@@ -27,7 +27,7 @@ PATIENCE = timedelta(seconds=20)
 
 
 def poll(limit: timedelta, what: Callable[[], str]) -> Iterator[None]:
-    """Yield, ever less often, until the time is over; unlike a store's own wait, Ctrl-C ends it.
+    """Yield at growing intervals until the time is over; Ctrl-C ends it, unlike a store's own wait.
 
     Args:
         what: gives the reason for the wait, to be logged if it takes long.
@@ -44,7 +44,7 @@ def poll(limit: timedelta, what: Callable[[], str]) -> Iterator[None]:
 
 
 class Task(Generic[T]):
-    """A call in a thread of its own, with this thread's current device."""
+    """A call in a separate thread, with this thread's current device."""
 
     def __init__(self, body: Callable[[], T]) -> None:
         self.done = Ending()
@@ -62,7 +62,7 @@ class Task(Generic[T]):
     def abandon(self, interrupted: bool) -> None:
         """Let it continue, but not while the interpreter exits, which aborts if a thread is inside of torch.
 
-        It ends as soon as the peer does that it waits for. After Ctrl-C on every rank, peers may wait for
+        It ends as soon as the peer that it waits for does. After Ctrl-C on every rank, peers may wait for
         each other; then the signal ends this process instead.
         """
         atexit.register(self._await_end, interrupted)

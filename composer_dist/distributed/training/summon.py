@@ -1,4 +1,4 @@
-"""Full parameters in place of shards, for a while."""
+"""Temporarily replaces shards by full parameters."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def summon_full_params(
     """Inside, the modules below `model` hold full, plain parameters; after it, their shards again.
 
     The shards are the same objects before and after, so optimizers stay bound; ties are kept. Read
-    or change the parameters inside, or call modules that are no unit; a forward of a unit would
-    gather anew, past the changes, and is refused. `model` may be any part of a prepared model.
+    or change the parameters inside, or call modules that are not units; the forward of a unit would
+    gather its shards again, without the changes, and is refused. `model` may be any part of a prepared model.
 
     Args:
-        writeback: what each rank changed in the part that it owns is in its shards afterwards.
+        writeback: each rank's changes in the part that it owns are in its shards afterwards.
         recurse: False leaves out the units below `model`, not the plain modules.
         rank0_only: only rank 0 gets full parameters, the others keep their shards; with
             `writeback`, rank 0's changes reach all.
-        offload_to_cpu: the full parameters lie in host memory.
+        offload_to_cpu: the full parameters are in host memory.
         with_grads: full gradients too, written back like the parameters.
 
     Raises:
@@ -129,7 +129,7 @@ def _register(places: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> N
 
 
 def _write_back(summoned: list[_Summoned], rank0_only: bool, with_grads: bool) -> None:
-    """What the modules hold now goes into the shards; checked for all before the first is written."""
+    """Write what the modules hold now into the shards, after checking all of it."""
     with Agreement().together("summon_full_params"):
         held = [None if one.full is None else _held(one, with_grads) for one in summoned]
     for one, full in zip(summoned, held, strict=True):
@@ -144,8 +144,8 @@ def _held(one: _Summoned, with_grads: bool) -> Tensor:
     now = module._parameters[name]
     if now is None or isinstance(now, DTensor):
         raise ParallelismRuntimeError(
-            f"{one.name} is no full parameter any more at the end of summon_full_params: it was "
-            "removed, or a forward of a module around it replaced it; call that outside."
+            f"{one.name} is no longer a full parameter at the end of summon_full_params: it was "
+            "removed, or the forward of an enclosing module replaced it; call that outside."
         )
     wanted: list[tuple[str, Tensor | None]] = [("", now)]
     if with_grads and one.shard.grad is not None:

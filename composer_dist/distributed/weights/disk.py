@@ -71,18 +71,17 @@ class UnfilledPart:
 
 
 def check_weights(path: object, sync: str) -> None:
-    """Refuse a `weights=` that is no path, or that contradicts the configuration.
+    """Refuse a `weights=` that is not a path, or that contradicts the configuration.
 
     Raises:
-        ParallelismTypeError: no path.
-        ParallelismValueError: the configuration says that others' weights count.
+        ParallelismTypeError: not a path.
+        ParallelismValueError: the configuration asks for the ranks' own weights.
     """
     if not isinstance(path, (str, os.PathLike, type(None))):
-        raise ParallelismTypeError(f"weights is the path of a file or directory, not {path!r}.")
+        raise ParallelismTypeError(f"weights must be the path of a file or directory, not {path!r}.")
     if path is not None and sync != "auto":
         raise ParallelismValueError(
-            f"weights= says that the files' weights count, and sync={sync!r} that the ranks' do; "
-            "give one of them."
+            f"weights= takes the weights from files, sync={sync!r} takes them from the ranks; give only one."
         )
 
 
@@ -112,13 +111,13 @@ class Pretrained:
         """Read the headers on the first rank and match them with the model on all; all or none succeed.
 
         Args:
-            verify: compare what will be read with its checksums, where it has any; every rank does a share.
+            verify: compare what will be read with its checksums, where it has any; every rank checks a share.
 
         Returns:
-            None where the ranks' models differ, which somebody else explains.
+            None if the ranks' models differ; `decide_sources` explains how.
 
         Raises:
-            CheckpointError: the files are not there, or corrupt, or do not fit the model.
+            CheckpointError: the files are missing or corrupt, or do not match the model.
         """
         here = Path(path)
         read = 0
@@ -150,7 +149,7 @@ class Pretrained:
         return cls(index, root, match, agreement, read)
 
     def warnings(self) -> list[str]:
-        """What did not match, for those who were lenient."""
+        """What did not match, for callers with strict=False."""
         return [
             f"{what}: {', '.join(names[:10])}{' and others' if len(names) > 10 else ''}."
             for what, names in (
@@ -172,7 +171,7 @@ class Pretrained:
 
         Args:
             bucket_bytes: most bytes that ranks gather from one another at one time.
-            progress: shows how far it is; None makes one for the first rank.
+            progress: shows the progress; None makes one for the first rank.
 
         Raises:
             CheckpointRuntimeError: a file cannot be read, on whichever rank.
@@ -203,9 +202,9 @@ class Pretrained:
 
 
 def _windows(target: UnfilledPart, bucket_bytes: int) -> Iterator[tuple[int, int]]:
-    """A shared target in windows that all its holders have an equal share of: (first element, length).
+    """Windows of a shared target, in which all its holders have equal shares: (first element, length).
 
-    What is left at the end, less than one element per holder, is not in any.
+    The remainder at the end, less than one element per holder, is in no window.
     """
     assert target.mesh is not None
     holders = prod(target.mesh.device_mesh.size(dim) for dim in target.sharing)
@@ -255,7 +254,7 @@ def _gather(target: UnfilledPart, bucket_bytes: int) -> int:
 
 
 def _check_dense(structure: Structure, index: Index, path: Path) -> None:
-    """Refuse a checkpoint that holds what the model's quantized tensors are made of.
+    """Refuse a checkpoint that contains the parts of the model's quantized tensors.
 
     Raises:
         CheckpointValueError: names the tensors.
@@ -268,8 +267,8 @@ def _check_dense(structure: Structure, index: Index, path: Path) -> None:
     ]
     if quantized:
         raise CheckpointValueError(
-            f"{path} holds the quantized parts of {', '.join(quantized)}, which load_checkpoint reads; here "
-            "their dense values are wanted, as export_pretrained writes them."
+            f"{path} contains the quantized parts of {', '.join(quantized)}. Read it with load_checkpoint, "
+            "or pass files with their dense values, as export_pretrained writes them."
         )
 
 
@@ -292,5 +291,5 @@ def _check_twin(name: str, one: Blueprint, other: Blueprint, index: Index, files
     if found[0].dtype != found[1].dtype or found[0].nbytes != size or not torch.equal(*samples):
         raise CheckpointValueError(
             f"{one.source} and {other.source} differ in the checkpoint, but are one tensor, {name}, in the "
-            "model. Untie them (tie_word_embeddings=False) or remove the one that does not count."
+            "model. Untie them (tie_word_embeddings=False) or remove the wrong one."
         )

@@ -47,7 +47,7 @@ class Filling:
         }
 
     def deliver_weights(self) -> None:
-        """Read what files have, bring over what rank 0 has, and slice what every rank has."""
+        """Read tensors from files, deliver those that rank 0 has, and slice those that every rank has."""
         if self.disk is not None:
             made_of = {name: self.structure.tensors[name].info.inner for name in sorted(self.sources.disk)}
             plain = [self._target(name) for name, inner in made_of.items() if not inner]
@@ -108,7 +108,7 @@ class Filling:
         )
 
     def deliver_states(self, follower: Follower, new: Mapping[str, nn.Parameter]) -> None:
-        """Bring over, or slice, the optimizer's state and pending gradients."""
+        """Deliver or slice the optimizer's state and pending gradients."""
         cargoes = follower.cargoes(new)
         if self.sources.rank0 and self.sources.states:
             self.transport.send({self.first: cargoes})
@@ -146,9 +146,9 @@ class Filling:
 def deal_out(
     components: Sequence[Component], ranks: Sequence[int], real: Mapping[str, torch.Tensor]
 ) -> dict[int, list[Component]]:
-    """Give each component to a rank, the largest first to the rank with the least so far.
+    """Assign each component to a rank, the largest first, to the rank with the least so far.
 
-    Those that look at tensors which have values already run on the first rank, which has them.
+    Components that read tensors with values run on the first rank, which has these values.
     """
     load = dict.fromkeys(ranks, 0)
     dealt: dict[int, list[Component]] = {rank: [] for rank in ranks}

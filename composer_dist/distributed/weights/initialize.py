@@ -6,7 +6,7 @@ else its own `reset_parameters`. Initializers are first *traced* on the meta dev
 each one writes and reads, for some reach into other modules (T5's root rewrites embeddings). Those
 that touch a common tensor form a *component*, which some rank runs in full and delivers; components
 are independent of one another, and each initializer draws from a generator seeded by the name of its
-module, so that neither the world size, nor the mesh, nor the order of components shows in the values.
+module, so the values do not depend on the world size, the mesh or the order of components.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Component:
     initializers: tuple[Initializer, ...]
     tensors: tuple[str, ...]
     nbytes: int
-    """Size of its tensors: what the rank that runs it needs on top of its shards."""
+    """Size of its tensors: what the rank that runs it needs in addition to its shards."""
 
 
 def assert_no_meta(model: nn.Module) -> None:
@@ -85,15 +85,15 @@ def find_components(
     if missing:
         listed = "; ".join(f"{kind}: {', '.join(names[:4])}" for kind, names in missing.items())
         raise ParallelismValueError(
-            f"On the meta device, and nothing initializes them: {listed}. Give these classes a "
-            "reset_parameters method or a param_init_fn that writes them, pass param_init_fn, or hold "
-            "real weights on rank 0."
+            f"These tensors are on the meta device and nothing initializes them: {listed}. Give these "
+            "classes a reset_parameters method or a param_init_fn that writes them, pass "
+            "param_init_fn, or hold real weights on rank 0."
         )
     return list(_group(structure, initializers, needed))
 
 
 def describe_components(components: Sequence[Component]) -> list[list[str]]:
-    """What is initialized, by what, in plain types: equal on ranks that will deliver alike."""
+    """What is initialized and by what, in plain types, for comparison between ranks."""
     return [
         [
             *(f"{one.label} of {one.module or 'the root'}" for one in component.initializers),
@@ -104,7 +104,7 @@ def describe_components(components: Sequence[Component]) -> list[list[str]]:
 
 
 def check_alike(findings: Sequence[list[list[str]]]) -> None:
-    """Refuse initializers that do not do the same on all ranks, given `describe_components` of each.
+    """Refuse initializers that differ between ranks, given `describe_components` of each.
 
     Raises:
         ParallelismValueError: names the first one that differs.
@@ -113,16 +113,15 @@ def check_alike(findings: Sequence[list[list[str]]]) -> None:
         for mine, first in zip_longest(finding, findings[0]):
             if mine != first:
                 raise ParallelismValueError(
-                    f"The initializers differ between ranks: {', '.join((first or mine)[:2])}, and what goes "
-                    f"with it, is not the same on rank 0 and rank {rank}. Pass the same param_init_fn on "
-                    "every rank."
+                    f"The initializers differ between ranks: those around {', '.join((first or mine)[:2])} "
+                    f"are not the same on rank 0 and rank {rank}. Pass the same param_init_fn on every rank."
                 )
 
 
 def peak_bytes(components: Sequence[Component], bucket_bytes: int) -> int:
-    """What a rank needs beside its shards: components of up to this size together, or a single larger one.
+    """What a rank needs besides its shards: components of up to this size together, or a single larger one.
 
-    Not much more than the largest at a time, so that memory is touched once and used again.
+    It is not much more than the largest component, so that memory is reused.
     """
     largest = max((component.nbytes for component in components), default=0)
     several = min(bucket_bytes, sum(component.nbytes for component in components), _TOGETHER)
@@ -136,10 +135,10 @@ def run_component(
     device: torch.device,
     real: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Run a component's initializers on full tensors; the model holds the same tensors after as before.
+    """Run a component's initializers on full tensors; afterwards the model holds the same tensors as before.
 
     Args:
-        seed: the model's; each initializer's own is made of it and its module's name.
+        seed: the model's; each initializer's seed is a hash of it and its module's name.
         real: tensors that have values already. Initializers see copies, and what they write is lost.
 
     Returns:
@@ -196,7 +195,7 @@ def _find_initializers(
 
 
 def _group(structure: Structure, initializers: list[Initializer], needed: set[str]) -> Iterator[Component]:
-    """Initializers that touch a common tensor, together; those that make nothing needed are left out."""
+    """Group initializers that touch a common tensor; skip groups that write nothing needed."""
     leader: dict[str, str] = {}
 
     def find(name: str) -> str:

@@ -1,8 +1,8 @@
-"""Whose values count: where each tensor of a model gets its value from.
+"""Decides where each tensor of a model gets its value from.
 
 Ranks may hold a model differently: rank 0 real and the others on the meta device, all real, all on
-meta, or a mixture tensor by tensor. They exchange what they have, are told by name what differs, and
-come to one decision.
+meta, or a mixture tensor by tensor. They exchange what they have and
+come to one decision; if they differ, the error names the differences.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def decide_sources(
         if not found["same_states"] and not found["rank0"]:
             raise ParallelismValueError(
                 "The ranks' optimizers hold different state, or their parameters different pending "
-                "gradients; bring all ranks to the same step, or let rank 0's count with sync='rank0'."
+                "gradients; bring all ranks to the same step, or use rank 0's with sync='rank0'."
             )
         return found
 
@@ -128,7 +128,7 @@ def _sort(
     disk: frozenset[str],
     ignored: frozenset[str],
 ) -> dict[str, Any]:
-    """From who has what on meta to where the value of each tensor that files lack comes from."""
+    """Where each tensor that is not in files gets its value, from what every rank has on meta."""
     everything = set(structure.tensors) - disk
     per_rank = [everything if meta == "all" else set(meta) - disk for meta in metas]
     nowhere = set.intersection(*per_rank)
@@ -147,7 +147,7 @@ def _sort(
         )
     real = everything - somewhere
     kept = ignored & real
-    kept |= {  # a plain attribute is the rank's own affair, unless rank 0's values are asked for
+    kept |= {  # every rank keeps its own plain attributes, unless sync asks for rank 0's
         name
         for name, held in structure.tensors.items()
         if name in real
@@ -172,7 +172,7 @@ def _verify(agreement: Agreement, tensors: Mapping[str, torch.Tensor]) -> None:
         different = [name for name, row in rows if len(set(row)) > 1]
         raise ParallelismValueError(
             f"The ranks hold different values of {_list(different)}. Seed all ranks alike before building "
-            "the model (and clear gradients), or let rank 0's values count with sync='rank0'."
+            "the model (and clear gradients), or use rank 0's values with sync='rank0'."
         )
 
     agreement.reach("which values differ", hashes, name_them)
@@ -199,13 +199,13 @@ def _explain(what: str, ranks: Sequence[int]) -> Callable[[list[list[Any]]], Non
 
 
 def _difference(what: str, rank: int, first: Any, theirs: Any) -> list[str]:
-    """One line: what rank 0 has here, and what this rank has; none where other facts tell."""
+    """One line with what rank 0 and this rank have; none if other facts say it."""
     if what == "plan":
         return [f"  {text}" for text in _plan_difference(rank, first, theirs)]
     if first is None or theirs is None:
         name = _key(first or theirs)
         has, lacks = (0, rank) if theirs is None else (rank, 0)
-        return [f"  {name}: rank {has} has it, rank {lacks} has not"]
+        return [f"  {name}: rank {has} has it, rank {lacks} does not"]
     if what == "optimizers":
         return [f"  {first[0]}: {first[1]} on rank 0, {theirs[1]} on rank {rank}"]
     labels = ("names", "kind", "shape", "dtype", "requires_grad", "made of")
@@ -221,10 +221,10 @@ def _key(fact: Any) -> str:
 
 
 def _plan_difference(rank: int, first: Any, theirs: Any) -> list[str]:
-    """What differs in a unit or in the configuration; what is said of modules only repeats it."""
+    """What differs in a unit or in the configuration; facts about modules only repeat it."""
     if first is None or theirs is None:
         has, lacks = (0, rank) if theirs is None else (rank, 0)
-        return [f"unit {_unit(first or theirs)}: rank {has} has it, rank {lacks} has not"]
+        return [f"unit {_unit(first or theirs)}: rank {has} has it, rank {lacks} does not"]
     whose = "" if first[0] == "config" else f"unit {_unit(first)}: "
     mine, other = first[1], theirs[1]
     keys = [key for key in mine | other if mine.get(key) != other.get(key)]

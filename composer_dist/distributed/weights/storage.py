@@ -17,11 +17,11 @@ from composer_dist.tensors.inner import codec_of, dtensor_like, empty_like, loca
 
 
 def give_memory(structure: Structure, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-    """Give tensors uninitialized memory, where they are on the meta device or, being whole, not contiguous.
+    """Give uninitialized memory to tensors on the meta device, and to whole ones that are not contiguous.
 
     Args:
         names: of the tensors; each may be sharded or not.
-        device: where memory is made; shards of units with offload are in host memory instead.
+        device: where memory is allocated; shards of units with offload are in host memory instead.
 
     Returns:
         This rank's part of each tensor, by name.

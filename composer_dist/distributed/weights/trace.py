@@ -1,4 +1,4 @@
-"""What initializers touch, found by running them on the meta device; and the random state around them."""
+"""Finds what initializers touch by running them on the meta device; keeps the random state around them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def trace(structure: Structure, initializers: list[Initializer]) -> None:
 
 
 def _check_ties(structure: Structure, names: list[str], initializer: Initializer) -> None:
-    """An initializer that puts another tensor in one place of a tie would lose it or break the tie."""
+    """Refuse an initializer that puts another tensor in one place of a tie, which breaks the tie."""
     for name in names:
         held = structure.tensors[name]
         if len({id(place.get()) for place in held.places}) > 1:
@@ -156,7 +156,7 @@ def seed_all(text: str) -> None:
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn inside, the random states afterwards are as they were before."""
+    """Restore all random states afterwards."""
     numpy = sys.modules.get("numpy")
     python, arrays = random.getstate(), numpy.random.get_state() if numpy else None
     devices = [] if device.type in {"cpu", "meta"} else [device]

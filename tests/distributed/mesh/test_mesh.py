@@ -206,7 +206,7 @@ def test_a_mesh_that_cannot_be_read_is_refused(shape: tuple[int, ...], names: An
     _fake(8)
     own = init_device_mesh("cpu", shape, mesh_dim_names=names)
     with pytest.raises(
-        ParallelismValueError, match="name them dp_replicate, dp_shard, cp, tp, in this order"
+        ParallelismValueError, match="Name them dp_replicate, dp_shard, cp, tp, in this order"
     ):
         mesh_sizes(own, 8)
 
@@ -232,7 +232,7 @@ def test_a_prepared_model_remembers_its_whole_mesh() -> None:
     assert mesh_of(nn.Sequential(model)) is whole
     part = fsdp_mesh(mesh)
     assert part is not None
-    with pytest.raises(ParallelismValueError, match="pass the whole mesh"):
+    with pytest.raises(ParallelismValueError, match="Pass the whole mesh"):
         sampler_kwargs(part)
 
 

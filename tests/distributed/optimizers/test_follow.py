@@ -218,7 +218,7 @@ def test_optimizers_that_differ_between_ranks_are_refused(what: str) -> None:
         "class": "optimizer 0: Adam on rank 0, AdamW on rank 1",
         "lr": "optimizer 0 group 0 lr: 0.1 on rank 0, 0.2 on rank 1",
         "order": "optimizer 0 group 0 scale: 0 on rank 0, 11 on rank 1",
-        "missing": "optimizer 0: rank 0 has it, rank 1 has not",
+        "missing": "optimizer 0: rank 0 has it, rank 1 does not",
     }[what]
     results = run(differing, 2, what)
     assert results[0] == results[1]

@@ -124,7 +124,7 @@ def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
     done = _output(tmp_path, _SUM + call)
     assert done.returncode == 1
     assert "value" not in done.stdout
-    assert "ended with exit status 1 before it could begin" in done.stderr
+    assert "ended with exit status 1 before it could start" in done.stderr
     assert 'under `if __name__ == "__main__":`' in done.stderr
     guarded = _output(tmp_path, f'{_SUM}if __name__ == "__main__":\n    {call}')
     assert guarded.stdout == "value 3\n", guarded.stderr

@@ -40,7 +40,7 @@ def test_who_did_not_come_is_named() -> None:
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(agreed_name, store, 2, 4)
         with pytest.raises(
-            ParallelismRuntimeError, match=r"Of 4 ranks, ranks 1, 3 did not come within 0.3 s"
+            ParallelismRuntimeError, match=r"Of 4 ranks, ranks 1, 3 did not arrive within 0.3 s"
         ):
             agreed_name(store, 0, 4)
     assert len(second.result()) == 32

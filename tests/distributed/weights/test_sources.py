@@ -172,7 +172,7 @@ def piecewise(sync: str) -> dict[str, torch.Tensor]:
     ("what", "expected"),
     [
         ("shape", "different model:\n  extra.weight: shape is [4, 8] on rank 0, [5, 8] on rank 1"),
-        ("missing", "different model:\n  extra.weight: rank 0 has it, rank 1 has not"),
+        ("missing", "different model:\n  extra.weight: rank 0 has it, rank 1 does not"),
         ("dtype", "different model:\n  row: dtype is torch.float32 on rank 0, torch.bfloat16 on rank 1"),
         ("frozen", "different model:\n  scale: requires_grad is True on rank 0, False on rank 1"),
         (
