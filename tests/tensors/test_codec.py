@@ -372,7 +372,7 @@ def test_sizes_are_those_of_what_is_stored() -> None:
 
 
 def test_registration_is_checked(codecs: None) -> None:
-    with pytest.raises(ParallelismTypeError, match="for a subclass of torch.Tensor, not for <class 'int'>"):
+    with pytest.raises(ParallelismTypeError, match="needs a subclass of torch.Tensor, not <class 'int'>"):
         register_tensor_codec(int, rows=[], **OTHER)  # type: ignore[type-var]
     with pytest.raises(ParallelismTypeError, match="Parameter"):
         register_tensor_codec(nn.Parameter, rows=[], **OTHER)
