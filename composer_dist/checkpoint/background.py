@@ -1,6 +1,6 @@
 """Saves in the background, while training continues.
 
-What is saved is copied to host memory, into buffers that the next save reuses, and a thread writes it. The
+The state is copied to host memory, into buffers that the next save reuses, and a thread writes it. The
 thread runs no collectives, and its agreements use separate keys in the store. At most one save is in
 progress. The thread is not a daemon, so the interpreter waits for it before it exits.
 """

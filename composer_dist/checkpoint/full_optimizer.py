@@ -37,7 +37,7 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
     A collective on a sharded model. State of frozen parameters is included; 8-bit state becomes float32.
 
     Args:
-        model: prepared or not. A tied parameter goes by its first name.
+        model: prepared or not. A tied parameter has its first name.
         optimizer: of its parameters.
 
     Returns:
@@ -57,12 +57,8 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
         check_whole(model, named["state"])
     except Exception as caught:
         error = caught
-    agree_on(
-        "full_optimizer_state",
-        model.parameters(),
-        [f"{k} {tuple(v.shape)}" for k, v in tensors.items()],
-        error,
-    )
+    described = [f"{label} {tuple(tensor.shape)}" for label, tensor in tensors.items()]
+    agree_on("full_optimizer_state", model.parameters(), described, error)
     full = gather_full(tensors, False, torch.float32 if is_low_bit(optimizer) else None)
     if world_and_rank()[1] != 0:
         return {}
@@ -124,12 +120,8 @@ def load_full_optimizer_state(
             for label, scalar in scalars.items():
                 if not scalar.ndim:
                     made[label].copy_(scalar)
-        fill(
-            mesh_of_world(model),
-            {k: v for k, v in made.items() if v.ndim},
-            full,
-            by_part=is_low_bit(optimizer),
-        )
+        targets = {label: tensor for label, tensor in made.items() if tensor.ndim}
+        fill(mesh_of_world(model), targets, full, by_part=is_low_bit(optimizer))
     return LoadResult(plan["missing"], plan["unexpected"])
 
 
@@ -144,16 +136,10 @@ def _plan_load(values: State, groups: Groups | None, held: Sequence[str], strict
     odd = [label for label, value in tensors.items() if isinstance(value, DTensor) or value.is_meta]
     if odd:
         raise CheckpointValueError(f"The state has these sharded or without values: {', '.join(odd)}.")
-    described = {
-        name: {key: _described(value) for key, value in values.items()} for name, values in state.items()
-    }
-    return {
-        "state": described,
-        "groups": groups,
-        "missing": missing,
-        "unexpected": unexpected,
-        "full": {label: tensor.detach() for label, tensor in tensors.items() if tensor.ndim},
-    }
+    described = {name: {k: _described(v) for k, v in values.items()} for name, values in state.items()}
+    full = {label: tensor.detach() for label, tensor in tensors.items() if tensor.ndim}
+    names = {"missing": missing, "unexpected": unexpected}
+    return {"state": described, "groups": groups, "full": full, **names}
 
 
 def _described(value: Any) -> Any:

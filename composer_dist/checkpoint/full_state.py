@@ -120,12 +120,8 @@ def load_full_model_state(
     with usable_or_marked(model):
         for name in plan["tensors"]:
             _materialize(targets[name])
-        fill(
-            mesh_of_world(model),
-            {name: targets[name] for name in plan["tensors"]},
-            given,
-            everywhere=source == "all",
-        )
+        chosen = {name: targets[name] for name in plan["tensors"]}
+        fill(mesh_of_world(model), chosen, given, everywhere=source == "all")
         for name in plan["objects"]:
             value = given.get(name)
             owner_of(model, name).set_extra_state(value if source == "all" else broadcast(value))

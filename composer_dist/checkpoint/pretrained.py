@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,7 @@ from composer_dist.checkpoint.export.weights import Export
 from composer_dist.checkpoint.full_state import LoadResult, full_model_state
 from composer_dist.checkpoint.kinds.filling import fill_model
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.prepared import (
-    check_usable,
-    mesh_of_world,
-    prepared_mesh,
-    reshard,
-)
+from composer_dist.distributed.prepared import check_usable, mesh_of_world, prepared_mesh, reshard
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import world_and_rank
 from composer_dist.distributed.training.summon import summon_full_params
@@ -136,7 +131,7 @@ def _adapters(saved: Any) -> Callable[[Path], None]:
 
     def write(directory: Path) -> None:
         with ExitStack() as stack:
-            for prompts in _prompt_encoders(saved):
+            if isinstance(prompts := getattr(saved, "prompt_encoder", None), nn.Module):
                 # peft runs these to compute the tensors to write, so they need their values on every rank.
                 stack.enter_context(summon_full_params(prompts, writeback=False))
             with Agreement().together("export_pretrained"):
@@ -182,9 +177,3 @@ def _pretrained(model: nn.Module) -> nn.Module:
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """The model's own tensors under all their names."""
     return {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
-
-
-def _prompt_encoders(model: nn.Module) -> Iterator[nn.Module]:
-    encoders = getattr(model, "prompt_encoder", None)
-    if isinstance(encoders, nn.Module):
-        yield encoders

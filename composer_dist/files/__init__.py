@@ -1,1 +1,1 @@
-"""What weight files hold, under which names, and how slices of them are read, checked and written."""
+"""Weight files: their tensors and names, and reading, checking and writing slices of them."""

@@ -1,4 +1,4 @@
-"""Matches the tensor names of a checkpoint with those of a model.
+"""Matches the tensor names of a checkpoint with a model's.
 
 A checkpoint may come from the model, from a part of it, or from before it was wrapped by peft, DDP, a
 compiler, a checkpoint wrapper or a `ComposerModel`. A tied tensor may have any of its names, and transformers

@@ -123,8 +123,8 @@ def _simplified(sizes: Dims, strides: Dims, steps: Dims) -> tuple[Dims, Dims, Di
             found[-1] = (found[-1][0] * size, stride, step)
         else:
             found.append((size, stride, step))
-    found = found or [(1, 1, 1)]
-    return tuple(one[0] for one in found), tuple(one[1] for one in found), tuple(one[2] for one in found)
+    fewer, jumps, moves = zip(*(found or [(1, 1, 1)]), strict=True)
+    return fewer, jumps, moves
 
 
 MIB = 1 << 20

@@ -1,1 +1,1 @@
-"""What the files of a checkpoint look like."""
+"""The file formats of checkpoints."""

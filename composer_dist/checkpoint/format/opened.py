@@ -169,17 +169,9 @@ def _open_directory(where: str, root: Path | str, allow_pickle: bool) -> Opened:
         )
     manifest = Manifest.of_text(mark, f"{where}/{manifests.NAME}")
     manifest.check_complete(where)
-    return Opened(
-        where,
-        root,
-        True,
-        manifest.index(where),
-        manifest.structure,
-        manifest.kinds,
-        manifest.files,
-        dict(manifest.objects),
-        allow_pickle,
-    )
+    index, objects = manifest.index(where), dict(manifest.objects)
+    facts = (manifest.structure, manifest.kinds, manifest.files)
+    return Opened(where, root, True, index, *facts, objects, allow_pickle)
 
 
 def _open_file(path: Path, allow_pickle: bool) -> Opened:
@@ -193,17 +185,8 @@ def _open_file(path: Path, allow_pickle: bool) -> Opened:
     structure = {str(key): encode((str(key),), value, leaves) for key, value in contents.items()}
     if not all(is_plain(one) for one in leaves.objects.values()):  # a tuple may hold tensors
         leaves.objects = _objects_of(path, allow_pickle)
-    return Opened(
-        str(path),
-        path.parent,
-        False,
-        index_of(path, leaves.tensors),
-        structure,
-        {},
-        [seal] if seal else [],
-        leaves.objects,
-        allow_pickle,
-    )
+    index, stored = index_of(path, leaves.tensors), [seal] if seal else []
+    return Opened(str(path), path.parent, False, index, structure, {}, stored, leaves.objects, allow_pickle)
 
 
 def _objects_of(path: Path, allow_pickle: bool) -> dict[str, Any]:

@@ -116,11 +116,8 @@ class Saving:
             for path, value in self.leaves.objects.items():
                 objects.append([path, *file.save_object(value)])
         stored = file.stored()
-        return {
-            "file": [stored.name, stored.nbytes, list(stored.checksums)],
-            "tensors": tensors,
-            "objects": objects,
-        }
+        facts = [stored.name, stored.nbytes, list(stored.checksums)]
+        return {"file": facts, "tensors": tensors, "objects": objects}
 
     def _finish(self, posts: list[dict[str, Any]]) -> None:
         """Write the manifest and put the checkpoint in its place, on the first rank."""

@@ -155,10 +155,8 @@ def deal(held: list[dict[str, Any]]) -> dict[str, Any]:
         rank, number = min(holders[key], key=lambda place: (loads[place[0]], place[0]))
         loads[rank] += sizes[key]
         shares[rank].append(number)
-    return {
-        "shares": [sorted(share) for share in shares],
-        "plan": _digest([_digest(one) for one in held]),
-    }
+    plan = _digest([_digest(one) for one in held])
+    return {"shares": [sorted(share) for share in shares], "plan": plan}
 
 
 def _digest(value: Any) -> str:

@@ -1,1 +1,1 @@
-"""Where checkpoints go."""
+"""The places of checkpoints: local directories and URLs."""
