@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composer_dist.checkpoint import export_pretrained
+from composer_dist.checkpoint import export_pretrained, full_model_state, load_pretrained
 from composer_dist.distributed import init_context, parallelize_model
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, ParallelismTypeError
 from composer_dist.models import HuggingFaceModel
 from tests.kit.files import files
 from tests.kit.huggingface import (
     ADAPTERS,
+    LORA,
     adapted,
     adapter,
     base_for,
+    gpt2,
+    llama,
     logits,
     pretrained_llama,
     pretrained_t5,
@@ -29,7 +34,8 @@ from tests.kit.huggingface import (
     sharded,
     tokenizer,
 )
-from tests.kit.world import World
+from tests.kit.meshes import BY_WORLD, PLACES
+from tests.kit.world import World, run
 
 pytestmark = [
     # peft 0.21 reads an attribute that transformers 5.23 deprecates.
@@ -106,15 +112,18 @@ def test_nothing_of_an_earlier_export_is_read(tmp_path: Path, first: str, second
     assert not [name for name in files(tmp_path) if ".export-" in name]
 
 
-def keeps_on_training(path: Path) -> tuple[str, bool]:
-    model = sharded(pretrained_llama())
+def keeps_on_training(path: Path, strategy: str) -> tuple[str, bool]:
+    model = pretrained_llama()
+    parallelize_model(model, strategy)
     export_pretrained(model, path)
     model(input_ids=prompt(0), labels=prompt(0)).loss.backward()
     return type(model).__name__, all(p.grad is not None for p in model.parameters())
 
 
-def test_a_model_is_as_before_after_its_export(world2: World, tmp_path: Path) -> None:
-    assert world2(keeps_on_training, tmp_path) == [("FSDPLlamaForCausalLM", True)] * 2
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_model_is_as_before_after_its_export(world2: World, tmp_path: Path, strategy: str) -> None:
+    expected = f"{strategy.upper()}LlamaForCausalLM", True
+    assert world2(keeps_on_training, tmp_path, strategy) == [expected] * 2
 
 
 # Adapters
@@ -188,15 +197,22 @@ def two_adapters() -> HuggingFaceModel:
     return model
 
 
-def export_two(path: Path) -> None:
-    export_pretrained(sharded(two_adapters()), path)
+def injected() -> Any:
+    model = pretrained_llama()
+    torch.manual_seed(1)
+    model.add_adapter(adapter("lora"))
+    return model
+
+
+def export_made(path: Path, make: Callable[[], Any]) -> None:
+    export_pretrained(sharded(make()), path)
 
 
 @pytest.mark.promise(95)
 def test_several_adapters(world2: World, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    world2(export_two, tmp_path)
+    world2(export_made, tmp_path, two_adapters)
     reference = two_adapters().model
     for name, place in (("default", tmp_path), ("second", tmp_path / "second")):
         reference.set_adapter(name)
@@ -204,22 +220,43 @@ def test_several_adapters(world2: World, tmp_path: Path) -> None:
         assert torch.equal(logits(loaded), logits(reference)), name
 
 
-def export_injected(path: Path) -> None:
-    model = pretrained_llama()
-    torch.manual_seed(1)
-    model.add_adapter(adapter("lora"))
-    export_pretrained(sharded(model), path)
-
-
 @pytest.mark.promise(95)
 def test_adapters_without_a_peft_model(world2: World, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    world2(export_injected, tmp_path)
-    reference = pretrained_llama()
-    torch.manual_seed(1)
-    reference.add_adapter(adapter("lora"))
-    assert torch.equal(logits(PeftModel.from_pretrained(pretrained_llama(), tmp_path)), logits(reference))
+    world2(export_made, tmp_path, injected)
+    loaded = PeftModel.from_pretrained(pretrained_llama(), tmp_path)
+    assert torch.equal(logits(loaded), logits(injected()))
+
+
+def seeded(kind: str, seed: int = 3) -> Any:
+    torch.manual_seed(seed)
+    return LORA[kind]().eval()
+
+
+def adapters(directory: Path, names: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    for name, kind in itertools.product(names, LORA):
+        model, other = seeded(kind), seeded(kind, seed=4)
+        for one in (model, other):
+            parallelize_model(one, BY_WORLD[name]())
+        export_pretrained(model, directory / name / kind)
+        assert load_pretrained(other, directory / name / kind) == ([], [])
+        found, expected = (full_model_state(one, ranks="all") for one in (other, model))
+        assert all(torch.equal(found[key], expected[key]) for key in expected if "lora_" in key)
+
+
+@pytest.mark.promise(95)
+@pytest.mark.parametrize(("ranks", "names"), PLACES)
+def test_an_adapter_from_every_mesh_loads_in_plain_peft(tmp_path: Path, ranks: int, names: list[str]) -> None:
+    from peft import PeftModel
+
+    run(adapters, ranks, tmp_path, names, timeout=180)
+    for kind, name in itertools.product(LORA, names):
+        torch.manual_seed(3)
+        base = {"llama": llama, "gpt2": gpt2}[kind]()
+        loaded = PeftModel.from_pretrained(base, tmp_path / name / kind)
+        assert torch.equal(logits(loaded), logits(seeded(kind))), name
 
 
 # Errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from composer_dist._torch import checkpoint_wrapper
 from composer_dist.checkpoint import LoadResult, full_model_state, load_full_model_state
 from composer_dist.checkpoint import full_state as state_module
+from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import (
     CheckpointError,
@@ -31,27 +33,27 @@ from tests.kit.world import World, run
 # full_model_state
 
 
-def gathered(replicas: int, ranks: Any) -> dict[str, Any]:
-    return full_model_state(sharded(stateful(), replicas=replicas), ranks=ranks)
+DDP = pytest.param("ddp", marks=pytest.mark.promise(61))
+RANKS = {"one": 1, "fsdp": 2, "ddp": 2, "hsdp": 4}
+
+
+def prepared(model: nn.Module, mesh: str) -> nn.Module:
+    if mesh == "ddp":
+        parallelize_model(model, DDPConfig())
+        return model
+    return sharded(model, replicas=2 if mesh == "hsdp" else 1)
+
+
+def gathered(mesh: str, ranks: Any) -> dict[str, Any]:
+    return full_model_state(prepared(stateful(), mesh), ranks=ranks)
 
 
 @pytest.mark.promise(42)
-def test_rank_0_gets_the_plain_state_dict(world2: World) -> None:
-    first, second = world2(gathered, 1, "zero")
-    equal(first, stateful().state_dict())
-    assert second == {}
-
-
-@pytest.mark.promise(42)
-def test_all_ranks_get_it_on_request(world2: World) -> None:
-    for state in world2(gathered, 1, "all"):
-        equal(state, stateful().state_dict())
-
-
-@pytest.mark.promise(42)
-def test_on_one_rank_and_on_two_replicas_of_two_shards(world1: World, world4: World) -> None:
-    equal(world1(gathered, 1, "zero")[0], stateful().state_dict())
-    equal(world4(gathered, 2, "zero")[0], stateful().state_dict())
+@pytest.mark.parametrize("ranks", ["zero", "all"])
+@pytest.mark.parametrize("mesh", ["one", "fsdp", DDP, "hsdp"])
+def test_rank_0_or_all_ranks_get_the_plain_state_dict(mesh: str, ranks: str) -> None:
+    for rank, state in enumerate(run(gathered, RANKS[mesh], mesh, ranks)):
+        equal(state, stateful().state_dict() if ranks == "all" or rank == 0 else {})
 
 
 def tied_and_owned() -> tuple[bool, list[str], list[str]]:
@@ -90,20 +92,11 @@ def gathered_after_eval(reshard_after_forward: Any) -> tuple[dict[str, Any], boo
 
 
 @pytest.mark.promise(103)
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_after_an_eval_forward(world2: World, reshard_after_forward: bool) -> None:
+@pytest.mark.parametrize(("ranks", "reshard_after_forward"), [(2, True), (2, False), (4, 2)])
+def test_after_an_eval_forward(ranks: int, reshard_after_forward: bool | int) -> None:
     reference = stateful().eval()
     reference(six_tokens())
-    (state, resharded), _ = world2(gathered_after_eval, reshard_after_forward)
-    equal(state, reference.state_dict())
-    assert resharded
-
-
-@pytest.mark.promise(103)
-def test_after_an_eval_forward_onto_a_smaller_shard(world4: World) -> None:
-    reference = stateful().eval()
-    reference(six_tokens())
-    state, resharded = world4(gathered_after_eval, 2)[0]
+    state, resharded = run(gathered_after_eval, ranks, reshard_after_forward)[0]
     equal(state, reference.state_dict())
     assert resharded
 
@@ -180,12 +173,9 @@ def test_names_have_no_wrapper_segments(world2: World) -> None:
     equal(world2(wrapped_names)[0], stateful().state_dict())
 
 
-def compiled_names() -> list[str]:
-    return list(full_model_state(torch.compile(stateful(), backend="eager")))  # type: ignore[arg-type]
-
-
 def test_a_compiled_model_has_the_plain_names() -> None:
-    assert compiled_names() == list(stateful().state_dict())
+    compiled: Any = torch.compile(stateful(), backend="eager")
+    assert list(full_model_state(compiled)) == list(stateful().state_dict())
 
 
 def bad_selection(kind: str) -> str:
@@ -201,13 +191,13 @@ def bad_selection(kind: str) -> str:
     return str(failure.value)
 
 
-def test_a_selection_that_differs_or_raises_does_so_on_every_rank(world2: World) -> None:
-    first, second = world2(bad_selection, "differs")
+@pytest.mark.parametrize(("kind", "text"), [("differs", "embed.weight"), ("raises", "out of luck")])
+def test_a_selection_that_differs_or_raises_does_so_on_every_rank(
+    world2: World, kind: str, text: str
+) -> None:
+    first, second = world2(bad_selection, kind)
     assert first == second
-    assert "embed.weight" in first
-    first, second = world2(bad_selection, "raises")
-    assert first == second
-    assert "out of luck" in first
+    assert text in first
 
 
 def test_options_are_checked() -> None:
@@ -225,14 +215,12 @@ def test_options_are_checked() -> None:
 
 
 def loaded(
-    seed: int, replicas: int, meta: bool, source: Any, dtype: Any
+    seed: int, mesh: str, meta: bool, source: Any, dtype: Any
 ) -> tuple[dict[str, Any], LoadResult, bool, bool]:
     given = stateful(seed).state_dict() if source == "all" or torch.distributed.get_rank() == 0 else {}
     with torch.device("meta" if meta else "cpu"):
-        model = stateful().to(dtype)
-    if not meta:
         model = stateful(7).to(dtype)
-    sharded(model, replicas=replicas)
+    prepared(model, mesh)
     before = list(model.parameters())
     result = load_full_model_state(model, given, source=source)
     same = all(a is b for a, b in zip(before, model.parameters(), strict=True))
@@ -246,25 +234,23 @@ def loaded(
     return state, result, same, unchanged
 
 
+CASES = itertools.product([False, True], ["rank0", "all"], ["float32", "bfloat16"])
+
+
 @pytest.mark.promise(44)
-@pytest.mark.parametrize("source", ["rank0", "all"])
-@pytest.mark.parametrize("meta", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_full_state_loads_into_shards(world2: World, source: str, meta: bool, dtype: torch.dtype) -> None:
-    expected = stateful(3).to(dtype).state_dict()
-    for state, result, same, unchanged in world2(loaded, 3, 1, meta, source, dtype):
-        equal(state, expected)
+@pytest.mark.parametrize(
+    ("mesh", "meta", "source", "dtype"),
+    [
+        *(("fsdp", *case) for case in CASES),
+        *(("hsdp", meta, "rank0", "float32") for meta in (False, True)),
+        pytest.param("ddp", False, "rank0", "float32", marks=pytest.mark.promise(61)),
+    ],
+)
+def test_a_full_state_loads_into_shards(mesh: str, meta: bool, source: str, dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    for state, result, same, unchanged in run(loaded, RANKS[mesh], 3, mesh, meta, source, kind):
+        equal(state, stateful(3).to(kind).state_dict())
         assert result == ([], [])
-        assert same
-        assert unchanged
-
-
-@pytest.mark.promise(44)
-@pytest.mark.parametrize("meta", [False, True])
-def test_into_two_replicas_of_two_shards(world4: World, meta: bool) -> None:
-    expected = stateful(3).state_dict()
-    for state, _, same, unchanged in world4(loaded, 3, 2, meta, "rank0", torch.float32):
-        equal(state, expected)
         assert same
         assert unchanged
 

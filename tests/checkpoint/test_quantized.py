@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,28 +21,16 @@ from composer_dist.distributed import parallelize_model, prepare_fully_shard
 from composer_dist.distributed.moving.whole import gather
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
 from composer_dist.tensors.inner import dense, inner_tensors
-from tests.kit.quantized import Stack, quantize
+from tests.kit.quantized import KINDS, NF4, Stack, adam, nf4_llama, quantize
 from tests.kit.toy import built
 from tests.kit.world import World
 
 BASES = [f"layers.{number}.base.weight" for number in range(2)]
 
 
-@pytest.fixture(params=["int8", "nf4"])
-def kind(request: pytest.FixtureRequest) -> str:
-    if request.param == "nf4":
-        pytest.importorskip("torchao", reason="NF4 is torchao's; it is an extra")
-    name: str = request.param
-    return name
-
-
 def stack(kind: str, seed: int, width: int = 0) -> Stack:
     torch.manual_seed(seed)
     return Stack(kind, width)
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
 def bits(model: nn.Module) -> dict[str, Tensor]:
@@ -83,6 +70,7 @@ def load(path: str, kind: str, start: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.promise(46)
+@KINDS
 def test_a_checkpoint_holds_the_quantized_bits(
     world1: World, world2: World, world4: World, tmp_path: Path, kind: str
 ) -> None:
@@ -126,19 +114,6 @@ def test_what_is_made_of_other_parts_is_refused_by_name(tmp_path: Path) -> None:
         assert torch.equal(dense(weight), dense(quantize(plain.get_parameter(name).detach(), "int8")))
 
 
-def nf4_llama() -> Any:
-    """A Llama whose projections are NF4."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2, "vocab_size": 16}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).eval()
-    for layer in model.model.layers.modules():
-        if isinstance(layer, nn.Linear):
-            layer.weight = nn.Parameter(quantize(layer.weight.detach(), "nf4"), requires_grad=False)
-    return model
-
-
 def export(path: Path) -> None:
     warnings.simplefilter("ignore")
     model = nf4_llama()
@@ -147,8 +122,8 @@ def export(path: Path) -> None:
 
 
 @pytest.mark.promise(96)
+@NF4
 def test_nf4_is_exported_dense(world2: World, tmp_path: Path) -> None:
-    pytest.importorskip("torchao", reason="NF4 is torchao's; it is an extra")
     from transformers import AutoModelForCausalLM
 
     world2(export, tmp_path)

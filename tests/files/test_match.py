@@ -12,10 +12,6 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-)
 
 from composer_dist._torch import checkpoint_wrapper
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
@@ -30,11 +26,6 @@ from tests.kit.huggingface import gpt2, llama, lora, mixtral, random
 from tests.zoo import toy
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
-
-def bert() -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 33}
-    return BertForSequenceClassification(BertConfig(num_hidden_layers=1, **sizes))
 
 
 def matched(model: nn.Module, path: Path, strict: bool = True) -> Match:

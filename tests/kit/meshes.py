@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -78,6 +79,14 @@ BY_WORLD: dict[str, Any] = {
     "tp": lambda: mesh(tp=2, dp_shard=dist.get_world_size() // 2),
     "replicas of tp": lambda: mesh(dp_replicate=2, dp_shard=1, tp=2),
 }
+
+
+PLACES = [
+    (2, ["tp"]),
+    pytest.param(2, ["ddp", "hsdp"], marks=pytest.mark.slow),
+    pytest.param(4, ["tp"], marks=pytest.mark.slow),
+]
+"""Number of ranks, and names of `BY_WORLD` that FSDP's tests leave."""
 
 
 SHAPES = [(12, 8), (7, 5), (3, 6), (6,), (1, 4), (4, 6, 5), (2, 0), (0, 3)]

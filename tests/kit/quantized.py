@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -70,6 +72,29 @@ register_tensor_codec(
     to_dense=lambda tensor: tensor.dense(),  # type: ignore[attr-defined]
     from_dense=lambda dense, like: Int8Rows.of(dense),
 )
+
+
+NF4 = pytest.mark.skipif(find_spec("torchao") is None, reason="NF4 is torchao's; it is an extra")
+KINDS = pytest.mark.parametrize("kind", ["int8", pytest.param("nf4", marks=NF4)])
+"""For tests on both quantized classes."""
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """Of the trained parameters."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def nf4_llama() -> Any:
+    """A Llama whose projections are NF4."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2, "vocab_size": 16}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).eval()
+    for layer in model.model.layers.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(quantize(layer.weight.detach(), "nf4"), requires_grad=False)
+    return model
 
 
 def quantize(dense: Tensor, kind: str) -> Any:

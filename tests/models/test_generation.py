@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from composer_dist.config.fully_shard import FSDP2Config
-from composer_dist.distributed import parallelize_composer_model
+from composer_dist.distributed import parallelize_composer_model, parallelize_model
 from composer_dist.models import HuggingFaceModel
 from tests.kit.huggingface import (
     adapter,
+    llama,
     pretrained_gpt2,
     pretrained_llama,
     pretrained_t5,
@@ -23,7 +25,8 @@ from tests.kit.huggingface import (
     sharded,
     tokenizer,
 )
-from tests.kit.world import World
+from tests.kit.meshes import BY_WORLD, PLACES
+from tests.kit.world import World, run
 
 OPTIONS = {
     "greedy": {"max_new_tokens": 8, "do_sample": False},
@@ -78,6 +81,26 @@ def test_the_unsharded_models_tokens(
         expected = build(kind).generate(prompt(rank), **OPTIONS[mode])
         for tokens in results:
             assert torch.equal(tokens, expected), rank
+
+
+def generated_on(names: list[str]) -> list[Tensor]:
+    warnings.simplefilter("ignore")
+    found = []
+    for name in names:
+        torch.manual_seed(3)
+        model = HuggingFaceModel(llama().eval())
+        parallelize_model(model, BY_WORLD[name]())
+        found.append(model.generate(prompt(0), **OPTIONS["greedy"]))
+    return found
+
+
+@pytest.mark.promise(97)
+@pytest.mark.parametrize(("ranks", "names"), PLACES)
+def test_the_unsharded_models_tokens_on_every_mesh(ranks: int, names: list[str]) -> None:
+    torch.manual_seed(3)
+    expected = llama().eval().generate(prompt(0), **OPTIONS["greedy"])
+    for found in run(generated_on, ranks, names, timeout=180):
+        assert all(torch.equal(tokens, expected) for tokens in found)
 
 
 def stops_early() -> tuple[Tensor, bool]:

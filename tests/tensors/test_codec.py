@@ -35,7 +35,7 @@ from composer_dist.tensors.codec import codecs as known_codecs
 from composer_dist.tensors.inner import dense, empty_like, encoded
 from tests.kit.compare import close, same
 from tests.kit.meshes import config
-from tests.kit.quantized import Adapted, Int8Rows, Stack, quantize
+from tests.kit.quantized import KINDS, NF4, Adapted, Int8Rows, Stack, adam, nf4_llama, quantize
 from tests.kit.toy import built, train
 from tests.kit.world import run
 
@@ -43,20 +43,8 @@ BASE = "layers.0.base.weight"
 QUANTIZED = [BASE, "layers.1.base.weight"]
 
 
-@pytest.fixture(params=["int8", "nf4"])
-def kind(request: pytest.FixtureRequest) -> str:
-    if request.param == "nf4":
-        pytest.importorskip("torchao", reason="NF4 is torchao's; it is an extra")
-    name: str = request.param
-    return name
-
-
 def stack(kind: str, seed: int = 0, device: str = "cpu") -> Any:
     return built(lambda: Stack(kind), seed, device)
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
 def reference(kind: str, seed: int = 0, steps: int = 0) -> dict[str, Tensor]:
@@ -67,6 +55,7 @@ def reference(kind: str, seed: int = 0, steps: int = 0) -> dict[str, Tensor]:
 
 
 @pytest.mark.promise(46)
+@KINDS
 @pytest.mark.parametrize(
     ("others", "transport", "offload"),
     [("meta", "memory", False), ("meta", "messages", True), ("cpu", "auto", False)],
@@ -122,6 +111,7 @@ def prepared(kind: str, others: str, transport: str, offload: bool) -> dict[str,
 
 
 @pytest.mark.promise(46)
+@KINDS
 def test_a_state_loaded_by_every_rank_has_the_bits_of_the_single_device(kind: str) -> None:
     torch.manual_seed(5)
     weight = torch.randn(512, 512)
@@ -166,6 +156,7 @@ def stepwise(device: str, how: str) -> dict[str, Tensor]:
     return found
 
 
+@KINDS
 @pytest.mark.parametrize("size", [1, 2])
 def test_files_hold_dense_values(kind: str, tmp_path: Path, size: int) -> None:
     stored = reference(kind)
@@ -400,8 +391,8 @@ def test_a_codec_that_makes_something_else_is_refused(codecs: None) -> None:
 
 
 @pytest.mark.promise(46)
+@NF4
 def test_nf4_that_is_not_aligned_with_the_rows_is_refused() -> None:
-    pytest.importorskip("torchao", reason="NF4 is torchao's; it is an extra")
     model = nn.Sequential(Adapted("nf4", 768, 64))  # three blocks of 256 scales
     message = r"0\.base\.weight, a NF4Tensor, .*2 ranks.*quantization_factor has 3"
     with pytest.raises(ParallelismValueError, match=message):
@@ -412,9 +403,9 @@ def test_nf4_that_is_not_aligned_with_the_rows_is_refused() -> None:
 
 
 @pytest.mark.promise(46)
+@NF4
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_qlora_by_peft_trains_as_on_one_device() -> None:
-    pytest.importorskip("torchao", reason="NF4 is torchao's; it is an extra")
     model = qlora()
     optimizer = adam(model)
     step(model, optimizer, torch.arange(16).view(4, 4))
@@ -429,15 +420,8 @@ def test_qlora_by_peft_trains_as_on_one_device() -> None:
 def qlora() -> Any:
     """A Llama whose projections are NF4, with LoRA on two of them."""
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2, "vocab_size": 16}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
-    for layer in model.model.layers.modules():
-        if isinstance(layer, nn.Linear):
-            layer.weight = nn.Parameter(quantize(layer.weight.detach(), "nf4"), requires_grad=False)
-    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    return get_peft_model(nf4_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:

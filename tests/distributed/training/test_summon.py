@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint import full_model_state
+from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.training.summon import summon_full_params
 from composer_dist.errors import ParallelismError
+from tests.kit.huggingface import logits, lora_llama
+from tests.kit.meshes import BY_WORLD, PLACES
 from tests.kit.toy import sharded, six_tokens, stateful
-from tests.kit.world import World
+from tests.kit.world import World, run
 
 
 def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -187,6 +191,36 @@ def test_a_change_that_cannot_be_kept_is_refused_on_every_rank(
     assert other == (text, True)
     assert untouched
     assert ("forward of FSDPStateful" if kind == "forward" else "layers.0.up.weight") in text
+
+
+def summoned_on(names: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    for name in names:
+        model, reference = adapted_llama(), adapted_llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parallelize_model(model, BY_WORLD[name](), optimizer)
+        held = {key: id(value) for key, value in model.named_parameters()}
+        with summon_full_params(model):
+            for (key, value), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+                assert torch.equal(value, other), key
+                value.data.mul_(0.5)
+        for other in reference.parameters():
+            other.data.mul_(0.5)
+        for _ in range(2):  # the changes survive forwards
+            torch.testing.assert_close(logits(model), logits(reference), rtol=1e-5, atol=1e-5)
+        assert held == {key: id(value) for key, value in model.named_parameters()}
+        assert {id(p) for group in optimizer.param_groups for p in group["params"]} <= set(held.values())
+
+
+def adapted_llama() -> Any:
+    torch.manual_seed(3)
+    return lora_llama().eval()
+
+
+@pytest.mark.promise(90)
+@pytest.mark.parametrize(("ranks", "names"), PLACES)
+def test_on_every_mesh(ranks: int, names: list[str]) -> None:
+    run(summoned_on, ranks, names, timeout=180)
 
 
 @pytest.mark.promise(90)
