@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from tests.kit.huggingface import gpt2, llama, phi3
 from tests.kit.meshes import MESHES
 from tests.kit.runs import assert_same, load_run, save_run
+from tests.kit.toy import built
 from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 
-def make_gpt2(seed: int) -> nn.Module:
-    """Fused matrices, cut in groups of columns."""
-    torch.manual_seed(seed)
-    return gpt2()
-
-
-def make_phi3(seed: int) -> nn.Module:
-    """Fused matrices, cut in groups of rows."""
-    torch.manual_seed(seed)
-    return phi3()
-
-
-def make_llama(seed: int) -> nn.Module:
-    """Column- and row-wise parallel matrices."""
-    torch.manual_seed(seed)
-    return llama()
+make_gpt2 = partial(built, gpt2)
+"""Fused matrices, cut in groups of columns."""
+make_phi3 = partial(built, phi3)
+"""Fused matrices, cut in groups of rows."""
+make_llama = partial(built, llama)
+"""Column- and row-wise parallel matrices."""
 
 
 @pytest.mark.promise(58)
@@ -49,17 +39,16 @@ def test_any_mesh_to_any_mesh(tmp_path: Path, saved: str, sharded: bool) -> None
 
 @pytest.mark.promise(58)
 @pytest.mark.parametrize(
-    "make",
+    ("make", "meshes"),
     [
-        pytest.param(make_gpt2, marks=pytest.mark.slow),
-        make_phi3,
-        pytest.param(make_llama, marks=pytest.mark.slow),
+        pytest.param(make_gpt2, ("tp", "fsdp_tp", "plain"), marks=pytest.mark.slow),
+        (make_phi3, ("fsdp_tp", "plain")),
+        pytest.param(make_llama, ("fsdp_tp", "plain"), marks=pytest.mark.slow),
     ],
 )
-def test_tensor_parallel_and_back(tmp_path: Path, make: object) -> None:
+def test_tensor_parallel_and_back(tmp_path: Path, make: object, meshes: tuple[str, ...]) -> None:
     path, other = str(tmp_path / "one"), str(tmp_path / "other")
     before = run(save_run, 2, path, "fsdp2", make)[0]
-    meshes = ("tp", "fsdp_tp", "plain") if make is make_gpt2 else ("fsdp_tp", "plain")
     for loaded in meshes:
         for after in run(load_run, MESHES[loaded][0], path, loaded, make, other):
             assert_same(before, after)

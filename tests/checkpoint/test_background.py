@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from torch import nn
 
 from composer_dist.checkpoint import load_checkpoint, save_checkpoint
 from composer_dist.errors import CheckpointRuntimeError
@@ -29,23 +28,19 @@ def train_meanwhile(path: str, sharded: bool) -> tuple[Any, bool]:
         write(self, data)
 
     with patch.object(checked_file.LocalSink, "write", slow):
-        return step_while_held(path, sharded, held)
-
-
-def step_while_held(path: str, sharded: bool, held: threading.Event) -> tuple[Any, bool]:
-    model, optimizer = start("fsdp2", stateful, 0)
-    train(model, optimizer)
-    before = snapshot(model, optimizer)
-    state = {"model": model, "optimizer": optimizer, "steps": 1}
-    pending = save_checkpoint(path, state, asynchronous=True, sharded=sharded)
-    assert pending is not None
-    train(model, optimizer, 3)
-    under_way = not pending.done
-    pending.check()
-    held.set()
-    pending.wait()
-    assert pending.done
-    return before, under_way
+        model, optimizer = start("fsdp2", stateful, 0)
+        train(model, optimizer)
+        before = snapshot(model, optimizer)
+        state = {"model": model, "optimizer": optimizer, "steps": 1}
+        pending = save_checkpoint(path, state, asynchronous=True, sharded=sharded)
+        assert pending is not None
+        train(model, optimizer, 3)
+        under_way = not pending.done
+        pending.check()
+        held.set()
+        pending.wait()
+        assert pending.done
+        return before, under_way
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -82,18 +77,14 @@ def fail_on_one_rank(path: str) -> tuple[str, str]:
             raise OSError(28, "No space left on device")
 
     with patch.object(checked_file.LocalSink, "write", write):
-        return failures(path, model)
-
-
-def failures(path: str, model: nn.Module) -> tuple[str, str]:
-    save_checkpoint(path, {"model": model}, asynchronous=True)
-    with pytest.raises(CheckpointRuntimeError) as caught:
         save_checkpoint(path, {"model": model}, asynchronous=True)
-    pending = save_checkpoint(path, {"model": model}, asynchronous=True)
-    assert pending is not None
-    with pytest.raises(CheckpointRuntimeError) as again:
+        with pytest.raises(CheckpointRuntimeError) as caught:
+            save_checkpoint(path, {"model": model}, asynchronous=True)
+        pending = save_checkpoint(path, {"model": model}, asynchronous=True)
+        assert pending is not None
+        with pytest.raises(CheckpointRuntimeError) as again:
+            pending.wait()
         pending.wait()
-    pending.wait()
     return str(caught.value), str(again.value)
 
 

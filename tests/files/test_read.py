@@ -47,7 +47,6 @@ def test_parts_of_any_layout(
 ) -> None:
     for module in (reading, slab_work):
         monkeypatch.setattr(module, "STAGE_BYTES", stage)
-    for module in (reading, slab_work):
         monkeypatch.setattr(module, "BATCH_BYTES", 64)
     monkeypatch.setattr(reading, "_WORTH", worth)
     values = {str(one.shape): NUMBERS[: torch.Size(one.shape).numel()].view(one.shape) for one in layouts()}
@@ -123,30 +122,15 @@ def test_a_part_costs_its_bytes_and_what_is_adjacent_one_read(
     columns = Layout((64, 256), tp_dim=1)
     part = columns.part(Coordinate(tp=1, tps=2))
     local = torch.empty(64, 128)
-    assert (
-        read(
-            index,
-            list(
-                plan_reads(
-                    Blueprint.stored("0", (64, 256), torch.float32), index.entries, part, local.view(-1)
-                )
-            ),
-        )
-        == local.nbytes
-    )
+    blueprint = Blueprint.stored("0", (64, 256), torch.float32)
+    assert read(index, list(plan_reads(blueprint, index.entries, part, local.view(-1)))) == local.nbytes
 
 
 def test_files_that_are_not_what_they_were_are_refused(tmp_path: Path) -> None:
     index = write(tmp_path / "all.safetensors", a=torch.randn(64))
     local = torch.zeros(64)
-    slabs = list(
-        plan_reads(
-            Blueprint.stored("a", (64,), torch.float32),
-            index.entries,
-            Layout((64,)).part(Coordinate()),
-            local,
-        )
-    )
+    blueprint, part = Blueprint.stored("a", (64,), torch.float32), Layout((64,)).part(Coordinate())
+    slabs = list(plan_reads(blueprint, index.entries, part, local))
     with Files(tmp_path, index.files) as files:
         os.truncate(tmp_path / "all.safetensors", index.entries["a"].offset + 100)
         with pytest.raises(CheckpointRuntimeError, match=r"all.safetensors was truncated while it was read"):
