@@ -1,8 +1,8 @@
 """Attention over a sequence of which each rank has a part.
 
-Inside `distributed_attention`, `torch.nn.functional.scaled_dot_product_attention` is another function, as in
-torch's own context. On CUDA devices it is torch's ring. Elsewhere, and for what the ring cannot do, every
-rank gathers all keys and values: more memory, the same numbers.
+Inside `distributed_attention`, `torch.nn.functional.scaled_dot_product_attention` is replaced, as in torch's
+own context: on CUDA devices by torch's ring. On other devices, and for calls that the ring does not support,
+every rank gathers all keys and values, which takes more memory and gives the same numbers.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class SequenceSplit:
 def attention_as(function: Attention) -> Iterator[None]:
     """Inside, `torch.nn.functional.scaled_dot_product_attention` is `function`, in every thread.
 
-    In every thread, because checkpointed blocks are computed anew in the threads of backward. Compiled blocks
-    see the same name for it at each step, and leave it as it is.
+    It must reach every thread because backward recomputes checkpointed blocks in its own threads. Compiled
+    blocks see the same function at each step and do not compile it.
     """
     before = F.scaled_dot_product_attention
     _functions.append(function)
@@ -106,7 +106,7 @@ def distributed_attention(layout: SequenceSplit, mesh: DeviceMesh) -> Iterator[N
 
 def gathered_attention(layout: SequenceSplit, group: dist.ProcessGroup) -> Attention:
     """Attention of this rank's queries to the keys and values of all ranks."""
-    attend: Attention = F.scaled_dot_product_attention
+    attention_before: Attention = F.scaled_dot_product_attention
 
     def attention(
         query: Tensor,
@@ -115,21 +115,20 @@ def gathered_attention(layout: SequenceSplit, group: dist.ProcessGroup) -> Atten
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **options: Any,
     ) -> Tensor:
         check_call(layout, query, key, attn_mask)
         key, value = _gather(key, value, layout, group)
-        rest = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+        attend: Attention = functools.partial(attention_before, dropout_p=dropout_p, **options)
         if not is_causal:
-            return attend(query, key, value, **rest)
+            return attend(query, key, value)
         blocks = layout.blocks(layout.rank)
         outputs = []
         for block, part in zip(blocks, query.chunk(len(blocks), dim=-2), strict=True):
             past = block * layout.block_length
             end = past + layout.block_length
             mask = torch.ones(layout.block_length, end, dtype=torch.bool, device=query.device).tril(past)
-            outputs.append(attend(part, key[..., :end, :], value[..., :end, :], mask, **rest))
+            outputs.append(attend(part, key[..., :end, :], value[..., :end, :], mask))
         return torch.cat(outputs, dim=-2)
 
     return attention
@@ -164,16 +163,13 @@ def _ring_where_it_can(layout: SequenceSplit, ring: Attention, gathered: Attenti
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **options: Any,
     ) -> Tensor:
         check_call(layout, query, key, attn_mask)
-        able = is_causal or not layout.balanced
-        if able and query.ndim == 4 and not dropout_p and _is_fused(query, key, value, is_causal, enable_gqa):
-            chosen = ring
-        else:
-            chosen = gathered
-        return chosen(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        grouped = bool(options.get("enable_gqa"))
+        able = (is_causal or not layout.balanced) and query.ndim == 4 and not dropout_p
+        chosen = ring if able and _is_fused(query, key, value, is_causal, grouped) else gathered
+        return chosen(query, key, value, None, dropout_p, is_causal, **options)
 
     return attention
 

@@ -1,8 +1,8 @@
 """A batch of which each rank gets its part of the sequence.
 
-Three things must be said before the sequence is cut, for no rank could tell from its part alone: where
-its tokens stand (`position_ids`), which token follows its last one (`shift_labels`), and over how many
-labels the loss averages (`num_items_in_batch`). They are added where the model's forward takes them.
+No rank can know three things from its part alone: the positions of its tokens (`position_ids`), the token
+after its last one (`shift_labels`), and the number of labels that the loss averages over
+(`num_items_in_batch`). They are added before the sequence is split, if the model's forward accepts them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Context parallelism: each rank trains on its part of a sequence.
 
-The ranks of the mesh's "cp" dimension get the same batch. Inside `context_parallel` each has its part of
-it, and attention reaches over all parts. Gradients need nothing special: parameters are sharded over these
-ranks too, and what FSDP2 averages are the gradients of losses whose mean is the loss of the whole.
+The ranks of the mesh's "cp" dimension get the same batch. Inside `context_parallel` each rank has its part
+of it, and attention covers all parts. Gradients need nothing special: parameters are sharded over these
+ranks too, and FSDP2 averages the gradients of losses whose mean is the loss of the whole batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _inside: ContextVar[bool] = ContextVar("context_parallel", default=False)
 
 
 def expect_context(model: nn.Module, mesh: Mesh) -> None:
-    """Warn where the first training step of `model` is outside of `context_parallel`, on a mesh for it."""
+    """Warn if the mesh has context-parallel ranks, but the first training step does not use the context."""
     cp = mesh.cp
     if cp is None:
         return

@@ -1,10 +1,10 @@
-"""The proof, at the first step, that splitting the sequence leaves a model the same function.
+"""Check at the first step that a model computes the same when its sequence is split.
 
-Attention takes keys and values from all ranks, so everything else must be computed position by position.
-To see whether it is, attention is replaced by a function that does not look beyond a position, and the
-model runs twice on the first few positions of a batch: on all of them, and on this rank's. What it
-computes on the way must agree; the first place where it does not is named. The losses must average to
-the whole's. Two small forwards per model.
+Attention takes keys and values from all ranks, so everything else must work position by position. To check
+this, attention is replaced by a function that only looks at its own position, and the model runs twice on
+the first few positions of a batch: on all of them, and on this rank's. Intermediate results must agree; the
+error names the first module where they do not. The mean of the parts' losses must be the loss of the whole.
+This costs two small forwards per model.
 """
 
 from __future__ import annotations

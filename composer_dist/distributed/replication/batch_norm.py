@@ -1,8 +1,8 @@
 """Batch norms that take their statistics over all ranks, and back; in place.
 
-Torch's own conversion builds new modules, which loses hooks, attributes and whoever holds the old
-ones, and has no way back. Both kinds of module have the same tensors and differ in their class and one
-attribute, so it is enough to exchange those.
+Torch's conversion builds new modules: hooks, attributes and references to the old modules are lost, and it
+cannot be undone. Both kinds of module have the same tensors and differ only in their class and one
+attribute, so only those are changed.
 """
 
 from __future__ import annotations

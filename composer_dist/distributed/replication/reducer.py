@@ -1,9 +1,9 @@
 """DDP at work on a model in place: composable replicate, with what it lacks made good.
 
-The reducer exists from the start and knows the model itself, so that it broadcasts buffers, knows
-sparse embeddings and names. It follows parameters that are frozen or thawed later. DDP makes ready for
-one backward in every forward; one that it was not made ready for (inside of a forward, or a second one
-after it) would leave each rank with its own gradients, and is averaged here at its end instead.
+The reducer exists from the start and is built for the model itself, so it broadcasts buffers and supports
+sparse embeddings and names. It follows parameters that are frozen or unfrozen later. Each forward prepares
+DDP for one backward. DDP would not average any other backward (inside a forward, or a second one after it);
+the reducer averages those gradients when the backward ends.
 """
 
 from __future__ import annotations

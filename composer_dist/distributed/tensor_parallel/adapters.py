@@ -1,9 +1,9 @@
 """LoRA adapters beside a matrix that is cut.
 
-An adapter adds `B(A(x))` to the matrix's output. Where the output features are cut, those of B are cut
-alike and A stays whole; where the input features are cut, those of A are, and B stays whole. What is
-whole sees the whole work, or a part of it (positions of the sequence, or the rows of its own features)
-whose gradients are then summed.
+An adapter adds `B(A(x))` to the matrix's output. If the output features are cut, B is cut in the same way
+and A stays whole; if the input features are cut, A is cut and B stays whole. The whole one works on
+everything, or on a part (positions of the sequence, or rows of its own features); then its gradients are
+summed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from composer_dist.distributed.tensor_parallel.matrices import base_of
 from composer_dist.distributed.tensor_parallel.styles import STYLES, Style, Styled
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import Faults
 from composer_dist.structure.structure import Structure
 
 _PARTS = {"base_layer", "lora_A", "lora_B", "lora_dropout"}
@@ -24,36 +24,32 @@ def with_adapters(structure: Structure, styled: Mapping[str, Styled]) -> dict[st
     """The styles, where those of a layer with adapters are handed to its parts.
 
     Raises:
-        ParallelismValueError: adapters of another kind than LoRA beside a matrix that is cut; all of them.
+        ParallelismValueError: other adapters than LoRA beside a cut matrix; it names all of them.
     """
     found: dict[str, Styled] = {}
-    faults: list[str] = []
-    for name, one in styled.items():
-        layer = structure.modules[name]
-        if (
-            "original_module" in layer._modules
-        ):  # peft's modules_to_save: copies that are trained in its place
-            copies = layer._modules.get("modules_to_save") or nn.ModuleDict()
-            found[f"{name}.original_module"] = one
-            found.update({f"{name}.modules_to_save.{key}": one for key in copies._modules})
-            continue
-        if base_of(layer) is layer:
-            found.setdefault(name, one)
-            continue
-        if not isinstance(one.style, Style):
+    with Faults() as faults:
+        for name, one in styled.items():
+            layer = structure.modules[name]
+            if "original_module" in layer._modules:  # peft's modules_to_save: copies trained in its place
+                copies = layer._modules.get("modules_to_save") or nn.ModuleDict()
+                found[f"{name}.original_module"] = one
+                found.update({f"{name}.modules_to_save.{key}": one for key in copies._modules})
+                continue
+            if base_of(layer) is layer:
+                found.setdefault(name, one)
+                continue
+            if not isinstance(one.style, Style):
+                found[f"{name}.base_layer"] = one
+                faults.append(f"{name} has adapters: torch's styles do not support them.")
+                continue
+            odd = list(_others(layer, one.style))
+            if odd:
+                faults.append(
+                    f"{name} has adapters whose {', '.join(odd)} cannot be cut with it; tensor parallelism "
+                    "supports LoRA on matrices. Leave the layer whole with Rule(..., tp='replicate')."
+                )
             found[f"{name}.base_layer"] = one
-            faults.append(f"{name} has adapters: a style of torch's own does not tell what becomes of them.")
-            continue
-        odd = list(_others(layer, one.style))
-        if odd:
-            faults.append(
-                f"{name} has adapters whose {', '.join(odd)} cannot be cut with it; tensor parallelism knows "
-                "LoRA on matrices. Leave the layer whole with Rule(..., tp='replicate')."
-            )
-        found[f"{name}.base_layer"] = one
-        found.update(dict(_lora(name, layer, one)))
-    if faults:
-        raise ParallelismValueError("\n".join(faults))
+            found.update(dict(_lora(name, layer, one)))
     return found
 
 

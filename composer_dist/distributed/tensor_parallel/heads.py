@@ -1,8 +1,7 @@
-"""The sizes that modules keep of their own: heads and features, of which each rank has its part.
+"""Sizes that modules store as attributes: numbers of heads and features, which ranks divide.
 
-A module whose projections are cut reshapes their outputs by numbers that it keeps as attributes. They
-are found by name (as in torchtune's `prepare_mha_for_tp`), checked all together, and divided only when
-everything else is done.
+A module whose projections are cut reshapes their outputs by sizes that it stores as attributes. They are
+found by name (as in torchtune's `prepare_mha_for_tp`), checked together, and divided as the last step.
 """
 
 from __future__ import annotations

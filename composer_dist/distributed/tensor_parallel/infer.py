@@ -1,8 +1,8 @@
-"""Styles that nobody has to write down: a Hugging Face model's own plan, or one inferred by structure.
+"""Default styles: from a Hugging Face model's own plan, or inferred from the structure.
 
-Structure knows attention (query, key and value projections, or GPT-2's fused one, and an output
-projection), pairs of matrices with something elementwise between them, the embedding of tokens and the
-head. What it does not know it lists, rather than guess.
+The structure shows attention (query, key and value projections, or GPT-2's fused one, and an output
+projection), pairs of matrices with elementwise operations in between, the token embedding and the head.
+Other modules are reported instead of guessed.
 """
 
 from __future__ import annotations
@@ -67,11 +67,7 @@ _ELEMENTWISE = (
 
 
 def infer_styles(structure: Structure) -> tuple[dict[str, Styled], dict[str, str]]:
-    """The styles of a model's modules, and the modules that could not be placed with the reason.
-
-    Raises:
-        ParallelismValueError: never; what is wrong is in the second result.
-    """
+    """The styles of a model's modules, and why the other modules could not be placed."""
     styled: dict[str, Styled] = {}
     unplaced: dict[str, str] = {}
     planned = _with_own_plan(structure)

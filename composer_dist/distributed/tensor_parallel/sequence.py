@@ -1,9 +1,9 @@
 """Sequence parallelism: between attention and feed-forward, each rank has its part of the positions.
 
-In the repeated blocks of a model everything outside of the cut matrices (norms, dropout, residual sums)
-is done by all tensor-parallel ranks alike. Here each does it for its positions: the first block cuts the
-sequence, attention and feed-forward gather it, add up and scatter it again (an all-gather and a
-reduce-scatter in place of an all-reduce, the same bytes), and the last block gathers it.
+Without it, every tensor-parallel rank repeats all work outside the cut matrices (norms, dropout, residual
+sums). With it, each rank does this work for its own positions: the first block splits the sequence,
+attention and feed-forward gather it, add up and scatter it again (an all-gather and a reduce-scatter in
+place of an all-reduce, the same bytes), and the last block gathers it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import nn
 
 from composer_dist.distributed.tensor_parallel.styles import STYLES, Style, Styled
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import Faults
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
 
@@ -25,8 +25,8 @@ def with_sequence_parallel(structure: Structure, styled: Mapping[str, Styled]) -
     """The styles, with the repeated blocks that hold cut matrices made sequence parallel.
 
     Raises:
-        ParallelismValueError: there are no such blocks, or parts of them that it does not know how to
-            make sequence parallel; all of them.
+        ParallelismValueError: there are no such blocks, or some parts of them cannot be made sequence
+            parallel; it names all of them.
     """
     found = dict(styled)
     lists = [
@@ -36,33 +36,32 @@ def with_sequence_parallel(structure: Structure, styled: Mapping[str, Styled]) -
         and any(_below(one, name) and _cut(styled[one]) for one in styled)
     ]
     lists = [name for name in lists if not any(above in lists for above in ancestors(name) if above != name)]
-    faults: list[str] = []
-    for name in lists:
-        blocks = [f"{name}.{key}" for key in structure.modules[name]._modules]
-        for block in blocks:
-            _block(structure, block, styled, found, faults)
-        whole = Style("sequence_block", before="split_sequence", after="gather_sequence")
-        first, last = replace(whole, after=None), replace(whole, before=None)
-        ends = {blocks[0]: whole} if len(blocks) == 1 else {blocks[0]: first, blocks[-1]: last}
-        found.update({block: Styled(style, f"an end of {name}") for block, style in ends.items()})
-    if not lists:
-        faults.append(
-            "sequence_parallel cuts the sequence in repeated blocks, and no ModuleList holds cut matrices; "
-            f"give styles by name ({', '.join(key for key in STYLES if 'sequence' in key)}) instead."
-        )
-    if faults:
-        raise ParallelismValueError("\n".join(faults))
+    with Faults() as faults:
+        for name in lists:
+            blocks = [f"{name}.{key}" for key in structure.modules[name]._modules]
+            for block in blocks:
+                inside, wrong = _block(structure, block, styled)
+                found.update(inside)
+                faults += wrong
+            whole = Style("sequence_block", before="split_sequence", after="gather_sequence")
+            first, last = replace(whole, after=None), replace(whole, before=None)
+            ends = {blocks[0]: whole} if len(blocks) == 1 else {blocks[0]: first, blocks[-1]: last}
+            found.update({block: Styled(style, f"an end of {name}") for block, style in ends.items()})
+        if not lists:
+            faults.append(
+                "sequence_parallel splits the sequence in repeated blocks, but no ModuleList holds cut "
+                f"matrices; give styles by name ({', '.join(key for key in STYLES if 'sequence' in key)}) "
+                "instead."
+            )
     return found
 
 
 def _block(
-    structure: Structure,
-    block: str,
-    styled: Mapping[str, Styled],
-    found: dict[str, Styled],
-    faults: list[str],
-) -> None:
-    """Sequence parallelism within one block: its regions gather and scatter, its norms take their part."""
+    structure: Structure, block: str, styled: Mapping[str, Styled]
+) -> tuple[dict[str, Styled], list[str]]:
+    """Styles within one block, and what is wrong: regions gather and scatter, norms take their part."""
+    found: dict[str, Styled] = {}
+    faults: list[str] = []
     regions: dict[str, set[str]] = {}
     for name, one in styled.items():
         if _below(name, block) and _cut(one):
@@ -90,6 +89,7 @@ def _block(
                 "sequence_parallel out."
             )
         found[name] = Styled(STYLES["sequence"], "it treats every position alike")
+    return found, faults
 
 
 def _cut(one: Styled) -> bool:

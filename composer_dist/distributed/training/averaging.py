@@ -27,10 +27,10 @@ def average_plain_gradients(
 ) -> PlainGradientAveraging:
     """Average the gradients of parameters that nothing shards, over all ranks of `mesh`.
 
-    Once per backward through an output of `root`, when all local gradients are there, in one
-    all-reduce per dtype and mesh dimension. Every rank that runs such a backward takes part. A
-    parameter that this rank did not use counts as zero; one that no rank used keeps no gradient.
-    `no_sync` postpones it to the next synchronized backward.
+    This happens once per backward through an output of `root`, after all local gradients are computed, in
+    one all-reduce per dtype and mesh dimension. All ranks must run that backward. A parameter that this
+    rank did not use counts as zero; one that no rank used gets no gradient. `no_sync` postpones the
+    averaging to the next synchronized backward.
 
     Args:
         root: the module whose outputs the loss is computed from.
@@ -55,10 +55,10 @@ def average_plain_gradients(
 class PlainGradientAveraging:
     """The handle of `average_plain_gradients`.
 
-    A callback per backward, not hooks per parameter: ranks may produce their gradients in another
-    order, or not at all, but the callback runs once on each. It is queued when the gradient arrives
-    at an output of the root, where FSDP2 queues its own; hooks of one tensor fire in the order of
-    registration, so the order of all collectives is one everywhere.
+    It uses one callback per backward instead of hooks per parameter: ranks may produce gradients in
+    different orders, or not at all, but the callback runs once on each. It is queued when the gradient
+    reaches an output of the root, where FSDP2 queues its own. Hooks of a tensor run in the order of
+    registration, so all ranks run the same collectives in the same order.
     """
 
     sync: bool = True
@@ -80,7 +80,7 @@ class PlainGradientAveraging:
         self._record.averagings.append(self)
 
     def remove(self) -> None:
-        """Ends the averaging and takes all hooks away."""
+        """Stop averaging and remove all hooks."""
         for handle in self._handles:
             handle.remove()
         if self in self._record.averagings:
@@ -115,11 +115,10 @@ class PlainGradientAveraging:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Replaces each gradient by its mean over the ranks.
+        """Replace each gradient by its mean over the ranks.
 
-        Gradients are sums over micro-batches, and the mean is linear: what `no_sync` left behind
-        is averaged here together with the new part. What was averaged before is equal on all
-        ranks, hence its own mean, and stays what it is.
+        The mean is linear, so gradients that `no_sync` has accumulated are averaged together with the new
+        ones; those averaged before are equal on all ranks, and their mean is the same again.
         """
         self._pending = False
         groups = _groups(self._mesh)
@@ -165,7 +164,7 @@ def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _store_gradient(parameter: torch.Tensor, mean: torch.Tensor, used: torch.Tensor) -> None:
-    """Keeps the gradient tensor where there is one; only else reads `used`, a wait on a GPU."""
+    """Write into the existing gradient; read `used`, which waits for a GPU, only if there is none."""
     mean = mean.view(parameter.shape)
     if parameter.grad is not None and not parameter.grad.is_sparse:
         parameter.grad.copy_(mean)

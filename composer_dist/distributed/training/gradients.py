@@ -45,7 +45,7 @@ def accumulate(model: nn.Module, last: bool, how: Accumulate = "sharded") -> Ite
 
 
 def accumulated_bytes(model: nn.Module, how: Accumulate = "sharded") -> int:
-    """What a rank holds, beside its shards, of gradients that accumulate from one microbatch to the next."""
+    """Bytes of unsharded gradients that a rank keeps from one microbatch to the next."""
     if how == "sharded":
         return 0
     return sum(_torch.accumulated_nbytes(m) for m in model.modules() if isinstance(m, FSDPModule))
@@ -70,7 +70,7 @@ def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def synchronizing(model: nn.Module, decide: Callable[[str], bool]) -> Iterator[None]:
-    """Inside, what is reduced in backward is what `decide` says of its flag's name."""
+    """Inside, backward reduces the gradients for whose flag `decide` returns True."""
     flags: list[tuple[object, str, bool]] = []
     for module in model.modules():
         flags += _torch.gradient_sync_flags(module)
