@@ -86,5 +86,5 @@ def test_a_compiled_model_trains_as_it_is() -> None:
         trainer, _ = quiet(model, compile=options, train_dataloader=loader(), device="cpu")
         trainer.fit(duration="1ep")
     close(weights(plain), weights(compiled))
-    with pytest.raises(ParallelismValueError, match="belongs into the parallelism_config"):
+    with pytest.raises(ParallelismValueError, match=r"Pass ParallelismConfig\(compile=\.\.\.\) instead"):
         quiet(classifier(), compile=True, parallelism_config="fsdp")
