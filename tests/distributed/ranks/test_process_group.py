@@ -31,9 +31,6 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-# P04
-
-
 def one_and_three() -> float:
     return [1.0, 3.0][dist.get_rank()]
 
@@ -143,9 +140,6 @@ def test_an_unknown_op_is_an_error() -> None:
         pg.all_reduce(torch.ones(1), op="average")
 
 
-# P05
-
-
 def broadcast_settings() -> tuple[Any, Any]:
     mine = {"a": [1, 2]} if dist.get_rank() == 1 else None
     with pytest.raises(ParallelismValueError, match="no rank 2 in a world of 2"):
@@ -180,9 +174,6 @@ def test_nothing_happens_without_a_group() -> None:
     pg.barrier()
     pg.destroy()
     assert not dist.is_initialized()
-
-
-# P06
 
 
 @pytest.mark.promise(6)
@@ -222,9 +213,6 @@ def devices() -> tuple[torch.device, torch.device]:
 @pytest.mark.promise(6)
 def test_gloo_works_on_the_cpu_whatever_the_machine_has(world2: World) -> None:
     assert world2(devices) == [(torch.device("cpu"), torch.device("cpu"))] * 2
-
-
-# P07
 
 
 @pytest.mark.promise(7)
@@ -330,9 +318,6 @@ def test_meshes_of_a_destroyed_group_are_forgotten(world4: World) -> None:
     assert world4(setup_and_sum, setup="environment") == [[6.0, 6.0, 6.0]] * 4
 
 
-# P08
-
-
 @pytest.mark.promise(8)
 def test_threads_per_process() -> None:
     assert threads_per_process(8, 2) == 4
@@ -359,9 +344,6 @@ def test_a_process_takes_its_share_unless_omp_num_threads_is_set(world1: World) 
     assert (in_force, inherited) == (max(1, cpus // 2), str(max(1, cpus // 2)))
     assert world1(share_among, 10**6, None)[0][:2] == (1, "1")
     assert world1(share_among, 1, "3")[0][:2] == (3, "3")
-
-
-# P09
 
 
 @pytest.mark.promise(9)

@@ -3,6 +3,8 @@
 import logging
 from datetime import timedelta
 
+import pytest
+
 from composer_dist.distributed.ranks import waiting
 
 
@@ -27,8 +29,5 @@ def test_a_task_hands_over_its_value_and_its_error():
     assert done.result() == 3
     failed = waiting.Task(lambda: [][0])
     failed.done.wait()
-    try:
+    with pytest.raises(IndexError):
         failed.result()
-    except IndexError:
-        return
-    raise AssertionError("the error is lost")
