@@ -1,15 +1,35 @@
-"""Means over ranks in few collectives."""
+"""Means over ranks in few collectives; plain parameters against one process on the full batch."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.distributed.training import averaging
+from composer_dist.distributed.training.averaging import average_plain_gradients
+from composer_dist.distributed.training.gradients import no_sync
+from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
+from tests.kit.gradients import (
+    Toy,
+    assert_grads,
+    batch,
+    collectives,
+    grads,
+    is_plain,
+    loss_of,
+    mesh_for,
+    mine,
+    prepared,
+    reference,
+)
 from tests.kit.world import World
 
 
@@ -56,3 +76,185 @@ def gradients() -> list[Any]:
 def test_unused_parameters_count_as_zero_where_any_rank_used_them(world2: World) -> None:
     table = [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]]
     assert world2(gradients) == [[[1.5, 1.5], [0.5, 0.5], None, table]] * 2
+
+
+def average_each_backward(kind: str) -> None:
+    model, single = prepared(kind)
+    batches = batch(3)
+    for count in (1, 2, 3):  # each backward synchronizes what is accumulated so far
+        x = batches[count - 1]
+        with collectives() as calls:
+            loss_of(model(mine(x))).backward()
+        dims = 1 if kind == "fsdp" or dist.get_world_size() == 2 else 2
+        hsdp_units = 3 if kind == "hsdp" else 0
+        assert calls.count("all_reduce") == dims + hsdp_units
+        assert_grads(model, reference(single, [x]))
+
+
+@pytest.mark.promise(94)
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
+def test_scalars_and_unsharded_parameters_are_averaged_once_a_backward(world2: World, kind: str) -> None:
+    world2(average_each_backward, kind)
+
+
+@pytest.mark.promise(94)
+def test_averaging_spans_both_dimensions_of_a_two_by_two_mesh(world4: World) -> None:
+    world4(average_each_backward, "hsdp")
+
+
+def uneven_use() -> None:
+    """Rank 1 does not use the adapter, and no rank the gains."""
+    model, single = prepared("fsdp")
+    (x,) = batch()
+    rank = dist.get_rank()
+    loss_of(model(mine(x), gain=False, adapt=rank == 0)).backward()
+    first, second = x.chunk(2)
+    (loss_of(single(first, gain=False)) / 2).backward()
+    (loss_of(single(second, gain=False, adapt=False)) / 2).backward()
+    assert_grads(model, grads(single))
+    assert model.blocks[0].gain.grad is None
+    assert model.adapter.weight.grad is not None
+
+
+@pytest.mark.promise(94)
+def test_unused_here_counts_as_zero_and_unused_everywhere_stays_none(world2: World) -> None:
+    world2(uneven_use)
+
+
+def several_passes() -> None:
+    first, second = batch(2)
+    model, single = prepared("fsdp")
+    outputs = [model(mine(first)), model(mine(second))]
+    with collectives() as calls:
+        (loss_of(outputs[0]) + loss_of(outputs[1])).backward()
+    assert calls.count("all_reduce") == 1
+    assert_grads(model, reference(single, [first, second]))
+    # Two backwards over one forward, through different outputs.
+    model, single = prepared("fsdp", reshard=False)
+    output = model(mine(first))
+    output.logits.mean().backward(retain_graph=True)
+    output.extra["square"].mean().backward()
+    assert_grads(model, reference(single, [first]))
+
+
+@pytest.mark.promise(94)
+def test_several_forwards_one_backward_and_the_reverse(world2: World) -> None:
+    world2(several_passes)
+
+
+def checkpointed(reshard: bool | int) -> None:
+    torch.manual_seed(3)
+    model = Toy()
+    single = copy.deepcopy(model)
+    plain = {name: p for name, p in model.named_parameters() if is_plain(name)}
+    mesh = mesh_for("fsdp")
+    for block in model.blocks:
+        checkpoint_modules(block, [""], "composable", {})
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params={*plain.values()})
+    fully_shard(model, mesh=mesh, ignored_params={*plain.values()})
+    average_plain_gradients(model, plain, mesh)
+    batches = batch(2)
+    with no_sync(model):
+        loss_of(model(mine(batches[0]))).backward()
+    loss_of(model(mine(batches[1]))).backward()
+    assert_grads(model, reference(single, batches))
+
+
+@pytest.mark.promise(94)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_averaging_next_to_activation_checkpointing(world2: World, reshard: bool) -> None:
+    world2(checkpointed, reshard)
+
+
+def after_an_error() -> None:
+    torch.manual_seed(3)
+    model = Toy()
+    single = copy.deepcopy(model)
+    averaging = average_plain_gradients(model, dict(model.named_parameters()), None)
+    (x,) = batch()
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    result = model(mine(x))
+    result.logits.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(result).backward()
+    model.zero_grad()
+    loss_of(model(mine(x))).backward()
+    assert_grads(model, reference(single, [x]))
+    averaging.remove()
+    for each, part in ((model, mine(x)), (single, mine(x))):
+        each.zero_grad()
+        loss_of(each(part)).backward()
+    assert_grads(model, grads(single))  # this rank's own again
+
+
+@pytest.mark.promise(94)
+def test_a_failed_backward_does_not_stop_the_next_one_and_remove_does(world2: World) -> None:
+    world2(after_an_error)
+
+
+def dtypes_and_plain_world() -> None:
+    torch.manual_seed(3)
+    model = Toy().to(torch.bfloat16)
+    model.head.double()
+    model.adapter.weight.requires_grad_(False)
+    average_plain_gradients(model, dict(model.named_parameters()), None)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.full_like(p, dist.get_rank() + 1.0)
+    x = mine(batch()[0]).to(torch.bfloat16)
+    with collectives() as calls, mock.patch.object(Toy, "forward", _bare_forward):
+        (model(x) * 0).sum().backward()
+    assert calls == ["all_reduce", "all_reduce"]
+    for p in model.parameters():
+        if p.requires_grad:
+            assert p.grad is not None
+            assert p.grad.dtype == p.dtype
+            assert torch.equal(p.grad, torch.full_like(p, 1.5))
+    assert model.adapter.weight.grad is None
+
+
+def _bare_forward(self: Toy, x: torch.Tensor) -> torch.Tensor:
+    return self.blocks[0].gain * x
+
+
+@pytest.mark.promise(94)
+def test_one_all_reduce_per_dtype_and_none_for_frozen_parameters(world2: World) -> None:
+    world2(dtypes_and_plain_world)
+
+
+def bypassing() -> None:
+    model, _ = prepared("fsdp")
+    x = mine(batch()[0])
+    with pytest.raises(ParallelismRuntimeError, match=r"'adapter.weight' but no output"):
+        model.adapter(x).sum().backward()
+    with no_sync(model):
+        model.adapter(x).sum().backward()
+
+
+@pytest.mark.promise(85)
+def test_a_gradient_that_bypasses_the_root_is_an_error(world2: World) -> None:
+    world2(bypassing)
+
+
+@pytest.mark.promise(94)
+def test_sharded_parameters_are_refused(world2: World) -> None:
+    world2(refuse_sharded)
+
+
+def refuse_sharded() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(ParallelismTypeError, match="weight, bias are DTensors"):
+        average_plain_gradients(model, dict(model.named_parameters()), None)
+
+
+@pytest.mark.promise(94)
+def test_one_process_needs_no_group() -> None:
+    model = Toy()
+    average_plain_gradients(model, dict(model.named_parameters()), None)
+    single = copy.deepcopy(model)
+    loss_of(model(batch()[0])).backward()
+    assert_grads(model, reference(single, batch()))
+    model.adapter(batch()[0]).sum().backward()  # no ranks, nothing to disagree about

@@ -1,0 +1,173 @@
+"""Clipping by norm and value, against one process on the full batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_value
+from composer_dist.errors import ParallelismValueError
+from tests.kit.gradients import assert_grads, batch, full, grads, loss_of, mine, prepared, reference
+from tests.kit.world import World
+
+
+def clip_prepared(kind: str, norm_type: float, max_norm: float) -> None:
+    model, single = prepared(kind)
+    (x,) = batch()
+    reference(single, [x])
+    loss_of(model(mine(x))).backward()
+    expected = nn.utils.clip_grad_norm_(single.parameters(), max_norm, norm_type)
+    norm = clip_grad_norm(model, max_norm, norm_type)
+    assert type(norm) is torch.Tensor
+    assert norm.shape == ()
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    assert_grads(model, grads(single))
+    norms = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
+    dist.all_gather(norms, norm)
+    assert all(torch.equal(norm, other) for other in norms)
+
+
+@pytest.mark.promise(32)
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "ddp"])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
+def test_norm_over_sharded_and_plain_gradients(world2: World, kind: str, norm_type: float) -> None:
+    world2(clip_prepared, kind, norm_type, 0.05)
+
+
+@pytest.mark.promise(32)
+def test_small_gradients_are_left_alone(world2: World) -> None:
+    world2(clip_prepared, "fsdp", 2.0, 1e6)
+
+
+@pytest.mark.promise(32)
+def test_norm_on_a_two_by_two_mesh(world4: World) -> None:
+    world4(clip_prepared, "hsdp", 2.0, 0.05)
+
+
+def several_meshes(norm_type: float) -> None:
+    """FSDP2's mesh, another mesh, both dimensions of a 2-D mesh, replicated, plain, frozen."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(1)
+    layouts = [
+        (grid["dp"], [Shard(0)]),
+        (grid["tp"], [Shard(1)]),
+        (grid, [Shard(0), Shard(1)]),
+        (grid, [Replicate(), Shard(0)]),
+        (grid, [Replicate(), Replicate()]),
+        None,
+        "unused",
+        "frozen",
+    ]
+    parameters, single = [], []
+    for layout in layouts:
+        value, grad = torch.randn(2, 5, 3, generator=generator)
+        single.append(nn.Parameter(value))
+        single[-1].grad = None if layout == "unused" else grad
+        parameter = nn.Parameter(value)
+        parameter.grad = None if layout == "unused" else grad.clone()
+        if isinstance(layout, tuple):
+            parameter = nn.Parameter(distribute_tensor(value, *layout))
+            parameter.grad = distribute_tensor(grad.clone(), *layout)
+        parameter.requires_grad_(layout != "frozen")
+        parameters.append(parameter)
+    # Only the first half of the data-parallel ranks has a gradient of the first parameter, which
+    # is 3 of its 5 rows: the others must not be waited for in vain.
+    single[0].grad[3:] = 0
+    if grid["dp"].get_local_rank() != 0:
+        parameters[0].grad = None
+    expected = nn.utils.clip_grad_norm_(single, 0.1, norm_type)
+    norm = clip_grad_norm([*parameters, parameters[1]], 0.1, norm_type)  # one of them twice
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    for parameter, plain in zip(parameters[1:], single[1:], strict=True):
+        if plain.grad is None:
+            assert parameter.grad is None
+        else:
+            torch.testing.assert_close(full(parameter.grad), plain.grad)
+
+
+@pytest.mark.promise(32)
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_several_meshes_frozen_and_missing_gradients(world4: World, norm_type: float) -> None:
+    world4(several_meshes, norm_type)
+
+
+def non_finite(bad: float, norm_type: float) -> float:
+    model, _ = prepared("fsdp")
+    loss_of(model(mine(batch()[0]))).backward()
+    if dist.get_rank() == 1:
+        grad = model.head.weight.grad
+        assert isinstance(grad, DTensor)
+        grad.to_local()[0, 0] = bad
+    return clip_grad_norm(model, 1.0, norm_type).item()
+
+
+@pytest.mark.promise(32)
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_non_finite_norms_are_returned_on_every_rank(world2: World, norm_type: float) -> None:
+    assert world2(non_finite, math.inf, norm_type) == [math.inf, math.inf]
+    assert all(math.isnan(norm) for norm in world2(non_finite, math.nan, norm_type))
+
+
+def between_forward_and_reshard(reshard: bool | int) -> None:
+    model, single = prepared("fsdp", reshard)
+    (x,) = batch()
+    reference(single, [x])
+    loss_of(model(mine(x))).backward()
+    with torch.no_grad():
+        model.eval()(mine(x))  # leaves gathered parameters registered
+    expected = nn.utils.clip_grad_norm_(single.parameters(), 0.05)
+    torch.testing.assert_close(clip_grad_norm(model, 0.05), expected, rtol=1e-6, atol=0)
+    assert_grads(model, grads(single))
+
+
+@pytest.mark.promise(103)
+@pytest.mark.parametrize("reshard", [True, False, 1])
+def test_clipping_after_an_evaluation(world2: World, reshard: bool | int) -> None:
+    world2(between_forward_and_reshard, reshard)
+
+
+def clip_values() -> None:
+    model, single = prepared("fsdp")
+    (x,) = batch()
+    reference(single, [x])
+    loss_of(model(mine(x))).backward()
+    nn.utils.clip_grad_value_(single.parameters(), 0.01)
+    clip_grad_value(model, 0.01)
+    assert_grads(model, grads(single))
+
+
+@pytest.mark.promise(32)
+def test_clipping_by_value(world2: World) -> None:
+    world2(clip_values)
+
+
+@pytest.mark.promise(32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_one_process_any_dtype(dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
+    parameter.grad = torch.tensor([3.0, 4.0, 0.0], dtype=dtype)
+    norm = clip_grad_norm(parameter, 1.0)
+    assert norm.item() == 5.0
+    assert norm.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
+    expected = torch.tensor([0.6, 0.8, 0.0], dtype=dtype)
+    torch.testing.assert_close(parameter.grad, expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.promise(32)
+def test_nothing_to_clip() -> None:
+    assert clip_grad_norm([], 1.0).item() == 0.0
+    assert clip_grad_norm(nn.Linear(2, 2), 1.0).item() == 0.0
+
+
+@pytest.mark.promise(32)
+@pytest.mark.parametrize(("max_norm", "norm_type"), [(1.0, 0.0), (1.0, -2.0), (-1.0, 2.0)])
+def test_impossible_norms_are_refused(max_norm: float, norm_type: float) -> None:
+    with pytest.raises(ParallelismValueError, match="norm_type > 0 and max_norm >= 0"):
+        clip_grad_norm(nn.Linear(2, 2), max_norm, norm_type)

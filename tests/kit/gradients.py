@@ -1,0 +1,162 @@
+"""A model of which FSDP2, HSDP or DDP manages a part, and its gradients beside one process's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from composer_dist import _torch
+from composer_dist.distributed.training.averaging import average_plain_gradients
+
+Grads = dict[str, torch.Tensor | None]
+
+
+@dataclass
+class Result:
+    """An output that no pytree knows."""
+
+    logits: torch.Tensor
+    extra: dict[str, torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.gain = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor, gain: bool = True) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        return x + (y * self.gain if gain else y)
+
+
+class Toy(nn.Module):
+    """Uneven shards (5 rows), two scalar parameters, a plain matrix, a branch that may not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.adapter = nn.Linear(6, 6, bias=False)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor, gain: bool = True, adapt: bool = True) -> Result:
+        for block in self.blocks:
+            x = block(x, gain)
+        if adapt:
+            x = x + self.adapter(x)
+        logits = self.head(x)
+        return Result(logits, {"square": logits.square()})
+
+
+def is_plain(name: str) -> bool:
+    return name.endswith("gain") or name.startswith("adapter")
+
+
+def batch(count: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(8, 6, generator=generator) for _ in range(count)]
+
+
+def mine(x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the batch."""
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    result = result if isinstance(result, Result) else Result(result, {"square": result.square()})
+    return result.logits.mean() + result.extra["square"].mean()
+
+
+def full(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def grads(model: nn.Module) -> Grads:
+    return {
+        name.removeprefix("module."): full(p.grad).clone() if p.grad is not None else None
+        for name, p in model.named_parameters()
+    }
+
+
+def reference(model: nn.Module, batches: list[torch.Tensor], **kwargs: Any) -> Grads:
+    for x in batches:
+        loss_of(model(x, **kwargs)).backward()
+    return grads(model)
+
+
+def assert_grads(model: nn.Module, expected: Grads) -> None:
+    actual = grads(model)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        if value is None:
+            assert actual[name] is None, name
+        else:
+            torch.testing.assert_close(actual[name], value, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def mesh_for(kind: str) -> DeviceMesh:
+    if kind == "hsdp":
+        world = dist.get_world_size()
+        names = ("dp_replicate", "dp_shard")
+        return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names)
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+
+
+def prepared(kind: str, reshard: bool | int = True) -> tuple[nn.Module, nn.Module]:
+    """A toy model prepared in some way, and its unsharded copy."""
+    torch.manual_seed(3)
+    model = Toy()
+    copied = copy.deepcopy(model)
+    if kind == "ddp":
+        return DistributedDataParallel(model), copied
+    if kind == "replicate":
+        return _torch.replicate(model), copied
+    mesh = mesh_for(kind)
+    plain = {name: p for name, p in model.named_parameters() if is_plain(name)}
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params={*plain.values()})
+    fully_shard(model, mesh=mesh, ignored_params={*plain.values()})
+    average_plain_gradients(model, plain, mesh)
+    return model, copied
+
+
+def flags(model: nn.Module) -> list[bool]:
+    return [
+        getattr(owner, name)
+        for module in model.modules()
+        for owner, name, _ in _torch.gradient_sync_flags(module)
+    ]
+
+
+@contextlib.contextmanager
+def collectives() -> Iterator[list[str]]:
+    """The names of the gradient collectives that run inside."""
+    calls: list[str] = []
+
+    def recording(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    wanted = ("all_reduce", "reduce_scatter_single", "reduce_scatter_tensor")
+    with contextlib.ExitStack() as stack:
+        for name in wanted:
+            if hasattr(dist, name):
+                stack.enter_context(mock.patch.object(dist, name, recording(name)))
+        yield calls
