@@ -35,16 +35,17 @@ def test_minus_one_takes_the_rest() -> None:
 
 
 @pytest.mark.promise(1)
-@pytest.mark.parametrize("size", [0, -2])
-def test_a_size_is_positive_or_minus_one(size: int) -> None:
-    with pytest.raises(ParallelismValueError, match=f"dp_shard={size}"):
-        MeshConfig(dp_shard=size)
-
-
-@pytest.mark.promise(1)
-def test_only_one_size_takes_the_rest() -> None:
-    with pytest.raises(ParallelismValueError, match="dp_replicate and dp_shard"):
-        MeshConfig(dp_replicate=-1)
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"dp_shard": 0}, "dp_shard=0"),
+        ({"dp_shard": -2}, "dp_shard=-2"),
+        ({"dp_replicate": -1}, "dp_replicate and dp_shard"),
+    ],
+)
+def test_a_size_is_positive_and_one_may_be_minus_one(sizes: dict[str, int], text: str) -> None:
+    with pytest.raises(ParallelismValueError, match=text):
+        MeshConfig(**sizes)
 
 
 def test_composer_defaults() -> None:
@@ -69,17 +70,8 @@ def test_configurations_are_frozen(config: Any) -> None:
 
 
 def test_composer_attributes_are_carried_over() -> None:
-    config = FSDP2Config.from_compatible_attrs(
-        {
-            "activation_checkpointing": True,
-            "activation_cpu_offload": True,
-            "reshard_after_forward": False,
-            "device_mesh": None,
-        }
-    )
-    assert config == FSDP2Config(
-        activation_checkpointing=True, activation_cpu_offload=True, reshard_after_forward=False
-    )
+    attrs = {"activation_checkpointing": True, "activation_cpu_offload": True, "reshard_after_forward": False}
+    assert FSDP2Config.from_compatible_attrs(attrs | {"device_mesh": None}) == FSDP2Config(**attrs)
     assert FSDP2Config.from_compatible_attrs({}) == FSDP2Config()
 
 
