@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -25,8 +24,6 @@ from composer_dist.config.parallelism import Config, ParallelismConfig, resolve_
 from composer_dist.distributed.account import Preparation, peak, reset_peak
 from composer_dist.distributed.context_parallelism.context import expect_context
 from composer_dist.distributed.mesh.build import meet
-from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.optimizers.check import (
     check_optimizers,
     check_refills,
@@ -206,7 +203,8 @@ def _prepare(
             follower = Follower(optimizers, structure, sources.states, sources.states_here, sources.init)
             structure, originals = divide(structure, plan, mesh)
             give_memory(structure, originals, mesh.device)
-        _fill(done, mesh, structure, originals, sources, components, follower, agreement, disk)
+        filling = Filling(structure, originals, sources, components, disk, plan.delivery, mesh, agreement)
+        done.bytes_moved, done.bytes_read, done.transport = filling.run(follower, done.step)
         if replica := plan.replication:
             agreement.collectively(
                 "replication", lambda: replication.arm(structure, replica, mesh, optimizers)
@@ -247,36 +245,6 @@ def _agree_on_initializers(
             components = find_components(structure, set(sources.init), function)
     agreement.reach("what is initialized", describe_components(components), check_alike)
     return components
-
-
-def _fill(
-    done: Preparation,
-    mesh: Mesh,
-    structure: Structure,
-    originals: dict[str, torch.Tensor],
-    sources: Sources,
-    components: Sequence[Component],
-    follower: Follower,
-    agreement: Agreement,
-    disk: Pretrained | None,
-) -> None:
-    """Give every tensor its value, and the optimizers their parameters and state."""
-    delivery = done.plan.delivery
-    limit = delivery.bucket_bytes
-    with Transport(mesh, agreement, limit, delivery.transport) as transport:
-        filling = Filling(structure, originals, sources, mesh, agreement, transport, limit, disk)
-        with done.step("weights"):
-            filling.deliver_weights()
-        if components:
-            with done.step("initialize"):
-                filling.initialize(components)
-        with done.step("optimizer"):
-            new = {name: held.get() for name, held in structure.parameters.items()}
-            filling.deliver_states(follower, new)  # type: ignore[arg-type]
-            follower.rebind(new)  # type: ignore[arg-type]
-    done.bytes_moved, done.transport = transport.moved, transport.way
-    if disk:
-        done.bytes_moved, done.bytes_read = done.bytes_moved + disk.bytes_moved, disk.bytes_read
 
 
 def _run_first(

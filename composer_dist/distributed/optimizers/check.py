@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from composer_dist import _torch
 from composer_dist.distributed.optimizers.follow import is_made_at_construction, names_by_id
-from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import codec_of
+from composer_dist.wording import listed
 
 _UNABLE: dict[str, tuple[int, str]] = {
     "LBFGS": (1, "it steps along one flat vector of all parameters"),
@@ -35,54 +36,73 @@ def check_optimizers(optimizers: Sequence[Optimizer], structure: Structure, plai
             frozen parameters where the model has trainable ones.
     """
     names = names_by_id(structure)
-    faults: list[str] = []
-    for index, optimizer in enumerate(optimizers):
-        if not isinstance(optimizer, Optimizer):
-            raise ParallelismTypeError(
-                f"optimizer {index} is a {type(optimizer).__name__}, not an Optimizer."
-            )
-        label = type(optimizer).__name__
-        label = f"optimizer {index} ({label})" if len(optimizers) > 1 else label
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        foreign = [parameter for parameter in [*held, *optimizer.state] if id(parameter) not in names]
-        if foreign:
-            shape = tuple(getattr(foreign[0], "shape", ()))
-            faults.append(
-                f"{label} holds {len(foreign)} parameters (of {len(held)}) that are not this model's, the "
-                f"first of shape {shape}; build it from the parameters of the model that is prepared, and "
-                "before it is prepared."
-            )
-            continue
-        frozen = held and not any(parameter.requires_grad for parameter in held)
-        if frozen and any(held.info.requires_grad for held in structure.parameters.values()):
-            faults.append(
-                f"{label} holds only frozen parameters ({len(held)}), while others of the model are "
-                "trainable: it would move nothing. Build it after freezing (an adapter freezes its base), "
-                "from the parameters with requires_grad."
-            )
-            continue
-        ndim, why = _unable(optimizer)
-        unable = [names[id(p)] for p in held if ndim and p.ndim >= ndim and names[id(p)] not in plain]
-        if unable:
-            faults.append(
-                f"{label} cannot step on sharded parameters ({_list(unable)}): {why}. Take another "
-                "optimizer, or leave their modules replicated with Rule(..., shard=False)."
-            )
-            continue
-        for number, group in enumerate(optimizer.param_groups):
-            mode = next((mode for mode in ("foreach", "fused") if group.get(mode)), None)
-            whole = [names[id(p)] for p in group["params"] if names[id(p)] in plain]
-            if mode and whole and len(whole) < len(group["params"]):
-                faults.append(
-                    f"{label} group {number} has {mode}=True but would mix sharded parameters with the "
-                    f"replicated {_list(whole)}; give those a group of their own, or leave {mode} out."
+    with Faults() as faults:
+        for index, optimizer in enumerate(optimizers):
+            if not isinstance(optimizer, Optimizer):
+                raise ParallelismTypeError(
+                    f"optimizer {index} is a {type(optimizer).__name__}, not an Optimizer."
                 )
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if fault := _state_fault(value, parameter):
-                    faults.append(f"{label} state {key!r} of {names[id(parameter)]}: {fault}")
-    if faults:
-        raise ParallelismValueError("\n".join(faults))
+            label = type(optimizer).__name__
+            label = f"optimizer {index} ({label})" if len(optimizers) > 1 else label
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            fault = _foreign(optimizer, held, names) or _frozen(held, structure)
+            if fault := fault or _unable(optimizer, held, names, plain):
+                faults.append(f"{label} {fault}")
+                continue
+            faults += [f"{label} {fault}" for fault in _mixed_groups(optimizer, names, plain)]
+            faults += [
+                f"{label} state {key!r} of {names[id(parameter)]}: {fault}"
+                for parameter, state in optimizer.state.items()
+                for key, value in state.items()
+                if (fault := _state_fault(value, parameter))
+            ]
+
+
+def _foreign(optimizer: Optimizer, held: Sequence[torch.Tensor], names: Mapping[int, str]) -> str | None:
+    foreign = [parameter for parameter in [*held, *optimizer.state] if id(parameter) not in names]
+    if not foreign:
+        return None
+    shape = tuple(getattr(foreign[0], "shape", ()))
+    return (
+        f"holds {len(foreign)} parameters (of {len(held)}) that are not this model's, the first of shape "
+        f"{shape}; build it from the parameters of the model that is prepared, and before it is prepared."
+    )
+
+
+def _frozen(held: Sequence[torch.Tensor], structure: Structure) -> str | None:
+    trainable = any(one.info.requires_grad for one in structure.parameters.values())
+    if not held or not trainable or any(parameter.requires_grad for parameter in held):
+        return None
+    return (
+        f"holds only frozen parameters ({len(held)}), while others of the model are trainable: it would "
+        "move nothing. Build it after freezing (an adapter freezes its base), from the parameters with "
+        "requires_grad."
+    )
+
+
+def _unable(
+    optimizer: Optimizer, held: Sequence[torch.Tensor], names: Mapping[int, str], plain: Mapping[str, str]
+) -> str | None:
+    kinds = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim")]
+    ndim, why = next((_UNABLE[kind] for kind in kinds if kind in _UNABLE), (0, ""))
+    unable = [names[id(p)] for p in held if ndim and p.ndim >= ndim and names[id(p)] not in plain]
+    if not unable:
+        return None
+    return (
+        f"cannot step on sharded parameters ({listed(unable, 4)}): {why}. Use another optimizer, or leave "
+        "their modules replicated with Rule(..., shard=False)."
+    )
+
+
+def _mixed_groups(optimizer: Optimizer, names: Mapping[int, str], plain: Mapping[str, str]) -> Iterator[str]:
+    for number, group in enumerate(optimizer.param_groups):
+        mode = next((mode for mode in ("foreach", "fused") if group.get(mode)), None)
+        whole = [names[id(p)] for p in group["params"] if names[id(p)] in plain]
+        if mode and whole and len(whole) < len(group["params"]):
+            yield (
+                f"group {number} has {mode}=True but would mix sharded parameters with the replicated "
+                f"{listed(whole, 4)}; give those a group of their own, or leave {mode} out."
+            )
 
 
 def check_refills(optimizers: Sequence[Optimizer], structure: Structure, init: frozenset[str]) -> None:
@@ -94,26 +114,23 @@ def check_refills(optimizers: Sequence[Optimizer], structure: Structure, init: f
         ParallelismValueError: names the state.
     """
     names = names_by_id(structure)
-    faults = [
-        f"{type(optimizer).__name__} state {key!r} of {names[id(parameter)]}"
-        for optimizer in optimizers
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor)
-        and names[id(parameter)] in init
-        and not is_made_at_construction(optimizer, key, value)
-    ]
-    if faults:
-        raise ParallelismValueError(
-            f"{'; '.join(faults)}: its parameter is on the meta device, without values. Prepare the model "
-            "before the first step."
-        )
+    after = ": its parameter is on the meta device, without values. Prepare the model before the first step."
+    with Faults(after=after, between="; ") as faults:
+        faults += [
+            f"{type(optimizer).__name__} state {key!r} of {names[id(parameter)]}"
+            for optimizer in optimizers
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+            and names[id(parameter)] in init
+            and not is_made_at_construction(optimizer, key, value)
+        ]
 
 
 def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) -> list[str]:
     """Optimizers of this process that hold the model's parameters but were not handed in.
 
-    They would go on stepping the parameters from before, which no module has any more. Found among the
+    They would keep stepping the old parameters, which no module holds anymore. They are found among the
     objects that the garbage collector knows; one that the caller has dropped may be among them.
     """
     if not _torch.optimizers_were_made():
@@ -170,15 +187,3 @@ def _state_fault(value: Any, parameter: torch.Tensor) -> str | None:
         f"shape {tuple(value.shape)} does not follow from the parameter's {tuple(parameter.shape)}, so it "
         "cannot be sharded; prepare the model before the first step."
     )
-
-
-def _unable(optimizer: Optimizer) -> tuple[int, str]:
-    """From how many dimensions a sharded parameter is too much for this optimizer (0: never), and why."""
-    for cls in type(optimizer).__mro__:
-        if cls.__module__.startswith("torch.optim") and cls.__name__ in _UNABLE:
-            return _UNABLE[cls.__name__]
-    return 0, ""
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")

@@ -1,16 +1,16 @@
 """The optimizer follows its parameters, state included.
 
-Sharding makes new parameter objects. An optimizer that was made before holds the old ones: stepping
-it would move tensors that no module has any more. So its groups are rewritten in place (the group
-dictionaries and their lists stay the same objects, for schedulers hold them), and its state is sharded
-as its parameter is: a tensor of the parameter's shape row by row, one that is the parameter's shape
-with some dimensions reduced to 1 (Adafactor's) by its remaining dimensions, scalars as they are.
-Pending gradients go the same way.
+Sharding makes new parameter objects, and an optimizer that was made before still holds the old ones. So
+its groups are rewritten in place (the group dictionaries and their lists stay the same objects, because
+schedulers hold them), and its state is sharded like its parameter: a tensor of the parameter's shape by
+rows, one that has the parameter's shape with some dimensions reduced to 1 (Adafactor's) by its remaining
+dimensions, and scalars not at all. Pending gradients are sharded in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,12 +27,27 @@ from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import local_part, own_attributes
 from composer_dist.wording import dtype_name
 
-Description = dict[str, Any]
-"""State in plain types: optimizer index and parameter name to key to what is held there."""
 
+@dataclass(frozen=True)
+class StateEntry:
+    """One value of an optimizer's state, or the pending gradient of a parameter, in plain types."""
 
-_GRADIENTS = "gradients"
-"""The entry of pending gradients in a description; those of states have a slash."""
+    optimizer: int | None
+    """Index of the optimizer; None for a pending gradient."""
+    parameter: str
+    key: str
+    value: Any = None
+    """What is held where it is not a tensor; the number in a tensor without dimensions."""
+    dtype: str | None = None
+    """None where it is not a tensor."""
+    shape: Sequence[int] = ()
+
+    @property
+    def label(self) -> str:
+        """What to call it in an error."""
+        if self.optimizer is None:
+            return f"the gradient of {self.parameter}"
+        return f"optimizer {self.optimizer}'s {self.key} of {self.parameter}"
 
 
 def describe_groups(optimizers: Sequence[Optimizer], structure: Structure) -> list[list[str]]:
@@ -50,36 +65,23 @@ def describe_groups(optimizers: Sequence[Optimizer], structure: Structure) -> li
     return facts
 
 
-def describe_states(optimizers: Sequence[Optimizer], structure: Structure) -> Description:
-    """What state, and which pending gradients, this rank has, in plain types."""
+def find_states(optimizers: Sequence[Optimizer], structure: Structure) -> Iterator[tuple[StateEntry, Any]]:
+    """The states of optimizers, then the pending gradients: each described, and as it is."""
     names = names_by_id(structure)
-    found: Description = {}
     for index, optimizer in enumerate(optimizers):
         for parameter, state in optimizer.state.items():
-            entry = {key: _describe(value) for key, value in state.items()}
-            found[f"{index}/{names[id(parameter)]}"] = entry
-    gradients = {
-        name: _describe(held.get().grad)
-        for name, held in structure.parameters.items()
-        if held.get().grad is not None
-    }
-    return found | ({_GRADIENTS: gradients} if gradients else {})
-
-
-def state_tensors(optimizers: Sequence[Optimizer], structure: Structure) -> dict[str, torch.Tensor]:
-    """The real tensors of states and pending gradients, by what to call them in an error."""
-    names = names_by_id(structure)
-    found = {
-        f"optimizer {index}'s {key} of {names[id(parameter)]}": value
-        for index, optimizer in enumerate(optimizers)
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor)
-    }
+            for key, value in state.items():
+                yield _describe(index, names[id(parameter)], key, value), value
     for name, held in structure.parameters.items():
         if (gradient := held.get().grad) is not None:
-            found[f"the gradient of {name}"] = gradient
-    return {label: value for label, value in found.items() if not value.is_meta}
+            yield _describe(None, name, "grad", gradient), gradient
+
+
+def _describe(optimizer: int | None, name: str, key: str, value: Any) -> StateEntry:
+    if not isinstance(value, torch.Tensor):
+        return StateEntry(optimizer, name, key, value)
+    number = None if value.ndim else 0.0 if value.is_meta else value.item()
+    return StateEntry(optimizer, name, key, number, dtype_name(value.dtype), tuple(value.shape))
 
 
 class Follower:
@@ -88,7 +90,7 @@ class Follower:
     Args:
         optimizers: as the caller made them.
         structure: the model before it is sharded.
-        description: the state to build, this rank's own or the first rank's.
+        states: the state to build, this rank's own or the first rank's.
         here: whether this rank has the tensors of the state, full.
         init: parameters on the meta device everywhere, whose state is made anew.
     """
@@ -97,70 +99,64 @@ class Follower:
         self,
         optimizers: Sequence[Optimizer],
         structure: Structure,
-        description: Description,
+        states: Sequence[StateEntry],
         here: bool,
         init: frozenset[str],
     ) -> None:
         self._optimizers = optimizers
-        self._description = description
+        self._states = states
         self._here = here
         self._init = init
         self._old = {name: held.get() for name, held in structure.parameters.items()}
         self._names = names_by_id(structure)
         self._groups = {
-            f"{index}/{self._names[id(parameter)]}": group
+            (index, self._names[id(parameter)]): group
             for index, optimizer in enumerate(optimizers)
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        self._states: dict[str, dict[str, Any]] = {}
+        self._new: list[tuple[StateEntry, Any]] = []
 
     def cargoes(self, new: Mapping[str, nn.Parameter]) -> list[Cargo]:
         """Build the state for the new parameters; the cargoes are its tensors that need values."""
         cargoes: list[Cargo] = []
-        for entry, keys in self._description.items():
-            state = self._states.setdefault(entry, {})
-            for key, what in keys.items():
-                if entry == _GRADIENTS:
-                    group, name, source = {}, key, self._old[key].grad
+        for one in self._states:
+            parameter, group = new[one.parameter], {}
+            if one.optimizer is not None:
+                group = self._groups[one.optimizer, one.parameter]
+            source = self._source(one) if self._here else None
+            value = one.value
+            if one.dtype is not None and not one.shape:
+                value = _scalar(one, source, parameter, group)
+            elif one.dtype is not None:
+                value = empty_state(parameter, tuple(one.shape), getattr(torch, one.dtype))
+                cargo = Cargo(one.label, Layout.of(value), value.dtype, local_part(value))
+                if one.parameter in self._init:
+                    cargo.target.fill_(group["initial_accumulator_value"])
                 else:
-                    index, _, name = entry.partition("/")
-                    group = self._groups[entry]
-                    source = self._optimizers[int(index)].state.get(self._old[name], {}).get(key)
-                source = source if self._here else None
-                if what[0] == "value":
-                    state[key] = what[1]
-                elif what[0] == "scalar":
-                    state[key] = _scalar(key, what, source, new[name], group)
-                else:
-                    label = f"{entry}/{key}"
-                    state[key], cargo = self._allocate(label, new[name], tuple(what[1]), what[2])
-                    if name in self._init:
-                        cargo.target.fill_(group["initial_accumulator_value"])
-                    else:
-                        cargo.source = source
-                        cargoes.append(cargo)
+                    cargo.source = source
+                    cargoes.append(cargo)
+            self._new.append((one, value))
         return cargoes
+
+    def _source(self, one: StateEntry) -> Any:
+        old = self._old[one.parameter]
+        if one.optimizer is None:
+            return old.grad
+        return self._optimizers[one.optimizer].state.get(old, {}).get(one.key)
 
     def rebind(self, new: Mapping[str, nn.Parameter]) -> None:
         """Let every optimizer hold the new parameters and their state."""
-        for index, optimizer in enumerate(self._optimizers):
+        for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [new.get(self._names[id(p)], p) for p in group["params"]]
             optimizer.state.clear()
-            for entry, state in self._states.items():
-                owner, _, name = entry.partition("/")
-                if owner == str(index):
-                    optimizer.state[new[name]] = state
-        for name, gradient in self._states.get(_GRADIENTS, {}).items():
-            new[name].grad = gradient
-
-    def _allocate(
-        self, label: str, parameter: nn.Parameter, shape: tuple[int, ...], dtype: str
-    ) -> tuple[torch.Tensor, Cargo]:
-        """Uninitialized state laid out like its parameter, and the cargo that will fill it."""
-        value = empty_state(parameter, shape, getattr(torch, dtype))
-        return value, Cargo(label, Layout.of(value), value.dtype, local_part(value))
+        for one, value in self._new:
+            parameter = new[one.parameter]
+            if one.optimizer is None:
+                parameter.grad = value
+            else:
+                self._optimizers[one.optimizer].state.setdefault(parameter, {})[one.key] = value
 
 
 def empty_state(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -202,22 +198,11 @@ def names_by_id(structure: Structure) -> dict[int, str]:
     return {id(held.get()): name for name, held in structure.parameters.items()}
 
 
-def _describe(value: Any) -> list[Any]:
-    if not isinstance(value, torch.Tensor):
-        return ["value", value]
-    dtype = dtype_name(value.dtype)
-    if value.ndim:
-        return ["tensor", list(value.shape), dtype]
-    return ["scalar", 0.0 if value.is_meta else value.item(), dtype]
-
-
-def _scalar(
-    key: str, what: list[Any], source: Any, parameter: nn.Parameter, group: Mapping[str, Any]
-) -> torch.Tensor:
+def _scalar(one: StateEntry, source: Any, parameter: nn.Parameter, group: Mapping[str, Any]) -> torch.Tensor:
     """A 0-dim state tensor, the rank's own or rebuilt, on the device that `load_state_dict` gives it."""
     if source is None or source.is_meta:
-        source = torch.tensor(what[1], dtype=getattr(torch, what[2]), device="cpu")
-    value: torch.Tensor = source.to(scalar_device(key, parameter, group, source.device))
+        source = torch.tensor(one.value, dtype=getattr(torch, str(one.dtype)), device="cpu")
+    value: torch.Tensor = source.to(scalar_device(one.key, parameter, group, source.device))
     return value
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from composer_dist.distributed.moving.messages import Cargo, in_buckets
 from composer_dist.distributed.moving.transfer import inner_cargoes, take_part
 from composer_dist.distributed.moving.way import Transport
 from composer_dist.distributed.optimizers.follow import Follower
+from composer_dist.distributed.plan.plan import Delivery
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.weights.disk import Pretrained, UnfilledPart
 from composer_dist.distributed.weights.initialize import Component, peak_bytes, run_component
@@ -24,27 +27,58 @@ from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import encoded, local_part
 
 
+class Traffic(NamedTuple):
+    """What this rank has moved, and how."""
+
+    bytes_moved: int
+    bytes_read: int
+    transport: str
+
+
 @dataclass
 class Filling:
-    """A sharded model whose tensors are being filled."""
+    """A sharded model whose tensors are being filled; `run` fills them all."""
 
     structure: Structure
     originals: Mapping[str, torch.Tensor]
     """The parameters that are sharded now, as they were before."""
     sources: Sources
+    components: Sequence[Component]
+    """What initializes the tensors in `sources.init`."""
+    disk: Pretrained | None
+    """Where the tensors in `sources.disk` are read from."""
+    delivery: Delivery
     mesh: Mesh
     agreement: Agreement
-    transport: Transport
-    bucket_bytes: int
-    disk: Pretrained | None = None
-    """Where the tensors in `sources.disk` are read from."""
 
     def __post_init__(self) -> None:
         self.device = self.mesh.device
         self.first = self.agreement.ranks[0]
+        self.bucket_bytes = self.delivery.bucket_bytes
+        self.transport = Transport(self.mesh, self.agreement, self.bucket_bytes, self.delivery.transport)
         self.values = {
             name: self.originals.get(name, held.get()) for name, held in self.structure.tensors.items()
         }
+
+    def run(self, follower: Follower, step: Callable[[str], AbstractContextManager[None]]) -> Traffic:
+        """Give every tensor its value, and the optimizers their parameters and state.
+
+        Args:
+            step: times one step, by name.
+        """
+        with self.transport:
+            with step("weights"):
+                self.deliver_weights()
+            if self.components:
+                with step("initialize"):
+                    self.initialize(self.components)
+            with step("optimizer"):
+                held = self.structure.parameters.items()
+                new: dict[str, Any] = {name: parameter.get() for name, parameter in held}
+                self.deliver_states(follower, new)
+                follower.rebind(new)
+        moved, read = (self.disk.bytes_moved, self.disk.bytes_read) if self.disk else (0, 0)
+        return Traffic(self.transport.moved + moved, read, self.transport.way)
 
     def deliver_weights(self) -> None:
         """Read tensors from files, deliver those that rank 0 has, and slice those that every rank has."""

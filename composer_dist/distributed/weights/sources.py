@@ -8,19 +8,14 @@ come to one decision; if they differ, the error names the differences.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composer_dist.distributed.optimizers.follow import (
-    Description,
-    describe_groups,
-    describe_states,
-    state_tensors,
-)
+from composer_dist.distributed.optimizers.follow import StateEntry, describe_groups, find_states
 from composer_dist.distributed.plan.plan import ParallelPlan
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
@@ -46,7 +41,7 @@ class Sources:
     """Read from files, whatever was there."""
     seed: int = 0
     """The first rank's, for initialization."""
-    states: Description = field(default_factory=dict)
+    states: tuple[StateEntry, ...] = ()
     """The optimizer state to build."""
     states_here: bool = True
     """Whether this rank has that state's tensors."""
@@ -75,7 +70,7 @@ def decide_sources(
         "meta": "all" if len(on_meta) == len(structure.tensors) else on_meta,
         "seed": torch.initial_seed(),
         "optimizers": describe_groups(optimizers, structure),
-        "states": describe_states(optimizers, structure),
+        "states": [vars(one) for one, _ in find_states(optimizers, structure)],
     }
 
     def judge(findings: list[dict[str, Any]]) -> dict[str, Any]:
@@ -108,7 +103,10 @@ def decide_sources(
     tensors = ((name, structure.tensors[name].get()) for name in sorted(local))
     compared = {part: tensor for name, held in tensors for part, tensor, _ in parts(name, held, None)}
     if not rank0:
-        compared |= state_tensors(optimizers, structure)
+        states = find_states(optimizers, structure)
+        compared |= {
+            one.label: value for one, value in states if isinstance(value, torch.Tensor) and not value.is_meta
+        }
     _verify(agreement, compared)
     return Sources(
         rank0=rank0,
@@ -116,7 +114,7 @@ def decide_sources(
         local=local,
         disk=disk,
         seed=verdict["seed"],
-        states=verdict["states"],
+        states=tuple(StateEntry(**one) for one in verdict["states"]),
         states_here=verdict["same_states"] or agreement.rank == agreement.ranks[0],
     )
 
