@@ -62,7 +62,7 @@ class Preparation:
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - start
 
     def close(self) -> None:
-        """Training is over: log, once and on rank 0, what it has shown that the configuration could use."""
+        """At the end of training, log on rank 0 what the configuration could improve, if anything."""
         replica = replica_of(self.model)
         if replica is not None and (hint := replica.hint()) and self.mesh.get_rank() == 0:
             _log.warning(hint)
@@ -91,7 +91,7 @@ class Preparation:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start measuring the peak anew, where the system allows it."""
+    """Restart the measurement of the peak, where the system allows it."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         return

@@ -3,8 +3,8 @@
     mesh -> plan -> agree -> activation checkpointing -> compile -> tensor parallel -> shard
          -> weights -> optimizer -> checks
 
-Up to the agreement nothing is touched, and whatever is wrong on one rank is raised on all. After it,
-a failure anywhere is raised everywhere too, and leaves the model marked as unusable.
+Nothing is changed before the ranks agree, and an error on one rank is raised on all of them. After the
+agreement a failure is raised on all ranks as well, and marks the model as unusable.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _prepare(
     ready: ParallelPlan | None,
     parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module | None] | None = None,
 ) -> Preparation:
-    """The recipe. Up to `usable_or_marked` nothing is touched."""
+    """The recipe. Nothing is changed before `usable_or_marked`."""
     process_group.init(reuse=True)
     request: Request | None = None
 

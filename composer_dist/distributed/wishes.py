@@ -1,6 +1,6 @@
 """What the caller of `parallelize_model` asks for: a `Request`, and, read for one model, its `Wishes`.
 
-Nobody reads a wish once the plan is made: the plan holds every decision.
+Once the plan is made wishes are not read any more: the plan holds every decision.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Request:
     wrap_policy: WrapPolicy | None = None
     check_fn: CheckFn | None = None
     children: tuple[str, ...] = ()
-    """Modules that are units unless somebody says no: the children of a ComposerModel."""
+    """Modules that are units by default: the children of a ComposerModel."""
     optimizers: tuple[Optimizer, ...] = ()
     weights: str | os.PathLike[str] | None = None
     init_fn: Callable[[nn.Module], None] | None = None

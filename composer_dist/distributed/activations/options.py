@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 from composer_dist.config.base import ActivationCheckpointing
 from composer_dist.distributed.activations import selective
-from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
 from composer_dist.wording import near_miss
 
 Mode = Literal["composable", "wrapped", "offload", "memory_budget"]
@@ -108,26 +108,28 @@ def ac_mode(value: ActivationCheckpointing, *, strict: bool = True) -> tuple[Mod
 
 def _check_options(mode: Mode, options: Mapping[str, Any]) -> None:
     """Raise for every option that `mode` has not, or that has a wrong value; all of them at once."""
+    with Faults(f"Activation checkpointing mode {mode!r} ", ".", "; ") as faults:
+        faults += _option_faults(mode, options)
+
+
+def _option_faults(mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
     unknown = [str(key) for key in options if key not in _OPTIONS[mode]]
-    faults = []
     if unknown:
-        faults.append(f"has no option {', '.join(map(repr, unknown))}; it has {', '.join(_OPTIONS[mode])}")
+        yield f"has no option {', '.join(map(repr, unknown))}; it has {', '.join(_OPTIONS[mode])}"
     for key, value in options.items():
         if key in _OPTIONS[mode] and not _VALUES[key][0](value):
-            faults.append(f"takes as {key} {_VALUES[key][1]}, not {value!r}")
+            yield f"takes as {key} {_VALUES[key][1]}, not {value!r}"
     if mode == "memory_budget" and "budget" not in options:
-        faults.append("needs a budget: ('memory_budget', {'budget': 0.5}) keeps half of the activations")
+        yield "needs a budget: ('memory_budget', {'budget': 0.5}) keeps half of the activations"
     if mode != "offload" and "pin_memory" in options and not options.get("offload"):
-        faults.append("has no use for pin_memory without offload; set offload=True, or leave it out")
+        yield "has no use for pin_memory without offload; set offload=True, or leave it out"
     if "save" in options and "context_fn" in options:
-        faults.append("takes save or context_fn, not both; leave one out")
+        yield "takes save or context_fn, not both; leave one out"
     implementation = options.get("checkpoint_impl")
     if getattr(implementation, "name", implementation) == "REENTRANT":
         idle = [key for key in ("context_fn", "debug", "save") if key in options]
         if idle:
-            faults.append(f"does not follow {', '.join(idle)} with REENTRANT; use NO_REENTRANT")
-    if faults:
-        raise ParallelismValueError(f"Activation checkpointing mode {mode!r} {'; '.join(faults)}.")
+            yield f"does not follow {', '.join(idle)} with REENTRANT; use NO_REENTRANT"
     selective.operators(options.get("save", ()))
 
 

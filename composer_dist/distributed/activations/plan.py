@@ -1,4 +1,4 @@
-"""Which modules' activations are recomputed or offloaded, and by whose word."""
+"""Which modules' activations are recomputed or offloaded, and why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from composer_dist.distributed.activations.options import Mode, ac_mode, in_words, spell
 from composer_dist.distributed.forwards import is_checkpointed
 from composer_dist.distributed.wishes import CheckFn, Wishes
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import Faults, ParallelismValueError
 from composer_dist.structure.blocks import has_forward
 from composer_dist.structure.select import inherited
 from composer_dist.structure.structure import Structure
@@ -100,7 +100,7 @@ def plan(
 def _by_default(
     model: nn.Module, check_fn: CheckFn | None, blocks: Sequence[str], strict: bool
 ) -> tuple[list[str], str]:
-    """The modules that no rule names, and why they."""
+    """The modules to take where no rule names any, and the reason."""
     names = checkpointed_modules(model, check_fn)
     reason = "activation_checkpointing_check_fn" if check_fn else "an attribute of the model asks for it"
     if not names and check_fn is None:
@@ -140,7 +140,7 @@ def _take(
 ) -> Iterator[Checkpointed]:
     """Every one of the modules, or every n-th, beginning with the first.
 
-    So the last block is left out: its backward comes first, and would recompute it for nothing.
+    The last block is thus left out: its backward comes first, so recomputing it would save no memory.
     """
     options = dict(options)
     every = options.pop("every", 1)
@@ -188,14 +188,13 @@ def check_modules(modules: Mapping[str, nn.Module], names: Sequence[str], mode: 
         ParallelismValueError: a name does not exist, has no forward, is checkpointed already, or is the
             root in mode "wrapped"; all of them at once.
     """
-    faults = [f"there is no module {name!r}" for name in names if name not in modules]
-    if mode == "wrapped" and "" in names:
-        faults.append("the root cannot be wrapped, for nothing holds it (use 'composable')")
-    for name in names:
-        module = modules.get(name)
-        if module is not None and not has_forward(module):
-            faults.append(f"{name!r} has no forward of its own (choose the modules in it)")
-        elif mode != "offload" and module is not None and is_checkpointed(module):
-            faults.append(f"{name!r} is checkpointed already")
-    if faults:
-        raise ParallelismValueError(f"Cannot checkpoint activations: {'; '.join(faults)}.")
+    with Faults("Cannot checkpoint activations: ", ".", "; ") as faults:
+        faults += [f"there is no module {name!r}" for name in names if name not in modules]
+        if mode == "wrapped" and "" in names:
+            faults.append("the root cannot be wrapped, for nothing holds it (use 'composable')")
+        for name in names:
+            module = modules.get(name)
+            if module is not None and not has_forward(module):
+                faults.append(f"{name!r} has no forward of its own (choose the modules in it)")
+            elif mode != "offload" and module is not None and is_checkpointed(module):
+                faults.append(f"{name!r} is checkpointed already")

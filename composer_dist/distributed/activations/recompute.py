@@ -127,7 +127,7 @@ def checkpoint_modules(
 
 
 def _replace(model: nn.Module, module: nn.Module, wrapper: nn.Module) -> None:
-    """Puts `wrapper` wherever `module` stands, so that a module under two names stays one."""
+    """Replace `module` by `wrapper` under all of its names, so that a shared module stays shared."""
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
             if child is module and parent is not wrapper:

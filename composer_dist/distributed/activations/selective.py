@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from composer_dist import _torch
 from composer_dist.distributed.activations.offload import Packed, unpack
-from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from composer_dist.errors import Faults, ParallelismRuntimeError
 from composer_dist.wording import near_miss
 
 DEFAULT = "default"
@@ -148,18 +148,14 @@ def operators(names: str | Sequence[str]) -> frozenset[Any]:
     names = [names] if isinstance(names, str) else names
     known = _torch.operators()
     found: set[Any] = set()
-    faults: list[str] = []
-    for name in names:
-        if name == DEFAULT:
-            found.update(one for each in _DEFAULT for one in _overloads(each, known))
-            continue
-        overloads = list(_overloads(name, known))
-        fault = _fault(name, overloads, known)
-        if fault:
-            faults.append(fault)
-        found.update(overloads)
-    if faults:
-        raise ParallelismValueError(f"Activation checkpointing cannot save {'; '.join(faults)}.")
+    with Faults("Activation checkpointing cannot save ", ".", "; ") as faults:
+        for name in names:
+            if name == DEFAULT:
+                found.update(one for each in _DEFAULT for one in _overloads(each, known))
+                continue
+            overloads = list(_overloads(name, known))
+            faults += filter(None, [_fault(name, overloads, known)])
+            found.update(overloads)
     return frozenset(found)
 
 

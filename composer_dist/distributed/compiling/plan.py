@@ -32,7 +32,7 @@ _MIN_CUT = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 
 
 _MULTIPLE = 16
-"""What scaled matrix products want of both dimensions of a weight (torch._scaled_mm)."""
+"""Both dimensions of a weight must be multiples of this for scaled products (torch._scaled_mm)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Compiled:
     """Share of the activations that may be kept, by `act_ckpt="memory_budget"`."""
 
     def explain(self) -> str:
-        """With what it is compiled, and why, in words."""
+        """In words, how it is compiled, and why."""
         options = ", ".join(f"{key}={value}" for key, value in self.options.items())
         return f"Its forward is compiled ({options}), because {self.reason}."
 
@@ -132,7 +132,7 @@ class CompilePlan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What would be better otherwise."""
+        """Advice on slow combinations."""
         slow = "float8 without torch.compile is slower than amp_bf16; set compile=True."
         return (slow,) if self.float8 and not self.modules else ()
 
@@ -196,7 +196,7 @@ def _idle(
     chosen: Mapping[str, Compiled],
     budgets: Mapping[str, float],
 ) -> Iterator[str]:
-    """What has been asked for and would have no effect."""
+    """Wishes that would have no effect."""
     if general is not None and not blocks and not chosen:
         yield (
             "compile is on, but the model has no repeated block: choose what is compiled with "
@@ -268,7 +268,7 @@ def _float8_layers(
 ) -> tuple[str, ...]:
     """The linear layers that compute in float8: those in the blocks whose sizes allow it.
 
-    What lies outside, embeddings and heads, is left alone, as the recipes for float8 training have it.
+    Layers outside of blocks, such as embeddings and heads, are left alone, as float8 recipes do.
 
     Raises:
         ParallelismValueError: float8 is asked for, but finds no layer.

@@ -41,6 +41,7 @@ class StateEntry:
     dtype: str | None = None
     """None where it is not a tensor."""
     shape: Sequence[int] = ()
+    """A list, as JSON has it: the ranks compare entries."""
 
     @property
     def label(self) -> str:
@@ -81,7 +82,7 @@ def _describe(optimizer: int | None, name: str, key: str, value: Any) -> StateEn
     if not isinstance(value, torch.Tensor):
         return StateEntry(optimizer, name, key, value)
     number = None if value.ndim else 0.0 if value.is_meta else value.item()
-    return StateEntry(optimizer, name, key, number, dtype_name(value.dtype), tuple(value.shape))
+    return StateEntry(optimizer, name, key, number, dtype_name(value.dtype), list(value.shape))
 
 
 class Follower:

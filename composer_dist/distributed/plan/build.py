@@ -1,4 +1,4 @@
-"""Making the plan, before anything is touched: the features' plans are made in order and put together.
+"""Making the plan, before the model is changed: the features' plans are made in order and put together.
 
 A `ParallelPlan` is pure data, built without a process group, for any world size. `plan_parallelism` and
 `parallelize_model` build the same object, so what the plan says is what happens.

@@ -29,7 +29,7 @@ class FeaturePlan(Protocol):
     """What the plans of all features offer."""
 
     def explain(self, module: str) -> str:
-        """In words: what happens to a module; empty where nothing does."""
+        """In words, what happens to a module; empty if nothing does."""
 
     def notes(self) -> Iterator[str]:
         """Lines for the plan as text."""
@@ -194,7 +194,7 @@ class ParallelPlan:
         }
 
     def decisions(self) -> dict[str, Any]:
-        """Every decision by name, to say what differs; but for those on single units and modules."""
+        """Every decision by name except those on single units and modules, to report what differs."""
         facts = {key: value for key, value in self.to_dict().items() if key not in {"modules", "init_peak"}}
         for name in ("delivery", *self.features):
             nested = facts.pop(name)

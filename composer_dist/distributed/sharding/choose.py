@@ -1,7 +1,7 @@
 """How units are chosen: by rule, by the caller's policy, by attribute, or by the model's structure.
 
-`choose_units` asks the four in this order for every module; the first with an opinion decides. The
-structure speaks only where nobody else has chosen a unit.
+For every module `choose_units` asks the four in this order, and the first with an opinion decides. The
+structure decides only where none of the others has chosen a unit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OPTION_TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What somebody wants of a module."""
+    """What was chosen for a module, and why."""
 
     unit: bool
     reason: str
@@ -52,7 +52,7 @@ class Choices:
 
 
 def choose_units(structure: Structure, wishes: Wishes) -> Choices:
-    """Decide for every module of a model whether it is a unit, and by whose word.
+    """Decide for every module of a model whether it is a unit, and why.
 
     Raises:
         ParallelismValueError: a rule that contradicts another, a policy that chooses no unit.
@@ -126,7 +126,7 @@ def _ask(
 ) -> Choice | None:
     """The opinion of the caller's policy, else of the attributes, about one module.
 
-    That a function says no to a module means that it does not choose it, not that nobody may.
+    A function that returns False does not choose the module; others still may.
     """
     if policy is not None:
         function = _torch.policy_function(policy) if isinstance(policy, CustomPolicy) else policy
@@ -182,7 +182,7 @@ def _expand(
 
 
 def _metrics(structure: Structure) -> Iterator[tuple[str, str]]:
-    """Metrics that hold parameters, a network to compare with, say."""
+    """Metrics that hold parameters, such as a network to compare with."""
     for name, module in structure.modules.items():
         if _is_metric(module) and holds_parameters(module):
             yield structure.first[name], "a metric runs outside of the model's forward"
@@ -195,8 +195,8 @@ def _is_metric(module: nn.Module) -> bool:
 def composer_children(model: nn.Module) -> tuple[str, ...]:
     """The names of a ComposerModel's direct children that are units: all but its metrics.
 
-    A child that is a bare ModuleList or ModuleDict is none, since it is never called; its blocks are
-    found by structure.
+    A bare ModuleList or ModuleDict is not a unit, since it is never called; its blocks are found by
+    structure.
 
     Raises:
         ParallelismTypeError: not a ComposerModel.

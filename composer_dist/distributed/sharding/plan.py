@@ -1,6 +1,6 @@
 """The plan of FSDP2: which parameters each unit gathers, and how; and what stays whole.
 
-A rule's word comes first, then the wrap policy's, then the configuration's.
+Rules take precedence over the wrap policy, and the wrap policy over the configuration.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ShardingPlan:
     replicated: Mapping[str, str]
     """Modules whose parameters stay whole on every rank, each with the reason."""
     blocks: tuple[str, ...]
-    """The innermost units: what is recomputed and compiled where nobody says otherwise."""
+    """The innermost units: what is recomputed and compiled by default."""
     skippable: tuple[Skippable, ...] = ()
     """Modules with trainable parameters that ranks may skip."""
     forward_methods: tuple[str, ...] = ()
@@ -210,8 +210,8 @@ def _unit(group: Draft, structure: Structure, wishes: Wishes, shards: int, is_la
 def _reshard(group: Draft, fsdp2: FSDP2Config, shards: int, is_last: bool) -> bool | int:
     """Whether a unit is freed after forward.
 
-    Where nobody has said otherwise the root and the last block are not: their backward comes at once,
-    and they would be gathered again for nothing (torch does so for the root, torchtitan for both).
+    By default the root and the last block are not: their backward starts at once and would only gather
+    them again (torch does this for the root, torchtitan for both).
     """
     wanted: bool | int = group.choice.options.get("reshard_after_forward", fsdp2.reshard_after_forward)
     if isinstance(wanted, bool):
@@ -243,7 +243,7 @@ def _with_tensor_parallel(
     cut: Mapping[str, int],
     mesh: object,
 ) -> ShardingPlan:
-    """What is left to FSDP2 beside tensor parallelism.
+    """What FSDP2 manages beside tensor parallelism.
 
     Units gather what this rank has of cut parameters. On a single data-parallel rank there are none at
     all, unless they cast or offload.

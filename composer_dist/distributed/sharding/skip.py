@@ -4,10 +4,10 @@ Nothing in such a module may be a unit, whose collectives need every rank. Eithe
 whole on each rank ("replicate"), and their gradients are averaged with those of other plain parameters,
 or they belong to the unit around it ("root"), which gathers and reduces them whatever is called.
 
-Backward needs all ranks as well, in one order. FSDP2 reduces only what has a gradient, and a rank that
-skipped the module has none: there the unit's outputs are tied to the skipped parameters with gradients
-of zero, if any other rank has used them. And it reduces a unit when the gradients of its inputs are
-there, or else at the very end: whether inputs have gradients must not depend on what was skipped before.
+Backward needs all ranks as well, in one order. FSDP2 reduces only parameters with a gradient, and a rank
+that skipped the module has none. On that rank the unit's outputs are tied to the skipped parameters with
+gradients of zero, if any other rank has used them. FSDP2 reduces a unit once the gradients of its inputs
+are ready, or else at the very end, so whether inputs have gradients must not depend on earlier skips.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from composer_dist.tensors.nested import tensors_in
 def let_skip(
     structure: Structure, skippable: Sequence[Skippable], units: Iterable[str], mesh: DeviceMesh
 ) -> None:
-    """From now on ranks may skip these modules.
+    """Allow ranks to skip these modules from now on.
 
     Args:
         structure: the model's, sharded.

@@ -4,7 +4,7 @@ A *unit* is a module (or several, where a tie forces them together) whose parame
 reduced in one collective. A parameter belongs to the unit of its nearest ancestor; a tie to the
 nearest unit that contains all of its owners, which is gathered whenever any of them runs. Because
 every unit's exact parameters are known, sharding goes top down: an outer unit may hold a parameter
-that lies, by name, inside an inner one. No tie has to be cut, and no blocks to be merged, for it.
+that lies, by name, inside an inner one, so no tie is cut and no blocks are merged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Draft:
 
     @property
     def name(self) -> str:
-        """The first module's name, for people."""
+        """The first module's name, for messages."""
         return self.modules[0] or "the root"
 
 
