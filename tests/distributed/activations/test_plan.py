@@ -1,4 +1,4 @@
-"""Whose activations are recomputed, and by whose word."""
+"""Which modules' activations are recomputed, and why."""
 
 from __future__ import annotations
 
@@ -30,19 +30,12 @@ def _plan(model: nn.Module, check_fn: Any = None, **config: Any) -> tuple[Checkp
 
 
 @pytest.mark.promise(86)
-def test_nothing_is_checkpointed_unasked() -> None:
+def test_blocks_are_the_default_once_checkpointing_is_on() -> None:
     assert _plan(models.B()) == ()
-
-
-@pytest.mark.promise(86)
-def test_the_blocks_are_taken_where_nobody_has_chosen() -> None:
     assert _plan(models.B(), activation_checkpointing=True) == tuple(
         Checkpointed(name, "composable", "it is a block") for name in BLOCKS
     )
-
-
-@pytest.mark.promise(86)
-def test_units_split_by_dtype_are_no_blocks() -> None:
+    # Units that are split by dtype are not blocks.
     names = [one.module for one in _plan(models.dtypes(), activation_checkpointing="wrapped")]
     assert names == BLOCKS
 
@@ -64,14 +57,10 @@ def test_composer_s_flags(flags: dict[str, bool], mode: str, options: dict[str, 
 
 
 @pytest.mark.promise(86)
-def test_a_check_function_chooses() -> None:
+def test_a_check_function_or_attributes_choose() -> None:
     found = _plan(models.B(), lambda module: isinstance(module, models.Mlp), activation_checkpointing=True)
     assert [one.module for one in found] == [f"{name}.mlp" for name in BLOCKS]
     assert {one.reason for one in found} == {"activation_checkpointing_check_fn"}
-
-
-@pytest.mark.promise(86)
-def test_attributes_choose() -> None:
     model = models.B()
     model.layers[1]._activation_checkpointing = True
     found = _plan(model, activation_checkpointing=True)
@@ -81,13 +70,9 @@ def test_attributes_choose() -> None:
 
 
 @pytest.mark.promise(86)
-def test_a_check_function_without_checkpointing_is_refused() -> None:
+def test_wishes_without_effect_are_refused_or_warned_about() -> None:
     with pytest.raises(ParallelismValueError, match="must be enabled"):
         _plan(models.B(), lambda module: True)
-
-
-@pytest.mark.promise(86)
-def test_checkpointing_that_finds_no_module_is_refused_or_warned_about() -> None:
     with pytest.raises(ParallelismValueError, match="check_fn chooses no module"):
         _plan(models.B(), lambda module: False, activation_checkpointing=True)
     with pytest.raises(ParallelismValueError, match="no repeated block"):

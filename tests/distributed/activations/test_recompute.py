@@ -188,15 +188,11 @@ def test_composers_flags(checkpointing: bool, offload: bool, expected: Any) -> N
 
 
 @pytest.mark.promise(27)
-def test_unknown_mode_lists_the_modes() -> None:
+def test_an_unknown_mode_is_refused_or_warned_about() -> None:
     with pytest.raises(ParallelismValueError, match="'composable', 'wrapped', 'offload'"):
         ac_mode("partial")
     with pytest.raises(ParallelismValueError, match="Did you mean 'wrapped'"):
         ac_mode(("wraped", {}))
-
-
-@pytest.mark.promise(27)
-def test_not_strict_warns_and_takes_composable() -> None:
     with pytest.warns(UserWarning, match="'partial'.*Taking 'composable'"):
         assert ac_mode(("partial", {"a": 1}), strict=False) == ("composable", {})
 

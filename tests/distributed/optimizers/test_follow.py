@@ -115,11 +115,10 @@ def test_optimizers_that_cannot_step_on_shards_are_refused_by_name(name: str) ->
 def refused(name: str) -> str:
     model = built()
     before = list(model.parameters())
-    with pytest.raises(ParallelismValueError) as error:
-        parallelize_model(model, config(), REFUSED[name](trainable(model)))
+    text = refusal(parallelize_model, model, config(), REFUSED[name](trainable(model)))
     assert [id(p) for p in model.parameters()] == [id(p) for p in before]
     assert type(model) is Toy
-    return str(error.value)
+    return text
 
 
 @pytest.mark.promise(25)
@@ -204,11 +203,10 @@ def foreign() -> str:
     model, other = built(), built()
     before = list(model.parameters())
     optimizer = torch.optim.AdamW(trainable(other if dist.get_rank() else model))
-    with pytest.raises(ParallelismValueError) as error:
-        parallelize_model(model, config(), optimizer)
+    text = refusal(parallelize_model, model, config(), optimizer)
     assert [id(p) for p in model.parameters()] == [id(p) for p in before]
     assert type(model) is Toy
-    return str(error.value)
+    return text
 
 
 @pytest.mark.promise(83)
@@ -237,10 +235,9 @@ def differing(what: str) -> str:
         optimizer = torch.optim.Adam(params[::-1], 0.1)
     elif other:
         optimizer = None
-    with pytest.raises(ParallelismValueError) as error:
-        parallelize_model(model, config(), optimizer)
+    text = refusal(parallelize_model, model, config(), optimizer)
     assert type(model) is Toy
-    return str(error.value)
+    return text
 
 
 @pytest.mark.promise(25)
@@ -302,9 +299,7 @@ def other_steps(sync: Any) -> Any:
     optimizer = OPTIMIZERS["AdamW"](trainable(model))
     train(model, optimizer, 2 - dist.get_rank(), whole=True)
     if sync == "auto":
-        with pytest.raises(ParallelismValueError) as error:
-            parallelize_model(model, config(sync=sync), optimizer)
-        return str(error.value)
+        return refusal(parallelize_model, model, config(sync=sync), optimizer)
     parallelize_model(model, config(sync=sync), optimizer)
     return values(model), state_of(model, optimizer)
 
@@ -328,29 +323,29 @@ def pending(sync: Any, differ: bool) -> Any:
 
 
 def test_pending_gradients_that_differ_between_ranks_are_refused() -> None:
-    for text in run(pending_differently, 2):
-        assert text.startswith("The ranks' optimizers hold different state, or their parameters diff")
+    expected = "The ranks' optimizers hold different state, or their parameters diff"
+    for text in run(refusal, 2, pending, "auto", True):
+        assert text.startswith(expected)
 
 
-def pending_differently() -> str:
+def refusal(function: Callable[..., object], *args: Any) -> str:
+    """The error of a call that must be refused."""
     with pytest.raises(ParallelismValueError) as error:
-        pending("auto", True)
+        function(*args)
     return str(error.value)
 
 
 def test_state_without_values_is_refused() -> None:
-    for text in run(adam_on_meta, 2):
+    for text in run(refusal, 2, adam_on_meta):
         assert text.startswith("Adam state 'step' of scale; Adam state 'exp_avg' of scale: its")
         assert "Prepare the model before the first step" in text
 
 
-def adam_on_meta() -> str:
+def adam_on_meta() -> None:
     model = built(device="meta")
     optimizer = torch.optim.Adam([model.scale], capturable=False)
     optimizer.state[model.scale] = {"step": torch.tensor(1.0), "exp_avg": torch.empty((), device="meta")}
-    with pytest.raises(ParallelismValueError) as error:
-        parallelize_model(model, config(), optimizer)
-    return str(error.value)
+    parallelize_model(model, config(), optimizer)
 
 
 def test_state_of_another_shape_is_refused_by_name() -> None:
@@ -358,10 +353,9 @@ def test_state_of_another_shape_is_refused_by_name() -> None:
     optimizer = torch.optim.Adam(trainable(model))
     optimizer.state[model.embed.weight]["odd"] = torch.zeros(3)
     optimizer.state[model.scale]["history"] = [torch.zeros(3)]
-    with pytest.raises(ParallelismValueError) as error:
-        parallelize_model(model, config(), optimizer)
-    assert "Adam state 'odd' of embed.weight: shape (3,) does not follow from" in str(error.value)
-    assert "Adam state 'history' of scale: a list cannot be sharded" in str(error.value)
+    text = refusal(parallelize_model, model, config(), optimizer)
+    assert "Adam state 'odd' of embed.weight: shape (3,) does not follow from" in text
+    assert "Adam state 'history' of scale: a list cannot be sharded" in text
 
 
 @pytest.mark.promise(94)
