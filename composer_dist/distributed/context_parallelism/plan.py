@@ -1,6 +1,6 @@
-"""Which models can be split over the sequence, as far as their structure tells.
+"""Which models can be split over the sequence, judged by their structure.
 
-What it does not tell, `proof` finds at the first training step.
+`proof` checks the rest at the first training step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def plan(structure: Structure, request: Request, sizes: Mapping[str, int]) -> Co
 
 
 def _configured(model: nn.Module) -> Iterator[str]:
-    """What a transformers configuration says against it."""
+    """Reasons in a transformers configuration against splitting."""
     for base in transformers_models(model):
         if base.config.get_text_config() is not base.config:
             yield f"{class_name(base)} has parts with sequences of their own; take its text model alone"
@@ -104,7 +104,7 @@ def _configured_one(base: Any) -> Iterator[str]:
 
 
 def _built(modules: dict[str, nn.Module]) -> Iterator[str]:
-    """What modules are built of, each kind with the names that it has in the model."""
+    """Reasons in the modules against splitting, each kind with its names in the model."""
     found: dict[tuple[type[nn.Module], str], list[str]] = {}
     for name, module in modules.items():
         if why := _fault(module):

@@ -26,14 +26,9 @@ def arm(
     mesh: Mesh,
     optimizers: Sequence[Optimizer],
 ) -> None:
-    """Let DDP keep the copies of a model alike, from its weights on, which are the same on all ranks.
+    """Let DDP keep the copies of a model equal; their weights are the same on all ranks already.
 
-    Post-local SGD makes process groups, which is collective; nothing else here communicates.
-
-    Args:
-        structure: the model's.
-        plan: made for it.
-        optimizers: bound to its parameters.
+    Only post-local SGD communicates here: it makes process groups. `optimizers` hold the model's parameters.
     """
     model = structure.modules[""]
     if plan.ddp.sync_batch_norm:
@@ -81,7 +76,7 @@ def ddp_sync_context(
     except ValueError:
         known = ", ".join(DDPSyncStrategy)
         raise ParallelismValueError(
-            f"There is no DDP sync strategy {sync_strategy!r}; there are {known}."
+            f"There is no DDP sync strategy {sync_strategy!r}. Valid strategies: {known}."
         ) from None
     automatic = strategy is DDPSyncStrategy.MULTI_AUTO_SYNC or (
         strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC and is_final_microbatch

@@ -34,7 +34,7 @@ class LocalSGD:
         group: all ranks that hold the model.
         averaging_period: local steps between two averages of the parameters.
         start_localSGD_iter: synchronized backward passes before the first local one.
-        group_size: ranks that go on averaging their gradients in each local step; it divides the world
+        group_size: ranks that still average their gradients in each local step; it must divide the world
             size. None is the ranks of one host, as the launcher counts them.
         post_local_gradient_allreduce: False lets every rank step by itself.
 
@@ -241,7 +241,7 @@ def _parse(spec: str) -> list[str]:
     for name in names:
         if name not in _NAMES:
             raise ParallelismValueError(
-                f"There is no comm_hook {name!r}; there are {', '.join(_NAMES)}, and "
+                f"There is no comm_hook {name!r}. Valid names: {', '.join(_NAMES)}, and "
                 f"{' and '.join(f'{outer}(...)' for outer in _DTYPES)} around another."
                 f"{near_miss(name, _NAMES)}"
             )

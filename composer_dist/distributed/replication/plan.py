@@ -180,7 +180,7 @@ def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> Repl
 def check_replica(
     replica: ReplicaPlan, structure: Structure, optimizers: Sequence[Optimizer], mesh: Mesh
 ) -> None:
-    """Refuse what depends on the device, or on optimizers; nothing has been changed.
+    """Check what depends on the device or the optimizers, before anything is changed.
 
     Raises:
         ParallelismValueError: synchronized batch norms without an accelerator; post-local SGD without an
@@ -215,7 +215,7 @@ def stays(structure: Structure, device: torch.device) -> bool:
 
 
 def _without_effect(wishes: Wishes) -> list[str]:
-    """What only sharding could follow: an error, or warnings where not `strict`."""
+    """Options that only apply to sharding: an error if `strict`, otherwise warnings."""
     config = wishes.config
     found = [
         f"{source} sets {key}"
@@ -226,7 +226,7 @@ def _without_effect(wishes: Wishes) -> list[str]:
     found += ["tp is given"] if config.tp is not None else []
     found += ["fsdp2 is given"] if config.fsdp2 is not None else []
     found += ["a wrap policy is given"] if wishes.wrap_policy is not None else []
-    texts = [f"{what}, which DDP (ddp=) has no use for; leave it out." for what in dict.fromkeys(found)]
+    texts = [f"{what}, which has no effect under DDP (ddp=); leave it out." for what in dict.fromkeys(found)]
     if texts and config.strict:
         raise ParallelismValueError("\n".join(texts))
     return texts

@@ -128,8 +128,8 @@ def as_style(value: Any, where: str) -> AnyStyle:
     style = STYLES.get(name)
     if style is None or (groups and (style.cut != "out" or not groups.isdecimal() or int(groups) < 1)):
         raise ParallelismValueError(
-            f"There is no tensor-parallel style {value!r} (for {where}); there are {', '.join(STYLES)}, and "
-            f"'colwise:3' for three matrices in one.{near_miss(name, set(STYLES))}"
+            f"There is no tensor-parallel style {value!r} (for {where}). Valid styles: {', '.join(STYLES)}, "
+            f"and 'colwise:3' for three matrices in one.{near_miss(name, set(STYLES))}"
         )
     return replace(style, groups=int(groups)) if groups else style
 

@@ -41,9 +41,9 @@ def clip_grad_norm(model_or_parameters: Parameters, max_norm: float, norm_type: 
         norm_type: the p of the p-norm, positive; `math.inf` for the largest absolute value.
 
     Returns:
-        The norm before clipping, the same on every rank: a plain tensor, 0-dim, float32 (float64
-        if a parameter is), on the first parameter's device. Where it is not finite it is returned
-        as it is, and the gradients are scaled by what it gives, as torch does.
+        The norm before clipping, equal on all ranks: a plain 0-dim tensor, float32 (float64 if a parameter
+        is), on the first parameter's device. A norm that is not finite is returned too, and the gradients
+        are scaled by it, as in torch.
 
     Raises:
         ParallelismValueError: `norm_type` is not positive, or `max_norm` is negative.

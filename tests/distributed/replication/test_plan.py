@@ -60,9 +60,15 @@ def test_ddp_beside_the_default_mesh_replicates_on_every_rank() -> None:
     ("options", "text"),
     [
         ({"mesh": MeshConfig(dp_replicate=2)}, "may have dp_replicate only, not dp_shard=2"),
-        ({"fsdp2": FSDP2Config()}, "fsdp2 is given, which DDP"),
-        ({"rules": [Rule("layers.0", shard=True)]}, "rule 'layers.0' sets shard, which DDP"),
-        ({"rules": [Rule("head", mixed_precision="PURE")]}, "rule 'head' sets mixed_precision, which DDP"),
+        ({"fsdp2": FSDP2Config()}, "fsdp2 is given, which has no effect under DDP"),
+        (
+            {"rules": [Rule("layers.0", shard=True)]},
+            "rule 'layers.0' sets shard, which has no effect under DDP",
+        ),
+        (
+            {"rules": [Rule("head", mixed_precision="PURE")]},
+            "rule 'head' sets mixed_precision, which has no effect under DDP",
+        ),
         ({"rules": [Rule("hed", act_ckpt=True)]}, "No module matches 'hed'. Did you mean 'head'?"),
         ({"ignored": "hed"}, "DDPConfig.ignored='hed' matches nothing. Did you mean 'head'?"),
         ({"options": {"init_sync": True}}, "ParallelismConfig.sync says whose weights count"),
@@ -80,7 +86,7 @@ def test_what_ddp_cannot_do_is_refused_by_name(options: dict[str, Any], text: st
 
 
 def test_policies_have_no_effect_and_are_warned_of_where_not_strict() -> None:
-    with pytest.raises(ParallelismValueError, match="a wrap policy is given, which DDP"):
+    with pytest.raises(ParallelismValueError, match="a wrap policy is given, which has no effect under DDP"):
         plan_parallelism(models.B(), DDPConfig(), world_size=2, fsdp_wrap_policy=lambda module: True)
     lenient = ParallelismConfig(ddp=DDPConfig(), fsdp2=FSDP2Config(), strict=False)
     plan = plan_parallelism(models.B(), lenient, world_size=2, fsdp_wrap_policy=lambda module: True)
