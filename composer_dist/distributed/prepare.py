@@ -38,7 +38,7 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.replication import apply as replication
 from composer_dist.distributed.replication.plan import stays
 from composer_dist.distributed.sharding import apply as sharding
-from composer_dist.distributed.sharding.choose import composer_children
+from composer_dist.distributed.sharding.choose_units import composer_children
 from composer_dist.distributed.steps import check_here, divide, meta_init
 from composer_dist.distributed.tensor_parallel import apply as tensor_parallel
 from composer_dist.distributed.weights.disk import Pretrained, check_weights

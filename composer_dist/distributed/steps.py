@@ -39,7 +39,7 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.replication.plan import check_replica
 from composer_dist.distributed.sharding import apply as sharding
 from composer_dist.distributed.sharding.apply import average_plain, check_offload
-from composer_dist.distributed.sharding.choose import composer_children
+from composer_dist.distributed.sharding.choose_units import composer_children
 from composer_dist.distributed.tensor_parallel import apply as tensor_parallel
 from composer_dist.distributed.weights.initialize import (
     Component,
@@ -52,7 +52,7 @@ from composer_dist.distributed.weights.storage import give_memory, replace
 from composer_dist.distributed.wishes import CheckFn, Request, WrapPolicy
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.precision import Precision, require_fp8
-from composer_dist.structure.shared import check_aliasing
+from composer_dist.structure.check_shared import check_aliasing
 from composer_dist.structure.structure import Held, Structure, read_structure
 from composer_dist.tensors.inner import encoded
 

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from composer_dist._torch import CustomPolicy
-from composer_dist.config import presets as presets
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.parallelism import register_strategy as register_strategy

@@ -14,7 +14,7 @@ from composer_dist.config.rule import Rule
 from composer_dist.distributed.activations.options import ac_mode
 from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.distributed.prepared import named_parameters_canonical
-from composer_dist.distributed.sharding.choose import Choices, choose_units
+from composer_dist.distributed.sharding.choose_units import Choices, choose_units
 from composer_dist.distributed.wishes import Request, Wishes
 from composer_dist.structure.structure import read_structure
 

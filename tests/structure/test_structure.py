@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.check_shared import check_duplicates
 from composer_dist.structure.families import architecture_of
 from composer_dist.structure.names import ancestors
-from composer_dist.structure.shared import check_duplicates
 from composer_dist.structure.structure import read_structure
 from tests.kit import models
 

@@ -23,9 +23,9 @@ from composer_dist.distributed.tensor_parallel import plan as tensor_parallel
 from composer_dist.distributed.wishes import Request, Wishes
 from composer_dist.errors import ParallelismTypeError
 from composer_dist.structure.blocks import structural_units
+from composer_dist.structure.check_shared import check_duplicates
 from composer_dist.structure.families import architecture_of
 from composer_dist.structure.names import ancestors
-from composer_dist.structure.shared import check_duplicates
 from composer_dist.structure.structure import Structure
 from composer_dist.wording import kind_in_words
 

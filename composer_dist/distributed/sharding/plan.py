@@ -14,9 +14,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.mesh.dimensions import roles
-from composer_dist.distributed.sharding.choose import choose_units
+from composer_dist.distributed.sharding.assign_units import (
+    Assignment,
+    Draft,
+    Skippable,
+    assign,
+    plan_skippable,
+)
+from composer_dist.distributed.sharding.choose_units import choose_units
 from composer_dist.distributed.sharding.codecs import check_codecs
-from composer_dist.distributed.sharding.units import Assignment, Draft, Skippable, assign, plan_skippable
 from composer_dist.distributed.wishes import UNIT_FIELDS, Wishes, check_forward_methods
 from composer_dist.errors import ParallelismValueError
 from composer_dist.precision import mixed_precision_policy

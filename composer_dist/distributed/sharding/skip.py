@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import _torch
+from composer_dist.distributed.sharding.assign_units import Skippable
 from composer_dist.distributed.sharding.order import exchange
-from composer_dist.distributed.sharding.units import Skippable
 from composer_dist.structure.structure import Held, Structure
 from composer_dist.tensors.nested import tensors_in
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer_dist.config import presets
+from composer_dist.config import patterns as presets
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import named_parameters_canonical, parallelize_model, plan_parallelism

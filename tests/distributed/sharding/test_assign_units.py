@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import plan_parallelism
-from composer_dist.distributed.sharding.choose import choose_units
-from composer_dist.distributed.sharding.units import Assignment, assign
+from composer_dist.distributed.sharding.assign_units import Assignment, assign
+from composer_dist.distributed.sharding.choose_units import choose_units
 from composer_dist.distributed.wishes import Request, Wishes
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.structure import read_structure

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed import prepared
-from composer_dist.distributed.sharding.choose import Choice, Choices
+from composer_dist.distributed.sharding.choose_units import Choice, Choices
 from composer_dist.distributed.wishes import Wishes
 from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.blocks import has_forward
