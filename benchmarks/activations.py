@@ -8,8 +8,6 @@ allocated on a GPU); the time is that of forward and backward, medians, without 
 compiles. Every way's loss is verified against the first one's.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc

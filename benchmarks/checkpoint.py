@@ -18,8 +18,6 @@ the first one makes the buffers and is shown apart.
 - adapters: the state of LoRA alone, out of a sharded model of the same size; the traffic is what counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -18,8 +18,6 @@ and buffers are reported.
 - transformers: `from_pretrained` on a device mesh, which shards while it loads.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -23,8 +23,6 @@ the next contender would pay.
 - one process: `meta_init` of the same model on rank 0 alone, with as many threads as there are cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import functools

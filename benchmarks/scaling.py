@@ -6,8 +6,6 @@ No memory is allocated for weights: the model is on the meta device and the proc
 "fake" one. The last line is Llama 405B on 1024 ranks.
 """
 
-from __future__ import annotations
-
 import resource
 import time
 import warnings

@@ -7,8 +7,6 @@ from the start of the command (`composer-dist train -n 2`, `torchrun`) until the
 a file. They take turns; medians are shown.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

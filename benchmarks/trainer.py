@@ -15,8 +15,6 @@ shown.
   there); compared with ours under `DDPConfig`.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """An event that tells other threads that something has ended, and survives Ctrl-C."""
 
-from __future__ import annotations
-
 import threading
 
 

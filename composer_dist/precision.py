@@ -20,8 +20,6 @@ Under amp_fp8 the matrix products of the blocks' linear layers are computed in f
 `composer_dist.distributed.compiling.float8`).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Nothing is shown, or imported for it, in the first two seconds. The bar is remov
 an error or Ctrl-C.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
@@ -18,12 +16,8 @@ from composer_dist.ending import Ending
 
 PATIENCE = 2.0
 """Seconds before a step is shown."""
-
-
 INTERVAL = 10.0
 """Seconds between two lines in a log."""
-
-
 _TICK = 0.25
 
 

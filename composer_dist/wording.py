@@ -1,7 +1,5 @@
 """What sentences are made of: the first few of a list and how many more there are, ranks, kinds of values."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Sequence
 

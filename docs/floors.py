@@ -4,8 +4,6 @@
 package stands as low as its imports allow: one floor above the highest package that it imports.
 """
 
-from __future__ import annotations
-
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path

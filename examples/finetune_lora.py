@@ -7,8 +7,6 @@ learns Python. 3. What was written is loaded by transformers and peft alone, and
 The text comes with Python itself and tokens are bytes, so there is nothing to download.
 """
 
-from __future__ import annotations
-
 import argparse
 import sysconfig
 import warnings

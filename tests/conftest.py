@@ -1,7 +1,5 @@
 """Fixtures and markers that the whole suite shares."""
 
-from __future__ import annotations
-
 import os
 
 # Before torch is imported, here and in the workers, which inherit the environment.

@@ -1,7 +1,5 @@
 """ComposerModel and ComposerClassifier."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

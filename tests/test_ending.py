@@ -1,7 +1,5 @@
 """Waiting for an end, interrupted at every instruction."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from types import FrameType

@@ -1,7 +1,5 @@
 """Errors are ours and Python's, and travel by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from composer_dist import errors

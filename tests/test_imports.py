@@ -1,7 +1,5 @@
 """What importing the package costs, offers and touches."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import subprocess

@@ -1,7 +1,5 @@
 """Precision names and policies, and the dtypes that really travel between two ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Nothing for short steps, lines in a log, a bar on a terminal that goes when the step ends."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Torch's private names, each with the feature that falls if it goes."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The worker pool: values, tracebacks, and recovery from workers that die or hang."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -1,7 +1,5 @@
 """Process groups, collectives and meshes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Modules, their initializers and their optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

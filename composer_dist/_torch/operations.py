@@ -1,7 +1,5 @@
 """Operations of the dispatcher, and torch.compile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,5 @@
 """DDP in place, and gradients that are synchronized in backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ FSDP2 keeps what it knows of each parameter in private objects, reachable from t
 are what lets a shard be allocated once, padded as the all-gather wants it, and filled in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors: DTensors and what they are made of, many at once, storages, versions and hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ thread runs no collectives, and its agreements use separate keys in the store. A
 progress. The thread is not a daemon, so the interpreter waits for it before it exits.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from typing import Protocol

@@ -5,8 +5,6 @@ temporary file, a spool, which is mapped too. Writing such tensors reads them pa
 can drop the pages again.
 """
 
-from __future__ import annotations
-
 import mmap
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Gathers an optimizer's full state, and loads it onto any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any

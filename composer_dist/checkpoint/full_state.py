@@ -4,8 +4,6 @@ Names are the names in the plain model's `state_dict()`. Tensors move in buckets
 one bucket beyond its result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 

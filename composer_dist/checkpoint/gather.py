@@ -1,7 +1,5 @@
 """Gathers sharded tensors, once the ranks have agreed that all of them gather the same ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from typing import Any

@@ -1,7 +1,5 @@
 """Finds the newest intact checkpoint, to resume from."""
 
-from __future__ import annotations
-
 import os
 import warnings
 

@@ -1,7 +1,5 @@
 """Loads checkpoints onto any mesh: every rank reads its own part."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping

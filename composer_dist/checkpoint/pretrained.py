@@ -1,7 +1,5 @@
 """Loads pretrained weights into a model, and exports directories for transformers and peft."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Saves checkpoints: by name, each byte once, and in one atomic step."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

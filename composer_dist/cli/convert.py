@@ -1,7 +1,5 @@
 """`composer-dist convert`: converts a checkpoint from one format to another."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated

@@ -28,25 +28,13 @@ Examples:
 
 Exit status: 0 if training works (there may be warnings), 1 if not.
 """
-
-
 Verdict = Literal["ok", "warning", "fault"]
-
-
 _COLORS = {"ok": "green", "warning": "yellow", "fault": "red"}
-
-
 _PACKAGES = ("transformers", "peft", "safetensors", "torchao")
-
-
 _SUPPORTED = ((2, 11), (2, 14))
 """Versions of torch: from the first, below the second."""
-
-
 _FILES = 4096
 """Open files that a large job may need for shards, sockets and loader workers."""
-
-
 _SHARED = 1 << 30
 """Bytes of /dev/shm below which loader workers and NCCL run out."""
 

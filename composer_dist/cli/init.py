@@ -1,7 +1,5 @@
 """`composer-dist init`: a first configuration, with comments."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,8 +7,6 @@ from typing import Annotated
 import typer
 
 PRESETS = Path(__file__).parents[1] / "recipe" / "presets"
-
-
 EXAMPLES = """
 Presets:
 

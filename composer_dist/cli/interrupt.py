@@ -1,7 +1,5 @@
 """Ctrl-C: the first lets a run close what is open, the second one quits at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -9,8 +7,6 @@ from typing import Any, Self
 
 EXIT_STATUS = 128 + signal.SIGINT
 """130, what a shell says of a process that Ctrl-C ended."""
-
-
 TOLD = (
     "\ncomposer-dist train: interrupted, stopping (Ctrl-C again to force). Run the same command to resume "
     "from the latest checkpoint, if there is one.\n"

@@ -1,7 +1,5 @@
 """Several processes on this machine, started and watched by torch's elastic agent."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import logging
@@ -21,12 +19,8 @@ from composer_dist.cli import interrupt
 
 _SAVING = 600
 """Seconds that processes get after SIGTERM to save a checkpoint; the sender has a limit too."""
-
-
 _CLOSING = 30
 """Seconds that processes get after Ctrl-C."""
-
-
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 

@@ -4,8 +4,6 @@ Exit statuses: 0 done, 1 failed with the reason on standard error, 2 wrong usage
 heavy packages when they need them, so that `--help` answers at once.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

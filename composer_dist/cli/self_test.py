@@ -1,7 +1,5 @@
 """Whether the ranks reach each other, and how fast, to find out why a job hangs."""
 
-from __future__ import annotations
-
 import socket
 import statistics
 import time
@@ -15,8 +13,6 @@ from composer_dist.distributed.moving.memory import Beacon, can_read, readable_b
 from composer_dist.distributed.ranks import process_group
 
 _NBYTES = 32 << 20
-
-
 _ROUNDS = 3
 
 

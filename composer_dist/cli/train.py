@@ -1,7 +1,5 @@
 """`composer-dist train`: trains what a configuration describes."""
 
-from __future__ import annotations
-
 import logging
 import os
 import traceback

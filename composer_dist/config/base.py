@@ -1,7 +1,5 @@
 """Configurations from dictionaries, validated with clear errors, and back."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The configuration of FSDP2."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The device mesh that a user asks for."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

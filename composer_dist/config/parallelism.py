@@ -5,8 +5,6 @@ the name of a strategy) into a `ParallelismConfig` without aliases. A strategy d
 the work, not how they are started: Lightning's "ddp_spawn", "ddp_fork" and "ddp_notebook" mean "ddp".
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

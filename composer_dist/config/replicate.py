@@ -1,7 +1,5 @@
 """The configuration of DDP."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The configuration of single modules."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The configuration of tensor parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

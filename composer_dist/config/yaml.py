@@ -1,7 +1,5 @@
 """Reads YAML with the line of each value, and reports what is wrong with the text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What a preparation has done: the object that `parallelize_model` returns."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import sys

@@ -7,8 +7,6 @@ Nothing is changed before the ranks agree, and an error on one rank is raised on
 agreement a failure is raised on all ranks as well, and marks the model as unusable.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ an evaluation, every unit with an int `reshard_after_forward`), so everything th
 goes through `named_parameters_canonical`, which reshards first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

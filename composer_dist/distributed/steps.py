@@ -4,8 +4,6 @@
 `prepare_fully_shard`, then fill it with `meta_init` or `sync_module_states`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace as changed

@@ -3,8 +3,6 @@
 Once the plan is made wishes are not read any more: the plan holds every decision.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -15,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from composer_dist._torch import CustomPolicy
+from composer_dist.config import presets as presets
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.parallelism import register_strategy as register_strategy
@@ -29,11 +28,7 @@ from composer_dist.tensors.codec import register_tensor_codec as register_tensor
 from composer_dist.wording import near_miss
 
 WrapPolicy = CustomPolicy | Callable[[nn.Module], bool | dict[str, Any]]
-
-
 CheckFn = Callable[[nn.Module], bool]
-
-
 UNIT_FIELDS = ("reshard_after_forward", "mixed_precision", "offload")
 """The fields of a rule that only a unit can follow."""
 

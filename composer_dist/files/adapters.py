@@ -5,8 +5,6 @@ the model into `base_model.model`. In a file the base model's tensors have their
 adapter's names lack the adapter's name.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

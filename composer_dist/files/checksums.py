@@ -4,8 +4,6 @@ They are CRC-32 of blocks: CRC-32 detects every single changed bit and costs les
 let several threads and ranks share the work.
 """
 
-from __future__ import annotations
-
 import ctypes
 import zlib
 from collections.abc import Iterable, Iterator, Sequence

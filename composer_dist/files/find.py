@@ -1,7 +1,5 @@
 """Finds a model's tensors in safetensors files, our checkpoints and files of `torch.save`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError

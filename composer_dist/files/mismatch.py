@@ -1,7 +1,5 @@
 """Reports all differences between a stored state and its target together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from composer_dist.errors import CheckpointError, CheckpointKeyError, CheckpointValueError

@@ -7,8 +7,6 @@ and `state`, which has the model's `state_dict()` under `model`, and `optimizers
 name. Optimizer states number the parameters, except under FSDP, where Composer and Fabric use names.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

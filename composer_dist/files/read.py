@@ -7,8 +7,6 @@ access, so all ranks of a host share the page cache, and network file systems wo
 remote file system that fsspec supports are read by their URL in the same way.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ shape and offsets, then the tensors, row-major, one after the other without hole
 that maps each tensor to its file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ checksums cover neither its headers nor its directory.) Pickles are read by torc
 unless the user allows more.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -5,8 +5,6 @@ architecture, which users can extend). They are applied here as `from_pretrained
 (`core_model_loading.convert_and_load_state_dict_in_model`), but to blueprints instead of tensors.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Builds the Trainer of a checked configuration, step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

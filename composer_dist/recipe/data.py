@@ -1,7 +1,5 @@
 """The data of a run: what to train on, and what to evaluate on."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

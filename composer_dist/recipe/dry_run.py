@@ -1,7 +1,5 @@
 """What a run would do: needs no process group and no memory for the model."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Builds the model of a run for preparation: on the meta device, or with values on rank 0 only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a configuration names: `package.module.Name`, `file.py:Name` beside it, or a short name."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Mapping
@@ -73,20 +71,14 @@ OPTIMIZERS = {
     "adagrad": "torch.optim.Adagrad",
     "rmsprop": "torch.optim.RMSprop",
 }
-
-
 SCHEDULERS = {
     "constant": "composer_dist.trainer.schedulers.ConstantWithWarmupScheduler",
     "linear": "composer_dist.trainer.schedulers.LinearWithWarmupScheduler",
     "cosine": "composer_dist.trainer.schedulers.CosineAnnealingWithWarmupScheduler",
     "one_cycle": "torch.optim.lr_scheduler.OneCycleLR",
 }
-
-
 WHOLE_RUN = frozenset({"total_steps", "T_max"})
 """Arguments of torch's schedulers that default to the run's number of batches."""
-
-
 CALLBACKS = {
     "early_stopping": "composer_dist.trainer.callbacks.EarlyStopping",
     "ema": "composer_dist.trainer.callbacks.EMA",
@@ -100,8 +92,6 @@ CALLBACKS = {
     "runtime_estimator": "composer_dist.trainer.callbacks.RuntimeEstimator",
     "speed_monitor": "composer_dist.trainer.callbacks.SpeedMonitor",
 }
-
-
 LOGGERS = {
     "console": "composer_dist.trainer.loggers.ConsoleLogger",
     "file": "composer_dist.trainer.loggers.FileLogger",
@@ -110,8 +100,6 @@ LOGGERS = {
     "tensorboard": "composer_dist.trainer.loggers.TensorBoardLogger",
     "wandb": "composer_dist.trainer.loggers.WandBLogger",
 }
-
-
 PLACES = {"file": {"path": "metrics.jsonl"}, "tensorboard": {"log_dir": "tensorboard"}}
 """Where loggers write in the run's folder by default."""
 

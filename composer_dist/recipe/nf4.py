@@ -1,7 +1,5 @@
 """Frozen weights in 4 bits below an adapter: QLoRA (arXiv:2305.14314), by torchao's NF4."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

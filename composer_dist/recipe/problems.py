@@ -1,7 +1,5 @@
 """Collects everything that is wrong with a configuration, so that all of it is reported at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

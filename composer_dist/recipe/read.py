@@ -1,7 +1,5 @@
 """Reads a configuration with its overrides and checks it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +24,12 @@ _OURS = frozenset(
     | {"parallelism_config", "callbacks", "loggers", "seed", "resume"}
 )
 """The Trainer's arguments that have sections of their own."""
-
-
 _DATA_OF = {
     "causal_lm": ("text", "function"),
     "masked_lm": ("text", "function"),
     "sequence_classification": ("labeled_text", "function"),
     "module": ("function",),
 }
-
-
 _DATA_KINDS = {"text", "labeled_text", "function"}
 
 

@@ -1,7 +1,5 @@
 """A run from its start to its end."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """The arguments of a function or class as a schema, to check what a configuration passes to it."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import typing

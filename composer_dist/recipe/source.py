@@ -1,7 +1,5 @@
 """A configuration as the user wrote it: the file, and the values that the command line replaces in it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Samples and masks depend only on the text and the seed: they are the same on any
 any resume.
 """
 
-from __future__ import annotations
-
 import glob
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -21,8 +19,6 @@ from composer_dist.errors import ParallelismValueError
 
 IGNORED = -100
 """The label that losses skip, as everywhere in transformers."""
-
-
 Sample = dict[str, Tensor]
 
 

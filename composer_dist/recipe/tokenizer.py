@@ -1,7 +1,5 @@
 """Tokenizers by name. The one of bytes needs no files."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """The repeated blocks of a model: the default units."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

@@ -5,8 +5,6 @@ tensor object (a view kept as an attribute, a second Parameter over the same sto
 silently update only one of them after sharding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 

@@ -4,8 +4,6 @@ A library that has not been imported has no modules in the model, so it is looke
 never imported here.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The names of modules and tensors, without wrapper segments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 

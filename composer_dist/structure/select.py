@@ -1,7 +1,5 @@
 """Selects modules for the user's rules by name, type or function."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

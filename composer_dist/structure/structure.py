@@ -8,8 +8,6 @@ too, because it moves with the model.
 Nothing here needs a process group or real values: a model on the meta device works as well.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

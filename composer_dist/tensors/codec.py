@@ -8,8 +8,6 @@ shards inner tensor by inner tensor; FSDP2 gathers them through the class's own 
 `fsdp_post_all_gather`. `torchao.py` has the codecs of torchao's classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any

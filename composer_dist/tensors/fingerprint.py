@@ -1,7 +1,5 @@
 """A hash of a tensor's values, by which ranks compare what they hold."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch
@@ -10,8 +8,6 @@ from composer_dist.tensors.parts import as_bytes, elements
 
 _STEP = 1 << 20
 """Bytes that are hashed at a time."""
-
-
 _MASK = (1 << 64) - 1
 
 

@@ -1,7 +1,5 @@
 """What a tensor is made of: inner tensors where its class has a codec, else the tensor itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

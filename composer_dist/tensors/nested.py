@@ -1,7 +1,5 @@
 """The tensors in nested data: batches, and the outputs of modules."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping

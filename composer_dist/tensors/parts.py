@@ -1,7 +1,5 @@
 """The parts of a tensor: ranges and rectangles of its elements, in row-major order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod

@@ -6,8 +6,6 @@ though its signed tables do not reach from -1 to 1, so what it has made of float
 given as floats again. Here the scale is found by the table, and such floats give the same bits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -8,8 +8,6 @@ tensor parallelism's and the user's own, because it watches what torch dispatche
 uncompiled for that. It costs some milliseconds per collective, in the few steps in which a size is tried.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -28,8 +26,6 @@ from composer_dist.distributed.replication.reducer import replica_of
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
 T = TypeVar("T")
-
-
 _TEXTS = (
     "out of memory",
     "can't allocate memory",  # torch's allocator for the CPU

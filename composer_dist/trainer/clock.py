@@ -28,22 +28,12 @@ class TimeUnit(StrEnum):
 
 
 _UNITS = "|".join(unit.value for unit in TimeUnit)
-
-
 _DECIMAL = r"(?:\d+(?:_\d+)*)?\.?\d+"
-
-
 _NUMBER = re.compile(rf"({_DECIMAL}(?:e[+-]?\d+)?)\s*({_UNITS})")
-
-
 _CLOCK_SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-
-
 _CLOCK = re.compile(
     r"(?=[\d.])" + "".join(rf"(?:(?P<{letter}>{_DECIMAL}){letter})?" for letter in _CLOCK_SECONDS)
 )
-
-
 _REAL = (TimeUnit.DURATION, TimeUnit.SECOND)
 
 

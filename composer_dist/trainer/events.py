@@ -1,7 +1,5 @@
 """The moments of a run at which callbacks are called, and intervals that pass again and again."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 from composer_dist.trainer.clock import Time, Timestamp

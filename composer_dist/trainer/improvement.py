@@ -1,7 +1,5 @@
 """Has a metric stopped improving? The one judge, for `EarlyStopping` and for phases of fine-tuning."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

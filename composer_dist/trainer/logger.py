@@ -1,7 +1,5 @@
 """One call that reaches every destination of metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 

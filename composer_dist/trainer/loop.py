@@ -1,7 +1,5 @@
 """The training loop: epochs, batches, schedulers, and evaluation in between."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """How many samples go through the model at once: a number, or as many as fit, found by trying."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, TypeVar

@@ -5,8 +5,6 @@ are set before each batch, as multiples of the initial rates of the optimizers' 
 are Composer's.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from abc import ABC, abstractmethod

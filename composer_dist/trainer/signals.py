@@ -1,7 +1,5 @@
 """SIGTERM, by which schedulers and launchers ask a process to end: noted, and handled between batches."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Batches, samples and tokens per second over the last batches."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The Trainer: sets a run up, and then trains, evaluates and predicts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

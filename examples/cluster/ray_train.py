@@ -4,8 +4,6 @@ Ray starts the workers and their process group; `parallelize_model` takes it as 
 `use_gpu=True`. The text is random, so that nothing has to be downloaded.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the demo has written, loaded by transformers and peft alone: it must have the loss of the training."""
 
-from __future__ import annotations
-
 import json
 import logging
 import warnings

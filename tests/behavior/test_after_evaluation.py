@@ -1,7 +1,5 @@
 """P103: what an evaluation leaves behind does not show in any step after it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

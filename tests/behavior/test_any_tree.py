@@ -1,7 +1,5 @@
 """Any tree of modules, ties, rules and mesh: the plan covers every parameter once, or names its trouble."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections import Counter

@@ -3,8 +3,6 @@
 Where Composer refuses (ties across units) training is compared with one process instead.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

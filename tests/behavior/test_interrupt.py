@@ -1,7 +1,5 @@
 """Ctrl-C while weights are delivered: every process ends, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import pty
 import signal

@@ -1,7 +1,5 @@
 """Every mode with every kind of model: three optimizer steps equal those of one process."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import cache
 from typing import Any

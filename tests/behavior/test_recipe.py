@@ -1,7 +1,5 @@
 """What docs/promises.md says of values, through `parallelize_model` itself, on two and four gloo ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saved on one mesh, loaded on another: bit-equal, optimizer included."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +12,6 @@ from tests.kit.toy import built
 from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-
-
 make_gpt2 = partial(built, gpt2)
 """Fused matrices, cut in groups of columns."""
 make_phi3 = partial(built, phi3)

@@ -1,7 +1,5 @@
 """Saving in the background."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whatever happens to a checkpoint's bytes is noticed, and the one before it loads."""
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 import warnings

@@ -1,7 +1,5 @@
 """Exported directories, loaded by transformers and peft alone."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import warnings

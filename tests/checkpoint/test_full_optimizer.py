@@ -1,7 +1,5 @@
 """Full optimizer states: gathered, carried by name, and loaded; steps go on bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path

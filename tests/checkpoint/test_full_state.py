@@ -1,7 +1,5 @@
 """Full states against the plain model's `state_dict()`."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """How much memory full states take beyond what they are, and beyond the shards."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

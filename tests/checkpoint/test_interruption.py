@@ -1,7 +1,5 @@
 """A save when the program ends, or is interrupted, meanwhile: completed, or as if it had not begun."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

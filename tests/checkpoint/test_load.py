@@ -1,7 +1,5 @@
 """What is restored, in place, and what does not fit."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`load_pretrained`: files into models that are there already, prepared or not, real or not."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Quantized base weights (QLoRA) in checkpoints: their bits, onto any number of ranks; and exported."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

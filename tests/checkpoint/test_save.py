@@ -1,7 +1,5 @@
 """What is written, where, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from collections.abc import Callable

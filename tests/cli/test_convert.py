@@ -1,7 +1,5 @@
 """`composer-dist convert`: every form into every other, with the same values and in little memory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

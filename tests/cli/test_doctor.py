@@ -1,7 +1,5 @@
 """What doctor finds."""
 
-from __future__ import annotations
-
 import os
 import resource
 

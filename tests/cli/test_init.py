@@ -1,7 +1,5 @@
 """`composer-dist init`: files that run as they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

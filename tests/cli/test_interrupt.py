@@ -1,7 +1,5 @@
 """Ctrl-C: a run ends, all of it, says so in one sentence, and goes on later."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

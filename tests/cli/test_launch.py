@@ -1,7 +1,5 @@
 """Local processes: when one ends badly the others end too, and the first to fail is told."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What holds for every command of `composer-dist`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`composer-dist train` as its user sees it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Configurations: what they accept, refuse, and turn into."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

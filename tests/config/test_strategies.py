@@ -1,7 +1,5 @@
 """Strategies by name: ours, Lightning's, the user's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

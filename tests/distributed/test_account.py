@@ -1,7 +1,5 @@
 """The account of a preparation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

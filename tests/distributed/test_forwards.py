@@ -1,7 +1,5 @@
 """Layers around a module's forward: in one order whatever the order of adding, and each removable."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Preparation as a whole: all or none, on every rank, whatever fails and wherever."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from composer_dist.config import patterns as presets
+from composer_dist.config import presets
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import (
     clip_grad_norm,

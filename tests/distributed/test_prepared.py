@@ -1,7 +1,5 @@
 """Parameters by name, whatever wraps or shards the model."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

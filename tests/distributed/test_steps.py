@@ -1,7 +1,5 @@
 """The steps one by one come to what the recipe comes to."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

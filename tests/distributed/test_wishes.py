@@ -1,7 +1,5 @@
 """Which modules a rule selects, and what several rules say together."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any
@@ -12,7 +10,7 @@ import yaml
 from torch import nn
 
 from composer_dist import Precision
-from composer_dist.config import patterns as presets
+from composer_dist.config import presets
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig

@@ -1,7 +1,5 @@
 """The list of promises and the tests that hold them."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The path of a new user, as docs/quickstart.md tells it: every command of it is run."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The recipes for clusters say what the ranks need to find each other."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

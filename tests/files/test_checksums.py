@@ -1,7 +1,5 @@
 """Files compared with their checksums, whole or in part."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Names: a checkpoint fits its model however either has been wrapped, renamed, tied or fused."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Single-file checkpoints of Lightning Fabric, PyTorch Lightning and Composer, in the layouts they write."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 from typing import Any

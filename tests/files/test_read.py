@@ -1,7 +1,5 @@
 """Reads: every part of every layout arrives, cast and rearranged, with as few bytes as can be."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

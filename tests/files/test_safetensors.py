@@ -1,7 +1,5 @@
 """Headers of safetensors files: what is read from good ones, and that no bad one passes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How a prepared model is compared with its unsharded reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """A plain decoder that tensor parallelism cuts by its structure alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

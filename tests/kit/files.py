@@ -1,7 +1,5 @@
 """Weight files: what a test writes and finds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model of which FSDP2, HSDP or DDP manages a part, and its gradients beside one process's."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tiny transformers models, adapters of many kinds, and a tokenizer, built without a download."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

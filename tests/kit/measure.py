@@ -1,7 +1,5 @@
 """Measures what ranks send and how much memory a call takes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Every kind of mesh, as configurations."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
@@ -79,16 +77,12 @@ BY_WORLD: dict[str, Any] = {
     "tp": lambda: mesh(tp=2, dp_shard=dist.get_world_size() // 2),
     "replicas of tp": lambda: mesh(dp_replicate=2, dp_shard=1, tp=2),
 }
-
-
 PLACES = [
     (2, ["tp"]),
     pytest.param(2, ["ddp", "hsdp"], marks=pytest.mark.slow),
     pytest.param(4, ["tp"], marks=pytest.mark.slow),
 ]
 """Number of ranks, and names of `BY_WORLD` that FSDP's tests leave."""
-
-
 SHAPES = [(12, 8), (7, 5), (3, 6), (6,), (1, 4), (4, 6, 5), (2, 0), (0, 3)]
 
 

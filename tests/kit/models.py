@@ -3,8 +3,6 @@
 Every model takes one batch tensor, `(8, ...)`, and returns a tensor whose first dimension is the batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

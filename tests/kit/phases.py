@@ -1,7 +1,5 @@
 """What the tests of fine-tuning phases train, and the same training written by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

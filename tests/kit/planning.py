@@ -1,7 +1,5 @@
 """One part of planning, on one model."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Models whose frozen weights are quantized, with trained adapters beside them."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small training runs on any mesh, to be saved and loaded."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Models with everything that a state can contain, built alike wherever they are built."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """The models and the data that the Trainer's tests train."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """The worker's side of `tests/kit/world.py`: runs one job after the other, each from a clean slate."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

@@ -11,8 +11,6 @@ filters are set anew. After a failure, be it an exception, a death or a hang, th
 part are replaced.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import multiprocessing

@@ -1,7 +1,5 @@
 """Checkpoints of a peft model's adapters alone: hardly a byte moves, and they load on any mesh."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

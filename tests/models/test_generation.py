@@ -1,7 +1,5 @@
 """`HuggingFaceModel.generate` on sharded models gives the unsharded model's tokens."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`HuggingFaceModel`: a transformers model's loss, metrics, adapters and generation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every preset is a valid configuration that trains on one process and on two, to the same losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What is wrong with a configuration is told all at once, each with its line and the nearest key."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

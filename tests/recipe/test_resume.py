@@ -1,7 +1,5 @@
 """A run that is killed and started again ends with the bits of one that was not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

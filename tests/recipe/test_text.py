@@ -1,7 +1,5 @@
 """Texts and their pieces: the same samples and masks on any number of ranks and after any resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

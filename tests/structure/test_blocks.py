@@ -1,7 +1,5 @@
 """Blocks found by structure."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What is bound to a parameter behind its back is refused by name before anything changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

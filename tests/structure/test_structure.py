@@ -1,7 +1,5 @@
 """What a model holds, under which names, and what is shared."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Blueprints: whatever moves elements moves them as torch does, and what computes is refused."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

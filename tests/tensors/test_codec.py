@@ -3,8 +3,6 @@
 Every test of the machinery runs on an 8-bit class of its own; those of NF4 need torchao.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

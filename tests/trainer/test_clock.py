@@ -1,7 +1,5 @@
 """Time strings, their arithmetic, and the timestamp."""
 
-from __future__ import annotations
-
 import pytest
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError

@@ -1,7 +1,5 @@
 """Features of the Trainer that meet: each does what it does alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Evaluation and prediction on one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every event has its method, and they come in Composer's order."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whether a metric has stopped improving."""
 
-from __future__ import annotations
-
 import pytest
 
 from composer_dist.trainer.clock import Timestamp

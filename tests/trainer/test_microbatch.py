@@ -1,7 +1,5 @@
 """The microbatch size that fits, found by all ranks together, whichever runs out of memory, and where."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The Trainer on several ranks gives what it gives on one with the whole batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

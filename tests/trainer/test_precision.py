@@ -1,7 +1,5 @@
 """float16 with a loss scaler, deterministic algorithms, compilation."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Going on from checkpoints, wholly or in part, on as many ranks or others."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from pathlib import Path

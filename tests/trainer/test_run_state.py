@@ -1,7 +1,5 @@
 """A Trainer remembers its clock, schedulers and callbacks from one process to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

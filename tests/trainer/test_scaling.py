@@ -1,7 +1,5 @@
 """Loss scaling: torch's GradScaler is the reference; an infinity on one rank counts on all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Learning rates by the clock, compared with Composer's formulas, in one fit and in several."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SIGTERM, SIGKILL, and launchers that start again."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

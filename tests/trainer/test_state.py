@@ -1,7 +1,5 @@
 """What a state knows of its duration."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

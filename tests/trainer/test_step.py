@@ -1,7 +1,5 @@
 """One batch: weights, microbatches, clipping, losses of several parts."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

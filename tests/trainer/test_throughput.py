@@ -1,7 +1,5 @@
 """Rates over a window of batches."""
 
-from __future__ import annotations
-
 from composer_dist.trainer.clock import Timestamp
 from composer_dist.trainer.throughput import Rates, Throughput
 from tests.kit.training import Clock

@@ -1,7 +1,5 @@
 """The Trainer on one process: durations, schedulers, seeds, refusals, interruptions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

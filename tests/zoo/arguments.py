@@ -1,7 +1,5 @@
 """Where the signature of a forward does not say what it takes: arguments by model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Seeded dummy inputs, made from the signature of a model's forward and from its configuration."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Container
 from typing import Any

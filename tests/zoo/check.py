@@ -1,7 +1,5 @@
 """One architecture on two ranks, rank 0 real and rank 1 on meta, against the same model unsharded."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

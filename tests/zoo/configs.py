@@ -1,7 +1,5 @@
 """Toy configurations: a transformers configuration class, shrunk by rule."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping

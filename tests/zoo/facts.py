@@ -3,8 +3,6 @@
 Run as `python -m tests.zoo.toy [--json PATH] [NAME ...]`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Where the size rules of `tables` are not enough: fields by configuration, heads by model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}

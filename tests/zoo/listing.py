@@ -1,7 +1,5 @@
 """Which model types build at toy size with transformers 5.23, and which do not, and why."""
 
-from __future__ import annotations
-
 _BUILT = (
     "afmoe aimv2 aimv2_vision_model albert altclip apertus arcee aria aria_text "
     "audio-spectrogram-transformer audioflamingo3 audioflamingo3_encoder autoformer axk1 axk2 "

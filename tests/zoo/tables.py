@@ -1,7 +1,5 @@
 """How every transformers configuration is made small, as data: the rules that hold for all."""
 
-from __future__ import annotations
-
 HIDDEN, HEADS, HEAD_DIM, VOCAB, IMAGE, LENGTH = 32, 4, 8, 128, 32, 16
 
 MAPPINGS = (

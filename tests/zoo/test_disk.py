@@ -1,7 +1,5 @@
 """Every architecture as transformers saves it, read back in parts: the same values."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -8,8 +8,6 @@ Everything is seeded: the same name gives the same weights, the same batch and t
 left out, and why.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

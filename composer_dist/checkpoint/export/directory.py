@@ -1,7 +1,5 @@
 """Makes an exported directory appear in one step, and writes everything in it except the weights."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

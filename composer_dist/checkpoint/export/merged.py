@@ -4,8 +4,6 @@ A layer with an adapter temporarily gets full copies of all its tensors. peft me
 the layer's own tensors and attributes are restored.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

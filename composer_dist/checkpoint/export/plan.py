@@ -6,8 +6,6 @@ Computed tensors, and tensors that would be written in many tiny pieces, are gat
 the model and the stored tensors made from them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

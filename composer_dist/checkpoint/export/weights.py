@@ -1,7 +1,5 @@
 """Writes a transformers model's files on all ranks at once, each from its own shards."""
 
-from __future__ import annotations
-
 import secrets
 import warnings
 from collections.abc import Iterator, Mapping

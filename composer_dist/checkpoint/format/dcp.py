@@ -4,8 +4,6 @@ It is a pickle. We never read it, because `checkpoint.json` has the same informa
 the end of the pickle, because `checkpoint.json` does not list it.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass

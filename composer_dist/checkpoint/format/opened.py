@@ -3,8 +3,6 @@
 `Opened` is the same for our directories, our single files, and the files of other libraries.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ The first rank collects the list of boxes and divides them. If the same boxes ar
 detect by digests, the previous plan is reused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ structure, in JSON, keeps information that those paths lose: empty mappings, num
 It contains plain values, and the key paths of everything else.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

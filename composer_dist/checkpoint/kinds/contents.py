@@ -1,7 +1,5 @@
 """Checks the state that a user saves or restores, and finds the kind of each value."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

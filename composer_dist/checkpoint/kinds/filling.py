@@ -1,7 +1,5 @@
 """Reads values from files into existing models and tensors, sharded or not."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence, Set
 
 import torch

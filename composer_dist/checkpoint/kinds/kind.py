@@ -1,7 +1,5 @@
 """The interface of each kind of content (model, optimizer, value); `contents.KINDS` has their modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Models in checkpoints, by the names in the plain model's `state_dict()`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

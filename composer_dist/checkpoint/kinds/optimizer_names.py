@@ -9,8 +9,6 @@ ranks and frozen parameters. Nothing here takes a step or communicates: the stat
 order of the optimizer's groups).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Everything else in checkpoints: objects with a `state_dict`, tensors, mappings, plain values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any

@@ -11,8 +11,6 @@ A checkpoint is written under another name beside its place (`.name.token.tmp`) 
 If the process is killed at any moment, the place has no checkpoint, the old one or the new one.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -3,8 +3,6 @@
 `Place` is the interface between checkpoints and stores. `local` and `remote` implement it.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Protocol

@@ -4,8 +4,6 @@ They cannot rename a directory. So each save uses unique names for data files, a
 which these systems replace in one step, last. Then it removes the files of the previous checkpoint.
 """
 
-from __future__ import annotations
-
 import secrets
 from contextlib import suppress
 from typing import Any

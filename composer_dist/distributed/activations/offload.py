@@ -1,7 +1,5 @@
 """Activation offloading: what autograd saves during a module's forward lies in host memory."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Set
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a user writes about activations: a mode, its options, and what they mean in words."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, cast
@@ -12,26 +10,16 @@ from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueE
 from composer_dist.wording import near_miss
 
 Mode = Literal["composable", "wrapped", "offload", "memory_budget"]
-
-
 _CHECKPOINT = ("context_fn", "debug", "determinism_check", "early_stop", "preserve_rng_state")
-
-
 _OURS = ("every", "save", "offload", "pin_memory")
-
-
 _OPTIONS: Mapping[Mode, tuple[str, ...]] = {
     "composable": (*_CHECKPOINT, *_OURS),
     "wrapped": (*_CHECKPOINT, *_OURS, "checkpoint_impl"),
     "offload": ("every", "pin_memory"),
     "memory_budget": ("every", "budget"),
 }
-
-
 _SELECTIVE = "selective"
 """Short for "composable" with save="default"."""
-
-
 _KNOWN = (*_OPTIONS, _SELECTIVE)
 
 
@@ -40,8 +28,6 @@ def _is_number(value: Any) -> bool:
 
 
 _FLAG: tuple[Callable[[Any], bool], str] = (lambda v: isinstance(v, bool), "True or False")
-
-
 _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "budget": (lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 (recompute all) to 1 (nothing)"),
     "checkpoint_impl": (

@@ -1,7 +1,5 @@
 """Which modules' activations are recomputed or offloaded, and why."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

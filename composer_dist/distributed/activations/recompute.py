@@ -7,8 +7,6 @@ operations (`selective`), and `offload=True` does both: of each block only the i
 those on the host.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence

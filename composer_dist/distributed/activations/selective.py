@@ -5,8 +5,6 @@ overload. What counts is what reaches the dispatcher: a matrix product of a Line
 with a bias, "aten.addmm".
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -21,8 +19,6 @@ from composer_dist.wording import near_miss
 
 DEFAULT = "default"
 """In a list of operations: those below, dear to compute and cheap to keep."""
-
-
 _DEFAULT = (
     # matrix products and convolutions
     "aten.mm",
@@ -50,8 +46,6 @@ _DEFAULT = (
     "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.reduce_scatter_tensor_coalesced",
 )
-
-
 Pack = Callable[[torch.Tensor], Packed]
 
 

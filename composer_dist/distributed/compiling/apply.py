@@ -4,8 +4,6 @@ What is compiled is a module's forward, not its call: hooks, FSDP2's and ours am
 and run as they always do, so that they break no graph. Alike blocks share one compilation.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Mapping

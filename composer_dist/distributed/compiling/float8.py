@@ -4,8 +4,6 @@ Parameters, communication and everything else stay as `precision="amp_bf16"` has
 keeps its identity, its parameters and its hooks; it only becomes one of torchao's.
 """
 
-from __future__ import annotations
-
 from composer_dist.distributed.compiling.plan import CompilePlan
 from composer_dist.structure.structure import Structure
 

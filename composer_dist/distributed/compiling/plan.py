@@ -1,7 +1,5 @@
 """torch.compile, block by block: which modules, and with which options."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,16 +19,10 @@ from composer_dist.structure.structure import Structure
 from composer_dist.wording import listed, near_miss
 
 _KEYS = ("backend", "mode", "dynamic", "fullgraph", "options")
-
-
 _AS_TRACED = ("eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "ts")
 """Backends that run what Dynamo has traced: a recomputation draws other random numbers (torch 2.13)."""
-
-
 _MIN_CUT = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 """Backends with the partitioner that reads a memory budget."""
-
-
 _MULTIPLE = 16
 """Both dimensions of a weight must be multiples of this for scaled products (torch._scaled_mm)."""
 

@@ -5,8 +5,6 @@ own context: on CUDA devices by torch's ring. On other devices, and for calls th
 every rank gathers all keys and values, which takes more memory and gives the same numbers.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterator

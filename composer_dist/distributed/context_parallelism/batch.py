@@ -5,8 +5,6 @@ after its last one (`shift_labels`), and the number of labels that the loss aver
 (`num_items_in_batch`). They are added before the sequence is split, if the model's forward accepts them.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -26,8 +24,6 @@ from composer_dist.wording import near_miss
 
 IGNORED = -100
 """The label that losses skip."""
-
-
 _LOSS_ARGUMENTS = {"shift_labels", "num_items_in_batch"}
 
 

@@ -5,8 +5,6 @@ of it, and attention covers all parts. Gradients need nothing special: parameter
 ranks too, and FSDP2 averages the gradients of losses whose mean is the loss of the whole batch.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 `proof` checks the rest at the first training step.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,8 +22,6 @@ _ACROSS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((_torch.AnyBatchNorm,), "normalizes over all positions"),
     ((nn.ZeroPad1d, nn.ZeroPad2d), "shifts positions"),
 )
-
-
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 

@@ -7,8 +7,6 @@ error names the first module where they do not. The mean of the parts' losses mu
 This costs two small forwards per model.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
@@ -32,8 +30,6 @@ from composer_dist.tensors.nested import map_tensors, tensors_in
 
 _PER_BLOCK = 2
 """Positions in each block of the proof."""
-
-
 _TOLERANCE = 0.05
 """Of a tensor's largest element: above what half precision rounds, below what a wrong position makes."""
 

@@ -1,7 +1,5 @@
 """Building the mesh that a configuration asks for, on all ranks or on none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch.distributed as dist

@@ -5,8 +5,6 @@ except that "dp_shard" stays beside "dp_replicate" (FSDP2 tells replication from
 dimensions) and beside "tp" alone (FSDP2 casts and offloads).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,12 +13,8 @@ from composer_dist.errors import ParallelismValueError
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
 """All dimensions, outermost first."""
-
-
 FLATTENED = "dp_shard_cp"
 """"dp_shard" and "cp" as one dimension: the ranks over which FSDP2 shards where a mesh has both."""
-
-
 SYNONYMS = {**{name: name for name in DIMENSIONS}, "context_parallel": "cp", "tensor_parallel": "tp"}
 """Names of dimensions, Lightning's among them, to ours."""
 

@@ -92,11 +92,7 @@ class Staging:
 
 
 _PR_SET_PTRACER = 0x59616D61  # "Yama": linux/prctl.h
-
-
 _IOV_MAX = 1024  # linux/uio.h: ranges in one call
-
-
 _MAX_BYTES = 1 << 30  # of one call; the kernel's own limit is just below 2 GiB (man 2 read)
 
 

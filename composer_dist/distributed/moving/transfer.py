@@ -5,8 +5,6 @@ stay plain). If the mesh has replicas, a slice goes to one of them only, which t
 received. `messages.py` has the words.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 

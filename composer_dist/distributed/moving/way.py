@@ -6,8 +6,6 @@ its shards, all ranks at once; targets on an accelerator are filled through host
 memory), weights travel by messages (`transfer.deliver`).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack

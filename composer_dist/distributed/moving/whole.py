@@ -30,12 +30,8 @@ from composer_dist.tensors.parts import elements
 
 BUCKET_BYTES = 256 << 20
 """Most bytes of gathered tensors that a rank holds beside those that it keeps."""
-
-
 _ALIGNED = 16
 """Where a slice begins in a message, so that it can be read as any dtype: multiples of so many bytes."""
-
-
 _CPU = torch.device("cpu")
 
 

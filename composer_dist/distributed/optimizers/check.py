@@ -1,7 +1,5 @@
 """What keeps an optimizer from following its parameters, found before anything is touched."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

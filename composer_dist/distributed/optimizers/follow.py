@@ -7,8 +7,6 @@ rows, one that has the parameter's shape with some dimensions reduced to 1 (Adaf
 dimensions, and scalars not at all. Pending gradients are sharded in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A `ParallelPlan` is pure data, built without a process group, for any world size
 `parallelize_model` build the same object, so what the plan says is what happens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch.distributed.device_mesh import DeviceMesh

@@ -1,7 +1,5 @@
 """The plan itself: which module gets what, and why, to be read, compared and carried out."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Tables for a terminal or a log file, and what goes into the table of a plan's units."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence

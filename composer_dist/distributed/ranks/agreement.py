@@ -11,8 +11,6 @@ After any failure the ranks start a new sequence of agreements, because they may
 in the old one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -32,12 +30,8 @@ from composer_dist.wording import ranks_named
 
 T = TypeVar("T")
 Post = dict[str, Any]
-
-
 GRACE = timedelta(seconds=4)
 """How long the first rank waits for the others' findings once one of them has failed."""
-
-
 MARGIN = timedelta(seconds=4)
 """How much longer than the first rank the others wait, so that its verdict on who is missing arrives."""
 
@@ -70,8 +64,6 @@ class _Line:
 
 
 _Key = tuple[str, tuple[int, ...]]
-
-
 _lines: dict[_Key, _Line] = {}
 
 

@@ -1,7 +1,5 @@
 """A machine's CPUs, shared among the processes of a run. Launchers use this too, so it imports little."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """How an error on one rank reaches the others: as its kind and its text."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from composer_dist.errors import ParallelismError, kind_named, kind_of

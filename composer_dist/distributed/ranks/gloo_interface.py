@@ -5,8 +5,6 @@ or 127.0.1.1, which means another machine to every other host, and the ranks wai
 NCCL looks at the interfaces instead and needs no help.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 import struct
@@ -18,8 +16,6 @@ from composer_dist.config.mesh import per_host
 
 _ELSEWHERE = "192.0.2.1"
 """An address that no machine has (RFC 5737), which is reached by the default route."""
-
-
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 

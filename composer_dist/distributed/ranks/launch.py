@@ -4,8 +4,6 @@ Jobs are better started from outside, by torchrun or `composer-dist train -n`. H
 them itself: each process calls it as one rank of a world, and what rank 0 returns comes back.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys
@@ -28,11 +26,7 @@ from composer_dist.distributed.ranks.cpus import share_cpus
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
 T = TypeVar("T")
-
-
 METHODS = ("spawn", "fork")
-
-
 _HOST = "127.0.0.1"
 
 

@@ -1,7 +1,5 @@
 """This process's rank according to Slurm, Open MPI or Kubernetes, in torchrun's variables."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -5,8 +5,6 @@ proc), so that a pid that is used again, or means another process in another con
 for it. Nothing is known about processes on other hosts, or without /proc.
 """
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from pathlib import Path

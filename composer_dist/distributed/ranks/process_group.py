@@ -5,8 +5,6 @@ variables, no port and no launcher. The device of a collective follows from the 
 machine: a gloo group on a machine with GPUs works on CPU tensors.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -24,11 +22,7 @@ from composer_dist.distributed.ranks.rendezvous import meeting_place
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError
 
 T = TypeVar("T")
-
-
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-
-
 _OPERATIONS = {
     "mean": dist.ReduceOp.SUM,  # divided afterwards: only NCCL averages by itself
     "sum": dist.ReduceOp.SUM,

@@ -9,8 +9,6 @@ To learn that name without believing an old one, each other rank leaves a token 
 that token. Rank 0 answers every token it finds until all ranks have reported.
 """
 
-from __future__ import annotations
-
 import time
 import uuid
 from datetime import timedelta

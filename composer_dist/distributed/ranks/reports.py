@@ -6,8 +6,6 @@ raises the same error. Without failures this costs nothing. The store must outli
 or rank 0 holds it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

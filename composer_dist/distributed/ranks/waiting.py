@@ -1,7 +1,5 @@
 """Waiting that Ctrl-C ends."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import signal
@@ -17,11 +15,7 @@ import torch
 from composer_dist.ending import Ending
 
 T = TypeVar("T")
-
-
 _log = logging.getLogger("composer_dist")
-
-
 PATIENCE = timedelta(seconds=20)
 """How long a wait lasts before the log says what it is for."""
 

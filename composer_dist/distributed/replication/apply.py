@@ -1,7 +1,5 @@
 """Replicated data parallelism: DDP in place, and when it averages while microbatches accumulate."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum

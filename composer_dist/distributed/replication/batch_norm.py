@@ -5,8 +5,6 @@ cannot be undone. Both kinds of module have the same tensors and differ only in 
 attribute, so only those are changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

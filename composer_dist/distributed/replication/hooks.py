@@ -96,17 +96,9 @@ def post_local_sgd(state: LocalSGD, bucket: dist.GradBucket) -> Future[Tensor]: 
 
 HookFunction = Callable[[Any, Any], Future[Tensor]]
 """`(state, bucket)`, as DDP calls it."""
-
-
 LOCAL_SGD = "post_local_sgd"
-
-
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
 _POWER = "powersgd"  # torch's batched variant fails an assert of its own in 2.13
-
-
 _NAMES = (*_DTYPES, _POWER, LOCAL_SGD)
 
 

@@ -1,7 +1,5 @@
 """The plan of a model that every rank holds whole, and whose gradients DDP averages."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,8 +37,6 @@ _OURS = {
     **dict.fromkeys(("dim", "check_reduction"), "torch does not use it any more"),
 }
 """Arguments of DDP that are settled elsewhere."""
-
-
 _LOCAL_OPTIMIZERS = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "DistributedOptimizer"}
 
 

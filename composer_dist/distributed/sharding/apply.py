@@ -7,8 +7,6 @@ shards, the full tensors stay where they were until they have been delivered, an
 in memory (a transposed view, say) does not matter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

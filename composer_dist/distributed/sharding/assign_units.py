@@ -7,8 +7,6 @@ every unit's exact parameters are known, sharding goes top down: an outer unit m
 that lies, by name, inside an inner one, so no tie is cut and no blocks are merged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ For every module `choose_units` asks the four in this order, and the first with 
 structure decides only where none of the others has chosen a unit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Whether the tensors that have codecs can be sharded as planned; asked before anything is touched."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """What happens around the forward of a unit, beside FSDP2's own hooks: outputs, evaluation, methods."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

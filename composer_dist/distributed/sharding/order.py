@@ -8,8 +8,6 @@ own collectives and is on; with an accelerator it makes the hosts wait for one a
 on only when it is asked for (`ParallelismConfig.check_order`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 

@@ -3,8 +3,6 @@
 Rules take precedence over the wrap policy, and the wrap policy over the configuration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -10,8 +10,6 @@ gradients of zero, if any other rank has used them. FSDP2 reduces a unit once th
 are ready, or else at the very end, so whether inputs have gradients must not depend on earlier skips.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

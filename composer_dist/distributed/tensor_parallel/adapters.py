@@ -6,8 +6,6 @@ everything, or on a part (positions of the sequence, or rows of its own features
 summed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from torch import nn

@@ -6,8 +6,6 @@ parameters that it holds are replaced by their local parts (also when it is reco
 of its style go before and after. Nothing is dispatched through DTensor, so any operation works, on any part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, update_wrapper, wraps

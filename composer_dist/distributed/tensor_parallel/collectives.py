@@ -5,8 +5,6 @@ goes back. A *whole* activation is equal on all ranks and so is its gradient; of
 has a part; a *partial* one is the sum of what the ranks have.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ A module whose projections are cut reshapes their outputs by sizes that it store
 found by name (as in torchtune's `prepare_mha_for_tp`), checked together, and divided as the last step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,17 +16,9 @@ from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
 
 _KV_HEADS = ("num_kv_heads", "num_key_value_heads", "n_kv_heads", "n_kv_head", "num_kv_head")
-
-
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "num_head", "heads", *_KV_HEADS)
-
-
 _WIDTHS = ("embed_dim", "split_size", "all_head_size", "inner_dim", "hidden_size", "d_model", "n_embd")
-
-
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
-
-
 PROTOCOL = "tensor_parallel_attributes"
 """A module's own list of the attributes to divide, in place of the known names."""
 

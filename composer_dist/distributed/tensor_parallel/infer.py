@@ -5,8 +5,6 @@ projection), pairs of matrices with elementwise operations in between, the token
 Other modules are reported instead of guessed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -21,14 +19,8 @@ from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
 
 _QUERY = {"q_proj", "query", "wq", "q_lin", "to_q", "q"}
-
-
 _KEY = {"k_proj", "key", "wk", "k_lin", "to_k", "k"}
-
-
 _VALUE = {"v_proj", "value", "wv", "v_lin", "to_v", "v"}
-
-
 _OUTPUT = {
     "o_proj",
     "out_proj",
@@ -42,24 +34,14 @@ _OUTPUT = {
     "o",
     "out",
 }
-
-
 _FUSED = {"c_attn", "qkv_proj", "qkv", "query_key_value", "Wqkv", "in_proj"}
-
-
 _UP = {"gate_proj", "up_proj", "w1", "w3", "fc1", "c_fc", "fc_in", "lin1", "linear1", "dense_h_to_4h"}
 _UP |= {"wi", "wi_0", "wi_1", "up", "gate"}
 
 
 _DOWN = {"down_proj", "w2", "fc2", "c_proj", "fc_out", "lin2", "linear2", "dense_4h_to_h", "wo", "down"}
-
-
 _TOKENS = {"embed_tokens", "tok_embeddings", "token_embedding", "wte", "embed", "embedding", "embed_in"}
-
-
 _HEAD = {"lm_head", "head", "output", "embed_out", "unembed", "out"}
-
-
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Mish, nn.Hardswish, nn.Softplus),
     *(nn.Tanh, nn.Sigmoid, nn.Dropout, nn.Identity),

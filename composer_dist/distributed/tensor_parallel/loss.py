@@ -5,8 +5,6 @@ the maximum and the sum of exponentials over its part, and two all-reduces of a 
 the loss (Megatron's vocab-parallel cross-entropy; Shoeybi et al., 2019, arXiv:1909.08053).
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any, Literal
 

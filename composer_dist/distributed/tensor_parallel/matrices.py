@@ -1,7 +1,5 @@
 """The matrices that tensor parallelism can cut, and along which dimension."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Which module gets which tensor-parallel style, and why: pure data, before anything is touched."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ attention and feed-forward gather it, add up and scatter it again (an all-gather
 place of an all-reduce, the same bytes), and the last block gathers it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

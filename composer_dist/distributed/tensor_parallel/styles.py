@@ -25,8 +25,6 @@ The names are Megatron's (Shoeybi et al., 2019, arXiv:1909.08053; sequence paral
 al., 2022, arXiv:2205.05198), torch's and transformers'.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -37,8 +35,6 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.wording import near_miss
 
 Before = Literal["copy", "split", "split_sequence", "gather_sequence"]
-
-
 After = Literal["sum", "gather", "scatter_sequence", "gather_sequence", "logits"]
 
 
@@ -72,8 +68,6 @@ class Style:
 
 
 AnyStyle = Style | ParallelStyle
-
-
 STYLES: Mapping[str, Style] = {
     style.name: style
     for style in (
@@ -91,8 +85,6 @@ STYLES: Mapping[str, Style] = {
         Style("rowwise_sequence", "in", after="scatter_sequence"),
     )
 }
-
-
 TRANSFORMERS: Mapping[str, Style] = {
     "colwise": STYLES["colwise"],
     "colwise_gather_output": STYLES["colwise_gather"],

@@ -4,8 +4,6 @@ FSDP2 and DDP reduce the gradients that they manage; `average_plain_gradients` a
 that stay whole on purpose (a scalar, `Rule(shard=False)`). `no_sync` and `accumulate` apply to all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

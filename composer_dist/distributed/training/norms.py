@@ -4,8 +4,6 @@ A shard gives only its part of a tensor's norm. The parts are summed over the ra
 for all tensors that are sharded alike in one collective.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Temporarily replaces shards by full parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

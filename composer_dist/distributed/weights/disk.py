@@ -36,12 +36,8 @@ from composer_dist.tensors.blueprint import Blueprint
 
 _SMALL = MIB
 """Bytes of a part below which every rank that holds it reads all of it."""
-
-
 _WINDOW = 4 * MIB
 """Most bytes that are gathered at one time; more is no faster, and gloo buffers it twice."""
-
-
 _SAMPLE = MIB // 4
 
 

@@ -1,7 +1,5 @@
 """Every tensor of a sharded model gets its value, on every rank: delivered, sliced or initialized."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ are independent of one another, and each initializer draws from a generator seed
 module, so the values do not depend on the world size, the mesh or the order of components.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +28,6 @@ from composer_dist.tensors.inner import dense
 
 _TOGETHER = 64 << 20
 """Bytes of components that are initialized before they are delivered: few deliveries, little memory."""
-
-
 InitFn = Callable[[nn.Module], Any]
 
 

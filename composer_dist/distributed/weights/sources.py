@@ -5,8 +5,6 @@ meta, or a mixture tensor by tensor. They exchange what they have and
 come to one decision; if they differ, the error names the differences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

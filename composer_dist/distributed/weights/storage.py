@@ -1,7 +1,5 @@
 """Memory for tensors that have none yet: whole ones, shards of FSDP2 and parts of tensor parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Finds what initializers touch by running them on the meta device; keeps the random state around them."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import sys

@@ -1,7 +1,5 @@
 """The base of all callbacks: one method per event, each doing nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

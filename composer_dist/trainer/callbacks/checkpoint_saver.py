@@ -1,7 +1,5 @@
 """Saves the run at an interval, at its end, and when the process is asked to end."""
 
-from __future__ import annotations
-
 import logging
 import os
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Ends a run that has stopped improving."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The exponential moving average of the weights, whether they are sharded or not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The floating-point operations of a training batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

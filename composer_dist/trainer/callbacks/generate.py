@@ -1,7 +1,5 @@
 """Samples of what a language model writes while it is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

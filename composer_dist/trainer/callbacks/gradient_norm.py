@@ -1,7 +1,5 @@
 """The size of the gradient."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from composer_dist.distributed.training.norms import global_norm, gradient_part, norms

@@ -1,7 +1,5 @@
 """The learning rates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch.optim import Optimizer

@@ -1,7 +1,5 @@
 """How much memory the ranks use."""
 
-from __future__ import annotations
-
 import resource
 
 import psutil

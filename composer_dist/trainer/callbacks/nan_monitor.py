@@ -1,7 +1,5 @@
 """Stops a run whose loss is nan or infinite."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the optimizers do to each parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """The peak FLOP/s of devices."""
 
-from __future__ import annotations
-
 import torch
 
 # Dense 16-bit matrix products with 32-bit sums, in FLOP/s, by a part of the device's name; the first match

@@ -1,7 +1,5 @@
 """The time that is left."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The speed of training, and how much of the hardware it uses."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any

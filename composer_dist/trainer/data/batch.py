@@ -4,8 +4,6 @@ A batch is a tensor, or a mapping, sequence, named tuple or dataclass of batches
 kind are kept as they are. The samples are dimension 0 of every tensor that has a dimension.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping

@@ -7,8 +7,6 @@ no sample is lost or counted twice. The same message carries whatever else must 
 rank 0's clock, a request to stop, and the failure of a dataloader.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext

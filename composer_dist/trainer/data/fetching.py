@@ -1,7 +1,5 @@
 """How a batch is fetched, in a worker or not: the samples of one rank, with its own randomness."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from itertools import islice
@@ -14,8 +12,6 @@ from composer_dist.trainer.data.randomness import OwnRandomness, seed_host, set_
 
 Request = tuple[int, list[int]]
 """The seed of a batch, and the indices of its samples."""
-
-
 Collate = Callable[[list[Any]], Any]
 
 

@@ -4,8 +4,6 @@ It wraps a plain torch DataLoader. It adds the order (order.py), the position in
 all ranks, and the randomness of a batch, which is a function of its position.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self

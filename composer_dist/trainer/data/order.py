@@ -5,8 +5,6 @@ takes its contiguous share of every batch. So after any number of batches, the s
 beginning of that order, and a run on another number of ranks continues after them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -6,8 +6,6 @@ attention mask and a cache, transformers' models use them to separate the docume
 document is -100, because its predecessor in the block is another document's; so are the labels of padding.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -20,8 +18,6 @@ from torch.utils.data import Dataset, IterableDataset
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
 IGNORED = -100
-
-
 Piece = tuple[int, int, int]
 """A document's number, and where its tokens begin and end."""
 

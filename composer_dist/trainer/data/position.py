@@ -5,8 +5,6 @@ There are three kinds. A `DistributedDataLoader` has one position for all ranks.
 read again, with the generators as they were when the pass began, so that a sampler shuffles alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any

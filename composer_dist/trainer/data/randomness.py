@@ -1,7 +1,5 @@
 """Random seeds, the states of all random generators, and deterministic algorithms."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

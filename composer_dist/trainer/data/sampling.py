@@ -1,7 +1,5 @@
 """Every rank sees its own part of the data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

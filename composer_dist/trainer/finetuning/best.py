@@ -4,8 +4,6 @@ It is kept in host memory, each rank its own part: 12 bytes for each trained par
 16 with an EMA, divided by the number of ranks that share it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

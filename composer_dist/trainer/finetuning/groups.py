@@ -5,8 +5,6 @@ them. Their optimizer state, if any, is kept meanwhile. They return to the optim
 hyperparameters of their old group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

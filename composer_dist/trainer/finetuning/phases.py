@@ -1,7 +1,5 @@
 """Scheduled fine-tuning: parameters join the training phase by phase."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """How far a phase has come, and whether it is over: by time, or because a metric has stopped improving."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass, field
 

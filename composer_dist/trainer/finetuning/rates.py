@@ -4,8 +4,6 @@ Torch's schedulers keep lists with an entry for each group, made when they are b
 next step after a group is added.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,8 +12,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 _PER_GROUP = ("base_lrs", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "lr_lambdas")
-
-
 _PEAKS = ("max_lr", "min_lr")
 """Rates that a scheduler keeps in the group; their ratio to the group's rate is kept."""
 

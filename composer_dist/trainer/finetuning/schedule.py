@@ -1,7 +1,5 @@
 """The phases of fine-tuning, as Python objects and as YAML files."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

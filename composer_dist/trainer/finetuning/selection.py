@@ -3,8 +3,6 @@
 Names have no segments of wrappers, so that a schedule matches the model before and after its preparation.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A logger that prints lines."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO

@@ -1,7 +1,5 @@
 """A logger that writes a file of JSON lines."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

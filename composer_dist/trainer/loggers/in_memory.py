@@ -1,7 +1,5 @@
 """A logger that keeps everything: for tests, notebooks and plots."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

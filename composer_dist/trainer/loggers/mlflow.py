@@ -1,7 +1,5 @@
 """A logger for MLflow."""
 
-from __future__ import annotations
-
 import sys
 import time as clock
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A logger for TensorBoard."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any

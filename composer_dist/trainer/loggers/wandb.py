@@ -1,7 +1,5 @@
 """A logger for Weights & Biases."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any

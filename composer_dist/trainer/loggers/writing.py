@@ -5,8 +5,6 @@ at one moment is one entry. Nothing is opened before the first run starts, becau
 whether it resumes an earlier one.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 from collections import defaultdict

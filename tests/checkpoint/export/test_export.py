@@ -1,7 +1,5 @@
 """Files that all ranks write together: those that transformers writes, byte for byte, from every mesh."""
 
-from __future__ import annotations
-
 import errno
 import os
 import warnings
@@ -30,8 +28,6 @@ from tests.kit.meshes import BY_WORLD
 from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-
-
 MODELS = {"phi3": phi3, "gpt2": gpt2, "qwen3": qwen3, "tied": tied_llama, "mixtral": mixtral}
 
 

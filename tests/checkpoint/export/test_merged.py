@@ -1,7 +1,5 @@
 """Adapters merged on the way into a model directory: what peft's `merge_and_unload` gives, from shards."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """torchao's optimizers hold their state in 8 or 4 bits, quantized by each rank for its own part."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optimizer state by name: live, and made anew for a reader."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

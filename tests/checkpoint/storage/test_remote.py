@@ -1,7 +1,5 @@
 """Checkpoints at URLs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

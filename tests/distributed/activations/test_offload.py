@@ -1,7 +1,5 @@
 """Activation offloading: what is saved goes to the host and comes back, parameters stay."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Which modules' activations are recomputed, and why."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

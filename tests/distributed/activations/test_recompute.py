@@ -1,7 +1,5 @@
 """Activation checkpointing: the same gradients from fewer saved tensors, names untouched."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any
@@ -40,8 +38,6 @@ MODES: list[Any] = [
     "selective",
     ("wrapped", {"save": ["aten.addmm"]}),
 ]
-
-
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
 
 

@@ -1,7 +1,5 @@
 """Selective checkpointing: what is kept is not computed again, and nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """torch.compile, block by block: the same training, nothing renamed, one compilation for alike blocks."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle
@@ -31,8 +29,6 @@ from tests.kit.world import World
 
 # Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
-
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
 AOT = {"backend": "aot_eager", "fullgraph": True}
 

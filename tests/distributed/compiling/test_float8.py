@@ -5,8 +5,6 @@ that is used, as torchao 0.18 has it: a linear layer goes in, another module wit
 comes out.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """`distributed.context_parallelism.attention`: layouts, and attention over gathered keys and values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

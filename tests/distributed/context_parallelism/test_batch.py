@@ -1,7 +1,5 @@
 """`distributed.context_parallelism.batch`: what a rank's part of a batch is, and which cannot be split."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

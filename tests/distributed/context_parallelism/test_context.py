@@ -1,7 +1,5 @@
 """`context_parallel`: loss, gradients and steps equal those of one process with the whole sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

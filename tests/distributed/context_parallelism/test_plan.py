@@ -1,7 +1,5 @@
 """`distributed.context_parallelism.plan`: what the plan refuses to split over the sequence, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

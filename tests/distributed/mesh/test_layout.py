@@ -1,7 +1,5 @@
 """Parts of tensors: what torch's own DTensor puts on each rank, as views, runs and shapes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Meshes: from sizes, from the user, and who sees which data."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

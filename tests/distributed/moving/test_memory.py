@@ -1,7 +1,5 @@
 """Reading a sibling's memory, directly and by way of two host buffers, and errors where that cannot be."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

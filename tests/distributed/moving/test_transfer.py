@@ -1,7 +1,5 @@
 """Delivery: every element arrives once, in bounded memory, over any mesh; and the hash of a tensor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights arrive the same by memory and by messages, and the preparation reports the way taken."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The optimizer follows its parameters: groups, hyperparameters, state and pending gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plan: pure data, made without a process group, that says what will happen and why."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Plans and preparations as tables."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Agreement through the store: one verdict everywhere, also where ranks err, differ, leave or die."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from typing import Any

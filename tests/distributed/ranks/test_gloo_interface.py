@@ -1,7 +1,5 @@
 """The interface that leads to other hosts."""
 
-from __future__ import annotations
-
 import socket
 import sys
 

@@ -1,7 +1,5 @@
 """Processes that a program starts itself."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Ranks as Slurm, Open MPI and Kubernetes tell them."""
 
-from __future__ import annotations
-
 import pytest
 
 from composer_dist.distributed.ranks.launcher_variables import first_host, torchrun_variables

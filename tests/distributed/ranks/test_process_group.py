@@ -1,7 +1,5 @@
 """The facade over torch.distributed: the same calls on one process and on several."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

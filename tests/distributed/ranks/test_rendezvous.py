@@ -1,7 +1,5 @@
 """Ranks that meet at a store on which earlier ones have left their traces."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """A rank that waits for one that has failed raises what that one reported."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients under DDP in place: accumulated, unused, manual."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from types import SimpleNamespace

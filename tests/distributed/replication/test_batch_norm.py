@@ -1,7 +1,5 @@
 """Batch norms become synchronized ones and come back, in place."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

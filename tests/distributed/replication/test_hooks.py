@@ -1,7 +1,5 @@
 """Gradients that travel compressed, on CPU as elsewhere."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

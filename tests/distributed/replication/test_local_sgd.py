@@ -1,7 +1,5 @@
 """Post-local SGD against the same arithmetic in one process."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

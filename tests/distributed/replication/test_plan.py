@@ -1,7 +1,5 @@
 """The plan of a replicated model, without a process group."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mixed precision under DDP in place."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

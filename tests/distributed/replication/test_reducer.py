@@ -1,7 +1,5 @@
 """DDP in place: the same function and the same training as one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import wraps

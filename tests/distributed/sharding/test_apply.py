@@ -1,7 +1,5 @@
 """FSDP2 from the plan: the prepared model is the same function, on two and four gloo ranks."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Which unit manages which parameter, on the meta device and without a process group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Who chooses the units: rules, policies, attributes, structure."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Methods besides forward, several prepared models in one program, and a prepared part of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer_dist.config import patterns as presets
+from composer_dist.config import presets
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import named_parameters_canonical, parallelize_model, plan_parallelism

@@ -1,7 +1,5 @@
 """Ranks that run different units at one time: an error with their names, the same on every rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """A unit's outputs can be changed in place, and cost no warning and no copy."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

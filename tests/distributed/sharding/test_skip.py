@@ -1,7 +1,5 @@
 """Modules that some ranks skip: a toy multimodal model whose batches have images on some ranks only."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

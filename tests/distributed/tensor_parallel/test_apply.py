@@ -1,7 +1,5 @@
 """Tensor parallelism, pure and with FSDP2, against the model on a single process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Cross-entropy of logits that are cut over the classes, against torch's of whole ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

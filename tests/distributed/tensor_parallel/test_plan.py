@@ -1,7 +1,5 @@
 """Which module gets which style, why, and what is refused; no process group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Microbatches accumulate to the whole batch's gradients, by the collectives that were asked for."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

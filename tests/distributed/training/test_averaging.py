@@ -1,7 +1,5 @@
 """Means over ranks in few collectives; plain parameters against one process on the full batch."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """no_sync, against one process on the full batch."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

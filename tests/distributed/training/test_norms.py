@@ -1,7 +1,5 @@
 """Clipping by norm and value, against one process on the full batch."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

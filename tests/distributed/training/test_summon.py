@@ -1,7 +1,5 @@
 """Full parameters in place of shards: what is seen inside, and what is left behind."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

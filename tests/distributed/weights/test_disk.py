@@ -1,7 +1,5 @@
 """Weights from files into the shards of any mesh: values, bytes read, memory, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Sequence

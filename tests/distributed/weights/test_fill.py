@@ -1,7 +1,5 @@
 """Filling a sharded model: who initializes what, in which rounds, and how much memory it takes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Meta initialization: the same bits on any number of ranks, and as one process makes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

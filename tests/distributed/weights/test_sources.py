@@ -1,7 +1,5 @@
 """Whose values count: rank 0's, everybody's own, or the initializers'; and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -19,8 +17,6 @@ from tests.kit.world import run
 from tests.zoo import toy
 
 MODELS = {"Toy": Toy, "Kinds": Kinds}
-
-
 MODELS["Buffers"] = Buffers
 
 

@@ -1,7 +1,5 @@
 """What an initializer touches, and that looking leaves no trace."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 They share the disk and the host's name, which leads back to each of them, as on many real machines.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

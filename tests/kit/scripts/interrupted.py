@@ -3,8 +3,6 @@
 It prints "stalled" when it can be interrupted; rank 0 when the bar is on its terminal as well.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -5,8 +5,6 @@ Arguments: folder, batch, signal, rank that gets it, and "parent" if its launche
 the samples of each batch and the sizes of the worlds into the folder; started again it goes on.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Runs as functions, for the pool of workers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Checkpoints every so often, and what stays of them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """When training has brought nothing for long enough."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

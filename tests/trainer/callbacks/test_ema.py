@@ -1,7 +1,5 @@
 """Averages of shards are the shards of the averages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Samples of a model in training, on any mesh."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

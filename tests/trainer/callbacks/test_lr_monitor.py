@@ -1,7 +1,5 @@
 """The rates that steps have used."""
 
-from __future__ import annotations
-
 from torch.optim import SGD, AdamW
 
 from composer_dist.trainer import LRMonitor

@@ -1,7 +1,5 @@
 """Memory of all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A loss that is no number stops all ranks, which name what is bad."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """OptimizerMonitor and GradientNorm: the norms of whole tensors, however they are sharded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Lines in a log file, a bar on a terminal."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The time that is left."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

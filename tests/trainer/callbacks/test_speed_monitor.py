@@ -1,7 +1,5 @@
 """Speed and utilization."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches of any structure."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any

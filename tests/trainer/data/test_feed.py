@@ -1,7 +1,5 @@
 """One process's feed; several ranks are in test_parallel.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The dataloader of its own: every sample once, on any number of ranks, before and after a resume."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import chain

@@ -1,7 +1,5 @@
 """Orders and shares, without data."""
 
-from __future__ import annotations
-
 import pytest
 
 from composer_dist.trainer.data.order import batches_left, epoch_order, global_batches, share

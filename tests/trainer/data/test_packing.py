@@ -1,7 +1,5 @@
 """Blocks from documents: no token lost, no label or attention across a border."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A second Trainer goes on where the first was: bit-equal, whatever the dataloader."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any

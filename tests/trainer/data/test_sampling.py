@@ -1,7 +1,5 @@
 """Samplers that fit, and those that do not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

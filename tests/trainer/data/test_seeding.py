@@ -1,7 +1,5 @@
 """Seeds."""
 
-from __future__ import annotations
-
 import random
 
 import numpy

@@ -1,7 +1,5 @@
 """The best weights are put back, from shards, from other shards and from whole tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

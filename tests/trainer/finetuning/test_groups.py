@@ -1,7 +1,5 @@
 """Optimizer groups and learning-rate schedules while phases come."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

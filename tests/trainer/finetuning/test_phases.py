@@ -1,7 +1,5 @@
 """Fine-tuning in phases gives what a plain loop that freezes and thaws gives, however it is parallel."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import warnings

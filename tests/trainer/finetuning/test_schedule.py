@@ -1,7 +1,5 @@
 """Schedules as objects and as files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

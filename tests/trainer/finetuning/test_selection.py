@@ -1,7 +1,5 @@
 """Which parameters names and patterns choose, on plain models."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The logger and its destinations."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """A file of JSON lines that survives whatever happens to the run."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

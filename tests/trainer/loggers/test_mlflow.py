@@ -1,7 +1,5 @@
 """MLflow, in a local database."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TensorBoard reads what was logged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights & Biases, in its offline mode: what is in the run's own file."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

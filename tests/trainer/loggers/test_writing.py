@@ -1,7 +1,5 @@
 """What writing loggers have in common."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,13 +1,11 @@
 """Presets on real adapters: LoRA left whole beside sharded layers. (Numbered layers: test_rules.)"""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from composer_dist.config import patterns as presets
+from composer_dist.config import presets
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import named_parameters_canonical, parallelize_model

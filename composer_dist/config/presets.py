@@ -1,7 +1,5 @@
 """Patterns for rules that work with many models, in YAML too: `Rule(presets.layers(), shard=True)`."""
 
-from __future__ import annotations
-
 import re
 
 
