@@ -50,7 +50,7 @@ class DDPConfig(FromDict):
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.type == "bool":
+            if field.type is bool:
                 require(field.name, getattr(self, field.name), (False, True))
         size = self.bucket_cap_mb
         if size is not None and not (isinstance(size, int | float) and size > 0):
