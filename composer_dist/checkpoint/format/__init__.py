@@ -1,1 +1,1 @@
-"""The file formats of checkpoints; `files/manifest.py` describes `checkpoint.json`, which all of them share."""
+"""The file formats of checkpoints; `files/manifest.py` describes their `checkpoint.json`."""
