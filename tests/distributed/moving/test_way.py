@@ -170,7 +170,7 @@ def test_ranks_in_different_pid_namespaces_send_messages() -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    rank = f"{sys.executable} -m tests.kit.namespaced"
+    rank = f"{sys.executable} -m tests.kit.scripts.namespaced"
     both = [
         subprocess.Popen(
             [*separate, "sh", "-c", f"{rank} {first} & {rank} {first + 1}; wait"],
