@@ -34,10 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "offload": {"activation_checkpointing": "offload"},
     "compile": {"compile": True},
     "compile, selective": {"compile": True, "activation_checkpointing": "selective"},
-    "compile, budget 0.5": {
-        "compile": True,
-        "activation_checkpointing": ("memory_budget", {"budget": 0.5}),
-    },
+    "compile, budget 0.5": {"compile": True, "activation_checkpointing": ("memory_budget", {"budget": 0.5})},
     "compile, every block": {"compile": True, "activation_checkpointing": "composable"},
 }
 

@@ -57,10 +57,7 @@ State = dict[str, Any]
 
 def sharded_states(state: State) -> dict[str, Any]:
     model, optimizer = state["model"], state["optimizer"]
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
 def ours(state: State, path: Path) -> None:

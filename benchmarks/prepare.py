@@ -313,11 +313,7 @@ def main() -> None:
         "scatter": scatter,
         "floor": floor,
     }
-    rivals = {
-        "accelerate": accelerate_loader,
-        "lightning": lightning_loader,
-        "torchtune": torchtune_loader,
-    }
+    rivals = {"accelerate": accelerate_loader, "lightning": lightning_loader, "torchtune": torchtune_loader}
     for package, rival in rivals.items():
         try:
             importlib.import_module(package)

@@ -65,8 +65,7 @@ class Precision(StrEnum):
 
 
 def mixed_precision_policy(
-    precision: str | Precision | None,
-    mixed_precision: str | Mapping[str, Any] = "DEFAULT",
+    precision: str | Precision | None, mixed_precision: str | Mapping[str, Any] = "DEFAULT"
 ) -> MixedPrecisionPolicy:
     """The FSDP2 policy for a precision, by the table at the top of this module.
 

@@ -43,12 +43,7 @@ def test_policies_follow_the_table(
 
 @pytest.mark.promise(88)
 def test_precision_is_a_string_enum() -> None:
-    assert [str(precision) for precision in Precision] == [
-        "fp32",
-        "amp_fp16",
-        "amp_bf16",
-        "amp_fp8",
-    ]
+    assert [str(precision) for precision in Precision] == ["fp32", "amp_fp16", "amp_bf16", "amp_fp8"]
     by_name = mixed_precision_policy(Precision.AMP_BF16)
     assert by_name == mixed_precision_policy("amp_bf16") == mixed_precision_policy("AMP_BF16")
 

@@ -38,8 +38,7 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(help="The file or directory to write.")],
     to: Annotated[
-        Form | None,
-        typer.Option(help="Format of TARGET; a name in .pt, .pth or .ckpt means file."),
+        Form | None, typer.Option(help="Format of TARGET; a name in .pt, .pth or .ckpt means file.")
     ] = None,
     like: Annotated[
         Path | None,

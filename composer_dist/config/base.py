@@ -32,10 +32,7 @@ def require(name: str, value: object, known: Sequence[object]) -> None:
 class FromDict:
     """Gives a dataclass `from_dict`, with validation, and `to_dict`."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {
-        "extra": "forbid",
-        "arbitrary_types_allowed": True,
-    }
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "arbitrary_types_allowed": True}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

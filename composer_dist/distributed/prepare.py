@@ -22,11 +22,7 @@ from composer_dist.config.parallelism import Config, ParallelismConfig, resolve_
 from composer_dist.distributed.account import Preparation, peak, reset_peak
 from composer_dist.distributed.context_parallelism.context import expect_context
 from composer_dist.distributed.mesh.build import meet
-from composer_dist.distributed.optimizers.check import (
-    check_optimizers,
-    check_refills,
-    forgotten_optimizers,
-)
+from composer_dist.distributed.optimizers.check import check_optimizers, check_refills, forgotten_optimizers
 from composer_dist.distributed.optimizers.follow import Follower, carry_attributes
 from composer_dist.distributed.plan.build import as_tuple, build_plan
 from composer_dist.distributed.plan.plan import ParallelPlan, check_plan

@@ -96,10 +96,7 @@ class State:
 
     def state_dict(self) -> dict[str, Any]:
         """What a later process needs to resume: plain values only."""
-        return {
-            "timestamp": self.timestamp.state_dict(),
-            "train_length": self.train_length,
-        }
+        return {"timestamp": self.timestamp.state_dict(), "train_length": self.train_length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned.

@@ -13,12 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from composer_dist.checkpoint import (
-    full_model_state,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from composer_dist.checkpoint import full_model_state, latest_checkpoint, load_checkpoint, save_checkpoint
 from composer_dist.checkpoint.storage import local as commit
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.prepare import parallelize_model

@@ -147,10 +147,7 @@ def test_yaml() -> None:
         fsdp2=FSDP2Config(
             reshard_after_forward=2, mixed_precision={"param_dtype": "bfloat16"}, cpu_offload="pageable"
         ),
-        rules=[
-            Rule(r"re:layers\.[01]", shard=True),
-            Rule(["head", "embed"], shard=False, optional=True),
-        ],
+        rules=[Rule(r"re:layers\.[01]", shard=True), Rule(["head", "embed"], shard=False, optional=True)],
         activation_checkpointing=["composable", None],
         sync="verify",
     )

@@ -25,10 +25,7 @@ def _unsharded_adapters(kind: str) -> tuple[list[str], list[str]]:
         torch.manual_seed(1)
         models.append(peft.get_peft_model(base, adapter(kind)))
     reference, model = models
-    rules = [
-        Rule([presets.layers(), ""], shard=True),
-        Rule(presets.lora(), shard=False),
-    ]
+    rules = [Rule([presets.layers(), ""], shard=True), Rule(presets.lora(), shard=False)]
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 0.01) for m in models]
     done = parallelize_model(model, ParallelismConfig(rules=rules), optimizers[1])
     theirs = dict(named_parameters_canonical(model))

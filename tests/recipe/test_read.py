@@ -88,11 +88,7 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
         ("    model_type: llama\n", "", ":3: model.config: 'model_type' is missing"),
         ("name: adamw", "name: adamx", ":10: optimizer.name: There is no optimizer 'adamx'. Did you mean"),
         ("data:\n", "\tdata:\n", ":6: not valid YAML: "),
-        (
-            "  lr: 1e-3",
-            "  lr: 1e-3\n  lr: 2e-3",
-            ":12: optimizer.lr: duplicate key 'lr', first on line 11",
-        ),
+        ("  lr: 1e-3", "  lr: 1e-3\n  lr: 2e-3", ":12: optimizer.lr: duplicate key 'lr', first on line 11"),
         ("trainer:", "precision: amp_bf16\ntrainer:", ":12: precision: unknown key 'precision'."),
         ("max_duration: 2ba", "precision: bf16", ":13: trainer.precision: "),
         ("data:", "parallelism: fsdb\ndata:", ":6: parallelism: There is no strategy 'fsdb'; valid names:"),
@@ -107,11 +103,7 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
             "parallelism:\n  mesh: {tp: 0}\ndata:",
             ":7: parallelism.mesh: Mesh sizes must be positive, or -1 for 'the rest', but got tp=0",
         ),
-        (
-            "data:",
-            "  adapter: {method: lora, rank: 8}\ndata:",
-            ":6: model.adapter.rank: unknown key 'rank'.",
-        ),
+        ("data:", "  adapter: {method: lora, rank: 8}\ndata:", ":6: model.adapter.rank: unknown key 'rank'."),
         (
             "data:",
             "  adapter: {method: lorra}\ndata:",
@@ -125,21 +117,9 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
             "loggers: {console: {every: 1ba}}\ndata:",
             ":6: loggers.console.every: unknown key 'every'.",
         ),
-        (
-            "data:",
-            "callbacks:\n- lr_monitor\ndata:",
-            ":6: callbacks: expected a mapping, got",
-        ),
-        (
-            "data:",
-            "callbacks: {ema: 3}\ndata:",
-            ":6: callbacks.ema: expected a mapping, got 3",
-        ),
-        (
-            "optimizer:",
-            "resume: 3\noptimizer: 3\nscheduler:",
-            ":10: optimizer: expected a mapping, got 3",
-        ),
+        ("data:", "callbacks:\n- lr_monitor\ndata:", ":6: callbacks: expected a mapping, got"),
+        ("data:", "callbacks: {ema: 3}\ndata:", ":6: callbacks.ema: expected a mapping, got 3"),
+        ("optimizer:", "resume: 3\noptimizer: 3\nscheduler:", ":10: optimizer: expected a mapping, got 3"),
         ("data:", "callbacks: {ema: {}}\ndata:", ":6: callbacks.ema.half_life: 'half_life' is missing"),
         (
             "data:",

@@ -45,10 +45,7 @@ def subclass(model: nn.Module) -> None:
         (view_as_buffer, r"a\.(weight|first) and a\.(weight|first) share memory"),
         (two_parameters_over_one_storage, r"a\.weight and b\.weight share memory"),
         (attribute, r"a\.weight is also held as a plain attribute or buffer \(b\.theirs\)"),
-        (
-            subclass,
-            r"a\.weight is a Scaled; sharding would make it a plain .*register_tensor_codec",
-        ),
+        (subclass, r"a\.weight is a Scaled; sharding would make it a plain .*register_tensor_codec"),
     ],
 )
 def test_it_is_refused_unless_it_stays_whole(bind: Callable[[nn.Module], None], message: str) -> None:

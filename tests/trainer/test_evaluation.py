@@ -104,11 +104,7 @@ def test_fit_evaluates_at_intervals_and_at_its_end() -> None:
 def test_a_fit_does_not_repeat_the_last_evaluation() -> None:
     model = classifier()
     trainer, log = quiet(
-        model,
-        optimizers=sgd(model),
-        train_dataloader=loader(),
-        eval_dataloader=loader(),
-        eval_interval="3ba",
+        model, optimizers=sgd(model), train_dataloader=loader(), eval_dataloader=loader(), eval_interval="3ba"
     )
     for _ in range(2):
         trainer.fit(duration="1ep")

@@ -21,13 +21,7 @@ from composer_dist.errors import (
     ParallelismValueError,
 )
 from composer_dist.models import ComposerClassifier
-from composer_dist.trainer import (
-    Callback,
-    CheckpointSaver,
-    DistributedDataLoader,
-    Resume,
-    Trainer,
-)
+from composer_dist.trainer import Callback, CheckpointSaver, DistributedDataLoader, Resume, Trainer
 from tests.kit.compare import close, weights
 from tests.kit.training import At, Result, points, quiet, raising, result_of
 from tests.kit.world import World

@@ -39,10 +39,7 @@ def test_fit_is_plain_training() -> None:
 
 
 @pytest.mark.promise(98)
-@pytest.mark.parametrize(
-    ("duration", "batches"),
-    [("1ep", 3), (2, 6), ("4ba", 4), ("9sp", 3), ("0.5dur", 5)],
-)
+@pytest.mark.parametrize(("duration", "batches"), [("1ep", 3), (2, 6), ("4ba", 4), ("9sp", 3), ("0.5dur", 5)])
 def test_durations(duration: str | int, batches: int) -> None:
     trainer, _ = quiet(classifier(), train_dataloader=loader(), max_duration="10ba")
     trainer.fit(duration=duration)

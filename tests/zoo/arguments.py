@@ -40,10 +40,7 @@ INPUTS: dict[str, dict[str, Any]] = {
         "attention_mask": lambda d: d.ones(2, 4),
     },
     "dia": {"labels": None, "decoder_input_ids": lambda d: d.integers(2, 8, 9)},
-    "encoder-decoder": {
-        "labels": None,
-        "decoder_input_ids": lambda d: d.ids(),
-    },
+    "encoder-decoder": {"labels": None, "decoder_input_ids": lambda d: d.ids()},
     "fun_asr_nano_encoder": {
         "input_features": lambda d: d.normal(2, 64, 560),
         "input_features_mask": lambda d: d.ones(2, 64),
@@ -52,10 +49,7 @@ INPUTS: dict[str, dict[str, Any]] = {
         "audio_mel": lambda d: d.normal(2, 64, 128),
         "audio_mel_mask": lambda d: d.ones(2, 64) > 2,
     },
-    "git": {
-        "labels": lambda d: d.made["input_ids"].clone(),
-        "pixel_values": lambda d: d.pixel_values(),
-    },
+    "git": {"labels": lambda d: d.made["input_ids"].clone(), "pixel_values": lambda d: d.pixel_values()},
     "glmasr_encoder": {"input_features": lambda d: d.normal(2, 128, 256)},
     "granite_speech5_ctc": {
         "input_features": lambda d: d.normal(2, 64, 320),
@@ -83,25 +77,15 @@ INPUTS: dict[str, dict[str, Any]] = {
     },
     "muse_glimmer_vision muse_spark_vision lfm3_vl_vision": {"pixel_values": lambda d: d.normal(32, 384)},
     "muse_spark_audio": {"input_values": lambda d: d.normal(2, 1920)},
-    "musicgen musicgen_melody": {
-        "decoder_input_ids": lambda d: d.ids(8).repeat(4, 1),
-        "labels": None,
-    },
+    "musicgen musicgen_melody": {"decoder_input_ids": lambda d: d.ids(8).repeat(4, 1), "labels": None},
     "parakeet_ctc lasr_ctc": {"attention_mask": lambda d: d.ones(2, 64)},
     "patchtst patchtsmixer": {"past_values": lambda d: d.normal(2, 32, 1)},
-    "perceiver": {
-        "input_ids": None,
-        "labels": lambda d: d.ids(128),
-        "inputs": lambda d: d.ids(128),
-    },
+    "perceiver": {"input_ids": None, "labels": lambda d: d.ids(128), "inputs": lambda d: d.ids(128)},
     "pi0": {"state": lambda d: d.normal(2, 32), "actions": lambda d: d.normal(2, 8, 32)},
     "pix2struct": {
         "flattened_patches": lambda d: torch.cat([d.integers(2, 8, 2, low=0, high=4), d.normal(2, 8, 32)], -1)
     },
-    "seggpt": {
-        "prompt_pixel_values": lambda d: d.pixel_values(),
-        "prompt_masks": lambda d: d.pixel_values(),
-    },
+    "seggpt": {"prompt_pixel_values": lambda d: d.pixel_values(), "prompt_masks": lambda d: d.pixel_values()},
     "siglip2 siglip2_vision_model": {
         "pixel_values": lambda d: d.normal(2, 16, 192),
         "pixel_attention_mask": lambda d: d.ones(2, 16),

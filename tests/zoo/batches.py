@@ -155,8 +155,7 @@ class Draw:
 
     def _image(self) -> tuple[int, int, int]:
         config = _inner(
-            self.config,
-            ("vision_config", "backbone_config", "image_config", "encoder", "thinker_config"),
+            self.config, ("vision_config", "backbone_config", "image_config", "encoder", "thinker_config")
         )
         size = find(config, "image_size", "img_size", default=tables.IMAGE)
         channels = find(config, "num_channels", "in_channels", "in_chans", default=3)

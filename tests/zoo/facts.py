@@ -27,15 +27,7 @@ _REMARKS = (
     "uninitialized",
     "not_meta",
 )
-_READS_DATA = (
-    "_local_scalar_dense",
-    "nonzero",
-    "unique",
-    "masked_select",
-    "is_nonzero",
-    "_unique2",
-    "equal",
-)
+_READS_DATA = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero", "_unique2", "equal")
 
 
 def examine(name: str) -> dict[str, Any]:
@@ -102,11 +94,7 @@ def construction(name: str, model: nn.Module) -> dict[str, Any]:
         word = "ok" if ok and ties[0] == ties[1] else "other ties" if ok else "other shapes"
         return {"same_weights": same, "uninitialized": unset, "meta": word, "not_meta": reals}
     except Exception as error:
-        return {
-            "same_weights": same,
-            "uninitialized": unset,
-            "meta": f"{type(error).__name__}: {error}",
-        }
+        return {"same_weights": same, "uninitialized": unset, "meta": f"{type(error).__name__}: {error}"}
 
 
 @contextlib.contextmanager

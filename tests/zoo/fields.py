@@ -41,11 +41,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "chameleon emu3": {"vocabulary_map": {"<image>": 120, "<|extra_200|>": 119}},
     "cohere_compass_text": {
         "rope_parameters": {
-            "full_attention": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [2, 1, 1],
-            }
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
         }
     },
     "conditional_detr dab-detr deformable_detr detr table-transformer": {"backbone_config": _RESNET},
@@ -150,12 +146,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "muse_spark_audio": {"num_hidden_layers": 4},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "neomme": {"head_dim": 16},
-    "perceiver": {
-        "num_self_attends_per_block": 2,
-        "d_model": 32,
-        "d_latents": 32,
-        "train_size": [32, 32],
-    },
+    "perceiver": {"num_self_attends_per_block": 2, "d_model": 32, "d_latents": 32, "train_size": [32, 32]},
     "qwen3_asr_encoder": {"n_window": 16},
     "reformer": {
         "axial_pos_shape": [4, 4],
@@ -193,11 +184,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "resblock_dilation_sizes": [[1, 3]],
     },
     "vibevoice_acoustic_tokenizer vibevoice_acoustic_tokenizer_decoder"
-    " vibevoice_acoustic_tokenizer_encoder": {
-        "depths": [1, 1],
-        "downsampling_ratios": [2],
-        "num_filters": 8,
-    },
+    " vibevoice_acoustic_tokenizer_encoder": {"depths": [1, 1], "downsampling_ratios": [2], "num_filters": 8},
     "videomae xclip_vision_model": {"num_frames": 2},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "visual_bert": {"visual_embedding_dim": 16},

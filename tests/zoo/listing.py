@@ -137,7 +137,6 @@ _REAL = (
     "unispeech unispeech-sat wav2vec2 wav2vec2-bert wav2vec2-conformer wavlm xlnet "
 )
 REAL_ON_META: dict[str, str] = dict.fromkeys(
-    _REAL.split(),
-    "torch.Tensor(...), torch.FloatTensor(...) and the like ignore the default device",
+    _REAL.split(), "torch.Tensor(...), torch.FloatTensor(...) and the like ignore the default device"
 )
 """Models that keep some tensors on the CPU when built under meta; the cause is upstream."""

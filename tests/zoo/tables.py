@@ -44,20 +44,12 @@ SIZES: tuple[tuple[str, int, tuple[int, ...]], ...] = (
     (r"type_vocab_sizes?|mem_len|.*num_labels|max_2d_position_embeddings", 1024, (1024,)),
     (r".*vocab.*|.*codebook_size|num_embeddings|num_(bpe|wordpiece)_labels", VOCAB, (VOCAB,)),
     (r"(.*_)?(num|n)_((local|routed|shared)_)?experts|.*expert_num", 4, (4,)),
-    (
-        r"num_experts_per_tok.*|moe_(topk|k|top_k)|top_k(_experts)?|experts_per_token|index_topk",
-        2,
-        (2,),
-    ),
+    (r"num_experts_per_tok.*|moe_(topk|k|top_k)|top_k(_experts)?|experts_per_token|index_topk", 2, (2,)),
     (r"(n|num)_(expert_)?groups?|topk_group", 1, (1,)),
     (r"first_k_dense_replace|num_dense_layers|num_kv_shared_layers", 1, (1,)),
     (r".*num_(key_value|kv)_(attention_)?heads.*|n_head_kv", HEADS // 2, (2,)),
     (r"(.*_)?n?_?heads?|.*num.*_heads(_per_stage)?", HEADS, (2,)),
-    (
-        r".*(head_dim|headdim|dim_head|head_size|d_kv|d_head|key_length)|rotary_dim",
-        HEAD_DIM,
-        (HEAD_DIM,),
-    ),
+    (r".*(head_dim|headdim|dim_head|head_size|d_kv|d_head|key_length)|rotary_dim", HEAD_DIM, (HEAD_DIM,)),
     (r".*_rank|.*lowrank", 16, (16,)),
     (r".*layers|n_layers?|.*_depth|depth", 2, (2,)),
     (r"depths|num_blocks|.*block_repeats|layers|.*per_(stage|block)|stage_num.*", 2, (1,)),
@@ -67,11 +59,7 @@ SIZES: tuple[tuple[str, int, tuple[int, ...]], ...] = (
         64,
         (64,),
     ),
-    (
-        r"max_.*position.*|n_positions|n_ctx|max_seq_len(gth)?|.*max_length",
-        128,
-        (128,),
-    ),
+    (r"max_.*position.*|n_positions|n_ctx|max_seq_len(gth)?|.*max_length", 128, (128,)),
     (r".*image_size|.*img_size|input_size", IMAGE, (IMAGE,)),
     (r"(.*_)?patch_size", 8, (8,)),
     (
@@ -83,16 +71,8 @@ SIZES: tuple[tuple[str, int, tuple[int, ...]], ...] = (
         (16, 32, 32, 32),
     ),
     (r"(.*_)?(hidden_sizes|embed_dims|channels|hidden_dims|dims)", HIDDEN, (16, 32, 32, 32)),
-    (
-        r"num_(queries|registers|register_tokens|latents|query_tokens|quantizers)|n_codebooks",
-        8,
-        (8,),
-    ),
+    (r"num_(queries|registers|register_tokens|latents|query_tokens|quantizers)|n_codebooks", 8, (8,)),
     (r"window_size", 2, (2,)),
-    (
-        r"sliding_window|.*_window_size|attention_window|.*chunk_size|block_size|.*chunk_length",
-        8,
-        (8,),
-    ),
+    (r"sliding_window|.*_window_size|attention_window|.*chunk_size|block_size|.*chunk_length", 8, (8,)),
 )
 """(pattern of the whole field name, ceiling of an int, ceilings of a list, the last repeated)."""

@@ -8,7 +8,7 @@ from tests.zoo import toy
 from tests.zoo.check import prepared_equals_unsharded
 
 ROOT_ONLY = {
-    "squeezebert": "its encoder calls layer.forward(...), so that no hook of a layer runs, FSDP2's included",
+    "squeezebert": "its encoder calls layer.forward(...), so that no hook of a layer runs, FSDP2's included"
 }
 """Architectures whose blocks cannot be units, each with the upstream cause; sharded as one unit."""
 

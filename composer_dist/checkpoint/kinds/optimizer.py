@@ -226,12 +226,7 @@ def _misfit(value: Tensor, parameter: Tensor, now: Any) -> str | None:
 
 
 def _kept_or_made(
-    optimizer: Optimizer,
-    key: str,
-    value: Tensor,
-    parameter: nn.Parameter,
-    group: Mapping[str, Any],
-    now: Any,
+    optimizer: Optimizer, key: str, value: Tensor, parameter: nn.Parameter, group: Mapping[str, Any], now: Any
 ) -> Tensor:
     """The existing tensor if it is like `value`, else an uninitialized one."""
     if is_low_bit(optimizer) and value.shape == parameter.shape and value.ndim:

@@ -13,14 +13,7 @@ import torch.distributed as dist
 
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.messages import (
-    LARGE,
-    Cargo,
-    Parcel,
-    Slice,
-    in_buckets,
-    slices_of,
-)
+from composer_dist.distributed.moving.messages import LARGE, Cargo, Parcel, Slice, in_buckets, slices_of
 from composer_dist.progress import Stage
 from composer_dist.tensors.inner import local_part, parts
 

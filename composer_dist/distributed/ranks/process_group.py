@@ -162,10 +162,7 @@ def device_for_facts(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def all_reduce(
-    value: T,
-    op: str = "mean",
-    group: dist.ProcessGroup | None = None,
-    inplace: bool = False,
+    value: T, op: str = "mean", group: dist.ProcessGroup | None = None, inplace: bool = False
 ) -> T:
     """Reduces tensors and numbers over the ranks of a group; every rank gets the result.
 

@@ -14,12 +14,7 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in its __all__
-    DistError,
-    PrefixStore,
-    Store,
-    rendezvous,
-)
+from torch.distributed import DistError, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # public, but not in its __all__
 
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.wording import ranks_named

@@ -18,12 +18,7 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.structure import Structure
 
 
-def arm(
-    structure: Structure,
-    plan: ReplicaPlan,
-    mesh: Mesh,
-    optimizers: Sequence[Optimizer],
-) -> None:
+def arm(structure: Structure, plan: ReplicaPlan, mesh: Mesh, optimizers: Sequence[Optimizer]) -> None:
     """Let DDP keep the copies of a model equal; their weights are the same on all ranks already.
 
     Only post-local SGD communicates here: it makes process groups. `optimizers` hold the model's parameters.

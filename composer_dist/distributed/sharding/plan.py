@@ -241,11 +241,7 @@ def _offload(options: Mapping[str, Any], fsdp2: FSDP2Config) -> str | None:
 
 
 def _with_tensor_parallel(
-    plan: ShardingPlan,
-    structure: Structure,
-    sizes: Mapping[str, int],
-    cut: Mapping[str, int],
-    mesh: object,
+    plan: ShardingPlan, structure: Structure, sizes: Mapping[str, int], cut: Mapping[str, int], mesh: object
 ) -> ShardingPlan:
     """What FSDP2 manages beside tensor parallelism.
 

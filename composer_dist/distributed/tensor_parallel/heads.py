@@ -34,10 +34,7 @@ class Division:
 
 
 def plan_divisions(
-    structure: Structure,
-    styled: Mapping[str, Styled],
-    size: int,
-    extra: Sequence[str],
+    structure: Structure, styled: Mapping[str, Styled], size: int, extra: Sequence[str]
 ) -> tuple[Division, ...]:
     """Which attributes are divided by `size`.
 

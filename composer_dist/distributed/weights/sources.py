@@ -118,11 +118,7 @@ def decide_sources(
 
 
 def _sort(
-    structure: Structure,
-    sync: str,
-    metas: Sequence[Any],
-    disk: frozenset[str],
-    ignored: frozenset[str],
+    structure: Structure, sync: str, metas: Sequence[Any], disk: frozenset[str], ignored: frozenset[str]
 ) -> dict[str, Any]:
     """Where each tensor that is not in files gets its value, from what every rank has on meta."""
     everything = set(structure.tensors) - disk

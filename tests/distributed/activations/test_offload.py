@@ -10,12 +10,8 @@ import torch
 from torch import nn
 
 from composer_dist import ParallelismConfig, Rule, _torch
-from composer_dist.distributed.activations import (
-    offload as activation_offload,
-)
-from composer_dist.distributed.activations import (
-    recompute as activation_checkpointing,
-)
+from composer_dist.distributed.activations import offload as activation_offload
+from composer_dist.distributed.activations import recompute as activation_checkpointing
 from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit import compare, models

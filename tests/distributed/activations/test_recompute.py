@@ -15,11 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.config.fully_shard import flagged_activations
 from composer_dist.distributed.activations.options import ac_mode
-from composer_dist.distributed.activations.recompute import (
-    apply_ac,
-    checkpoint_modules,
-    checkpointed_modules,
-)
+from composer_dist.distributed.activations.recompute import apply_ac, checkpoint_modules, checkpointed_modules
 from composer_dist.distributed.forwards import is_checkpointed
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError

@@ -18,12 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from composer_dist import ParallelismConfig, Rule
 from composer_dist._torch import TorchDispatchMode
 from composer_dist.distributed import plan_parallelism
-from composer_dist.distributed.activations import (
-    offload as activation_offload,
-)
-from composer_dist.distributed.activations import (
-    recompute as activation_checkpointing,
-)
+from composer_dist.distributed.activations import offload as activation_offload
+from composer_dist.distributed.activations import recompute as activation_checkpointing
 from composer_dist.distributed.activations.options import ac_mode
 from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.distributed.activations.selective import operators
@@ -91,12 +87,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
         assert torch.equal(a, b)
 
 
-FORWARD = (
-    "aten.addmm",
-    "aten._scaled_dot_product_flash_attention_for_cpu",
-    "aten.tanh",
-    "aten.bernoulli_",
-)
+FORWARD = ("aten.addmm", "aten._scaled_dot_product_flash_attention_for_cpu", "aten.tanh", "aten.bernoulli_")
 
 
 @pytest.mark.promise(26)

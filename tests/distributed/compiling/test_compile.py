@@ -106,8 +106,7 @@ def test_the_plan_lists_what_is_compiled_and_why() -> None:
     plan = plan_parallelism(
         models.B(),
         ParallelismConfig(
-            compile=AOT,
-            rules=[Rule("layers.1", compile=False), Rule("head", compile={"backend": "eager"})],
+            compile=AOT, rules=[Rule("layers.1", compile=False), Rule("head", compile={"backend": "eager"})]
         ),
     )
     assert plan.compiled == (

@@ -47,11 +47,7 @@ def test_a_sibling_is_read_whole_and_in_pieces() -> None:
 def test_ranges_are_cut_to_the_kernels_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_memory, "_MAX_BYTES", 10)
     batches = list(peer_memory._batches([Range(0, 100, 25), Range(50, 200, 3)]))
-    assert batches == [
-        [Range(0, 100, 10)],
-        [Range(10, 110, 10)],
-        [Range(20, 120, 5), Range(50, 200, 3)],
-    ]
+    assert batches == [[Range(0, 100, 10)], [Range(10, 110, 10)], [Range(20, 120, 5), Range(50, 200, 3)]]
 
 
 def test_a_process_can_read_itself_but_not_a_wrong_beacon() -> None:

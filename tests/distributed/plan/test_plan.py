@@ -116,12 +116,7 @@ def test_rules_override_the_configuration() -> None:
 
 
 def test_the_root_and_the_last_block_are_not_freed_unless_somebody_says_so() -> None:
-    assert _reshard(_plan(models.B())) == {
-        "": False,
-        "layers.0": True,
-        "layers.1": True,
-        "layers.2": False,
-    }
+    assert _reshard(_plan(models.B())) == {"": False, "layers.0": True, "layers.1": True, "layers.2": False}
     asked = _plan(
         models.B(),
         fsdp_wrap_policy=lambda m: (
@@ -197,8 +192,7 @@ def test_what_is_gathered_and_reduced() -> None:
     assert mixed["layers.1"] == (torch.float32, torch.float32)
     own = MixedPrecisionPolicy(param_dtype=torch.float16)
     found = _plan(
-        models.B(),
-        fsdp_wrap_policy=lambda m: {"mp_policy": own} if isinstance(m, models.Mlp) else False,
+        models.B(), fsdp_wrap_policy=lambda m: {"mp_policy": own} if isinstance(m, models.Mlp) else False
     )
     assert {unit.mp_policy for unit in found.units if unit.name} == {own}
     with pytest.raises(ParallelismValueError, match="PURE"):

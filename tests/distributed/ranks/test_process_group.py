@@ -42,8 +42,7 @@ def reduce_tensor(op: str, dtype: torch.dtype, inplace: bool) -> tuple[Any, Any,
 
 @pytest.mark.promise(4)
 @pytest.mark.parametrize(
-    ("op", "expected"),
-    [("mean", 2.0), ("sum", 4.0), ("min", 1.0), ("max", 3.0), ("product", 3.0)],
+    ("op", "expected"), [("mean", 2.0), ("sum", 4.0), ("min", 1.0), ("max", 3.0), ("product", 3.0)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
 def test_all_reduce_of_tensors(world2: World, op: str, expected: float, dtype: torch.dtype) -> None:

@@ -100,15 +100,9 @@ def test_unknown_names_list_those_there_are() -> None:
         ({"comm_hook": "powersgd(fp16)"}, "'powersgd' in .* cannot be put around"),
         ({"comm_hook": "fp16", "comm_hook_options": {"rank": 1}}, "'rank', which comm_hook='fp16'"),
         ({"comm_hook": "powersgd", "comm_hook_options": {"rank": 1}}, "It takes matrix_approximation_rank"),
-        (
-            {"comm_hook": "powersgd", "comm_hook_options": {"start_powerSGD_iter": 1}},
-            "_iter. > 1",
-        ),
+        ({"comm_hook": "powersgd", "comm_hook_options": {"start_powerSGD_iter": 1}}, "_iter. > 1"),
         ({"comm_hook_options": {"rank": 1}}, "no effect without a named comm_hook"),
-        (
-            {"comm_hook": "fp16", "comm_hook_state": 1},
-            "for a comm_hook that is a function",
-        ),
+        ({"comm_hook": "fp16", "comm_hook_state": 1}, "for a comm_hook that is a function"),
         ({"comm_hook": "post_local_sgd", "averaging_period": 0}, "a positive number of steps, not 0"),
     ],
 )

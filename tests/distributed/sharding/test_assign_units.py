@@ -42,13 +42,7 @@ def _composers(**ties: str) -> nn.Module:
 
 
 def test_every_parameter_has_one_home() -> None:
-    for build in (
-        models.B,
-        models.tied,
-        models.bert,
-        models.EncoderDecoder,
-        models.dtypes,
-    ):
+    for build in (models.B, models.tied, models.bert, models.EncoderDecoder, models.dtypes):
         model = build()
         assignment = _assign(model)
         managed = [name for group in assignment.groups for name in group.parameters]
@@ -246,8 +240,7 @@ class Shared(nn.Module):
 
 @pytest.mark.promise(82)
 @pytest.mark.parametrize(
-    ("rules", "home"),
-    [(["a"], None), (["a", "b"], "a, b"), (["a.up"], "a.up"), (["", "a"], "")],
+    ("rules", "home"), [(["a"], None), (["a", "b"], "a, b"), (["a.up"], "a.up"), (["", "a"], "")]
 )
 def test_a_duplicate_is_held_where_all_its_places_are(rules: list[str], home: str | None) -> None:
     assignment = _assign(Shared(), *[Rule(name, shard=True) for name in rules])
@@ -256,8 +249,7 @@ def test_a_duplicate_is_held_where_all_its_places_are(rules: list[str], home: st
 
 
 @pytest.mark.parametrize(
-    "build",
-    [models.mamba, models.moe, models.parent_child, models.borrowed, models.Shell],
+    "build", [models.mamba, models.moe, models.parent_child, models.borrowed, models.Shell]
 )
 def test_odd_structures_have_plain_units(build: Callable[[], nn.Module]) -> None:
     with torch.device("meta"):

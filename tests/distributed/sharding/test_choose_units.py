@@ -103,10 +103,7 @@ def test_rules_leave_the_root_out_and_policies_do_not() -> None:
     assert list(choose(models.B(), Rule("layers", shard=True)).units) == BLOCKS
     both = choose(models.B(), Rule("layers", shard=True), Rule("", shard=True))
     assert list(both.units) == ["", *BLOCKS]
-    assert list(choose(models.B(), policy=lambda m: isinstance(m, models.Block)).units) == [
-        "",
-        *BLOCKS,
-    ]
+    assert list(choose(models.B(), policy=lambda m: isinstance(m, models.Block)).units) == ["", *BLOCKS]
 
 
 @pytest.mark.promise(84)

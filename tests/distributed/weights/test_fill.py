@@ -26,10 +26,7 @@ def component(name: str, nbytes: int) -> Component:
 def test_components_are_dealt_out_by_size() -> None:
     components = [component(name, size) for name, size in zip("abcdef", (1, 5, 3, 3, 2, 4), strict=True)]
     dealt = deal_out(components, (4, 7), {})
-    assert {rank: "".join(c.tensors[0] for c in mine) for rank, mine in dealt.items()} == {
-        4: "bda",
-        7: "fce",
-    }
+    assert {rank: "".join(c.tensors[0] for c in mine) for rank, mine in dealt.items()} == {4: "bda", 7: "fce"}
     dealt = deal_out(components, (4, 7), {"f": torch.ones(1)})  # a value that only the first rank may have
     assert "f" in {c.tensors[0] for c in dealt[4]}
 

@@ -69,10 +69,7 @@ def test_only_evaluations_within_fit_count() -> None:
 def test_it_remembers() -> None:
     first = EarlyStopping("metrics/eval/score", patience=3)
     trainer, _ = quiet(
-        classifier(),
-        callbacks=[Scores(5, 1, 1), first],
-        train_dataloader=loader(),
-        eval_dataloader=loader(4),
+        classifier(), callbacks=[Scores(5, 1, 1), first], train_dataloader=loader(), eval_dataloader=loader(4)
     )
     trainer.fit(duration="2ep")
     second = EarlyStopping("metrics/eval/score", patience=3)

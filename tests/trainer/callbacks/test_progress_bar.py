@@ -35,13 +35,7 @@ def test_a_log_file_gets_lines() -> None:
     assert lines[-1].endswith("0:00:00 left")
 
 
-@pytest.mark.parametrize(
-    ("duration", "where"),
-    [
-        ("2ba", "batch 2/2"),
-        ("8sp", "batch 2  8/8 samples"),
-    ],
-)
+@pytest.mark.parametrize(("duration", "where"), [("2ba", "batch 2/2"), ("8sp", "batch 2  8/8 samples")])
 def test_the_place_is_told_in_the_durations_unit(duration: str, where: str) -> None:
     _, lines = shown(io.StringIO(), duration)
     assert where in lines[-1]

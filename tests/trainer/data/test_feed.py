@@ -10,16 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.trainer.data.feed import Feed, Size, length_of
-from tests.kit.training import (
-    At,
-    Result,
-    batches,
-    classifier,
-    on_parts,
-    points,
-    result_of,
-    same_training,
-)
+from tests.kit.training import At, Result, batches, classifier, on_parts, points, result_of, same_training
 from tests.kit.world import World
 
 

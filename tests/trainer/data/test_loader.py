@@ -12,16 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import DistributedDataLoader
-from tests.kit.training import (
-    Result,
-    classifier,
-    loaders,
-    on_parts,
-    points,
-    quiet,
-    result_of,
-    same_training,
-)
+from tests.kit.training import Result, classifier, loaders, on_parts, points, quiet, result_of, same_training
 from tests.kit.world import World
 
 LENGTH = 23
