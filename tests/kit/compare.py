@@ -102,6 +102,18 @@ def fails(kind: type[BaseException], *texts: str) -> Iterator[None]:
         assert text in str(caught.value), str(caught.value)
 
 
+@contextmanager
+def fails_alike(kind: type[BaseException], *texts: str) -> Iterator[None]:
+    """Every rank fails with the same message, which contains the texts."""
+    with pytest.raises(kind) as caught:
+        yield
+    shown: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shown, str(caught.value))
+    assert shown == shown[:1] * len(shown)
+    for text in texts:
+        assert text in shown[0], shown[0]
+
+
 def assert_same_training(
     build: Callable[[], nn.Module],
     config: Any = "fsdp",

@@ -2,7 +2,7 @@
 
 `run(fn, 2, *args)` calls `fn(*args)` on ranks 0 and 1 of a fresh gloo group and returns what each
 rank returned. The function goes to the workers by reference, so it stands at module level; its
-arguments and its result travel as pickles, by value.
+arguments and its result travel as pickles, by value. `@on_ranks(2)` makes such a function the test.
 
 The workers are forked from a server that has imported torch once, start when first needed, and
 live until the test session ends. What keeps tests apart: each run has its own process group over
@@ -13,6 +13,8 @@ part are replaced.
 
 import atexit
 import contextlib
+import functools
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -89,6 +91,37 @@ def run(
     """
     __tracebackhide__ = True
     return _pool.run(fn, world_size, args, kwargs, timeout, setup)
+
+
+def on_ranks(size: int | str, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a function that every rank of a world runs; it returns nothing and asserts on its rank.
+
+    Args:
+        size: how many ranks, or the name of the test's argument that says so.
+        timeout: seconds for the test, and for each collective in it.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            __tracebackhide__ = True
+            ranks = arguments[size] if isinstance(size, str) else size
+            run(_Body(body.__module__, body.__name__), ranks, timeout=timeout, **arguments)
+
+        return test
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class _Body:
+    """What `on_ranks` decorates; its name in the module is the test's, so it has no reference of its own."""
+
+    module: str
+    name: str
+
+    def __call__(self, **arguments: Any) -> None:
+        getattr(importlib.import_module(self.module), self.name).__wrapped__(**arguments)
 
 
 def stop() -> None:
