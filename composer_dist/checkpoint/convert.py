@@ -27,7 +27,7 @@ from composer_dist.checkpoint.storage.place import place_of
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointError, CheckpointKeyError, CheckpointValueError
-from composer_dist.files import manifest
+from composer_dist.files.checkpoint_format import NAME, Kind
 from composer_dist.files.index import Entry, Index
 from composer_dist.files.match import match_names
 from composer_dist.files.read import Files, read_slabs
@@ -78,7 +78,7 @@ def convert_checkpoint(
         if form_of(source) == "huggingface":
             tensors = _from_huggingface(source, model_like(like or source), mapped, stage)
             named = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
-            contents: dict[str, tuple[manifest.Kind, Any]] = {key: ("model", named)}
+            contents: dict[str, tuple[Kind, Any]] = {key: ("model", named)}
         else:
             contents = _from_checkpoint(open_checkpoint(str(source)), mapped, stage)
             tensors = {}
@@ -97,7 +97,7 @@ def convert_checkpoint(
 
 def form_of(path: Path) -> Form:
     """The form of the checkpoint at a path, judged by its files."""
-    if path.is_dir() and not (path / manifest.NAME).exists():
+    if path.is_dir() and not (path / NAME).exists():
         return "huggingface" if any(path.glob("*.safetensors")) else "sharded"
     return "sharded" if path.is_dir() else "huggingface" if path.suffix == ".safetensors" else "file"
 
@@ -180,11 +180,11 @@ def _named(structure: Structure, values: Mapping[str, Tensor], model: Any) -> di
     return {name: values[firsts[name]] for name in model.state_dict() if firsts[name] in values}
 
 
-def _from_checkpoint(opened: Opened, mapped: Mapped, stage: Stage) -> dict[str, tuple[manifest.Kind, Any]]:
+def _from_checkpoint(opened: Opened, mapped: Mapped, stage: Stage) -> dict[str, tuple[Kind, Any]]:
     """Everything in a checkpoint, by key, with mapped tensors."""
     opened.verify(0, 1)
     known: dict[str, Tensor] = {}
-    contents: dict[str, tuple[manifest.Kind, Any]] = {}
+    contents: dict[str, tuple[Kind, Any]] = {}
     for key, code in opened.structure.items():
         paths: dict[int, str] = {}
         described = opened.described(code, paths)
@@ -204,7 +204,7 @@ def _from_checkpoint(opened: Opened, mapped: Mapped, stage: Stage) -> dict[str, 
 
 
 def _of_model(
-    contents: Mapping[str, tuple[manifest.Kind, Any]], key: str, model: Any, source: Path
+    contents: Mapping[str, tuple[Kind, Any]], key: str, model: Any, source: Path
 ) -> dict[str, Tensor]:
     """The tensors of a transformers model in a checkpoint, under that model's names.
 
@@ -277,7 +277,7 @@ def _others(directory: Path) -> Iterator[Path]:
             yield file
 
 
-def _save(contents: Mapping[str, tuple[manifest.Kind, Any]], target: Path, sharded: bool) -> None:
+def _save(contents: Mapping[str, tuple[Kind, Any]], target: Path, sharded: bool) -> None:
     place, agreement = place_of(target), Agreement()
     token = place.reserve(sharded)
     if sharded:

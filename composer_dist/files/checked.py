@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
-from composer_dist.files.manifest import BLOCK, StoredFile
+from composer_dist.files.checkpoint_format import BLOCK, StoredFile
 
 _HEAD = 4096
 """The raw data of an item begin within this many bytes."""

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from queue import SimpleQueue
 
 from composer_dist.errors import CheckpointValueError
+from composer_dist.files.checkpoint_format import StoredFile
 from composer_dist.files.index import Entry
-from composer_dist.files.manifest import StoredFile
 from composer_dist.files.read import Files
 from composer_dist.files.slabs import MIB, THREADS, in_threads
 

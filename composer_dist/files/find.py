@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
-from composer_dist.files import manifest as manifests
+from composer_dist.files.checkpoint_format import NAME, Manifest, StoredFile
 from composer_dist.files.index import Index
-from composer_dist.files.manifest import Manifest, StoredFile
 from composer_dist.files.other_libraries import model_in, normalized
 from composer_dist.files.safetensors import read_index
 from composer_dist.files.torch_save import index_of, read_seal, read_torch_file
@@ -26,7 +25,7 @@ def index_weights(path: Path) -> Weights:
         CheckpointRuntimeError: a file cannot be read.
     """
     try:
-        if (path / manifests.NAME).is_file():
+        if (path / NAME).is_file():
             return _of_checkpoint(path)
         if path.is_file() and path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
             return _of_file(path)
@@ -36,7 +35,7 @@ def index_weights(path: Path) -> Weights:
 
 
 def _of_checkpoint(path: Path) -> Weights:
-    mark = path / manifests.NAME
+    mark = path / NAME
     manifest = Manifest.of_text(mark.read_bytes(), str(mark))
     manifest.check_complete(str(path))
     models = [key for key, kind in manifest.kinds.items() if kind == "model"]

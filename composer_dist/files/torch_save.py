@@ -20,9 +20,9 @@ import torch
 
 from composer_dist import _torch
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
+from composer_dist.files.checkpoint_format import BLOCK, StoredFile
 from composer_dist.files.checksums import seal, unseal
 from composer_dist.files.index import Entry, Index, Pieces
-from composer_dist.files.manifest import BLOCK, StoredFile
 from composer_dist.files.other_libraries import allowed
 
 _MOST = 256

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from composer_dist.errors import CheckpointValueError
+from composer_dist.files.checkpoint_format import StoredFile
 from composer_dist.files.checksums import verify
 from composer_dist.files.index import Entry
-from composer_dist.files.manifest import StoredFile
 from composer_dist.files.read import Files
 
 BLOCK = 100

@@ -1,1 +1,1 @@
-"""The file formats of checkpoints; `files/manifest.py` describes their `checkpoint.json`."""
+"""The file formats of checkpoints; `files/checkpoint_format.py` describes their `checkpoint.json`."""

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from composer_dist import _torch
+from composer_dist.files.checkpoint_format import KeyPath, Manifest
 from composer_dist.files.checksums import seal
-from composer_dist.files.manifest import KeyPath, Manifest
 
 NAME = ".metadata"
 _VERSION = "1.0.0"

@@ -21,10 +21,9 @@ from composer_dist.checkpoint.storage.local import resolve
 from composer_dist.checkpoint.storage.place import place_of
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
-from composer_dist.files import manifest as manifests
+from composer_dist.files.checkpoint_format import NAME, Kind, Manifest, StoredFile, StoredObject
 from composer_dist.files.checksums import unseal, verify
 from composer_dist.files.index import Index
-from composer_dist.files.manifest import Kind, Manifest, StoredFile, StoredObject
 from composer_dist.files.other_libraries import allowed, normalized
 from composer_dist.files.read import Files, open_files, read_slabs
 from composer_dist.files.slabs import plan_reads
@@ -157,15 +156,15 @@ def open_checkpoint(where: str, allow_pickle: bool = False) -> Opened:
 
 def _open_directory(where: str, root: Path | str, allow_pickle: bool) -> Opened:
     place = place_of(where)
-    mark = place.read(manifests.NAME)
+    mark = place.read(NAME)
     if mark is None:
         hint = (
             " It contains checkpoints; pass one of them, or latest_checkpoint(...)." if place.inside() else ""
         )
         raise CheckpointValueError(
-            f"{where} is not a valid checkpoint: it has no {manifests.NAME}, which is written last.{hint}"
+            f"{where} is not a valid checkpoint: it has no {NAME}, which is written last.{hint}"
         )
-    manifest = Manifest.of_text(mark, f"{where}/{manifests.NAME}")
+    manifest = Manifest.of_text(mark, f"{where}/{NAME}")
     manifest.check_complete(where)
     index, objects = manifest.index(where), dict(manifest.objects)
     facts = (manifest.structure, manifest.kinds, manifest.files)

@@ -20,9 +20,16 @@ from composer_dist.checkpoint.format.shares import LocalBox, boxes_of, choose, o
 from composer_dist.checkpoint.format.structure import Leaves, encode
 from composer_dist.checkpoint.storage.place import Place, complete
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.files import manifest as manifests
 from composer_dist.files.checked import CheckedFile
-from composer_dist.files.manifest import Chunk, Kind, Manifest, StoredFile, StoredObject, StoredTensor
+from composer_dist.files.checkpoint_format import (
+    NAME,
+    Chunk,
+    Kind,
+    Manifest,
+    StoredFile,
+    StoredObject,
+    StoredTensor,
+)
 
 
 @dataclass
@@ -123,7 +130,7 @@ class Saving:
         """Write the manifest and put the checkpoint in its place, on the first rank."""
         manifest, items = self._describe(posts)
         metadata = dcp_metadata.dcp_metadata(manifest, items, self.leaves.paths)
-        marks = {dcp_metadata.NAME: metadata, manifests.NAME: manifest.to_text().encode()}
+        marks = {dcp_metadata.NAME: metadata, NAME: manifest.to_text().encode()}
         complete(self.place, self.token, marks, self.keep)
 
     def _describe(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_dist.errors import CheckpointValueError, Faults
-from composer_dist.files.manifest import KeyPath
+from composer_dist.files.checkpoint_format import KeyPath
 
 _PLAIN = (str, int, float, bool, type(None))
 

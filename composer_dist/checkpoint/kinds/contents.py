@@ -13,7 +13,7 @@ from composer_dist.checkpoint.kinds.kind import Chosen, ContentKind
 from composer_dist.checkpoint.kinds.model import bare
 from composer_dist.distributed.prepared import mesh_of
 from composer_dist.errors import CheckpointValueError
-from composer_dist.files.manifest import Kind
+from composer_dist.files.checkpoint_format import Kind
 
 Filters = Chosen | Mapping[str, Chosen] | None
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from composer_dist.errors import CheckpointError, CheckpointIsADirectoryError, CheckpointRuntimeError
 from composer_dist.files.checked import LocalSink, Sink
-from composer_dist.files.manifest import NAME, Manifest
+from composer_dist.files.checkpoint_format import NAME, Manifest
 from composer_dist.files.torch_save import is_sealed
 
 DCP_METADATA = ".metadata"

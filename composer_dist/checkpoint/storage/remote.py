@@ -10,7 +10,7 @@ from typing import Any
 
 from composer_dist.errors import CheckpointError, CheckpointIsADirectoryError
 from composer_dist.files.checked import Sink
-from composer_dist.files.manifest import NAME, Manifest
+from composer_dist.files.checkpoint_format import NAME, Manifest
 from composer_dist.files.read import file_system
 
 

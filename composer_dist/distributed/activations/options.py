@@ -135,11 +135,3 @@ def in_words(mode: Mode, options: Mapping[str, Any]) -> str:
     if options.get("offload"):
         text += "; what is kept lies on the host"
     return text
-
-
-def spell(options: Mapping[str, Any]) -> dict[str, str]:
-    """The options as text that is the same on every rank: functions go by their names."""
-    return {
-        key: getattr(value, "__qualname__", type(value).__name__) if callable(value) else str(value)
-        for key, value in options.items()
-    }

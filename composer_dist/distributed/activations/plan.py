@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from composer_dist.distributed.activations.options import Mode, ac_mode, in_words, spell
+from composer_dist.distributed.activations.options import Mode, ac_mode, in_words
+from composer_dist.distributed.feature_plan import FeaturePlan
 from composer_dist.distributed.forwards import is_checkpointed
 from composer_dist.distributed.wishes import CheckFn, Wishes
 from composer_dist.errors import Faults, ParallelismValueError
@@ -30,17 +31,9 @@ class Checkpointed:
         """Whether its forward runs a second time, under torch's checkpoint."""
         return self.mode in ("composable", "wrapped")
 
-    def explain(self) -> str:
-        """What happens to its activations, in words."""
-        return f"Its activations are {in_words(self.mode, self.options)}, because {self.reason}."
-
-    def facts(self) -> list[Any]:
-        """The same in plain types, equal on all ranks."""
-        return [self.module, self.mode, spell(self.options), self.reason]
-
 
 @dataclass(frozen=True)
-class ActivationPlan:
+class ActivationPlan(FeaturePlan):
     """Which activations are not all kept on the device."""
 
     modules: tuple[Checkpointed, ...]
@@ -51,17 +44,17 @@ class ActivationPlan:
         return {one.module: one.options["budget"] for one in self.modules if one.mode == "memory_budget"}
 
     def explain(self, module: str) -> str:
-        """In words: what happens to the activations of a module."""
-        return " ".join(one.explain() for one in self.modules if one.module == module)
+        """What happens to the activations of a module, in words."""
+        return " ".join(
+            f"Its activations are {in_words(one.mode, one.options)}, because {one.reason}."
+            for one in self.modules
+            if one.module == module
+        )
 
     def notes(self) -> Iterator[str]:
-        """What the plan as text says."""
+        """Lines for the plan as text."""
         modes = sorted({one.mode for one in self.modules})
         yield f"activations of {len(self.modules)} modules: {', '.join(modes)}"
-
-    def facts(self) -> dict[str, Any]:
-        """The plan in plain types."""
-        return {"modules": [one.facts() for one in self.modules]}
 
 
 def plan(

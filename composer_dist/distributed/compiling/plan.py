@@ -9,6 +9,7 @@ from torch import nn
 
 from composer_dist import _torch
 from composer_dist.config.base import Compile
+from composer_dist.distributed.feature_plan import FeaturePlan
 from composer_dist.distributed.forwards import is_compiled
 from composer_dist.distributed.wishes import Wishes
 from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
@@ -37,20 +38,6 @@ class Compiled:
     """Of torch.compile; the backend always among them."""
     budget: float | None = None
     """Share of the activations that may be kept, by `act_ckpt="memory_budget"`."""
-
-    def explain(self) -> str:
-        """In words, how it is compiled, and why."""
-        options = ", ".join(f"{key}={value}" for key, value in self.options.items())
-        return f"Its forward is compiled ({options}), because {self.reason}."
-
-    def facts(self) -> list[Any]:
-        """The same in plain types."""
-        return [
-            self.module,
-            {key: str(value) for key, value in self.options.items()},
-            self.budget,
-            self.reason,
-        ]
 
 
 def compile_options(value: Compile) -> dict[str, Any] | None:
@@ -114,7 +101,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
-class CompilePlan:
+class CompilePlan(FeaturePlan):
     """What is compiled, and what is computed in float8."""
 
     modules: tuple[Compiled, ...] = ()
@@ -129,21 +116,21 @@ class CompilePlan:
         return (slow,) if self.float8 and not self.modules else ()
 
     def explain(self, module: str) -> str:
-        """In words: how a module is computed."""
-        eighth = ["It computes in float8, because precision is amp_fp8."] if module in self.float8 else []
-        return " ".join([*eighth, *(one.explain() for one in self.modules if one.module == module)])
+        """How a module is computed, in words."""
+        texts = ["It computes in float8, because precision is amp_fp8."] if module in self.float8 else []
+        for one in self.modules:
+            if one.module == module:
+                options = ", ".join(f"{key}={value}" for key, value in one.options.items())
+                texts.append(f"Its forward is compiled ({options}), because {one.reason}.")
+        return " ".join(texts)
 
     def notes(self) -> Iterator[str]:
-        """What the plan as text says."""
+        """Lines for the plan as text."""
         if self.modules:
             backends = sorted({one.options["backend"] for one in self.modules})
             yield f"compiled: {len(self.modules)} modules, each separately ({', '.join(backends)})"
         if self.float8:
             yield f"float8: {len(self.float8)} linear layers"
-
-    def facts(self) -> dict[str, Any]:
-        """The plan in plain types."""
-        return {"modules": [one.facts() for one in self.modules], "float8": list(self.float8)}
 
 
 def plan(

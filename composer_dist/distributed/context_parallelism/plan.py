@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from composer_dist import _torch
+from composer_dist.distributed.feature_plan import FeaturePlan
 from composer_dist.distributed.wishes import Request
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.families import class_name, transformers_models
@@ -26,23 +27,19 @@ _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
-class ContextPlan:
+class ContextPlan(FeaturePlan):
     """How sequences are split."""
 
     size: int
     """Ranks among which context parallelism splits a sequence."""
 
     def explain(self, module: str) -> str:
-        """In words, for the root."""
+        """How sequences are split, in words, for the root."""
         return "" if module else f"Sequences are split among {self.size} ranks, inside of context_parallel()."
 
     def notes(self) -> Iterator[str]:
-        """What the plan as text says."""
+        """Lines for the plan as text."""
         yield f"context parallel: sequences are split among {self.size} ranks"
-
-    def facts(self) -> dict[str, Any]:
-        """The plan in plain types."""
-        return {"size": self.size}
 
 
 def plan(structure: Structure, request: Request, sizes: Mapping[str, int]) -> ContextPlan | None:

@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,6 +14,7 @@ from composer_dist.config.parallelism import Sync
 from composer_dist.distributed.activations.plan import ActivationPlan, Checkpointed
 from composer_dist.distributed.compiling.plan import Compiled, CompilePlan
 from composer_dist.distributed.context_parallelism.plan import ContextPlan
+from composer_dist.distributed.feature_plan import FeaturePlan
 from composer_dist.distributed.plan.text import mesh_in_words, table, unit_rows
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.sharding.plan import ShardingPlan, Unit
@@ -21,19 +22,6 @@ from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.structure.structure import Structure
 from composer_dist.wording import human_bytes, near_miss
-
-
-class FeaturePlan(Protocol):
-    """What the plans of all features offer."""
-
-    def explain(self, module: str) -> str:
-        """In words, what happens to a module; empty if nothing does."""
-
-    def notes(self) -> Iterator[str]:
-        """Lines for the plan as text."""
-
-    def facts(self) -> dict[str, Any]:
-        """The decisions in plain types, equal on ranks that are about to do the same."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from composer_dist import _torch
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.rule import Rule
+from composer_dist.distributed.feature_plan import FeaturePlan
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.replication.batch_norm import find_batch_norms
 from composer_dist.distributed.replication.hooks import LOCAL_SGD, check_comm_hook, innermost, spell
@@ -41,7 +42,7 @@ _LOCAL_OPTIMIZERS = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "Distri
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaPlan:
+class ReplicaPlan(FeaturePlan):
     """What DDP does for a model that every rank holds whole."""
 
     ddp: DDPConfig

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.distributed.feature_plan import FeaturePlan
 from composer_dist.distributed.mesh.dimensions import roles
 from composer_dist.distributed.sharding.assign_units import (
     Assignment,
@@ -51,21 +52,9 @@ class Unit:
         """The first module's name."""
         return self.modules[0]
 
-    def facts(self) -> dict[str, Any]:
-        """The unit in plain types."""
-        return {
-            "modules": list(self.modules),
-            "parameters": list(self.parameters),
-            "nbytes": self.nbytes,
-            "reshard_after_forward": self.reshard_after_forward,
-            "mixed_precision": str(self.mp_policy),
-            "offload": self.offload,
-            "reason": self.reason,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
-class ShardingPlan:
+class ShardingPlan(FeaturePlan):
     """Everything that FSDP2, and what this library adds around it, will do to a model."""
 
     units: tuple[Unit, ...]
@@ -95,7 +84,7 @@ class ShardingPlan:
         object.__setattr__(self, "parameter_units", owners)
 
     def explain(self, module: str) -> str:
-        """In words: what the unit that `module` leads or belongs to gathers."""
+        """What the unit that `module` leads or belongs to gathers, in words."""
         return " ".join(
             f"It gathers {len(unit.parameters)} parameter{'s' * (len(unit.parameters) != 1)}, "
             f"{unit.nbytes:,} bytes; reshard_after_forward={unit.reshard_after_forward}."
@@ -104,18 +93,8 @@ class ShardingPlan:
         )
 
     def notes(self) -> Iterator[str]:
-        """What the plan as text says besides the table of units."""
+        """Lines for the plan as text, beside the table of units."""
         yield from (f"replicated: {name} ({reason})" for name, reason in self.plain.items())
-
-    def facts(self) -> dict[str, Any]:
-        """The plan in plain types."""
-        return {
-            "units": [unit.facts() for unit in self.units],
-            "plain": dict(self.plain),
-            "skippable": [[one.module, list(one.parameters), one.unit] for one in self.skippable],
-            "forward_methods": list(self.forward_methods),
-            "check_order": self.check_order,
-        }
 
 
 def plan(

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist.distributed.feature_plan import FeaturePlan
 from composer_dist.distributed.tensor_parallel.adapters import with_adapters
 from composer_dist.distributed.tensor_parallel.heads import Division, plan_divisions
 from composer_dist.distributed.tensor_parallel.infer import infer_styles
@@ -25,7 +26,7 @@ from composer_dist.wording import near_miss
 
 
 @dataclass(frozen=True)
-class TensorParallelPlan:
+class TensorParallelPlan(FeaturePlan):
     """Everything that tensor parallelism will do to a model."""
 
     size: int
@@ -44,7 +45,7 @@ class TensorParallelPlan:
     """The module whose output stays cut, for a loss that takes it so."""
 
     def explain(self, module: str) -> str:
-        """In words: the style of a module, or of what it holds."""
+        """The style of a module, and the sizes that it divides, in words."""
         one = self.modules.get(module)
         divided = [f"{d.attribute} {d.before} -> {d.after}" for d in self.divisions if d.module == module]
         parts = [f"Tensor parallel over {self.size} ranks: {one.label}, because {one.reason}."] if one else []
@@ -52,7 +53,7 @@ class TensorParallelPlan:
         return " ".join(parts)
 
     def where(self, parameter: str) -> str | None:
-        """In words: how a parameter, by its first name, lies on the tensor-parallel ranks."""
+        """How the tensor-parallel ranks cut a parameter, in words; None if they do not."""
         cut = self.cuts.get(parameter)
         if cut is None:
             return None
@@ -60,22 +61,10 @@ class TensorParallelPlan:
         return f"cut along dimension {cut.dim}{groups} among {self.size} tensor-parallel ranks"
 
     def notes(self) -> Iterator[str]:
-        """What the plan as text says."""
+        """Lines for the plan as text."""
         styles = Counter(one.label for one in self.modules.values())
         counts = ", ".join(f"{count} {style}" for style, count in styles.items())
         yield f"tensor parallel: {styles.total()} modules ({counts})"
-
-    def facts(self) -> dict[str, Any]:
-        """The plan in plain types."""
-        return {
-            "size": self.size,
-            "modules": {
-                name: [str(vars(one.style)), one.label, one.reason] for name, one in self.modules.items()
-            },
-            "cuts": {name: [cut.dim, cut.groups] for name, cut in self.cuts.items()},
-            "divisions": [list(vars(one).values()) for one in self.divisions],
-            "logits": self.logits,
-        }
 
 
 def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> TensorParallelPlan | None:

@@ -24,9 +24,9 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.files import checksums
+from composer_dist.files.checkpoint_format import StoredFile
 from composer_dist.files.find import index_weights
 from composer_dist.files.index import Index
-from composer_dist.files.manifest import StoredFile
 from composer_dist.files.match import Match, match_names
 from composer_dist.files.read import Files, open_files, read_slabs
 from composer_dist.files.slabs import MIB, Slab, plan_reads

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composer_dist.distributed.feature_plan import in_plain_types
 from composer_dist.distributed.optimizers.follow import StateEntry, describe_groups, find_states
 from composer_dist.distributed.plan.plan import ParallelPlan
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -94,7 +95,8 @@ def decide_sources(
         if differs == "structure":
             facts = [describe(held.info) for held in structure.tensors.values()]
         elif differs == "plan":
-            facts = [[unit.modules, unit.facts()] for unit in plan.units] + [["config", plan.decisions()]]
+            facts = [[unit.modules, in_plain_types(unit)] for unit in plan.units]
+            facts.append(["config", plan.decisions()])
         agreement.reach(f"what differs in the {differs}", facts, _explain(differs, agreement.ranks))
     rank0, init, kept = (frozenset(verdict[key]) for key in ("rank0", "init", "kept"))
     local = frozenset(structure.tensors) - rank0 - init - kept - disk

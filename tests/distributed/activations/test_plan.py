@@ -163,7 +163,7 @@ def test_functions_among_the_options_have_one_spelling_on_every_rank() -> None:
         models.B(), ParallelismConfig(activation_checkpointing=("composable", {"context_fn": context}))
     )
     (one, *_) = plan.to_dict()["activations"]["modules"]
-    assert one[2] == {"context_fn": context.__qualname__}
+    assert one["options"] == {"context_fn": context.__qualname__}
 
 
 @pytest.mark.promise(27)

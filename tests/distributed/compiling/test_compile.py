@@ -118,7 +118,8 @@ def test_the_plan_lists_what_is_compiled_and_why() -> None:
     assert said in plan.explain("layers.0")
     assert "compiled" not in plan.explain("layers.1")
     assert "compiled: 3 modules, each separately (aot_eager, eager)" in str(plan)
-    assert [one[0] for one in plan.to_dict()["compiling"]["modules"]] == ["layers.0", "layers.2", "head"]
+    compiled = plan.to_dict()["compiling"]["modules"]
+    assert [one["module"] for one in compiled] == ["layers.0", "layers.2", "head"]
     assert plan.digest() != plan_parallelism(models.B(), ParallelismConfig(compile=True)).digest()
 
 

@@ -114,7 +114,7 @@ def test_the_plan_says_so() -> None:
     scalar, one = plan.sharding.skippable
     assert (one.module, one.unit, len(one.parameters)) == ("vision", "", 8)
     assert scalar.parameters == ("vision.gain",)  # plain, and averaged
-    assert plan.to_dict()["sharding"]["skippable"][1] == ["vision", list(one.parameters), ""]
+    assert plan.to_dict()["sharding"]["skippable"][1] == vars(one) | {"parameters": list(one.parameters)}
 
 
 @pytest.mark.promise(35)
