@@ -25,8 +25,6 @@ INPUTS: dict[str, dict[str, Any]] = {
         "input_ids": None,
         "encoder_hidden_states": lambda d: d.normal(2, 4, 32),
     },
-    "clap": {"input_features": lambda d: d.normal(2, 1, 64, 64)},
-    "clvp": {"input_features": lambda d: d.normal(2, 80, 64)},
     "cosmos3_edge_vision": {"pixel_values": lambda d: d.normal(32, 192)},
     "csm": {"input_ids": lambda d: d.ids(4), "labels": None},
     "dac encodec mimi mimi_encoder pe_audio pe_audio_encoder pocket_tts_audio_tokenizer"
@@ -64,28 +62,21 @@ INPUTS: dict[str, dict[str, Any]] = {
         "pixel_values": lambda d: d.pixel_values(),
         "image_embeds_position_mask": lambda d: (torch.arange(16) < 4).long().expand(2, 16),
     },
-    "lightglue": {"labels": None, "pixel_values": lambda d: d.normal(2, 2, 3, 32, 32)},
     "lxmert": {
         "visual_feats": lambda d: d.normal(2, 4, 16),
         "visual_pos": lambda d: d.normal(2, 4, 4),
         "labels": None,
     },
     "mimi_decoder pocket_tts_audio_tokenizer_decoder": {"latents": lambda d: d.normal(2, 32, 8)},
-    "muse_glimmer_assistant": {
-        "noise_embeds": lambda d: d.normal(2, 4, 32),
-        "context_hidden_states": lambda d: d.normal(2, 4, 32),
-    },
     "muse_glimmer_vision muse_spark_vision lfm3_vl_vision": {"pixel_values": lambda d: d.normal(32, 384)},
     "muse_spark_audio": {"input_values": lambda d: d.normal(2, 1920)},
     "musicgen musicgen_melody": {"decoder_input_ids": lambda d: d.ids(8).repeat(4, 1), "labels": None},
     "parakeet_ctc lasr_ctc": {"attention_mask": lambda d: d.ones(2, 64)},
     "patchtst patchtsmixer": {"past_values": lambda d: d.normal(2, 32, 1)},
     "perceiver": {"input_ids": None, "labels": lambda d: d.ids(128), "inputs": lambda d: d.ids(128)},
-    "pi0": {"state": lambda d: d.normal(2, 32), "actions": lambda d: d.normal(2, 8, 32)},
     "pix2struct": {
         "flattened_patches": lambda d: torch.cat([d.integers(2, 8, 2, low=0, high=4), d.normal(2, 8, 32)], -1)
     },
-    "seggpt": {"prompt_pixel_values": lambda d: d.pixel_values(), "prompt_masks": lambda d: d.pixel_values()},
     "siglip2 siglip2_vision_model": {
         "pixel_values": lambda d: d.normal(2, 16, 192),
         "pixel_attention_mask": lambda d: d.ones(2, 16),
@@ -99,7 +90,6 @@ INPUTS: dict[str, dict[str, Any]] = {
     },
     "timesfm2_5": {"past_values": lambda d: d.normal(2, 64)},
     "timesformer videomae vivit xclip": _VIDEO,
-    "tvp": {"pixel_values": lambda d: d.normal(2, 2, 3, 64, 64)},
     "udop": {"bbox": lambda d: d.normal(2, 16, 4).sigmoid()},
     "vibevoice_acoustic_tokenizer_decoder": {"hidden_states": lambda d: d.normal(2, 32, 8)},
     "vibevoice_acoustic_tokenizer_encoder": {"hidden_states": lambda d: d.normal(2, 1, 800)},

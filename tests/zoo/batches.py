@@ -13,15 +13,8 @@ BATCH = 2
 PATCHES = 16
 """Patches per image of models that take flattened patches: a grid of 1 x 4 x 4."""
 
-_OPTIONAL = {
-    "input_ids",
-    "return_loss",
-    "bbox",
-    "decoder_input_ids",
-    "labels",
-    "start_positions",
-    "end_positions",
-}
+_OPTIONAL = {"input_ids", "return_loss", "bbox", "decoder_input_ids", "labels"}
+_OPTIONAL |= {"start_positions", "end_positions"}
 _LABELED_BY_DICTS = ("Detection", "Segmentation", "Depth")
 _SPECIAL = {name: makers for names, makers in arguments.INPUTS.items() for name in names.split()}
 _IMAGES = {name: layout for names, layout in arguments.IMAGES.items() for name in names.split()}

@@ -5,17 +5,12 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from composer_dist import FSDP2Config, ParallelismConfig, Rule
 from composer_dist.distributed import parallelize_model
 from composer_dist.structure.structure import Structure, read_structure
+from tests.kit.compare import full
 from tests.zoo import toy
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor, detached, wherever it lives."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def prepared_equals_unsharded(name: str, rules: tuple[Rule, ...] = ()) -> int:
@@ -28,13 +23,10 @@ def prepared_equals_unsharded(name: str, rules: tuple[Rule, ...] = ()) -> int:
     warnings.simplefilter("ignore")
     reference, rank = toy.build(name), dist.get_rank()
     model = toy.build(name) if rank == 0 else toy.build(name, device="meta")
-    optimizers = [
-        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1)
-        for each in (reference, model)
-    ]
+    trained = ([p for p in each.parameters() if p.requires_grad] for each in (reference, model))
+    optimizers = [torch.optim.SGD(parameters, lr=0.1) for parameters in trained]
     names = tensor_names(read_structure(reference))
-    config = ParallelismConfig(fsdp2=FSDP2Config(), rules=rules)
-    done = parallelize_model(model, config, optimizers[1])
+    done = parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config(), rules=rules), optimizers[1])
     assert tensor_names(read_structure(model)) == names
     for tensor_name, expected, found in pairs(reference, model):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=tensor_name)
@@ -68,7 +60,7 @@ def pairs(reference: torch.nn.Module, model: torch.nn.Module):
     """Name, expected value and found value of every tensor."""
     found = read_structure(model).tensors
     for name, held in read_structure(reference).tensors.items():
-        yield name, held.get().detach(), whole(found[name].get())
+        yield name, held.get().detach(), full(found[name].get())
 
 
 def gradients(reference: torch.nn.Module, model: torch.nn.Module):
@@ -78,4 +70,4 @@ def gradients(reference: torch.nn.Module, model: torch.nn.Module):
         expected, other = held.get().grad, found[name].get().grad
         if (expected is not None or other is not None) and 0 not in held.info.shape:
             zero = torch.zeros(held.info.shape)
-            yield name, zero if expected is None else expected, zero if other is None else whole(other)
+            yield name, zero if expected is None else expected, zero if other is None else full(other)

@@ -2,35 +2,25 @@
 
 from typing import Any
 
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
-_HALF_MROPE = {
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [1, 1, 0],
-    }
-}
+
+def _rope(*sections: int, **options: float) -> dict[str, Any]:
+    """Rotary positions in sections of this many pairs."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
+    return {"rope_parameters": rope | options}
+
+
+_MROPE = _rope(2, 1, 1)
 _HYBRID = ["linear_attention", "hybrid", "hybrid"]
 _RESNET = {"model_type": "resnet", "out_features": ["stage1", "stage2", "stage3", "stage4"]}
-_SERIES = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "label_length": 4}
-_BACKBONE = {"encoder_in_channels": [32, 32, 32], "decoder_in_channels": [32, 32, 32]}
 _CODEC = {"upsampling_ratios": [4, 2], "num_filters": 8}
-_HIFIGAN = {
-    "upsample_rates": [2, 2],
-    "upsample_kernel_sizes": [4, 4],
-    "upsample_initial_channel": 32,
-    "resblock_kernel_sizes": [3],
-    "resblock_dilation_sizes": [[1, 3]],
-}
-_CONVNETS = {"embedding_size": 16, "hidden_sizes": [16, 32, 32, 32], "depths": [1, 1, 1, 1]}
+_SERIES = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "label_length": 4}
+_CHANNELS = {"encoder_in_channels": [32, 32, 32], "decoder_in_channels": [32, 32, 32]}
 
 FIELDS: dict[str, dict[str, Any]] = {
-    "align": {"projection_dim": 8},
     "audio-spectrogram-transformer": {"max_length": 32, "num_mel_bins": 32},
     "autoformer informer time_series_transformer": _SERIES,
-    "bit": {**_CONVNETS, "num_groups": 4},
-    "blip-2 instructblip instructblipvideo": {"image_token_index": 120},
+    "bit": {"embedding_size": 16, "num_groups": 4},
+    "blip-2 instructblip": {"image_token_index": 120},
     "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4]},
     "blt_local_encoder blt_local_decoder": {"hidden_size_global": 32},
     "bridgetower bridgetower_text_model bridgetower_vision_model": {
@@ -39,33 +29,22 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "bros": {"hidden_size": 64, "num_attention_heads": 2},
     "chameleon emu3": {"vocabulary_map": {"<image>": 120, "<|extra_200|>": 119}},
-    "cohere_compass_text": {
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-        }
-    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _MROPE["rope_parameters"]}},
     "conditional_detr dab-detr deformable_detr detr table-transformer": {"backbone_config": _RESNET},
-    "cosmos3_edge_text cosmos3_omni_text glm4v_text glm_image_text glm_ocr_text paddleocr_vl_text"
+    "cosmos3_edge_text glm4v_text glm_image_text glm_ocr_text paddleocr_vl_text"
     " qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text": _MROPE,
-    "cvt": {"depth": [1, 2, 3], "embed_dim": [16, 32, 32], "num_heads": [1, 2, 2]},
-    "d_fine deimv2 pp_doclayout_v3 pp_doclayout_v4 rt_detr rt_detr_v2": _BACKBONE,
-    "dac": {"encoder_hidden_size": 8, "decoder_hidden_size": 32, "downsampling_ratios": [2, 4]},
+    "cvt": {"depth": [1, 2, 3]},
+    "d_fine deimv2 pp_doclayout_v4 rt_detr rt_detr_v2": _CHANNELS,
+    "dac": {"encoder_hidden_size": 8, "downsampling_ratios": [2, 4]},
     "dbrx": {
         "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "deepseek_ocr2_text": {
-        "num_experts_per_tok": 2,
-        "mlp_layer_types": ["dense", "sparse"],
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 32,
-    },
-    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "first_k_dense_replace": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "dinov3_convnext": {"hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1]},
     "dinov3_vit": {"pos_embed_rescale": None},
-    "donut-swin maskformer-swin swin swinv2 clap_audio_model": {"patch_size": 2, "embed_dim": 16},
+    "donut-swin maskformer-swin swin swinv2": {"patch_size": 2, "embed_dim": 16},
     "dots1": {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -73,18 +52,10 @@ FIELDS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "dots3_note_text": {"per_layer_config": None},
-    "edgetam_vision_model": {"backbone_config": _RESNET},
-    "efficientnet align_vision_model": {
-        "width_coefficient": 0.25,
-        "depth_coefficient": 0.25,
-        "hidden_dim": 320,
-    },
-    "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1], "hidden_size": 32},
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
+    "emu3_vqgan": {"channel_multiplier": [1, 1]},
     "encodec": _CODEC,
-    "ernie4_5_vl_moe_text": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
-        "moe_intermediate_size": [32, 32],
-    },
+    "ernie4_5_vl_moe_text": {**_rope(1, 1, 2), "moe_intermediate_size": [32, 32]},
     "esm": {"vocab_size": 128, "pad_token_id": 0, "mask_token_id": 3},
     "evolla": {
         "protein_encoder_config": {
@@ -96,32 +67,28 @@ FIELDS: dict[str, dict[str, Any]] = {
         }
     },
     "exaone4_5_vision qwen2_5_vl_vision qwen2_5_omni_vision_encoder": {"window_size": 32},
-    "fastspeech2_conformer_hifigan": {**_HIFIGAN, "model_in_dim": 80},
+    "fastspeech2_conformer_hifigan": {
+        "model_in_dim": 80,
+        "upsample_rates": [2, 2],
+        "upsample_kernel_sizes": [4, 4],
+        "resblock_kernel_sizes": [3],
+        "resblock_dilation_sizes": [[1, 3]],
+    },
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 32, "intermediate_size": 8}},
     "gemma3 shieldgemma2 t5gemma2 t5gemma2_encoder": {"mm_tokens_per_image": 4},
     "gemma3n_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "num_kv_shared_layers": 0,
         "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 128,
     },
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
-    "glm4v_moe_text": _HALF_MROPE,
+    "glm4v_moe_text": _rope(1, 1, 0, partial_rotary_factor=0.5),
     "glm5_next_text": {"index_topk": 32, "index_kpool": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granite4_vision": {
-        "spatial_target_layers": [0],
-        "deepstack_layer_map": [[-1, 0]],
-        "downsample_rate": "1/2",
-    },
     "granite_speech granite_speech_plus": {"window_size": 10},
     "hgnet_v2": {
         "stem_channels": [3, 16, 16],
         "stage_in_channels": [16, 16, 32, 32],
         "stage_mid_channels": [16, 16, 16, 16],
-        "stage_out_channels": [16, 32, 32, 32],
-        "hidden_sizes": [16, 32, 32, 32],
-        "stage_numb_of_layers": [2, 2, 2, 2],
     },
     "hunyuan_v1_dense hunyuan_v1_moe ministral": {"head_dim": 8},
     "hunyuan_vl_text": {"head_dim": 8, **_MROPE},
@@ -133,7 +100,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "levit": {"drop_path_rate": 0, "patch_size": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lilt": {"hidden_size": 48},
-    "lw_detr_vit": {"num_windows": 4, "window_block_indices": [0]},
     "lxmert": {"visual_feat_dim": 16},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "mimi mimi_decoder mimi_encoder": {**_CODEC, "upsample_groups": 32, "hidden_size": 32},
@@ -148,36 +114,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "neomme": {"head_dim": 16},
     "perceiver": {"num_self_attends_per_block": 2, "d_model": 32, "d_latents": 32, "train_size": [32, 32]},
     "qwen3_asr_encoder": {"n_window": 16},
-    "reformer": {
-        "axial_pos_shape": [4, 4],
-        "axial_pos_embds_dim": [16, 16],
-        "attn_layers": ["local", "lsh"],
-        "local_attn_chunk_length": 4,
-        "lsh_attn_chunk_length": 4,
-        "num_buckets": 2,
-        "hash_seed": 0,
-    },
-    "sam2_hiera_det_model": {
-        "blocks_per_stage": [1, 1, 1, 1],
-        "embed_dim_per_stage": [16, 16, 32, 32],
-        "hidden_size": 16,
-        "num_attention_heads_per_stage": [1, 1, 2, 2],
-        "window_size_per_stage": [2, 2, 2, 2],
-        "global_attention_blocks": [3],
-        "image_size": [64, 64],
-        "window_positional_embedding_background_size": [2, 2],
-    },
-    "sam2_vision_model": {
-        "backbone_channel_list": [32, 32, 16, 16],
-        "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
-    },
     "sam_vision_model sam_hq_vision_model": {"num_pos_feats": 16, "global_attn_indexes": [1]},
     "siglip2_vision_model": {"num_patches": 16},
-    "speecht5_hifigan vits": _HIFIGAN,
     "step3p5": {"sliding_window": 8},
     "textnet": {"hidden_sizes": [32, 32, 32, 32, 32], "stem_out_channels": 32},
     "timesformer": {"drop_path_rate": 0, "num_frames": 2},
-    "tvp": {"num_frames": 2, "visual_prompt_size": 4, "max_img_size": 64},
     "univnet": {
         "resblock_kernel_sizes": [3],
         "resblock_stride_sizes": [4],

@@ -3,41 +3,15 @@
 HIDDEN, HEADS, HEAD_DIM, VOCAB, IMAGE, LENGTH = 32, 4, 8, 128, 32, 16
 
 MAPPINGS = (
-    "SEQ_TO_SEQ_CAUSAL_LM",
-    "IMAGE_TEXT_TO_TEXT",
-    "SPEECH_SEQ_2_SEQ",
-    "MASKED_LM",
-    "CAUSAL_LM",
-    "ZERO_SHOT_IMAGE_CLASSIFICATION",
-    "IMAGE_CLASSIFICATION",
-    "AUDIO_CLASSIFICATION",
-    "VIDEO_CLASSIFICATION",
-    "CTC",
-    "QUESTION_ANSWERING",
-    "PRETRAINING",
-    "OBJECT_DETECTION",
-    "ZERO_SHOT_OBJECT_DETECTION",
-    "UNIVERSAL_SEGMENTATION",
-    "SEMANTIC_SEGMENTATION",
-    "DEPTH_ESTIMATION",
-    "TIME_SERIES_PREDICTION",
-    "RNNT",
-    "TDT",
-    "",  # MODEL_MAPPING: the headless model
+    "SEQ_TO_SEQ_CAUSAL_LM IMAGE_TEXT_TO_TEXT SPEECH_SEQ_2_SEQ MASKED_LM CAUSAL_LM "
+    "ZERO_SHOT_IMAGE_CLASSIFICATION IMAGE_CLASSIFICATION AUDIO_CLASSIFICATION VIDEO_CLASSIFICATION CTC "
+    "QUESTION_ANSWERING PRETRAINING OBJECT_DETECTION ZERO_SHOT_OBJECT_DETECTION UNIVERSAL_SEGMENTATION "
+    "SEMANTIC_SEGMENTATION DEPTH_ESTIMATION TIME_SERIES_PREDICTION RNNT TDT"
 )
 """Auto-mappings in the order in which a head is looked for: those with a loss first."""
 
-TOKENS = {
-    "pad": 0,
-    "bos": 1,
-    "eos": 2,
-    "decoder_start": 1,
-    "image": 120,
-    "video": 121,
-    "audio": 122,
-    "vision_start": 123,
-    "vision_end": 124,
-}
+TOKENS = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "image": 120, "video": 121, "audio": 122}
+TOKENS |= {"vision_start": 123, "vision_end": 124}
 """Special tokens by the stem of the field's name; the others are drawn from 100 to 119."""
 
 SIZES: tuple[tuple[str, int, tuple[int, ...]], ...] = (

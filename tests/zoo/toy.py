@@ -4,8 +4,7 @@
     toy.loss(model, toy.inputs("llama", model)).backward()
 
 Everything is seeded: the same name gives the same weights, the same batch and the same loss.
-`python -m tests.zoo.toy` prints what the models are made of; `listing` says which model types are
-left out, and why.
+`listing` says which model types are left out, and why.
 """
 
 from collections.abc import Iterator, Mapping
@@ -50,36 +49,32 @@ FAST: tuple[str, ...] = (
 """Models for the default test run, chosen for what is odd about each."""
 
 
+def _heads() -> dict[str, str]:
+    """The class for each model type: the first head of `tables.MAPPINGS`, or else the headless model."""
+    heads: dict[str, str] = {}
+    mappings = [f"MODEL_FOR_{task}_MAPPING_NAMES" for task in tables.MAPPINGS.split()]
+    for mapping in [*mappings, "MODEL_MAPPING_NAMES"]:
+        for name, found in getattr(modeling_auto, mapping).items():
+            heads.setdefault(name, found if isinstance(found, str) else found[0])
+    return heads | fields.CLASSES
+
+
+_HEADS = _heads()
+
+
 def names() -> list[str]:
-    """Model types that build at toy size, in alphabetical order."""
-    return sorted(listing.BUILT)
+    """Model types that build at toy size and give a finite loss, in alphabetical order."""
+    return sorted(_HEADS.keys() - {name for names in listing.REASONS.values() for name in names.split()})
 
 
 def model_class(name: str) -> type[nn.Module]:
-    """The class behind model type `name`: the first head of `tables.MAPPINGS`.
-
-    Raises:
-        KeyError: no auto-mapping knows `name`.
-    """
-    if name in fields.CLASSES:
-        return _class(fields.CLASSES[name])
-    for task in tables.MAPPINGS:
-        mapping = f"MODEL_FOR_{task}_MAPPING_NAMES" if task else "MODEL_MAPPING_NAMES"
-        found = getattr(modeling_auto, mapping).get(name)
-        if found is not None:
-            return _class(found if isinstance(found, str) else found[0])
-    raise KeyError(name)
-
-
-def _class(name: str) -> type[nn.Module]:
-    cls: type[nn.Module] = getattr(transformers, name)
-    return cls
+    return getattr(transformers, _HEADS[name])
 
 
 def build(name: str, device: str = "cpu") -> nn.Module:
     """The toy model `name` in eval mode, float32, without dropout, with weights from seed 0.
 
-    On `device="meta"` nothing is allocated, but for the tensors of `listing.REAL_ON_META`.
+    On `device="meta"` nothing is allocated, but for tensors of models that ignore the default device.
     """
     config = toy_config(name)
     torch.manual_seed(0)
@@ -116,9 +111,3 @@ def _floats(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (Mapping, list, tuple)):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from _floats(item)
-
-
-if __name__ == "__main__":
-    from tests.zoo.facts import main
-
-    main()
