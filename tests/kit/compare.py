@@ -66,7 +66,7 @@ def equal(found: Any, expected: Any, path: str = "") -> None:
         assert list(found) == list(expected), path
         for key, value in expected.items():
             equal(found[key], value, f"{path}/{key}")
-    elif isinstance(expected, list):
+    elif isinstance(expected, list | tuple):
         assert len(found) == len(expected), path
         for number, value in enumerate(expected):
             equal(found[number], value, f"{path}/{number}")

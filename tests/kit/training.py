@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterable
+from inspect import isfunction
 from typing import Any
 
 import pytest
@@ -112,11 +113,26 @@ def sgd(model: nn.Module, lr: float = 0.1) -> Optimizer:
     return SGD(model.parameters(), lr=lr)
 
 
-def quiet(model: ComposerModel, **options: Any) -> tuple[Trainer, InMemoryLogger]:
-    """A Trainer that shows nothing and logs into memory."""
+def quiet(model: ComposerModel | None = None, **options: Any) -> tuple[Trainer, InMemoryLogger]:
+    """A Trainer, of the classifier by default, that shows nothing and logs into memory.
+
+    `optimizers` may be a function of the model, and `schedulers` one of the optimizer.
+    """
+    model = classifier() if model is None else model
     log = InMemoryLogger()
-    options = {"optimizers": sgd(model), "progress_bar": False, "loggers": log} | options
+    options = {"optimizers": sgd, "progress_bar": False, "loggers": log} | options
+    if callable(options["optimizers"]):
+        options["optimizers"] = options["optimizers"](model)
+    if isfunction(schedulers := options.get("schedulers")):
+        options["schedulers"] = schedulers(options["optimizers"])
     return Trainer(model=model, **options), log
+
+
+def fitted(model: ComposerModel | None = None, **options: Any) -> tuple[Trainer, InMemoryLogger]:
+    """A quiet Trainer after a fit, by default over one epoch of `loader()`."""
+    trainer, log = quiet(model, **{"train_dataloader": loader(), "max_duration": "1ep"} | options)
+    trainer.fit()
+    return trainer, log
 
 
 def my_rank() -> int:
@@ -131,6 +147,15 @@ def on_parts(
     if "train_dataloader" not in options:
         options["train_dataloader"] = batches(parts, my_rank())
     return quiet(tagger() if model is None else model, **options)
+
+
+def fitted_on_parts(
+    parts: list[int], config: Any = None, model: ComposerModel | None = None, **options: Any
+) -> tuple[Trainer, InMemoryLogger]:
+    """`on_parts`, after its fit."""
+    trainer, log = on_parts(parts, config, model, **options)
+    trainer.fit()
+    return trainer, log
 
 
 Result = tuple[list[float], dict[str, Tensor]]
@@ -222,3 +247,13 @@ def sentences(count: int) -> dict[str, Tensor]:
     labels = ids.clone()
     labels[torch.arange(8) < (torch.arange(count) * 3 % 8)[:, None]] = IGNORED
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def on_sentences(
+    parts: list[int], config: Any = None, peers: int = 1, **options: Any
+) -> tuple[Trainer, InMemoryLogger]:
+    """A language model after an epoch of this rank's sentences; `peers` ranks in a row have the same."""
+    rank, batch = my_rank() // peers, sentences(sum(parts))
+    rows = slice(sum(parts[:rank]), sum(parts[: rank + 1]))
+    data = [{key: value[rows] for key, value in batch.items()}] * 3
+    return fitted_on_parts([], config, language_model(), **{"train_dataloader": data} | options)

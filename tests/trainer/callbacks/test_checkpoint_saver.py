@@ -42,13 +42,13 @@ def test_every_interval_and_at_the_end(tmp_path: Path, interval: Any, expected: 
     assert os.readlink(tmp_path / "latest") == expected[-1]
 
 
-def saved_on_ranks(folder: Path) -> None:
+def saved(folder: Path) -> None:
     trainer(CheckpointSaver(folder, "1ba", keep=2)).fit()
 
 
 @pytest.mark.promise(100)
 def test_retention_on_two_ranks(world2: World, tmp_path: Path) -> None:
-    world2(saved_on_ranks, tmp_path)
+    world2(saved, tmp_path)
     assert names(tmp_path) == ["ep1-ba7", "ep2-ba8"]
     assert os.readlink(tmp_path / "latest") == "ep2-ba8"
 
@@ -67,11 +67,9 @@ def test_retention_counts_what_a_process_before_has_saved(tmp_path: Path, asynch
 
 
 def test_a_checkpoint_has_all_of_the_run(tmp_path: Path) -> None:
-    one = trainer(CheckpointSaver(tmp_path, "2ba"))
-    one.fit(duration="2ba")
+    trainer(CheckpointSaver(tmp_path, "2ba")).fit(duration="2ba")
     found = load_checkpoint(tmp_path / "latest")
-    parts = "model optimizer state schedulers callbacks data generators"
-    assert set(parts.split()) <= set(found)
+    assert found.keys() >= {"model", "optimizer", "state", "schedulers", "callbacks", "data", "generators"}
     assert found["state"]["timestamp"]["batch"] == 2
     assert found["data"]["ranks"][0]["state"]["samples"] == 8
     assert len(found["generators"]) == 1
@@ -84,8 +82,7 @@ def test_latest_is_a_file_where_links_are_impossible(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Path, "symlink_to", refuse)
     trainer(CheckpointSaver(tmp_path)).fit()
     assert (tmp_path / "latest").read_text() == "ep2-ba8"
-    again = trainer(CheckpointSaver(tmp_path), resume=tmp_path / "latest")
-    assert again.state.timestamp.batch == 8
+    assert trainer(CheckpointSaver(tmp_path), resume=tmp_path / "latest").state.timestamp.batch == 8
 
 
 def test_an_asynchronous_save_that_fails_ends_the_run(tmp_path: Path, monkeypatch: Any) -> None:
@@ -100,11 +97,11 @@ def test_an_asynchronous_save_that_fails_ends_the_run(tmp_path: Path, monkeypatc
 
 
 def test_options_that_cannot_work(tmp_path: Path) -> None:
-    with pytest.raises(ParallelismValueError, match="keep=0: the newest checkpoint is always kept"):
-        CheckpointSaver(tmp_path, keep=0)
-    with pytest.raises(ParallelismValueError, match="'model' would be the same for all"):
-        CheckpointSaver(tmp_path, filename="model")
-    with pytest.raises(ParallelismValueError, match="'step' is unknown"):
-        CheckpointSaver(tmp_path, filename="{step}")
-    with pytest.raises(ParallelismValueError, match="interval must be positive"):
-        CheckpointSaver(tmp_path, "0ba")
+    for options, message in (
+        ({"keep": 0}, "keep=0: the newest checkpoint is always kept"),
+        ({"filename": "model"}, "'model' would be the same for all"),
+        ({"filename": "{step}"}, "'step' is unknown"),
+        ({"interval": "0ba"}, "interval must be positive"),
+    ):
+        with pytest.raises(ParallelismValueError, match=message):
+            CheckpointSaver(tmp_path, **options)

@@ -7,23 +7,17 @@ import torch.distributed as dist
 
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import EarlyStopping
-from tests.kit.training import Scores, batches, classifier, loader, on_parts, quiet
+from tests.kit.training import Scores, batches, fitted, fitted_on_parts, loader, quiet
 from tests.kit.world import World
 
-
-def stopped_after(values: list[float], *args: Any, name: str = "metrics/eval/score", **options: Any) -> int:
-    """Epochs until it stops, of as many as there are values."""
-    trainer, _ = quiet(
-        classifier(),
-        callbacks=[Scores(*values, name=name), EarlyStopping(name, *args, **options)],
-        train_dataloader=loader(),
-        eval_dataloader=loader(4),
-    )
-    trainer.fit(duration=f"{len(values)}ep")
-    return trainer.state.timestamp.epoch
-
-
 NAN = float("nan")
+
+
+def stopped_after(values: list[float], name: str = "metrics/eval/score", **options: Any) -> int:
+    """Epochs until it stops, of as many as there are values."""
+    callbacks = [Scores(*values, name=name), EarlyStopping(name, **options)]
+    trainer, _ = fitted(callbacks=callbacks, eval_dataloader=loader(4), max_duration=f"{len(values)}ep")
+    return trainer.state.timestamp.epoch
 
 
 @pytest.mark.parametrize(
@@ -40,27 +34,23 @@ NAN = float("nan")
         ([3, 2, 1, 1, 1], {"mode": "min", "patience": 2}, 5),
         ([NAN, 1, NAN, 2], {"patience": 2}, 4),
         ([NAN, NAN, 1], {"patience": 2}, 2),
+        ([3, 2, 1, 2, 1], {"name": "loss/eval/extra"}, 4),  # a loss is good when it is small
     ],
 )
 def test_it_stops_when_patience_is_over(values: list[float], arguments: Any, epochs: int) -> None:
     assert stopped_after(values, **arguments) == epochs
 
 
-def test_a_loss_is_good_when_it_is_small() -> None:
-    assert stopped_after([3, 2, 1, 2, 1], name="loss/eval/extra") == 4
-
-
 def test_training_metrics_are_looked_at_each_epoch() -> None:
     stop = EarlyStopping("loss/train/total", min_delta=100.0)
-    trainer, log = quiet(classifier(), callbacks=stop, train_dataloader=loader())
-    trainer.fit(duration="9ep")
+    trainer, log = fitted(callbacks=stop, max_duration="9ep")
     assert trainer.state.timestamp.epoch == 2
     assert stop.best == log.values("loss/train/total")[2]
 
 
 def test_only_evaluations_within_fit_count() -> None:
     stop = EarlyStopping("loss/eval/total", patience=1, min_delta=100.0)
-    trainer, _ = quiet(classifier(), callbacks=stop, train_dataloader=loader())
+    trainer, _ = quiet(callbacks=stop)
     for _ in range(3):
         trainer.eval(loader())
     assert stop.best is None
@@ -68,10 +58,7 @@ def test_only_evaluations_within_fit_count() -> None:
 
 def test_it_remembers() -> None:
     first = EarlyStopping("metrics/eval/score", patience=3)
-    trainer, _ = quiet(
-        classifier(), callbacks=[Scores(5, 1, 1), first], train_dataloader=loader(), eval_dataloader=loader(4)
-    )
-    trainer.fit(duration="2ep")
+    fitted(callbacks=[Scores(5, 1, 1), first], eval_dataloader=loader(4), max_duration="2ep")
     second = EarlyStopping("metrics/eval/score", patience=3)
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
@@ -79,11 +66,9 @@ def test_it_remembers() -> None:
 
 
 def test_what_is_not_logged_is_an_error() -> None:
-    options: Any = {"train_dataloader": loader(), "eval_dataloader": loader(4)}
     for name in ("metrics/eval/accuracy", "metrics/evl/score", "size"):
-        trainer, _ = quiet(classifier(), callbacks=EarlyStopping(name), **options)
         with pytest.raises(ParallelismKeyError, match=f"no metric '{name}'.*loss/train/total"):
-            trainer.fit(duration="1ep")
+            fitted(callbacks=EarlyStopping(name), eval_dataloader=loader(4))
 
 
 def test_arguments_that_cannot_be() -> None:
@@ -98,11 +83,9 @@ def test_arguments_that_cannot_be() -> None:
 
 def on_ranks_that_differ() -> int:
     rank = dist.get_rank()
-    data = batches([3, 3], rank)
-    scores = [[1, 2, 3, 4, 5], [1, 2, 1, 1, 1]][rank]
-    callbacks = [Scores(*scores), EarlyStopping("metrics/eval/score")]
-    trainer, _ = on_parts([3, 3], "fsdp", callbacks=callbacks, eval_dataloader=data, max_duration="5ep")
-    trainer.fit()
+    callbacks = [Scores(*[[1, 2, 3, 4, 5], [1, 2, 1, 1, 1]][rank]), EarlyStopping("metrics/eval/score")]
+    options = {"callbacks": callbacks, "eval_dataloader": batches([3, 3], rank), "max_duration": "5ep"}
+    trainer, _ = fitted_on_parts([3, 3], "fsdp", **options)
     return trainer.state.timestamp.epoch
 
 

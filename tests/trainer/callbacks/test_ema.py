@@ -1,16 +1,16 @@
 """Averages of shards are the shards of the averages."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 from torch import Tensor
-from torch.optim import SGD
 
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import EMA
 from tests.kit.compare import close, weights
-from tests.kit.training import At, batches, my_rank, on_parts, tagger
+from tests.kit.training import At, batches, fitted_on_parts, my_rank, sgd
 from tests.kit.world import World
 
 
@@ -27,25 +27,16 @@ class Seen(At):
 
 
 def averaged(config: Any) -> tuple[Seen, dict[str, Tensor], dict[str, Tensor]]:
-    model = tagger()
     parts = [3, 3] if config else [6]
-    seen, ema = Seen(), EMA("2ba")
-    trainer, _ = on_parts(
-        parts,
-        config,
-        model,
-        optimizers=SGD(model.parameters(), lr=0.5),
-        eval_dataloader=batches(parts, my_rank()),
-        eval_interval="2ba",
-        callbacks=[seen, ema],
-    )
-    trainer.fit()
-    saved = trainer.state_dict()["callbacks"]["EMA/0"]
+    seen = Seen()
+    options = {"eval_dataloader": batches(parts, my_rank()), "eval_interval": "2ba"}
+    options |= {"optimizers": partial(sgd, lr=0.5), "callbacks": [seen, EMA("2ba")]}
+    trainer, _ = fitted_on_parts(parts, config, **options)
     other = EMA("2ba")
-    other.load_state_dict(saved)
+    other.load_state_dict(trainer.state_dict()["callbacks"]["EMA/0"])
     with other.swapped_in(trainer.state):
-        loaded = weights(model)
-    return seen, loaded, weights(model)
+        loaded = weights(trainer.state.model)
+    return seen, loaded, weights(trainer.state.model)
 
 
 def expected(trained: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -77,10 +68,6 @@ def test_shards_are_averaged_to_the_same_numbers(world2: World) -> None:
 
 
 def test_times_that_make_no_average_are_refused() -> None:
-    for options in (
-        {"half_life": "0ba"},
-        {"half_life": "0.5dur"},
-        {"half_life": "1ba", "update_interval": "1ep"},
-    ):
+    for half_life, interval in (("0ba", "1ba"), ("0.5dur", "1ba"), ("1ba", "1ep")):
         with pytest.raises(ParallelismValueError, match="EMA's"):
-            EMA(**options)
+            EMA(half_life, update_interval=interval)

@@ -13,7 +13,7 @@ from composer_dist.trainer import Generate
 from tests.kit.compare import close, weights
 from tests.kit.huggingface import pretrained_gpt2, tokenizer
 from tests.kit.huggingface import pretrained_llama as plain_llama
-from tests.kit.training import classifier, language_model, on_parts, quiet
+from tests.kit.training import classifier, fitted, fitted_on_parts, language_model, quiet
 from tests.kit.world import World
 
 PROMPTS = ["a b c", "d", "e f g h i"]
@@ -34,8 +34,7 @@ def trained(config: Any = None, make: Any = plain_llama, **options: Any) -> tupl
     language = model(make)
     callbacks = [Generate(PROMPTS, "2ba", max_new_tokens=4, **options)] if options.pop("on", True) else []
     options = {"callbacks": callbacks, "check_sampler": False, "seed": 3}
-    trainer, log = on_parts([], config, language, train_dataloader=data(), **options)
-    trainer.fit()
+    _, log = fitted_on_parts([], config, language, train_dataloader=data(), **options)
     assert language.training
     return [(time.batch, rows) for time, rows in log.tables.get("generations", [])], weights(language)
 
@@ -55,10 +54,11 @@ def by_hand(language: HuggingFaceModel) -> list[str]:
     return texts
 
 
-def test_prompts_are_continued_at_intervals() -> None:
+def test_prompts_are_continued_at_intervals_in_batches_of_any_size() -> None:
     tables, _ = trained()
     assert [batch for batch, _ in tables] == [2, 4]
     assert [row["prompt"] for row in tables[0][1]] == PROMPTS
+    assert trained(batch_size=1)[0] == trained(batch_size=2)[0] == tables
 
 
 @pytest.mark.parametrize("padding", [True, False])
@@ -68,15 +68,9 @@ def test_the_texts_are_those_of_the_model_as_it_is_then(padding: bool) -> None:
     assert language.tokenizer is not None
     if not padding:
         language.tokenizer.pad_token = None
-    trainer, log = quiet(language, train_dataloader=data(), callbacks=Generate(PROMPTS, max_new_tokens=4))
-    trainer.fit(duration="1ep")
+    _, log = fitted(language, train_dataloader=data(), callbacks=Generate(PROMPTS, max_new_tokens=4))
     (_, rows), *_ = log.tables["generations"]
     assert [row["generation"] for row in rows] == by_hand(language)
-
-
-@pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 2}])
-def test_batches_of_prompts_give_the_same(options: Any) -> None:
-    assert trained(**options)[0] == trained()[0]
 
 
 def test_training_goes_on_as_if_nothing_had_happened() -> None:

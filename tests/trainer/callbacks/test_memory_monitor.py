@@ -9,7 +9,7 @@ import torch.distributed as dist
 from composer_dist.trainer import MemoryMonitor
 from composer_dist.trainer.callbacks import memory_monitor
 from composer_dist.trainer.callbacks.memory_monitor import memory_of, over_ranks
-from tests.kit.training import on_parts
+from tests.kit.training import fitted_on_parts
 from tests.kit.world import World
 
 
@@ -32,8 +32,7 @@ def test_the_devices_memory_is_that_of_the_allocator() -> None:
 def logged() -> Any:
     rank = dist.get_rank()
     memory_monitor.memory_of = lambda device: {"memory/host/rss": 10.0 + 20 * rank}
-    trainer, log = on_parts([3, 3], "fsdp", callbacks=MemoryMonitor("2ba"))
-    trainer.fit()
+    _, log = fitted_on_parts([3, 3], "fsdp", callbacks=MemoryMonitor("2ba"))
     memory_monitor.memory_of = memory_of
     return {name: [(at.batch, v) for at, v in log.data[name]] for name in log.data if "memory" in name}
 

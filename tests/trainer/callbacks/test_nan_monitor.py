@@ -35,14 +35,12 @@ def message(trainer: Trainer, **fit: Any) -> str:
 
 
 def test_a_bad_batch_is_named_and_the_weights_stay() -> None:
-    model = classifier()
-    trainer, _ = quiet(model, callbacks=[Spoil("batch", 1), NaNMonitor()])
-    data = [points(4)[:] for _ in range(3)]
     before: dict[str, Any] = {}
-    trainer.callbacks.append(At(batch_end=lambda state: before.update(weights(model))))
-    text = message(trainer, train_dataloader=data)
+    keep = At(batch_end=lambda state: before.update(weights(state.model)))
+    trainer, _ = quiet(callbacks=[Spoil("batch", 1), NaNMonitor(), keep])
+    text = message(trainer, train_dataloader=[points(4)[:] for _ in range(3)])
     assert text.startswith("The loss of batch 1 is nan. Not finite: the batch's '[0]' on rank 0. The opt")
-    close(weights(model), before)
+    close(weights(trainer.state.model), before)
 
 
 def test_an_overflowing_loss_has_no_bad_tensor_but_the_gradients() -> None:
@@ -66,6 +64,6 @@ def test_all_ranks_stop_and_name_the_parameter_and_where(world2: World) -> None:
 
 
 def test_it_looks_at_intervals() -> None:
-    trainer, _ = quiet(classifier(), callbacks=[Spoil("batch", 0), NaNMonitor("3ba")])
+    trainer, _ = quiet(callbacks=[Spoil("batch", 0), NaNMonitor("3ba")])
     text = message(trainer, train_dataloader=[points(4)[:] for _ in range(3)])
     assert text.startswith("The loss of batch 2 is nan. Not finite: the parameter 'module.0.weight'")

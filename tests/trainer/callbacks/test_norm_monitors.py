@@ -1,15 +1,15 @@
 """OptimizerMonitor and GradientNorm: the norms of whole tensors, however they are sharded."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.optim import AdamW
 
 from composer_dist.trainer import GradientNorm, OptimizerMonitor
-from tests.kit.training import batches, language_model, on_parts, quiet, sentences, tagger
+from tests.kit.phases import adamw
+from tests.kit.training import batches, fitted_on_parts, on_sentences, tagger
 from tests.kit.world import World
 
 Logged = dict[str, list[float]]
@@ -17,12 +17,9 @@ Logged = dict[str, list[float]]
 
 def monitored(parts: list[int], config: Any = None) -> Logged:
     """The norms of two steps of AdamW, with clipping, of the tagger on this rank's parts."""
-    model = tagger()
-    options = {"max_duration": "2ba", "gradient_clipping": 0.01}
+    options = {"max_duration": "2ba", "gradient_clipping": 0.01, "optimizers": partial(adamw, lr=0.1)}
     options["callbacks"] = [OptimizerMonitor("1ba"), GradientNorm()]
-    trainer, log = on_parts(parts, config, model, optimizers=AdamW(model.parameters(), lr=0.1), **options)
-    trainer.fit()
-    return norms(log)
+    return norms(fitted_on_parts(parts, config, **options)[1])
 
 
 def norms(log: Any) -> Logged:
@@ -32,7 +29,7 @@ def norms(log: Any) -> Logged:
 def by_hand() -> Logged:
     """The same, written down without the Trainer."""
     model = tagger()
-    optimizer = AdamW(model.parameters(), lr=0.1)
+    optimizer = adamw(model, lr=0.1)
     found: dict[str, list[Tensor]] = {}
 
     def note(kind: str, tensors: dict[str, Tensor]) -> None:
@@ -78,42 +75,29 @@ def test_shards_and_replicas_have_the_norms_of_the_whole(world2: World, config: 
         assert_same(found, expected)
 
 
-def of_a_language_model(config: Any = None, peers: int = 1) -> Logged:
-    model, batch = language_model(), sentences(4)
-    ranks = dist.get_world_size() // peers if dist.is_initialized() else 1
-    rank = dist.get_rank() // peers if dist.is_initialized() else 0
-    rows = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
-    trainer, log = quiet(
-        model,
-        optimizers=AdamW(model.parameters(), lr=0.01, eps=1e-3),  # so that rounding stays small
-        train_dataloader=[{key: value[rows] for key, value in batch.items()}] * 2,
-        max_duration="1ep",
-        parallelism_config=config,
-        callbacks=[OptimizerMonitor("1ba")],
-        device="cpu",
-    )
-    trainer.fit()
-    return norms(log)
+def of_a_language_model(parts: list[int], config: Any = None, peers: int = 1) -> Logged:
+    optimizers = partial(adamw, lr=0.01, eps=1e-3)  # so that rounding stays small
+    options = {"optimizers": optimizers, "callbacks": OptimizerMonitor("1ba"), "max_duration": "2ba"}
+    return norms(on_sentences(parts, config, peers, **options)[1])
 
 
 def test_tensor_parallel_parameters_have_the_norms_of_the_whole(world2: World) -> None:
-    expected = of_a_language_model()
-    for found in world2(of_a_language_model, {"mesh": {"dp_shard": 1, "tp": 2}, "tp": {}}, peers=2):
+    expected = of_a_language_model([4])
+    for found in world2(of_a_language_model, [4], {"mesh": {"dp_shard": 1, "tp": 2}, "tp": {}}, peers=2):
         assert_same(found, expected)
 
 
 @pytest.mark.slow
 def test_parameters_cut_both_ways_have_the_norms_of_the_whole(world4: World) -> None:
     config = {"mesh": {"dp_shard": 2, "tp": 2}, "tp": {}, "fsdp2": {}}
-    expected = of_a_language_model()
-    for found in world4(of_a_language_model, config, peers=2):
+    expected = of_a_language_model([4])
+    for found in world4(of_a_language_model, [2, 2], config, peers=2):
         assert_same(found, expected)
 
 
 def test_global_norms_alone_at_intervals() -> None:
     callbacks = [OptimizerMonitor("2ba", per_parameter=False), GradientNorm("3ba")]
-    trainer, log = on_parts([6], callbacks=callbacks)
-    trainer.fit()
+    _, log = fitted_on_parts([6], callbacks=callbacks)
     assert {name: [time.batch for time, _ in log.data[name]] for name in norms(log)} == {
         "l2_norm/grad/global": [2, 3, 4],
         "l2_norm/param/global": [2, 4],

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from composer_dist.trainer import RuntimeEstimator
-from tests.kit.training import At, Clock, classifier, loader, quiet
+from tests.kit.training import At, Clock, fitted, loader, quiet
 
 
-def estimated(**options: Any) -> tuple[Any, Any, RuntimeEstimator]:
+def estimated(**options: Any) -> tuple[list[tuple[int, float]], RuntimeEstimator]:
     """A batch takes 2 seconds, the first one 50; an evaluation of one batch 5."""
     clock = Clock(now=100.0)
 
@@ -20,31 +20,22 @@ def estimated(**options: Any) -> tuple[Any, Any, RuntimeEstimator]:
 
     work = At(batch_start=batch, eval_batch_start=evaluation)
     estimator = RuntimeEstimator(clock=clock)
-    return *quiet(classifier(), callbacks=[work, estimator], **options), estimator
-
-
-def estimates(**options: Any) -> tuple[list[tuple[int, float]], RuntimeEstimator]:
-    trainer, log, estimator = estimated(train_dataloader=loader(), **options)
-    trainer.fit(duration="8ba")
+    _, log = fitted(callbacks=[work, estimator], max_duration="8ba", **options)
     return [(at.batch, value) for at, value in log.data["time/remaining_estimate"]], estimator
 
 
 def test_the_first_batch_does_not_count() -> None:
-    found, _ = estimates()
+    found, _ = estimated()
     assert found == [(batch, pytest.approx(2.0 * (8 - batch))) for batch in range(3, 9)]
 
 
 def test_evaluations_count_from_the_first_on() -> None:
-    found, estimator = estimates(eval_dataloader=loader(4), eval_interval="4ba")
+    found, estimator = estimated(eval_dataloader=loader(4), eval_interval="4ba")
     before, after = found[:2], found[2:]
     assert before == [(3, pytest.approx(10)), (4, pytest.approx(8))]
     # One evaluation in half of the run: another one in the other half.
-    shares = [(8 - batch) / 4 for batch in (5, 6, 7)]
-    assert after[:3] == [
-        (batch, pytest.approx(2 * (8 - batch) + 5 * share))
-        for batch, share in zip((5, 6, 7), shares, strict=True)
-    ]
-    assert after[3] == (8, pytest.approx(0))
+    expected = [2 * (8 - batch) + 5 * (8 - batch) / 4 for batch in (5, 6, 7, 8)]
+    assert after == [(batch, pytest.approx(left)) for batch, left in zip(range(5, 9), expected, strict=True)]
     assert estimator.state_dict() == {"eval_seconds": 10.0, "evaluations": 2, "last_eval": 1.0}
     later = RuntimeEstimator()
     later.load_state_dict(estimator.state_dict())
@@ -52,6 +43,6 @@ def test_evaluations_count_from_the_first_on() -> None:
 
 
 def test_an_evaluation_outside_of_fit_is_no_part_of_it() -> None:
-    trainer, _, estimator = estimated()
-    trainer.eval(loader())
+    estimator = RuntimeEstimator()
+    quiet(callbacks=estimator)[0].eval(loader())
     assert estimator.state_dict()["evaluations"] == 0

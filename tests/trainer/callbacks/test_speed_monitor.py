@@ -9,17 +9,7 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import SpeedMonitor
 from composer_dist.trainer.callbacks.peak_flops import peak_flops, peak_of
-from tests.kit.training import (
-    At,
-    Clock,
-    classifier,
-    language_model,
-    loader,
-    on_parts,
-    quiet,
-    raising,
-    sentences,
-)
+from tests.kit.training import At, Clock, classifier, fitted, fitted_on_parts, on_sentences, raising
 from tests.kit.world import World
 
 TOKEN = 2 * (8 * 8 + 8 * 8 + 8 * 4)
@@ -29,10 +19,9 @@ TOKEN = 2 * (8 * 8 + 8 * 8 + 8 * 4)
 def measured(parts: list[int], config: Any = None, size: int | None = None) -> tuple[Any, Any]:
     """Two epochs of four batches of six samples of five tokens, each of which takes two seconds."""
     monitor = SpeedMonitor(peak_flops=1e6, window_size=2)
-    options = {"max_duration": "2ep", "device_train_microbatch_size": size, "callbacks": monitor}
-    trainer, log = on_parts(parts, config, **options)
-    trainer.state.throughput.clock = Clock(step=2)
-    trainer.fit()
+    clock = At(init=lambda state: setattr(state.throughput, "clock", Clock(step=2)))
+    options = {"max_duration": "2ep", "device_train_microbatch_size": size, "callbacks": [clock, monitor]}
+    _, log = fitted_on_parts(parts, config, **options)
     return {name: log.values(name)[-1] for name in log.data if "throughput" in name}, monitor.state_dict()
 
 
@@ -65,8 +54,7 @@ def test_two_ranks_share_the_flops_and_recomputing_is_none(world2: World, config
 
 def of_a_language_model(config: Any = None) -> list[float]:
     own = SpeedMonitor(peak_flops=1e6)
-    trainer, _ = on_parts([], config, language_model(), train_dataloader=[sentences(4)], callbacks=own)
-    trainer.fit()
+    on_sentences([4], config, peers=2, callbacks=own, max_duration="1ba")
     counted: list[float] = own.state_dict()["flops"]
     return counted
 
@@ -81,9 +69,7 @@ def test_ranks_that_share_a_matrix_count_it_once(world2: World) -> None:
 
 
 def test_without_a_peak_nothing_is_counted() -> None:
-    model = classifier()
-    trainer, log = quiet(model, train_dataloader=loader())
-    trainer.fit(duration="1ep")
+    _, log = fitted()
     assert not any("flops" in name or "mfu" in name for name in log.data)
     assert peak_flops(torch.device("cpu")) is None
 
@@ -91,8 +77,7 @@ def test_without_a_peak_nothing_is_counted() -> None:
 def test_a_model_may_say_what_it_needs() -> None:
     model: Any = classifier()
     model.flops_per_batch = lambda batch: 100.0 * len(batch[0])
-    trainer, _ = quiet(model, train_dataloader=loader(), callbacks=[own := SpeedMonitor(peak_flops=1e6)])
-    trainer.fit(duration="1ep")
+    fitted(model, callbacks=[own := SpeedMonitor(peak_flops=1e6)])
     assert own.state_dict() == {"flops": [100.0, 0.0]}
     later = SpeedMonitor()
     later.load_state_dict(own.state_dict())
@@ -108,31 +93,26 @@ def test_a_compiled_model_is_not_counted_and_stays_compiled() -> None:
 
     model = classifier()
     model.compile(backend=backend)
-    trainer, log = quiet(model, train_dataloader=loader(), callbacks=SpeedMonitor(peak_flops=1e6))
     with pytest.warns(UserWarning, match="flops_per_batch"):
-        trainer.fit(duration="1ep")
+        _, log = fitted(model, callbacks=SpeedMonitor(peak_flops=1e6))
     assert calls
     assert "throughput/device/mfu" not in log.data
 
 
 def test_an_error_ends_the_counting() -> None:
     callbacks = [own := SpeedMonitor(peak_flops=1e6), At(before_loss=raising(ZeroDivisionError()))]
-    trainer, _ = quiet(classifier(), train_dataloader=loader(), callbacks=callbacks)
     with pytest.raises(ZeroDivisionError):
-        trainer.fit(duration="1ep")
+        fitted(callbacks=callbacks)
     assert not own._entered
 
 
 def test_devices_are_known_by_name() -> None:
-    assert peak_of("NVIDIA H200") == 989e12
-    assert peak_of("NVIDIA H100 PCIe") == 756e12
-    assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_of("NVIDIA L40S") == 362e12
-    assert peak_of("Abacus 3") is None
+    known = {"NVIDIA H200": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-80GB": 312e12}
+    known |= {"NVIDIA L40S": 362e12, "Abacus 3": None}
+    assert {name: peak_of(name) for name in known} == known
 
 
 def test_sizes_must_be_positive() -> None:
-    with pytest.raises(ParallelismValueError, match="window_size"):
-        SpeedMonitor(window_size=0)
-    with pytest.raises(ParallelismValueError, match="peak_flops"):
-        SpeedMonitor(peak_flops=0)
+    for name in ("window_size", "peak_flops"):
+        with pytest.raises(ParallelismValueError, match=name):
+            SpeedMonitor(**{name: 0})

@@ -10,7 +10,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.trainer.data.feed import Feed, Size, length_of
-from tests.kit.training import At, Result, batches, classifier, on_parts, points, result_of, same_training
+from tests.kit.training import (
+    At,
+    Result,
+    batches,
+    classifier,
+    fitted_on_parts,
+    on_parts,
+    points,
+    result_of,
+    same_training,
+)
 from tests.kit.world import World
 
 
@@ -20,14 +30,12 @@ def size(batch: list[int]) -> Size:
 
 def test_batches_come_with_their_sizes() -> None:
     feed = Feed([[1, 2], [3]], "train", size, clock=lambda: 4.5)
-    first = feed.next()
-    assert first is not None
+    assert (first := feed.next()) is not None
     assert (first.batch, first.samples, first.tokens, first.most) == ([1, 2], 2, 20, 2)
     assert (first.weight, first.mean_weight, first.seconds) == (3.0, 3.0, 4.5)
     assert not first.filler
     assert feed.length == 2
-    second = feed.next()
-    assert second is not None
+    assert (second := feed.next()) is not None
     assert second.batch == [3]
     assert not feed.ended
     assert feed.next() is None
@@ -74,10 +82,9 @@ def test_length_where_it_is_known() -> None:
     assert feed.length is None
 
 
-def uneven(mine: list[list[int]], config: Any = None) -> tuple[Result, dict[str, float], list[float], int]:
+def uneven(mine: list[list[int]], config: Any = None) -> tuple[Result, dict[str, float], list[float]]:
     """Trains and evaluates on batches of the given points."""
-    data = points()
-    batches = [data[indices] for indices in mine]
+    batches = [points()[indices] for indices in mine]
     trainer, log = on_parts([], config, classifier(), train_dataloader=batches)
     if config:
         with pytest.warns(UserWarning, match="train dataloader of rank 1 ended after 1 batches"):
@@ -87,8 +94,8 @@ def uneven(mine: list[list[int]], config: Any = None) -> tuple[Result, dict[str,
     else:
         trainer.fit()
         results = trainer.eval(batches)
-    accuracies = log.values("metrics/train/MulticlassAccuracy")
-    return result_of(trainer, log), results, accuracies, trainer.state.timestamp.sample
+    results |= {"samples": trainer.state.timestamp.sample}
+    return result_of(trainer, log), results, log.values("metrics/train/MulticlassAccuracy")
 
 
 def uneven_on_two_ranks() -> Any:
@@ -97,13 +104,12 @@ def uneven_on_two_ranks() -> Any:
 
 @pytest.mark.promise(98)
 def test_a_rank_with_fewer_batches_takes_part_until_all_have_ended(world2: World) -> None:
-    expected, results, accuracies, samples = uneven([[0, 1, 2, 7, 8], [3, 4], [5, 6]])
-    assert samples == 9
+    expected, results, accuracies = uneven([[0, 1, 2, 7, 8], [3, 4], [5, 6]])
+    assert results["samples"] == 9
     for found in world2(uneven_on_two_ranks):
         same_training(found[0], expected)
         assert found[1] == pytest.approx(results, rel=1e-5)
         assert found[2] == pytest.approx(accuracies)
-        assert found[3] == samples
 
 
 class Failing:
@@ -115,9 +121,8 @@ class Failing:
 
 
 def bad_on_rank_1(bad: Any, error: type[Exception]) -> str:
-    mine = [batches([3, 3], 0), bad][dist.get_rank()]
     with pytest.raises(error) as caught:
-        on_parts([], "fsdp", train_dataloader=mine)[0].fit()
+        fitted_on_parts([], "fsdp", train_dataloader=[batches([3, 3], 0), bad][dist.get_rank()])
     return str(caught.value)
 
 
@@ -135,23 +140,20 @@ def test_a_bad_dataloader_of_one_rank_raises_on_all(world2: World, bad: Any, err
     assert text in first
 
 
-def losses_until_the_end(*callbacks: At) -> tuple[int, list[float]]:
-    trainer, log = on_parts([3, 3], "fsdp", callbacks=callbacks)
-    trainer.fit()
+def stopped_after(batch: int) -> tuple[int, list[float]]:
+    """Where rank 1 stops the fit of four batches, and the losses of all batches, after a second fit."""
+
+    def stop(state: Any) -> None:
+        if (state.rank, state.timestamp.batch) == (1, batch):
+            state.stop_training()
+
+    trainer, log = fitted_on_parts([3, 3], "fsdp", callbacks=At(batch_end=stop))
     stopped_at = trainer.state.timestamp.batch
     if stopped_at < 4:
         trainer.fit()
     return stopped_at, log.values("loss/train/total")
 
 
-def stopped_and_continued() -> tuple[int, list[float]]:
-    def stop(state: Any) -> None:
-        if (state.rank, state.timestamp.batch) == (1, 2):
-            state.stop_training()
-
-    return losses_until_the_end(At(batch_end=stop))
-
-
 def test_one_rank_stops_all_and_no_batch_is_lost(world2: World) -> None:
-    (_, expected), _ = world2(losses_until_the_end)
-    assert world2(stopped_and_continued) == [(2, expected)] * 2
+    (_, expected), _ = world2(stopped_after, 4)
+    assert world2(stopped_after, 2) == [(2, expected)] * 2

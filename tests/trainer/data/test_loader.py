@@ -2,17 +2,27 @@
 
 import random
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import DistributedDataLoader
-from tests.kit.training import Result, classifier, loaders, on_parts, points, quiet, result_of, same_training
+from tests.kit.compare import fails
+from tests.kit.training import (
+    Result,
+    classifier,
+    fitted,
+    fitted_on_parts,
+    loaders,
+    points,
+    result_of,
+    same_training,
+)
 from tests.kit.world import World
 
 LENGTH = 23
@@ -31,14 +41,7 @@ def read(ranks: list[Any], epoch: int, count: int | None = None) -> list[list[li
 
 def in_order(found: list[list[list[int]]]) -> list[int]:
     """The samples of all ranks in the order in which training as a whole sees them."""
-    longest = max(len(batches) for batches in found)
-    return [
-        sample
-        for index in range(longest)
-        for batches in found
-        if index < len(batches)
-        for sample in batches[index]
-    ]
+    return [sample for parts in zip_longest(*found, fillvalue=()) for batch in parts for sample in batch]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
@@ -108,12 +111,8 @@ def test_a_place_counts_what_was_given_and_not_what_workers_fetched(workers: int
     assert rest == [batch.tolist() for batch in batches]
     assert sorted(chain(*seen, *rest)) == list(range(LENGTH))
     assert other.state_dict()["samples"] == LENGTH
-    assert list(iter_of(other, state)) == rest
-
-
-def iter_of(loader: Any, state: dict[str, Any]) -> Iterator[list[int]]:
-    loader.load_state_dict(state)
-    return (batch.tolist() for batch in loader)
+    other.load_state_dict(state)
+    assert [batch.tolist() for batch in other] == rest
 
 
 def test_a_place_at_the_end_of_an_epoch_has_nothing_left() -> None:
@@ -141,11 +140,9 @@ def test_data_that_changed_are_refused() -> None:
     [loader] = loaders(1)
     state = loader.state_dict()
     [other] = loaders(1, list(range(9)), shuffle=True, seed=2)
-    with pytest.raises(ParallelismValueError) as caught:
+    message = "length was 23, is now 9; shuffle was False, is now True; seed was 0, is now 2"
+    with pytest.raises(ParallelismValueError, match=message):
         other.load_state_dict(state)
-    assert "length was 23, is now 9; shuffle was False, is now True; seed was 0, is now 2" in str(
-        caught.value
-    )
 
 
 class Noisy:
@@ -253,37 +250,29 @@ def test_persistent_workers_follow_the_epochs() -> None:
 
 @pytest.mark.promise(91)
 @pytest.mark.parametrize(
-    ("arguments", "options", "message"),
+    ("data", "options", "error", "message"),
     [
-        ((), {}, "either batch_size or global_batch_size"),
-        ((2,), {"global_batch_size": 4}, "either batch_size or global"),
-        ((0,), {}, "batch_size must be a positive number of samples, not 0"),
-        ((2,), {"sampler": [1]}, "sampler: a DistributedDataLoader makes its own order"),
+        ([1], {}, ValueError, "either batch_size or global_batch_size"),
+        ([1], {"batch_size": 2, "global_batch_size": 4}, ValueError, "either batch_size or global"),
+        ([1], {"batch_size": 0}, ValueError, "batch_size must be a positive number of samples, not 0"),
+        ([1], {"batch_size": 2, "sampler": [1]}, ValueError, "sampler: a .* makes its own order"),
+        ([1], {"batch_size": 1, "num_wrokers": 2}, TypeError, "num_wrokers"),
+        (3, {"batch_size": 1}, ParallelismTypeError, "int is not a dataset: it has neither"),
+        (iter([1]), {"batch_size": 1}, ParallelismTypeError, "A list_iterator can be read only once"),
+        (Stream(), {"batch_size": 1, "shuffle": True}, ValueError, "A Stream has no length, so .* shuffled"),
+        (Stream(), {"batch_size": 1, "num_workers": 2}, ValueError, "one worker reads it"),
     ],
 )
-def test_options_that_cannot_work(arguments: Any, options: Any, message: str) -> None:
-    with pytest.raises(ParallelismValueError, match=message):
-        DistributedDataLoader(TensorDataset(torch.ones(3)), *arguments, **options)
-
-
-def test_datasets_that_cannot_work() -> None:
-    with pytest.raises(ParallelismTypeError, match="int is not a dataset: it has neither"):
-        DistributedDataLoader(3, 1)
-    with pytest.raises(ParallelismTypeError, match="A range_iterator can be read only once"):
-        DistributedDataLoader(iter(range(3)), 1)
-    with pytest.raises(ParallelismValueError, match="A Stream has no length, so .* shuffled"):
-        DistributedDataLoader(Stream(), 1, shuffle=True)
-    with pytest.raises(ParallelismValueError, match="one worker reads it"):
-        DistributedDataLoader(Stream(), 1, num_workers=2)
-    with pytest.raises(TypeError, match="num_wrokers"):
-        list(DistributedDataLoader([1], 1, num_wrokers=2))
+def test_what_cannot_work_is_refused(data: Any, options: Any, error: type[Exception], message: str) -> None:
+    kind = ParallelismValueError if error is ValueError else error
+    with pytest.raises(kind, match=message):
+        list(DistributedDataLoader(data, **options))
 
 
 def trained(config: Any = None) -> tuple[Result, dict[str, float], int]:
     data = points(14)
     loader = DistributedDataLoader(data, global_batch_size=4, shuffle=True, seed=3)
-    trainer, log = on_parts([], config, classifier(), train_dataloader=loader, max_duration="2ep")
-    trainer.fit()
+    trainer, log = fitted_on_parts([], config, classifier(), train_dataloader=loader, max_duration="2ep")
     results = trainer.eval(DistributedDataLoader(data, global_batch_size=6))
     return result_of(trainer, log), results, trainer.state.timestamp.sample
 
@@ -300,8 +289,7 @@ def test_the_trainer_places_its_loaders_and_any_number_of_ranks_trains_alike(wor
 
 def a_rank_without_samples_in_the_last_batch() -> int:
     loader = DistributedDataLoader(points(5), batch_size=2)  # 4 samples, then 1: rank 0 has none
-    trainer, _ = quiet(classifier(), train_dataloader=loader, parallelism_config="fsdp")
-    trainer.fit(duration="1ep")
+    trainer, _ = fitted(train_dataloader=loader, parallelism_config="fsdp")
     return trainer.state.timestamp.sample
 
 
@@ -309,11 +297,10 @@ def test_a_last_batch_that_is_smaller_than_the_world_is_no_reason_to_warn(world2
     assert world2(a_rank_without_samples_in_the_last_batch) == [5, 5]
 
 
-def iterated_without_a_place() -> str:
-    with pytest.raises(ParallelismValueError) as caught:
+def iterated_without_a_place() -> None:
+    with fails(ParallelismValueError, "Which of the 2 ranks have the same data? Pass mesh="):
         iter(DistributedDataLoader(points(4), 2))
-    return str(caught.value)
 
 
 def test_a_loader_without_a_place_is_refused_on_several_ranks(world2: World) -> None:
-    assert "Which of the 2 ranks have the same data? Pass mesh=" in world2(iterated_without_a_place)[0]
+    world2(iterated_without_a_place)

@@ -1,7 +1,7 @@
 """A second Trainer goes on where the first was: bit-equal, whatever the dataloader."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import Callback, DistributedDataLoader, Trainer
 from composer_dist.trainer.data.position import Reading
 from composer_dist.trainer.data.randomness import generator_states, set_generator_states
-from tests.kit.training import At, Result, batches, classifier, on_parts, points, result_of
+from tests.kit.compare import equal, fails
+from tests.kit.training import At, Result, classifier, on_parts, points, result_of
 from tests.kit.world import World
-
-RANKS = 3
 
 
 class Jittered(Dataset[Any]):
@@ -34,15 +34,18 @@ class Jittered(Dataset[Any]):
         return inputs + random.random() + np.random.rand() + torch.rand(()), label
 
 
-def part() -> dict[str, int]:
-    if not dist.is_initialized():
-        return {"num_replicas": 1, "rank": 0}
-    return {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
+def sampler() -> DistributedSampler[Any]:
+    world, rank = process_group.world_and_rank()
+    return DistributedSampler(Jittered(), world, rank, seed=4)
 
 
 def plain(workers: int = 0) -> Any:
-    sampler = DistributedSampler(Jittered(), **part(), seed=4)
-    return DataLoader(Jittered(), 2, sampler=sampler, num_workers=workers)
+    return DataLoader(Jittered(), 2, sampler=sampler(), num_workers=workers)
+
+
+def listed() -> list[Any]:
+    """Four batches."""
+    return list(plain())
 
 
 def random_order(workers: int = 0) -> Any:
@@ -56,8 +59,7 @@ def own(workers: int = 0) -> Any:
 def torchdata(workers: int = 0) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    sampler = DistributedSampler(Jittered(), **part(), seed=4)
-    return StatefulDataLoader(Jittered(), 2, sampler=sampler, num_workers=workers)
+    return StatefulDataLoader(Jittered(), 2, sampler=sampler(), num_workers=workers)
 
 
 def trainer(loader: Any, *callbacks: Callback) -> tuple[Trainer, Any]:
@@ -72,13 +74,12 @@ def resumed(make: Any, batches: int, stop: bool, workers: int) -> tuple[Result, 
         if state.timestamp.batch == batches and state.rank == state.world_size - 1:
             state.stop_training()
 
-    first, log = trainer(make(workers), *([At(batch_end=ask)] if stop else []))
+    first, log = trainer(make(workers), *[At(batch_end=ask)] * stop)
     first.fit(duration=None if stop else f"{batches}ba")
     saved, parameters = first.state_dict(), first.state.model.state_dict()
     torch.rand(5), random.random(), np.random.rand()  # another process has other generators
     second, rest = trainer(make(workers))
-    with torch.no_grad():
-        second.state.model.load_state_dict(parameters)
+    second.state.model.load_state_dict(parameters)
     second.load_state_dict(saved)
     second.fit()
     losses, parameters = result_of(second, rest)
@@ -91,11 +92,8 @@ def uninterrupted(make: Any, workers: int = 0) -> tuple[Result, int]:
     return result_of(whole, log), whole.state.timestamp.sample
 
 
-def equal(found: Any, expected: Any) -> None:
-    (losses, parameters), samples = expected
-    assert found[0][0] == losses
-    assert all(torch.equal(found[0][1][name], parameters[name]) for name in parameters)
-    assert found[1] == samples
+def both_ways(make: Any, batches: int, stop: bool, workers: int = 0) -> None:
+    equal(resumed(make, batches, stop, workers), uninterrupted(make, workers))
 
 
 LOADERS = [
@@ -111,17 +109,13 @@ LOADERS = [
 @pytest.mark.parametrize("batches", [3, 7, 9])  # in the first epoch, at its end, in the second
 @pytest.mark.parametrize("stop", [False, True])
 def test_goes_on_bit_equal_with_any_dataloader(make: Any, batches: int, stop: bool) -> None:
-    equal(resumed(make, batches, stop, 0), uninterrupted(make))
+    both_ways(make, batches, stop)
 
 
 @pytest.mark.promise(100)
 @pytest.mark.parametrize("make", LOADERS[:3])  # torchdata's does not keep its workers' generators
 def test_goes_on_bit_equal_with_workers(make: Any) -> None:
-    equal(resumed(make, 2, False, 1), uninterrupted(make, 1))
-
-
-def both_ways(make: Any, batches: int, stop: bool) -> None:
-    equal(resumed(make, batches, stop, 0), uninterrupted(make))
+    both_ways(make, 2, False, workers=1)
 
 
 @pytest.mark.promise(100)
@@ -148,54 +142,31 @@ def go_on_alone(make: Any, saved: Mapping[str, Any]) -> None:
 def test_places_of_another_number_of_ranks_are_refused_or_understood(world2: World) -> None:
     go_on_alone(own, world2(save_after_three, own)[0])
     saved = world2(save_after_three, plain)[0]
-    with pytest.raises(
-        ParallelismValueError, match="positions of 2 ranks in their DataLoader, but there are 1"
-    ):
+    with fails(ParallelismValueError, "positions of 2 ranks in their DataLoader, but there are 1"):
         go_on_alone(plain, saved)
-    with pytest.raises(ParallelismValueError, match="no meaning in a DistributedDataLoader: another"):
+    with fails(ParallelismValueError, "no meaning in a DistributedDataLoader: another"):
         go_on_alone(own, saved)
 
 
 def short_on_one_rank(saved: Mapping[str, Any]) -> str:
-    mine = batches([3, 3], dist.get_rank())[: 4 - 2 * dist.get_rank()]
-    second, _ = on_parts([], "fsdp", train_dataloader=mine)
+    second, _ = trainer(listed()[: 4 - 2 * dist.get_rank()])
     second.load_state_dict(saved)
     with pytest.raises(ParallelismValueError) as caught:
         second.fit(duration="1ba")
     return str(caught.value)
 
 
-def three_batches_of_two_ranks() -> Mapping[str, Any]:
-    first, _ = on_parts([3, 3], "fsdp")
-    first.fit(duration="3ba")
-    return first.state_dict()
-
-
 def test_a_dataloader_that_became_shorter_is_named_on_all_ranks(world2: World) -> None:
-    saved = world2(three_batches_of_two_ranks)[0]
-    texts = world2(short_on_one_rank, saved)
-    assert texts[0] == texts[1]
-    assert "Rank 1: The list has 2 batches, but 3 were read" in texts[0]
-
-
-class Counting:
-    """Batches that were asked for."""
-
-    def __init__(self) -> None:
-        self.read = 0
-
-    def __iter__(self) -> Iterator[int]:
-        for number in range(5):
-            self.read += 1
-            yield number
+    first, second = world2(short_on_one_rank, world2(save_after_three, listed)[0])
+    assert first == second
+    assert "Rank 1: The list has 2 batches, but 3 were read" in first
 
 
 def test_a_place_before_the_last_batch() -> None:
-    reading = Reading(Counting())
+    reading = Reading(range(5))
     assert [next(reading), next(reading)] == [0, 1]
     before, after = reading.place_of_all(True), reading.place_of_all(False)
-    assert next(Reading(Counting(), before)) == 1
-    assert next(Reading(Counting(), after)) == 2
+    assert [next(Reading(range(5), place)) for place in (before, after)] == [1, 2]
 
 
 def test_generators_go_on() -> None:

@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from composer_dist.distributed.mesh.mesh import sampler_kwargs
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.data.sampling import check_sampler, set_epoch
-from tests.kit.training import classifier, loader, points, quiet
+from tests.kit.training import fitted, loader, points, quiet
 from tests.kit.world import World
 
 ALONE = {"num_replicas": 1, "rank": 0}
@@ -22,25 +22,19 @@ def distributed(replicas: int, rank: int) -> DistributedSampler[Any]:
 
 def test_a_distributed_sampler_must_be_for_this_rank() -> None:
     check_sampler(DataLoader(points(), sampler=distributed(2, 1)), SECOND)
+    inner = BatchSampler(distributed(2, 1), batch_size=2, drop_last=False)
+    check_sampler(DataLoader(points(), batch_sampler=inner), SECOND)
     with pytest.raises(ParallelismValueError, match="num_replicas=2, rank=0, but .* rank=1"):
         check_sampler(DataLoader(points(), sampler=distributed(2, 0)), SECOND)
     with pytest.raises(ParallelismValueError, match="mesh asks for num_replicas=1, rank=0"):
         check_sampler(DataLoader(points(), sampler=distributed(2, 0)), ALONE)
 
 
-def test_a_sampler_inside_a_batch_sampler_counts() -> None:
-    sampler = BatchSampler(distributed(2, 1), batch_size=2, drop_last=False)
-    check_sampler(DataLoader(points(), batch_sampler=sampler), SECOND)
-
-
 def test_a_plain_sampler_is_refused_where_data_differs() -> None:
     check_sampler(loader(), ALONE)
     with pytest.raises(ParallelismValueError, match="All 2 data-parallel ranks .* same samples"):
         check_sampler(loader(), SECOND)
-
-
-def test_what_has_no_dataset_is_the_callers_affair() -> None:
-    check_sampler([1, 2], SECOND)
+    check_sampler([1, 2], SECOND)  # it has no dataset: the caller is responsible
 
 
 def test_the_epoch_reaches_the_sampler() -> None:
@@ -51,8 +45,8 @@ def test_the_epoch_reaches_the_sampler() -> None:
 
 
 def samplers() -> None:
-    model, data = classifier(), points()
-    trainer, _ = quiet(model, parallelism_config="fsdp")
+    data = points()
+    trainer, _ = quiet(parallelism_config="fsdp")
     assert trainer.preparation is not None
     with pytest.raises(ParallelismValueError, match="All 2 data-parallel ranks .* same samples"):
         trainer.fit(duration="1ba", train_dataloader=loader())
@@ -62,8 +56,7 @@ def samplers() -> None:
     right = DistributedSampler(data, **sampler_kwargs(trainer.preparation.mesh))
     trainer.fit(duration="1ba", train_dataloader=DataLoader(data, 2, sampler=right))
     assert trainer.state.timestamp.sample == 4
-    lenient, _ = quiet(classifier(), parallelism_config="fsdp", check_sampler=False)
-    lenient.fit(duration="1ba", train_dataloader=loader())
+    fitted(parallelism_config="fsdp", check_sampler=False, max_duration="1ba")
 
 
 @pytest.mark.promise(3)

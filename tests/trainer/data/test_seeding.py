@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer_dist.trainer.data.randomness import seed_all
-from tests.kit.compare import weights
+from tests.kit.compare import same, weights
 from tests.kit.training import quiet, tagger
 from tests.kit.world import World
 
@@ -37,8 +37,6 @@ def seeds() -> tuple[dict[str, Tensor], float]:
 
 def test_a_seed_initializes_alike_and_then_differs_by_rank(world2: World) -> None:
     (first, one), (second, other) = world2(seeds)
-    for name in first:
-        assert torch.equal(first[name], second[name])
-    again = world2(seeds)
+    same(first, second)
     assert one != other
-    assert [number for _, number in again] == [one, other]
+    assert [number for _, number in world2(seeds)] == [one, other]
