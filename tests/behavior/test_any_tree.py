@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_dist import FSDP2Config, MeshConfig, ParallelismConfig, Rule
+from composer_dist import FSDP2Config, MeshConfig, ParallelismConfig, ParallelismError, Rule
 from composer_dist.config.parallelism import resolve_config
 from composer_dist.distributed import plan_parallelism
 from composer_dist.distributed.mesh.build import mesh_for
 from composer_dist.distributed.sharding.apply import finish
 from composer_dist.distributed.steps import divide
 from composer_dist.distributed.weights.storage import give_memory
-from composer_dist.errors import ParallelismError
 from composer_dist.structure.structure import read_structure
 
 WORLD = 4

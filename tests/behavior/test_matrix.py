@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composer_dist.config.fully_shard import FSDP2Config
-from composer_dist.config.mesh import MeshConfig
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.config.replicate import DDPConfig
-from composer_dist.config.tensor_parallel import TPConfig
-from composer_dist.distributed import clip_grad_norm, context_parallel, parallelize_model, sampler_kwargs
+from composer_dist import DDPConfig, FSDP2Config, MeshConfig, ParallelismConfig, TPConfig
+from composer_dist.distributed import (
+    clip_grad_norm,
+    context_parallel,
+    named_parameters_canonical,
+    parallelize_model,
+    sampler_kwargs,
+)
 from composer_dist.distributed.moving.whole import gather
-from composer_dist.distributed.prepared import named_parameters_canonical
 from tests.kit.decoder import token_batch
 from tests.kit.huggingface import gpt2, llama, lora_llama
 from tests.kit.toy import built

@@ -94,6 +94,24 @@ def grads_equal(model: nn.Module, single: nn.Module) -> None:
         )
 
 
+def part_of(x: Tensor, mesh: Any) -> Tensor:
+    """This rank's rows of a batch."""
+    data = sampler_kwargs(mesh)
+    return x.chunk(data["num_replicas"])[data["rank"]]
+
+
+def same_parameters(model: nn.Module, reference: nn.Module, *, gradients: bool = False) -> None:
+    """Every parameter, or every gradient, equals the reference's to rounding."""
+    theirs = dict(named_parameters_canonical(model))
+    for name, parameter in reference.named_parameters():
+        expected, found = (p.grad if gradients else p.detach() for p in (parameter, theirs[name]))
+        assert (expected is None) == (found is None), name
+        if expected is not None:
+            torch.testing.assert_close(
+                full(found), expected, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
 @contextmanager
 def fails(kind: type[BaseException], *texts: str) -> Iterator[None]:
     with pytest.raises(kind) as caught:
@@ -146,37 +164,23 @@ def assert_same_training(
         model, config() if callable(config) else config, optimizers[1], fsdp_wrap_policy=policy
     )
     assert done.model is model
-    data = sampler_kwargs(done.mesh)
     for step in range(3):
         x = batch(reference, step)
-        mine = x.chunk(data["num_replicas"])[data["rank"]]
-        expected = reference(x)
-        output = model(mine)
-        torch.testing.assert_close(output, expected.chunk(data["num_replicas"])[data["rank"]])
+        expected, output = reference(x), model(part_of(x, done.mesh))
+        torch.testing.assert_close(output, part_of(expected, done.mesh))
         loss, mean = expected.square().mean(), output.square().mean()
         loss.backward()
         mean.backward()
         total = mean.detach().clone()
         dist.all_reduce(total)
         torch.testing.assert_close(total / dist.get_world_size(), loss.detach())
-        _assert_same(reference, model, lambda p: p.grad)
+        same_parameters(model, reference, gradients=True)
         for one in optimizers:
             one.step()
             one.zero_grad()
-        _assert_same(reference, model, lambda p: p.detach())
+        same_parameters(model, reference)
     now = dict(named_parameters_canonical(model, remove_duplicate=False))
     assert list(now) == names
     for tie in ties:
         assert len({id(now[name]) for name in tie}) == 1
     return done
-
-
-def _assert_same(reference: nn.Module, model: nn.Module, part: Callable[[nn.Parameter], Any]) -> None:
-    theirs = dict(named_parameters_canonical(model))
-    for name, parameter in reference.named_parameters():
-        expected, actual = part(parameter), part(theirs[name])
-        assert (expected is None) == (actual is None), name
-        if expected is not None:
-            torch.testing.assert_close(
-                full(actual), expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-            )

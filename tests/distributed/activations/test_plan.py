@@ -7,12 +7,10 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from composer_dist.config.fully_shard import FSDP2Config
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.config.rule import Rule
-from composer_dist.distributed import parallelize_model, plan_parallelism
+from composer_dist import FSDP2Config, ParallelismConfig, Rule
+from composer_dist.distributed import apply_ac, parallelize_model, plan_parallelism
 from composer_dist.distributed.activations.plan import ActivationPlan, Checkpointed
-from composer_dist.distributed.activations.recompute import apply, apply_ac
+from composer_dist.distributed.activations.recompute import apply
 from composer_dist.distributed.forwards import is_checkpointed
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.structure import read_structure

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from composer_dist.config.fully_shard import flagged_activations
+from composer_dist.distributed import apply_ac, named_parameters_canonical
 from composer_dist.distributed.activations.options import ac_mode
-from composer_dist.distributed.activations.recompute import apply_ac, checkpoint_modules, checkpointed_modules
+from composer_dist.distributed.activations.recompute import checkpoint_modules, checkpointed_modules
 from composer_dist.distributed.forwards import is_checkpointed
-from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit.huggingface import dropping_gpt2, llama
 from tests.kit.planning import Dropping, DroppingBlock, checkpointed, dropping_gradients, ids

@@ -17,13 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from composer_dist import ParallelismConfig, Rule
 from composer_dist._torch import TorchDispatchMode
-from composer_dist.distributed import plan_parallelism
+from composer_dist.distributed import named_parameters_canonical, plan_parallelism
 from composer_dist.distributed.activations import offload as activation_offload
 from composer_dist.distributed.activations import recompute as activation_checkpointing
 from composer_dist.distributed.activations.options import ac_mode
 from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.distributed.activations.selective import operators
-from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit import compare, models
 from tests.kit.world import World

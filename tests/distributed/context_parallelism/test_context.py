@@ -11,12 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as imported_attention
 
-from composer_dist.config.mesh import MeshConfig
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.config.tensor_parallel import TPConfig
-from composer_dist.distributed import build_mesh, context_parallel, parallelize_model, sampler_kwargs
+from composer_dist import MeshConfig, ParallelismConfig, TPConfig
+from composer_dist.distributed import (
+    build_mesh,
+    context_parallel,
+    named_parameters_canonical,
+    parallelize_model,
+    sampler_kwargs,
+)
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.prepared import named_parameters_canonical, record
+from composer_dist.distributed.prepared import record
 from composer_dist.errors import ParallelismKeyError, ParallelismRuntimeError, ParallelismValueError
 from tests.kit.compare import full
 from tests.kit.world import World

@@ -8,8 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from composer_dist.config.mesh import MeshConfig
-from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist import MeshConfig, ParallelismConfig
 from composer_dist.distributed import plan_parallelism
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models import HuggingFaceModel

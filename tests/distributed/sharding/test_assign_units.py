@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.config.rule import Rule
+from composer_dist import ParallelismConfig, Rule
 from composer_dist.distributed import plan_parallelism
 from composer_dist.distributed.sharding.assign_units import Assignment, assign
 from composer_dist.distributed.sharding.choose_units import choose_units

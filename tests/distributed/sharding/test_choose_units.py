@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.config.rule import Rule
+from composer_dist import ParallelismConfig, Rule
 from composer_dist.distributed.sharding.choose_units import composer_children
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerModel

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composer_dist import ParallelismConfig, Rule
 from composer_dist.config import presets
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.config.rule import Rule
 from composer_dist.distributed import named_parameters_canonical, parallelize_model, plan_parallelism
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit.compare import full

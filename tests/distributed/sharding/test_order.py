@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composer_dist.config.mesh import MeshConfig
-from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist import MeshConfig, ParallelismConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.models import WIDTH, Layer, Multimodal

@@ -8,9 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer_dist.config.mesh import MeshConfig
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.config.rule import Rule
+from composer_dist import MeshConfig, ParallelismConfig, Rule
 from composer_dist.distributed import (
     named_parameters_canonical,
     parallelize_model,

@@ -12,22 +12,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from composer_dist.checkpoint.full_state import full_model_state, load_full_model_state
-from composer_dist.config.mesh import MeshConfig
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.config.rule import Rule
-from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist import MeshConfig, ParallelismConfig, Rule, TPConfig
+from composer_dist.checkpoint import full_model_state, load_full_model_state
+from composer_dist.distributed import (
+    clip_grad_norm,
+    clip_grad_value,
+    meta_init,
+    named_parameters_canonical,
+    no_sync,
+    parallelize_model,
+    sampler_kwargs,
+    summon_full_params,
+)
 from composer_dist.distributed.mesh.build import mesh_for
 from composer_dist.distributed.mesh.layout import Layout
-from composer_dist.distributed.mesh.mesh import sampler_kwargs
 from composer_dist.distributed.moving.whole import gather
 from composer_dist.distributed.plan.build import build_plan
-from composer_dist.distributed.prepare import parallelize_model
-from composer_dist.distributed.prepared import named_parameters_canonical
-from composer_dist.distributed.steps import divide, meta_init
-from composer_dist.distributed.training.gradients import no_sync
-from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_value
-from composer_dist.distributed.training.summon import summon_full_params
+from composer_dist.distributed.steps import divide
 from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.distributed.wishes import Request
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError

@@ -8,13 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from composer_dist.config.mesh import MeshConfig
-from composer_dist.config.parallelism import ParallelismConfig
-from composer_dist.config.rule import Rule
-from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist import MeshConfig, ParallelismConfig, ParallelismError, Rule, TPConfig
 from composer_dist.distributed import ParallelPlan, plan_parallelism
 from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan
-from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit.decoder import Decoder, GroupedAttention, UnevenMlp
 from tests.kit.huggingface import gpt2, llama, lora_gpt2, lora_llama, phi3, qwen3
 from tests.kit.toy import built
