@@ -20,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_dist import _torch
 
 FEATURES = {
-    "torch.distributed.fsdp.wrap.CustomPolicy": "fsdp_wrap_policy as Composer writes it",
-    "torch.distributed.distributed_c10d.Store": "agreement among ranks",
     "torch.distributed.distributed_c10d._get_default_store": "agreement among ranks",
     "torch.distributed.distributed_c10d._resolve_process_group": "device_train_microbatch_size='auto'",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": "act_ckpt='wrapped'",
@@ -56,34 +54,20 @@ FEATURES = {
 
 
 def _imported() -> set[str]:
-    """What `_torch` imports from torch, or takes from its modules, but for what is public."""
-    names = set()
+    """The private names that `_torch` imports from torch, or takes from its modules."""
+    names: set[str] = set()
     for path in Path(_torch.__file__).parent.glob("*.py"):
         tree = ast.parse(path.read_text())
         modules = {"torch": "torch"}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-                names |= {f"{node.module}.{alias.name}" for alias in node.names}
-                modules |= {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                imported = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                names, modules = names | set(imported.values()), modules | imported
         for assigned in (node.value for node in tree.body if isinstance(node, ast.Assign)):
             for node in assigned.elts if isinstance(assigned, ast.Tuple) else [assigned]:
                 first, _, rest = ast.unparse(node).partition(".")
                 names |= {f"{modules[first]}.{rest}"} if first in modules else set()
-    public = {
-        "torch.nn",
-        "torch.autograd.Variable",
-        "torch.optim.Optimizer",
-        "torch.distributed.device_mesh.DeviceMesh",
-        "torch.distributed.fsdp.FSDPModule",
-        "torch.distributed.tensor.experimental.context_parallel",
-        "torch.distributed.tensor.DTensor",
-        "torch.distributed.tensor.placement_types.Placement",
-        "torch.nn.parallel.DistributedDataParallel",
-        "torch.distributed.distributed_c10d",
-        "torch.distributed.tensor.placement_types",
-        "torch.distributed.utils",
-    }
-    return names - public
+    return {name for name in names if "._" in name}
 
 
 def test_every_private_import_is_listed_with_its_feature() -> None:
@@ -110,50 +94,37 @@ def _sharded() -> FSDPModule:
     return linear
 
 
-def test_fsdp_keeps_one_record_per_parameter() -> None:
-    """Without `_get_fsdp_state`, `_fsdp_param_groups` and `_module_info`: sharding, delivering weights."""
+def test_fsdp_s_records_are_read() -> None:
+    """Without `_get_fsdp_state`, `_fsdp_param_groups` and `_module_info`: sharding, delivering weights.
+
+    Without its class order: undoing preparation, class names in reports. Without FSDPParamGroup's flags:
+    no_sync, which restores what was before.
+    """
     linear = _sharded()
     (group,) = _torch.fsdp_param_groups(linear)
-    assert group.reduce_grads is True
-    assert group.all_reduce_grads is True
+    assert (group.reduce_grads, group.all_reduce_grads) == (True, True)
     places = [_torch.fsdp_param_place(param) for param in _torch.fsdp_params(linear)]
-    assert [(place[0] is linear, place[1]) for place in places] == [(True, "weight"), (True, "bias")]
+    assert places == [(linear, "weight"), (linear, "bias")]
+    assert _torch.original_class(type(linear)) is nn.Linear
+    linear.set_requires_gradient_sync(False)
+    flags = [getattr(owner, name) is yes for owner, name, yes in _torch.gradient_sync_flags(linear)]
+    assert flags == [False, False]
 
 
-def test_a_shard_is_allocated_once_padded_and_in_place() -> None:
-    """Without FSDPParam's sizes and setters: bounded memory while weights are delivered."""
+def test_shards_are_allocated_once_padded_and_in_place_and_the_root_settles() -> None:
+    """Without FSDPParam's sizes and setters: bounded memory while weights are delivered.
+
+    Without `_lazy_init`: FSDP2's checks before the first forward.
+    """
     linear = _sharded()
-    param = _torch.fsdp_params(linear)[0]
-    size, dtype = _torch.padded_shard(param)
-    parameter, local = _torch.materialize_shard(param, torch.empty(size, dtype=dtype))
-    assert linear.weight is parameter
-    assert local.shape == (3, 3)
-    assert parameter.to_local().data_ptr() == local.data_ptr() == param._sharded_param_data.data_ptr()
-
-
-def test_the_root_settles_before_the_first_forward() -> None:
-    """Without `_lazy_init`: FSDP2's checks speak only at the first forward."""
-    linear = _sharded()
-    for param in _torch.fsdp_params(linear):
+    for param, name in zip(_torch.fsdp_params(linear), ("weight", "bias"), strict=True):
         size, dtype = _torch.padded_shard(param)
-        _torch.materialize_shard(param, torch.empty(size, dtype=dtype))
+        parameter, local = _torch.materialize_shard(param, torch.empty(size, dtype=dtype))
+        assert getattr(linear, name) is parameter
+        assert local.shape == ((3, 3) if name == "weight" else (3,))
+        assert parameter.to_local().data_ptr() == local.data_ptr() == param._sharded_param_data.data_ptr()
     _torch.finish_lazily(linear)
     assert linear._get_fsdp_state()._is_root is True
-
-
-def test_the_original_class_is_found() -> None:
-    """Without FSDP2's class order: undoing preparation, names of classes in reports."""
-    assert _torch.original_class(type(_sharded())) is nn.Linear
-
-
-def test_gradient_sync_can_be_read_back() -> None:
-    """Without FSDPParamGroup's flags: no_sync restores what was before."""
-    linear = _sharded()
-    linear.set_requires_gradient_sync(False)
-    assert [
-        getattr(owner, name) is yes
-        for owner, name, yes in _torch.gradient_sync_flags(linear)  # type: ignore[arg-type]
-    ] == [False, False]
 
 
 def test_backward_passes_are_numbered_and_have_an_end() -> None:
@@ -172,8 +143,11 @@ def test_backward_passes_are_numbered_and_have_an_end() -> None:
     assert seen[1:] == [-2]
 
 
-def _replicated() -> tuple[nn.Linear, _torch.InPlaceDDP]:
-    """A linear layer whose forward runs a DDP of ours, on one rank."""
+def test_replicate_s_hooks_run_the_ddp_they_are_given() -> None:
+    """Without replicate's state and DDP's `_pre_forward` and `_post_forward`: DDP in place.
+
+    Without `_comm_hook_args`: the register_comm_hook of a prepared model is a silent no-op.
+    """
 
     class Ours(_torch.InPlaceDDP):
         asked = 0
@@ -186,24 +160,13 @@ def _replicated() -> tuple[nn.Linear, _torch.InPlaceDDP]:
     linear = nn.Linear(3, 5)
     ours = Ours(linear, init_sync=False, static_graph=True)
     _torch.serve_in_place(linear, ours)
-    return linear, ours
-
-
-def test_replicate_s_hooks_run_the_ddp_they_are_given() -> None:
-    """Without replicate's state and DDP's `_pre_forward` and `_post_forward`: DDP in place."""
-    linear, ours = _replicated()
     assert _torch.is_replicated(linear)
     assert _torch.original_class(type(linear)) is nn.Linear
     assert not ours._static_graph_delay_allreduce_enqueued
     linear(torch.ones(2, 3)).sum().backward()
-    assert ours.asked == 1  # type: ignore[attr-defined]
+    assert ours.asked == 1
     assert ours._static_graph_delay_allreduce_enqueued
-
-
-def test_hooks_given_later_are_registered() -> None:
-    """Without replicate's `_comm_hook_args`: the register_comm_hook of a prepared model is a silent no-op."""
-    linear, ours = _replicated()
-    linear.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[operator]
+    linear.register_comm_hook(None, lambda state, bucket: None)
     _torch.register_late_hooks(linear)
     assert len(ours._comm_hooks) == 1
 
@@ -218,12 +181,6 @@ def test_ddp_leaves_out_what_it_is_told_to() -> None:
     assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
     assert len(ddp._build_params_for_reducer()[0]) == 3
     assert len(ddp.modules_buffers) == 2
-
-
-def test_the_groups_timeout_can_be_read() -> None:
-    """Without the backends' options: agreements wait as long as collectives do."""
-    _alone(timeout=timedelta(seconds=77))
-    assert _torch.collective_timeout() == timedelta(seconds=77)
 
 
 def test_a_policy_s_function_can_be_read() -> None:
@@ -248,20 +205,30 @@ def test_fsdp_s_collectives_can_be_watched() -> None:
     """Without `_all_gather_comm`, `_reduce_scatter_comm` and `mesh_info`: errors for ranks out of step."""
     linear = _sharded()
     told: list[tuple[bool, int, int]] = []
-    _torch.before_collectives(
-        linear, lambda reduces, numel, groups: told.append((reduces, numel, len(groups)))
-    )
+
+    def tell(reduces: bool, numel: int, groups: list[Any]) -> None:
+        told.append((reduces, numel, len(groups)))
+
+    _torch.before_collectives(linear, tell)
     linear.to_empty(device="cpu")
-    linear(torch.ones(2, 3)).sum().backward()  # type: ignore[operator]
+    linear(torch.ones(2, 3)).sum().backward()
     # 15 weights and 5 biases: 3 of 5 rows here, gathered; padded to 6 for both ranks when they are reduced.
     assert told == [(False, 12, 1), (True, 24, 1)]
 
 
-def test_operations_are_listed_with_their_overloads() -> None:
-    """Without the dispatcher's list: activation_checkpointing=(..., {"save": names})."""
+def test_operations_tell_their_overloads_and_arguments() -> None:
+    """Without the dispatcher's list: activation_checkpointing=(..., {"save": names}).
+
+    Without an operation's schema: tracing initializers, selective checkpointing, FLOPs.
+    """
     assert {"default", "out"} <= set(_torch.operators()["aten.mm"])
     assert _torch.is_composite(torch.ops.aten.linear.default)
     assert not _torch.is_composite(torch.ops.aten.addmm.default)
+    add, mm = torch.ops.aten.add_.Tensor, torch.ops.aten.mm.default
+    assert (_torch.is_mutable(add), _torch.is_mutable(mm)) == (True, False)
+    assert [argument.name for argument in _torch.arguments(mm)] == ["self", "mat2"]
+    assert _torch.packet(mm) is torch.ops.aten.mm
+    assert _torch.packet(len) is None
 
 
 def test_what_is_detached_beneath_autograd_shares_its_version() -> None:
@@ -284,15 +251,16 @@ def test_what_is_detached_beneath_autograd_shares_its_version() -> None:
     assert kept[0]._version > version
 
 
-def test_collectives_return_new_tensors() -> None:
-    """Without torch's functional collectives: tensor parallelism that compiles."""
-    _alone()
+def test_collectives_return_new_tensors_and_groups_their_timeout() -> None:
+    """Without torch's functional collectives: tensor parallelism that compiles.
+
+    Without the backends' options: agreements wait as long as collectives do.
+    """
+    _alone(timeout=timedelta(seconds=77))
+    assert _torch.collective_timeout() == timedelta(seconds=77)
     x, group = torch.arange(4.0), dist.distributed_c10d._get_default_group().group_name
-    for found in (
-        _torch.all_reduced(x, group),
-        _torch.all_gathered(x, 1, group),
-        _torch.reduce_scattered(x, 1, group),
-    ):
+    collectives = (_torch.all_gathered(x, 1, group), _torch.reduce_scattered(x, 1, group))
+    for found in (_torch.all_reduced(x, group), *collectives):
         assert torch.equal(found, x)
         assert found.data_ptr() != x.data_ptr()
 
@@ -338,12 +306,3 @@ def test_modules_tell_what_is_saved_and_compiled() -> None:
     assert not _torch.has_compiled_call(module)
     module.compile(backend="eager")
     assert _torch.has_compiled_call(module)
-
-
-def test_operations_tell_their_arguments() -> None:
-    """Without an operation's schema: tracing initializers, selective checkpointing, FLOPs."""
-    add, mm = torch.ops.aten.add_.Tensor, torch.ops.aten.mm.default
-    assert (_torch.is_mutable(add), _torch.is_mutable(mm)) == (True, False)
-    assert [argument.name for argument in _torch.arguments(mm)] == ["self", "mat2"]
-    assert _torch.packet(mm) is torch.ops.aten.mm
-    assert _torch.packet(len) is None
