@@ -37,7 +37,7 @@ def batch(samples: int = 6) -> tuple[Tensor, Tensor]:
 
 def test_forward_and_loss_must_be_written() -> None:
     with pytest.raises(TypeError, match=r"abstract method.*forward"):
-        ComposerModel()  # type: ignore[abstract]
+        ComposerModel()
 
 
 def test_eval_forward_uses_the_outputs_it_is_given_and_hooks_otherwise() -> None:
@@ -95,14 +95,14 @@ def test_metrics_may_come_alone_by_name_or_as_a_collection() -> None:
         assert list(model.get_metrics()) == [name]
         assert model.get_metrics(is_train=True) == {}
     with pytest.raises(ParallelismTypeError, match=r"no torchmetrics.Metric: f1"):
-        ComposerClassifier(nn.Identity(), num_classes=3, val_metrics={"f1": len})  # type: ignore[dict-item]
+        ComposerClassifier(nn.Identity(), num_classes=3, val_metrics={"f1": len})
 
 
 def test_the_number_of_classes_may_be_the_modules_own() -> None:
     module = nn.Identity()
     with pytest.raises(ParallelismValueError, match="needs num_classes for its accuracy"):
         ComposerClassifier(module)
-    module.num_classes = 5  # type: ignore[assignment]
+    module.num_classes = 5
     metric = ComposerClassifier(module).get_metrics()["MulticlassAccuracy"]
     assert metric.num_classes == 5
 

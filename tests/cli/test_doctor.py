@@ -72,7 +72,7 @@ def test_the_self_test_is_judged(changed: dict[str, object], verdicts: list[str]
         "right": True,
         "memory": [True, False],
     }
-    found = doctor.described(SelfTest(**(sound | changed)))  # type: ignore[arg-type]
+    found = doctor.described(SelfTest(**(sound | changed)))
     assert [finding.verdict for finding in found] == verdicts
     assert found[2].found == "weights go through sockets"
 

@@ -112,8 +112,7 @@ process_group.destroy()
 def _port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+        return free.getsockname()[1]
 
 
 def _agents(count: int, per_node: int, script: Path, *arguments: str) -> Any:

@@ -16,8 +16,7 @@ class UnevenMlp(nn.Module):
         self.down = nn.Linear(inner, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return out
+        return self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class GroupedAttention(nn.Module):
@@ -38,8 +37,7 @@ class GroupedAttention(nn.Module):
         k = self.k_proj(x).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, length, self.embed_dim))
-        return out
+        return self.o_proj(y.transpose(1, 2).reshape(batch, length, self.embed_dim))
 
 
 class DecoderBlock(nn.Module):
@@ -55,8 +53,7 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Decoder(nn.Module):
@@ -87,5 +84,4 @@ def loss_of(model: nn.Module, input_ids: Tensor) -> Tensor:
     out = model(input_ids=input_ids, labels=input_ids)
     if isinstance(out, Tensor):
         return nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
-    loss: Tensor = out.loss
-    return loss
+    return out.loss

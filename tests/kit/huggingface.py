@@ -14,44 +14,38 @@ VOCABULARY = 64
 SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
+def _built(name: str, **options: Any) -> Any:
+    """A transformers model by the name of its class, with these fields of its configuration."""
+    import transformers
+
+    cls = getattr(transformers, name)
+    return cls(cls.config_class(**options))
+
+
+def _pretrained(name: str, **options: Any) -> Any:
+    """A model of two layers as a file would give it: the same weights each time, in eval mode."""
+    torch.manual_seed(0)
+    return _built(name, **SIZES, **options).eval()
+
+
 def pretrained_llama(tied: bool = False) -> Any:
     """A causal language model of two blocks."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-            tie_word_embeddings=tied,
-            initializer_range=0.4,
-            **SIZES,
-        )
-    ).eval()
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return _pretrained("LlamaForCausalLM", tie_word_embeddings=tied, initializer_range=0.4, **sizes, **heads)
 
 
 def pretrained_gpt2() -> Any:
     """A causal language model with biases, Conv1D layers and tied embeddings."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.4, **SIZES)
-    ).eval()
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    return _pretrained("GPT2LMHeadModel", initializer_range=0.4, **sizes)
 
 
 def pretrained_t5() -> Any:
     """An encoder and decoder that share their embedding."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    torch.manual_seed(0)
-    config = T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, initializer_factor=3.0)
-    config.update({**SIZES, "decoder_start_token_id": 0})
-    return T5ForConditionalGeneration(config).eval()
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    options = {"initializer_factor": 3.0, "decoder_start_token_id": 0}
+    return _pretrained("T5ForConditionalGeneration", **sizes, **options)
 
 
 def adapter(kind: str) -> Any:
@@ -63,30 +57,29 @@ def _peft(name: str, **options: Any) -> Callable[[], Any]:
     def build() -> Any:
         import peft
 
-        return getattr(peft, name)(**options)
+        return getattr(peft, f"{name}Config")(**options)
 
     return build
 
 
 CAUSAL = {"task_type": "CAUSAL_LM"}
 ADAPTERS: dict[str, Callable[[], Any]] = {
-    "lora": _peft("LoraConfig", r=4, init_lora_weights=False, **CAUSAL),
-    "dora": _peft("LoraConfig", r=4, use_dora=True, init_lora_weights=False),
-    "modules_to_save": _peft("LoraConfig", r=4, modules_to_save=["lm_head"], **CAUSAL),
-    "embedding": _peft("LoraConfig", r=4, target_modules=["embed_tokens", "v_proj"], **CAUSAL),
-    "tokens": _peft("LoraConfig", r=4, trainable_token_indices=[1, 5], **CAUSAL),
-    "bias_all": _peft("LoraConfig", r=4, bias="all", target_modules=["c_attn"], fan_in_fan_out=True),
-    "bias_lora_only": _peft(
-        "LoraConfig", r=4, bias="lora_only", target_modules=["c_attn"], fan_in_fan_out=True
+    "lora": _peft("Lora", r=4, init_lora_weights=False, **CAUSAL),
+    "dora": _peft("Lora", r=4, use_dora=True, init_lora_weights=False),
+    "modules_to_save": _peft("Lora", r=4, modules_to_save=["lm_head"], **CAUSAL),
+    "embedding": _peft("Lora", r=4, target_modules=["embed_tokens", "v_proj"], **CAUSAL),
+    "tokens": _peft("Lora", r=4, trainable_token_indices=[1, 5], **CAUSAL),
+    "bias_all": _peft("Lora", r=4, bias="all", target_modules=["c_attn"], fan_in_fan_out=True),
+    "bias_lora_only": _peft("Lora", r=4, bias="lora_only", target_modules=["c_attn"], fan_in_fan_out=True
     ),
-    "ia3": _peft("IA3Config", init_ia3_weights=False, **CAUSAL),
-    "adalora": _peft("AdaLoraConfig", total_step=10, **CAUSAL),
-    "vera": _peft("VeraConfig", r=4, **CAUSAL),
-    "vblora": _peft("VBLoRAConfig", num_vectors=16, vector_length=8, save_only_topk_weights=True, **CAUSAL),
-    "oft": _peft("OFTConfig", oft_block_size=8, **CAUSAL),
-    "prompt": _peft("PromptTuningConfig", num_virtual_tokens=3, **CAUSAL),
-    "p_tuning": _peft("PromptEncoderConfig", num_virtual_tokens=3, encoder_hidden_size=8, **CAUSAL),
-    "prefix": _peft("PrefixTuningConfig", num_virtual_tokens=3, **CAUSAL),
+    "ia3": _peft("IA3", init_ia3_weights=False, **CAUSAL),
+    "adalora": _peft("AdaLora", total_step=10, **CAUSAL),
+    "vera": _peft("Vera", r=4, **CAUSAL),
+    "vblora": _peft("VBLoRA", num_vectors=16, vector_length=8, save_only_topk_weights=True, **CAUSAL),
+    "oft": _peft("OFT", oft_block_size=8, **CAUSAL),
+    "prompt": _peft("PromptTuning", num_virtual_tokens=3, **CAUSAL),
+    "p_tuning": _peft("PromptEncoder", num_virtual_tokens=3, encoder_hidden_size=8, **CAUSAL),
+    "prefix": _peft("PrefixTuning", num_virtual_tokens=3, **CAUSAL),
 }
 NEEDS_BIASES = {"bias_all", "bias_lora_only"}
 
@@ -107,9 +100,8 @@ def tokenizer() -> Any:
     model = WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     letters = Tokenizer(model)
     letters.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=letters, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    )
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=letters, **special)
 
 
 BLOCKS = {"LlamaDecoderLayer", "GPT2Block", "T5Block"}
@@ -135,80 +127,69 @@ def prompt(rank: int) -> Tensor:
     return torch.randint(3, 30, (2, 4 + 3 * rank), generator=torch.Generator().manual_seed(rank))
 
 
-def llama(**options: Any) -> nn.Module:
+_SMALL: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48}
+_SMALL |= {"max_position_embeddings": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SMALL |= {"num_key_value_heads": 2}
+
+
+def llama(**options: Any) -> Any:
     """A Llama of two layers and 50 tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**(sizes | heads | options)))
+    return _built("LlamaForCausalLM", **(_SMALL | options))
 
 
-def tied_llama() -> nn.Module:
+def tied_llama() -> Any:
     """A Llama whose head is its embedding."""
     return llama(tie_word_embeddings=True)
 
 
-def gpt2(**options: Any) -> nn.Module:
+def gpt2(**options: Any) -> Any:
     """A GPT-2: fused projections, Conv1D, a tied head; 51 tokens, uneven for two ranks."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     sizes = {"vocab_size": 51, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
     still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(**(sizes | still | tokens | options)))
+    return _built("GPT2LMHeadModel", **(sizes | still | tokens | options))
 
 
-def dropping_gpt2(**options: Any) -> nn.Module:
+def dropping_gpt2(**options: Any) -> Any:
     """A GPT-2 with dropout."""
     return gpt2(**({"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1} | options))
 
 
-def lora_llama() -> nn.Module:
+def lora(model: nn.Module, **options: Any) -> Any:
+    """The model with LoRA, on the query and value projections unless told otherwise."""
+    from peft import LoraConfig, get_peft_model
+
+    options = {"target_modules": ["q_proj", "v_proj"], "r": 3} | options
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+
+
+def lora_llama() -> Any:
     """A Llama with LoRA on matrices that are cut by rows and by columns."""
-    from peft import LoraConfig, get_peft_model
-
     targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
-    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, lora_dropout=0.0)
-    return get_peft_model(llama(), config)
+    return lora(llama(), r=4, target_modules=targets, init_lora_weights=False, lora_dropout=0.0)
 
 
-def lora_gpt2() -> nn.Module:
+def lora_gpt2() -> Any:
     """A GPT-2 with LoRA on its fused projection."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=4, target_modules=["c_attn", "c_proj"], init_lora_weights=False, fan_in_fan_out=True
-    )
-    return get_peft_model(gpt2(), config)
+    targets = ["c_attn", "c_proj"]
+    return lora(gpt2(), r=4, target_modules=targets, init_lora_weights=False, fan_in_fan_out=True)
 
 
-def qwen3() -> nn.Module:
+def qwen3() -> Any:
     """A Qwen 3: norms within the attention, head by head."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    return Qwen3ForCausalLM(Qwen3Config(**(sizes | heads)))
+    return _built("Qwen3ForCausalLM", head_dim=8, **_SMALL)
 
 
-def phi3() -> nn.Module:
+def phi3() -> Any:
     """A Phi 3: query, key and value of different widths in one matrix."""
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-    return Phi3ForCausalLM(Phi3Config(**(sizes | heads | tokens)))
+    return _built("Phi3ForCausalLM", pad_token_id=0, bos_token_id=0, eos_token_id=0, **_SMALL)
 
 
 def mixtral(**options: Any) -> Any:
     """A model whose experts lie one by one in its checkpoints."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
     sizes = {"vocab_size": 33, "hidden_size": 16, "intermediate_size": 24, "num_local_experts": 3}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return MixtralForCausalLM(MixtralConfig(**(sizes | heads | options)))
+    return _built("MixtralForCausalLM", **(sizes | heads | options))
 
 
 LORA = {"llama": lora_llama, "gpt2": lora_gpt2}
@@ -225,13 +206,6 @@ def logits(model: nn.Module) -> Tensor:
 def adapted(kind: str) -> HuggingFaceModel:
     torch.manual_seed(1)
     return HuggingFaceModel(base_for(kind), tokenizer(), peft_config=adapter(kind)).eval()
-
-
-def lora(model: nn.Module, **options: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    options = {"target_modules": ["q_proj", "v_proj"], "r": 3} | options
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
 
 
 def random(model: nn.Module, seed: int = 1) -> Any:

@@ -20,30 +20,20 @@ from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.transfer import Cargo
 
-MODES: dict[str, tuple[int, ParallelismConfig]] = {
-    "fsdp": (2, ParallelismConfig(fsdp2=FSDP2Config())),
-    "fsdp 4": (4, ParallelismConfig(fsdp2=FSDP2Config())),
-    "hsdp": (4, ParallelismConfig(mesh=MeshConfig(dp_replicate=2))),
-    "tp": (2, ParallelismConfig(mesh=MeshConfig(dp_shard=1, tp=2), tp=TPConfig())),
-    "fsdp x tp": (4, ParallelismConfig(mesh=MeshConfig(tp=2), tp=TPConfig())),
-    "hsdp x tp": (4, ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=1, tp=2), tp=TPConfig())),
-    "ddp": (2, ParallelismConfig(ddp=DDPConfig())),
-    "cp": (2, ParallelismConfig(mesh=MeshConfig(dp_shard=1, cp=2))),
-    "fsdp x cp": (4, ParallelismConfig(mesh=MeshConfig(dp_shard=2, cp=2))),
-}
-"""Number of ranks, and the configuration."""
-
 MESHES: dict[str, tuple[int, Any]] = {
     "plain": (1, None),
     "fsdp1": (1, FSDP2Config()),
     "fsdp2": (2, FSDP2Config()),
     "fsdp4": (4, FSDP2Config()),
-    "ddp": (2, ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=1), ddp=DDPConfig())),
+    "ddp": (2, ParallelismConfig(ddp=DDPConfig())),
     "hsdp": (4, ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=2))),
     "tp": (2, ParallelismConfig(mesh=MeshConfig(dp_shard=1, tp=2), tp=TPConfig())),
     "fsdp_tp": (4, ParallelismConfig(mesh=MeshConfig(dp_shard=2, tp=2), tp=TPConfig())),
+    "hsdp_tp": (4, ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=1, tp=2), tp=TPConfig())),
+    "cp": (2, ParallelismConfig(mesh=MeshConfig(dp_shard=1, cp=2))),
+    "fsdp_cp": (4, ParallelismConfig(mesh=MeshConfig(dp_shard=2, cp=2))),
 }
-"""Ways to be parallel, and on how many ranks."""
+"""Ways to be parallel: on how many ranks, and the configuration."""
 
 
 def config(**options: Any) -> ParallelismConfig:
@@ -107,13 +97,6 @@ def layouts() -> list[Layout]:
                 if dim is None or (shape[dim] % groups == 0 and shape[dim]):
                     found.append(Layout(shape, rows, dim, groups))
     return found
-
-
-def mesh_of(replicas: int) -> Any:
-    world = dist.get_world_size()
-    if replicas == 1:
-        return init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
-    return init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def awkward_tensors(dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[tuple[str, torch.Tensor]]:

@@ -21,8 +21,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.q(x) @ self.k(x).transpose(-1, -2) / math.sqrt(WIDTH)
-        out: Tensor = self.o(scores.softmax(-1) @ self.v(x))
-        return out
+        return self.o(scores.softmax(-1) @ self.v(x))
 
 
 class Mlp(nn.Module):
@@ -31,8 +30,7 @@ class Mlp(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x)))
-        return out
+        return self.down(F.gelu(self.up(x)))
 
 
 class Block(nn.Module):
@@ -42,8 +40,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
-        out: Tensor = x + self.mlp(x)
-        return out
+        return x + self.mlp(x)
 
 
 class B(nn.Module):
@@ -62,8 +59,7 @@ class B(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 def M() -> nn.Sequential:  # noqa: N802
@@ -87,8 +83,7 @@ class MambaBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mixed = F.conv1d(x.transpose(1, 2), self.conv1d.weight, self.conv1d.bias, padding=2, groups=WIDTH)
         mixed = mixed[..., : x.shape[1]].transpose(1, 2) * self.A_log.exp().sum(-1)
-        out: Tensor = x + self.out_proj(mixed)
-        return out
+        return x + self.out_proj(mixed)
 
 
 def mamba() -> nn.Module:
@@ -103,14 +98,13 @@ class BertHead(nn.Module):
         self.decoder.weight, self.decoder.bias = embed.weight, self.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.decoder(x)
-        return out
+        return self.decoder(x)
 
 
 def bert() -> nn.Module:
     """The decoder's weight is the embedding's, its bias is its parent's."""
     model = B()
-    model.head = BertHead(model.embed)  # type: ignore[assignment]
+    model.head = BertHead(model.embed)
     return model
 
 
@@ -140,8 +134,7 @@ class EncoderDecoder(nn.Module):
         self.lm_head.weight = self.shared.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.lm_head(self.decoder(tokens, self.encoder(tokens)))
-        return out
+        return self.lm_head(self.decoder(tokens, self.encoder(tokens)))
 
 
 class MoeBlock(nn.Module):
@@ -269,8 +262,7 @@ class Shell(nn.Module):
         self.net = nn.Sequential(nn.Linear(8, 8), relu, nn.Linear(8, 8), relu, nn.Linear(8, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(x)
-        return out
+        return self.net(x)
 
 
 class Pair(nn.Module):
@@ -279,8 +271,7 @@ class Pair(nn.Module):
         self.a, self.b = nn.Linear(10, 10), nn.Linear(10, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.b(self.a(x).tanh()) + (x @ self.weight if hasattr(self, "weight") else 0)
-        return out
+        return self.b(self.a(x).tanh()) + (x @ self.weight if hasattr(self, "weight") else 0)
 
 
 class Composers(nn.Module):
@@ -291,8 +282,7 @@ class Composers(nn.Module):
         self.m2, self.m5 = Pair(), Pair()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.m5(self.m2(x))
-        return out
+        return self.m5(self.m2(x))
 
 
 def batch(model: nn.Module, step: int = 0) -> Tensor:
@@ -310,8 +300,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(x)))
-        return out
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Vision(nn.Module):

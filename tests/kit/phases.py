@@ -37,8 +37,7 @@ class Net(nn.Module):
         self.head = nn.Linear(8, 4)
 
     def forward(self, points: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(torch.tanh(self.down(torch.tanh(self.up(points)))))) * 2
-        return logits
+        return self.head(self.norm(torch.tanh(self.down(torch.tanh(self.up(points)))))) * 2
 
 
 def net(norm: bool = False) -> ComposerClassifier:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_dist.distributed import register_tensor_codec
+from tests.kit.huggingface import llama
 
 
 class Int8Rows(Tensor):
@@ -67,7 +68,7 @@ class Int8Rows(Tensor):
 register_tensor_codec(
     Int8Rows,
     rows=["data8", "scales"],
-    to_dense=lambda tensor: tensor.dense(),  # type: ignore[attr-defined]
+    to_dense=lambda tensor: tensor.dense(),
     from_dense=lambda dense, like: Int8Rows.of(dense),
 )
 
@@ -84,11 +85,9 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def nf4_llama() -> Any:
     """A Llama whose projections are NF4."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2, "vocab_size": 16}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).eval()
+    model = llama(num_hidden_layers=1, **sizes).eval()
     for layer in model.model.layers.modules():
         if isinstance(layer, nn.Linear):
             layer.weight = nn.Parameter(quantize(layer.weight.detach(), "nf4"), requires_grad=False)
@@ -111,14 +110,13 @@ class Adapted(nn.Module):
         super().__init__()
         base = nn.Linear(columns, rows)
         base.weight = nn.Parameter(quantize(base.weight.detach(), kind), requires_grad=False)
-        base.weight.tag = "frozen"  # type: ignore[attr-defined]
+        base.weight.tag = "frozen"
         self.base = base.requires_grad_(False)
         self.down = nn.Linear(columns, 2, bias=False)
         self.up = nn.Linear(2, rows, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + self.up(self.down(x))
-        return out
+        return self.base(x) + self.up(self.down(x))
 
 
 class Stack(nn.Module):
@@ -135,5 +133,4 @@ class Stack(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = x + layer(x).tanh()
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)

@@ -53,8 +53,7 @@ class Toy(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
-        logits: Tensor = self.head(x * self.row * self.scale) + self.shift
-        return logits
+        return self.head(x * self.row * self.scale) + self.shift
 
 
 class Kinds(nn.Module):
@@ -74,8 +73,7 @@ class Kinds(nn.Module):
         x = x + self.attention(x, x, x)[0]
         x = self.norm(self.lstm(x)[0].transpose(1, 2))
         x = self.conv(x).mean(-1)
-        out: Tensor = self.head(x, x)
-        return out
+        return self.head(x, x)
 
 
 def built(make: Callable[[], nn.Module] = Toy, seed: int = 0, device: str = "cpu") -> Any:
@@ -141,8 +139,7 @@ class Stateful(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
-        logits: Tensor = self.head(x * self.scale) + self.shift
-        return logits
+        return self.head(x * self.scale) + self.shift
 
 
 def stateful(seed: int = 0) -> Stateful:

@@ -44,8 +44,7 @@ class Body(nn.Module):
         hidden = self.embed(ids)
         for layer in self.layers:
             hidden = hidden + torch.tanh(layer(hidden))
-        logits: Tensor = self.head(hidden) * 2  # a view as the output would make FSDP2 warn
-        return logits
+        return self.head(hidden) * 2  # a view as the output would make FSDP2 warn
 
 
 class Tagger(ComposerModel):

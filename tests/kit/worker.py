@@ -153,14 +153,7 @@ def _clean_slate(job: Job) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.resetwarnings()
             for action, message, category, module, line in job.filters:
-                warnings.filterwarnings(
-                    action,  # type: ignore[arg-type]
-                    message,
-                    category,
-                    module,
-                    line,
-                    append=True,
-                )
+                warnings.filterwarnings(action, message, category, module, line, append=True)
             yield
     finally:
         os.environ.clear()

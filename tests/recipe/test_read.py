@@ -191,7 +191,7 @@ def test_a_strategy_is_named_in_the_file_or_on_the_command_line(
     register_strategy("two_by_two", {"mesh": {"dp_replicate": 2, "dp_shard": 2}})
     own = read_configuration(file, ["parallelism=two_by_two"]).parallelism
     assert own is not None
-    assert own.mesh.sizes()["dp_replicate"] == 2  # type: ignore[union-attr]
+    assert own.mesh.sizes()["dp_replicate"] == 2
     assert "valid names: ddp, ddp_find_unused" in problems(file, "parallelism=zero3")[0]
 
 

@@ -71,5 +71,5 @@ def test_classes_are_balanced_also_in_what_is_held_out() -> None:
     )
     train, held = datasets(run, byte_tokenizer(), Path())
     assert held is not None
-    assert [int(sample["labels"]) for sample in held] == [0, 1] * 5  # type: ignore[attr-defined]
+    assert [int(sample["labels"]) for sample in held] == [0, 1] * 5
     assert sum(int(train[index]["labels"]) for index in range(1000)) == 500

@@ -30,7 +30,7 @@ def stall() -> None:
 def main(way: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts with "&"
     if way == "memory":
-        transport.Transport._copy = lambda *args: stall()  # type: ignore
+        transport.Transport._copy = lambda *args: stall()
     scatter, calls = sync._scatter, 0
 
     def third(*args: Any) -> int:
@@ -46,7 +46,7 @@ def main(way: str) -> None:
     sync._scatter = third
     with torch.device("meta" if RANK else "cpu"):
         model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-    parallelize_model(model, ParallelismConfig(transport=way, bucket_bytes=4096))  # type: ignore
+    parallelize_model(model, ParallelismConfig(transport=way, bucket_bytes=4096))
 
 
 if __name__ == "__main__":
@@ -56,5 +56,5 @@ if __name__ == "__main__":
         draw(display, text)
         drawn.set()
 
-    progress.PATIENCE, progress.Display._draw = 0.0, tell  # type: ignore
+    progress.PATIENCE, progress.Display._draw = 0.0, tell
     main(sys.argv[1])

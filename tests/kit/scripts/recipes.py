@@ -30,8 +30,7 @@ def start(file: Path, *overrides: str) -> Session:
 
 def logged(session: Session, name: str) -> list[float]:
     (memory,) = (one for one in session.trainer.logger.destinations if hasattr(one, "values"))
-    values: list[float] = memory.values(name)
-    return values
+    return memory.values(name)
 
 
 def losses_of(file: Path, *overrides: str) -> list[float]:
