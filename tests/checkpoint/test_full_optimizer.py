@@ -34,7 +34,7 @@ from tests.kit.compare import equal
 from tests.kit.decoder import Decoder
 from tests.kit.huggingface import gpt2
 from tests.kit.measure import messages
-from tests.kit.meshes import MODES
+from tests.kit.meshes import MESHES
 from tests.kit.runs import give_gradients, train_by_name
 from tests.kit.toy import built
 from tests.kit.world import World, run
@@ -98,7 +98,7 @@ def there_and_back(config: ParallelismConfig, kind: str, name: str, bucket_bytes
     return [*found, full_model_state(other), full_optimizer_state(other, fresh)]
 
 
-OFTEN = {"decoder": ["fsdp", "hsdp", "ddp", "tp"], "gpt2": []}
+OFTEN = {"decoder": ["fsdp2", "hsdp", "ddp", "tp"], "gpt2": []}
 """The others take as long, and are alike."""
 
 
@@ -108,13 +108,14 @@ OFTEN = {"decoder": ["fsdp", "hsdp", "ddp", "tp"], "gpt2": []}
     [
         pytest.param(kind, mode, marks=() if mode in OFTEN[kind] else pytest.mark.slow)
         for kind in MODELS
-        for mode in MODES
+        for mode in MESHES
+        if MESHES[mode][0] > 1
     ],
 )
 def test_state_is_that_of_one_process_and_training_goes_on_from_it(
     world2: World, world4: World, kind: str, mode: str
 ) -> None:
-    ranks, config = MODES[mode]
+    ranks, config = MESHES[mode]
     world = world2 if ranks == 2 else world4
     weights, state = reference(kind, "adamw", 2)
     later = reference(kind, "adamw", 3)
@@ -138,7 +139,7 @@ def test_state_is_that_of_one_process_and_training_goes_on_from_it(
 def test_other_optimizers_go_on_as_well(world2: World, name: str) -> None:
     weights, state = reference("decoder", name, 2)
     later = reference("decoder", name, 3)
-    found = world2(there_and_back, MODES["fsdp"][1], "decoder", name, 1 << 20)[0]
+    found = world2(there_and_back, MESHES["fsdp2"][1], "decoder", name, 1 << 20)[0]
     equal(found[0], weights)
     equal(found[1], state)
     equal(found[3], later[0])

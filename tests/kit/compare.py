@@ -14,6 +14,8 @@ from composer_dist.distributed import Preparation, parallelize_model, sampler_kw
 from composer_dist.distributed.prepared import named_buffers_canonical, named_parameters_canonical
 from tests.kit.models import batch
 
+Tensors = dict[str, Tensor]
+
 
 def full(value: Tensor) -> Tensor:
     """All of a tensor, a copy."""
@@ -23,41 +25,35 @@ def full(value: Tensor) -> Tensor:
     return value.clone()
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
+def values(model: nn.Module) -> Tensors:
     """Every parameter, buffer and tensor attribute by name, in full; tied ones under each name."""
     found = {name: full(p) for name, p in named_parameters_canonical(model, remove_duplicate=False)}
     found |= {name: b.clone() for name, b in named_buffers_canonical(model)}
     return found
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
+def weights(model: nn.Module) -> Tensors:
     """Every parameter in full, detached."""
-    return {
-        name: getattr(value, "full_tensor", lambda value=value: value)().detach().clone()
-        for name, value in model.named_parameters()
-    }
+    return {name: full(value) for name, value in named_parameters_canonical(model)}
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Bit-equal, dtype and layout of names included."""
+def grads(model: nn.Module) -> Tensors:
+    """Every gradient in full; a parameter without one is left out."""
+    return {name: full(p.grad) for name, p in named_parameters_canonical(model) if p.grad is not None}
+
+
+def same(found: Tensors, expected: Tensors) -> None:
+    """Bit-equal, dtype and names included."""
     assert sorted(found) == sorted(expected)
-    different = [
-        name
-        for name, value in expected.items()
-        if found[name].dtype != value.dtype or not torch.equal(found[name], value)
-    ]
+    different = [n for n, v in expected.items() if found[n].dtype != v.dtype or not torch.equal(found[n], v)]
     assert not different, different
 
 
-def close(
-    found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-5, atol: float = 1e-6
-) -> None:
+def close(found: Tensors, expected: Tensors, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Equal to rounding."""
     assert sorted(found) == sorted(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=f"{name}: {{}}".format)
 
 
 def equal(found: Any, expected: Any, path: str = "") -> None:
@@ -86,14 +82,6 @@ def alike(model: nn.Module, part: Callable[[Tensor], Tensor | None] = lambda p: 
     return all(torch.equal(one, everywhere[0]) for one in everywhere)
 
 
-def grads_equal(model: nn.Module, single: nn.Module) -> None:
-    expected = dict(single.named_parameters())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
 def part_of(x: Tensor, mesh: Any) -> Tensor:
     """This rank's rows of a batch."""
     data = sampler_kwargs(mesh)
@@ -102,20 +90,14 @@ def part_of(x: Tensor, mesh: Any) -> Tensor:
 
 def same_parameters(model: nn.Module, reference: nn.Module, *, gradients: bool = False) -> None:
     """Every parameter, or every gradient, equals the reference's to rounding."""
-    theirs = dict(named_parameters_canonical(model))
-    for name, parameter in reference.named_parameters():
-        expected, found = (p.grad if gradients else p.detach() for p in (parameter, theirs[name]))
-        assert (expected is None) == (found is None), name
-        if expected is not None:
-            torch.testing.assert_close(
-                full(found), expected, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
+    found, expected = (grads(one) if gradients else weights(one) for one in (model, reference))
+    close(found, expected, rtol=1e-4)
 
 
 @contextmanager
-def fails(kind: type[BaseException], *texts: str) -> Iterator[None]:
+def fails(kind: type[BaseException], *texts: str) -> Iterator[pytest.ExceptionInfo[BaseException]]:
     with pytest.raises(kind) as caught:
-        yield
+        yield caught
     for text in texts:
         assert text in str(caught.value), str(caught.value)
 
@@ -123,13 +105,11 @@ def fails(kind: type[BaseException], *texts: str) -> Iterator[None]:
 @contextmanager
 def fails_alike(kind: type[BaseException], *texts: str) -> Iterator[None]:
     """Every rank fails with the same message, which contains the texts."""
-    with pytest.raises(kind) as caught:
+    with fails(kind, *texts) as caught:
         yield
     shown: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shown, str(caught.value))
     assert shown == shown[:1] * len(shown)
-    for text in texts:
-        assert text in shown[0], shown[0]
 
 
 def assert_same_training(
@@ -153,16 +133,13 @@ def assert_same_training(
     reference = build()
     torch.manual_seed(3)
     model = build()
-    names = list(dict(model.named_parameters(remove_duplicate=False)))
-    ties = [
-        [n for n, q in model.named_parameters(remove_duplicate=False) if q is p] for p in model.parameters()
-    ]
+    named = list(model.named_parameters(remove_duplicate=False))
+    ties = [[name for name, other in named if other is one] for one in model.parameters()]
     if first is not None:
         first(model)
     optimizers = [optimizer(m.parameters(), lr=0.05) for m in (reference, model)]
-    done = parallelize_model(
-        model, config() if callable(config) else config, optimizers[1], fsdp_wrap_policy=policy
-    )
+    config = config() if callable(config) else config
+    done = parallelize_model(model, config, optimizers[1], fsdp_wrap_policy=policy)
     assert done.model is model
     for step in range(3):
         x = batch(reference, step)
@@ -180,7 +157,7 @@ def assert_same_training(
             one.zero_grad()
         same_parameters(model, reference)
     now = dict(named_parameters_canonical(model, remove_duplicate=False))
-    assert list(now) == names
+    assert list(now) == list(dict(named))
     for tie in ties:
         assert len({id(now[name]) for name in tie}) == 1
     return done

@@ -10,15 +10,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_dist import _torch
 from composer_dist.distributed.training.averaging import average_plain_gradients
-
-Grads = dict[str, torch.Tensor | None]
+from tests.kit import compare
+from tests.kit.compare import Tensors, close
+from tests.kit.meshes import mesh_of
 
 
 @dataclass
@@ -77,39 +76,18 @@ def loss_of(result: Any) -> torch.Tensor:
     return result.logits.mean() + result.extra["square"].mean()
 
 
-def full(grad: torch.Tensor | None) -> torch.Tensor | None:
-    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+def grads(model: nn.Module) -> Tensors:
+    return {name.removeprefix("module."): value for name, value in compare.grads(model).items()}
 
 
-def grads(model: nn.Module) -> Grads:
-    return {
-        name.removeprefix("module."): full(p.grad).clone() if p.grad is not None else None
-        for name, p in model.named_parameters()
-    }
-
-
-def reference(model: nn.Module, batches: list[torch.Tensor], **kwargs: Any) -> Grads:
+def reference(model: nn.Module, batches: list[torch.Tensor], **kwargs: Any) -> Tensors:
     for x in batches:
         loss_of(model(x, **kwargs)).backward()
     return grads(model)
 
 
-def assert_grads(model: nn.Module, expected: Grads) -> None:
-    actual = grads(model)
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        if value is None:
-            assert actual[name] is None, name
-        else:
-            torch.testing.assert_close(actual[name], value, msg=lambda text, n=name: f"{n}: {text}")
-
-
-def mesh_for(kind: str) -> DeviceMesh:
-    if kind == "hsdp":
-        world = dist.get_world_size()
-        names = ("dp_replicate", "dp_shard")
-        return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names)
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+def assert_grads(model: nn.Module, expected: Tensors) -> None:
+    close(grads(model), expected, rtol=1.3e-6, atol=1e-5)
 
 
 def prepared(kind: str, reshard: bool | int = True) -> tuple[nn.Module, nn.Module]:
@@ -121,7 +99,7 @@ def prepared(kind: str, reshard: bool | int = True) -> tuple[nn.Module, nn.Modul
         return DistributedDataParallel(model), copied
     if kind == "replicate":
         return _torch.replicate(model), copied
-    mesh = mesh_for(kind)
+    mesh = mesh_of(2 if kind == "hsdp" else 1)
     plain = {name: p for name, p in model.named_parameters() if is_plain(name)}
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params={*plain.values()})
@@ -143,18 +121,16 @@ def collectives() -> Iterator[list[str]]:
     """The names of the gradient collectives that run inside."""
     calls: list[str] = []
 
-    def recording(name: str) -> Any:
-        original = getattr(dist, name)
-
+    def recorded(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             calls.append(name)
             return original(*args, **kwargs)
 
-        return call
+        original = getattr(dist, name)
+        return mock.patch.object(dist, name, call)
 
-    wanted = ("all_reduce", "reduce_scatter_single", "reduce_scatter_tensor")
     with contextlib.ExitStack() as stack:
-        for name in wanted:
+        for name in ("all_reduce", "reduce_scatter_single", "reduce_scatter_tensor"):
             if hasattr(dist, name):
-                stack.enter_context(mock.patch.object(dist, name, recording(name)))
+                stack.enter_context(recorded(name))
         yield calls

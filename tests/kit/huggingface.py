@@ -70,8 +70,7 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
     "embedding": _peft("Lora", r=4, target_modules=["embed_tokens", "v_proj"], **CAUSAL),
     "tokens": _peft("Lora", r=4, trainable_token_indices=[1, 5], **CAUSAL),
     "bias_all": _peft("Lora", r=4, bias="all", target_modules=["c_attn"], fan_in_fan_out=True),
-    "bias_lora_only": _peft("Lora", r=4, bias="lora_only", target_modules=["c_attn"], fan_in_fan_out=True
-    ),
+    "bias_lora_only": _peft("Lora", r=4, bias="lora_only", target_modules=["c_attn"], fan_in_fan_out=True),
     "ia3": _peft("IA3", init_ia3_weights=False, **CAUSAL),
     "adalora": _peft("AdaLora", total_step=10, **CAUSAL),
     "vera": _peft("Vera", r=4, **CAUSAL),

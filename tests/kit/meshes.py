@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
@@ -97,6 +97,14 @@ def layouts() -> list[Layout]:
                 if dim is None or (shape[dim] % groups == 0 and shape[dim]):
                     found.append(Layout(shape, rows, dim, groups))
     return found
+
+
+def mesh_of(replicas: int) -> DeviceMesh:
+    """All ranks, sharded within each of this many replicas."""
+    world = dist.get_world_size()
+    if replicas == 1:
+        return init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    return init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def awkward_tensors(dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[tuple[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ from composer_dist.distributed import clip_grad_norm, no_sync, parallelize_model
 from composer_dist.distributed.replication.apply import DDPSyncStrategy, ddp_sync_context
 from composer_dist.distributed.replication.reducer import replica_of
 from composer_dist.errors import ParallelismRuntimeError
-from tests.kit.compare import alike, close, fails, grads_equal, values
+from tests.kit.compare import alike, close, fails, same_parameters, values
 from tests.kit.meshes import ddp, mine
 from tests.kit.models import M
 from tests.kit.toy import EXPECTED, Choices, built, choice_gradients
@@ -37,19 +37,19 @@ def accumulates() -> None:
     model(mine(batches[2])).square().mean().backward()
     for x in batches:
         single(x).square().mean().backward()
-    grads_equal(model, single)
+    same_parameters(model, single, gradients=True)
     norm = clip_grad_norm(model, 0.01)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(single.parameters(), 0.01))
-    grads_equal(model, single)
+    same_parameters(model, single, gradients=True)
     with no_sync(model, enabled=False):
         model(mine(batches[0])).square().mean().backward()
     single(batches[0]).square().mean().backward()
-    grads_equal(model, single)
+    same_parameters(model, single, gradients=True)
     with no_sync(model):  # a forward inside, its backward outside
         loss = model(mine(batches[1])).square().mean()
     loss.backward()
     single(batches[1]).square().mean().backward()
-    grads_equal(model, single)
+    same_parameters(model, single, gradients=True)
 
 
 @pytest.mark.promise(33)
@@ -73,7 +73,7 @@ def by_method(**options: Any) -> None:
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
         model.training_step(mine(x)).backward()
         single(x).square().mean().backward()
-        grads_equal(model[0], single)
+        same_parameters(model[0], single, gradients=True)
 
 
 @pytest.mark.promise(35)
@@ -128,7 +128,7 @@ def unused() -> None:
             one.zero_grad()
             one(batch, both).square().mean().backward()
         if both:
-            grads_equal(model, single)
+            same_parameters(model, single, gradients=True)
         assert (model.second.weight.grad is None) == (not both)
 
 
@@ -293,7 +293,7 @@ def two_losses(kind: str, **options: Any) -> list[bool]:
         assert alike(model, lambda p: p.grad)
         for output in single(x):
             output.square().mean().backward(retain_graph=True)
-        grads_equal(model, single)
+        same_parameters(model, single, gradients=True)
     return between
 
 

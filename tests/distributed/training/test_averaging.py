@@ -23,11 +23,11 @@ from tests.kit.gradients import (
     grads,
     is_plain,
     loss_of,
-    mesh_for,
     mine,
     prepared,
     reference,
 )
+from tests.kit.meshes import mesh_of
 from tests.kit.world import World
 
 
@@ -145,7 +145,7 @@ def checkpointed(reshard: bool | int) -> None:
     model = Toy()
     single = copy.deepcopy(model)
     plain = {name: p for name, p in model.named_parameters() if is_plain(name)}
-    mesh = mesh_for("fsdp")
+    mesh = mesh_of(1)
     for block in model.blocks:
         checkpoint_modules(block, [""], "composable", {})
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params={*plain.values()})
