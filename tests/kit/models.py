@@ -285,6 +285,15 @@ class Composers(nn.Module):
         return self.m5(self.m2(x))
 
 
+def composers(ties: dict[str, str]) -> Composers:
+    """Composer's nested model, in which each `target` is the parameter `source`."""
+    model = Composers()
+    for target, source in ties.items():
+        owner, _, key = target.rpartition(".")
+        setattr(model.get_submodule(owner), key, model.get_parameter(source))
+    return model
+
+
 def batch(model: nn.Module, step: int = 0) -> Tensor:
     """`(ROWS, LENGTH)` tokens or `(ROWS, width)` numbers, whatever the model takes."""
     generator = torch.Generator().manual_seed(step)

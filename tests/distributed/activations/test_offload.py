@@ -15,7 +15,7 @@ from composer_dist.distributed.activations import recompute as activation_checkp
 from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit import compare, models
-from tests.kit.planning import BLOCKS, Dropping, checkpointed, dropping_gradients
+from tests.kit.planning import BLOCKS, checkpointed, dropping_gradients
 from tests.kit.world import World
 
 
@@ -81,14 +81,6 @@ def test_a_saved_tensor_changed_in_place_is_noticed() -> None:
     output = model(torch.ones(2, requires_grad=True))
     with pytest.raises(ParallelismRuntimeError, match=r"shape \(2,\) .* changed in place"):
         output.sum().backward()
-
-
-@pytest.mark.promise(29)
-def test_pinning_without_an_accelerator_is_refused() -> None:
-    with mock.patch("torch.accelerator.is_available", return_value=False):
-        with pytest.raises(ParallelismRuntimeError, match="pin_memory=True needs an accelerator"):
-            checkpoint_modules(Dropping(), BLOCKS, "offload", {"pin_memory": True})
-        checkpoint_modules(Dropping(), BLOCKS, "offload", {})
 
 
 @pytest.mark.promise(86)

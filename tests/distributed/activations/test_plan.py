@@ -15,8 +15,7 @@ from composer_dist.distributed.forwards import is_checkpointed
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
 from tests.kit import models
-
-BLOCKS = ["layers.0", "layers.1", "layers.2"]
+from tests.kit.planning import BLOCKS
 
 
 def _plan(model: nn.Module, check_fn: Any = None, **config: Any) -> tuple[Checkpointed, ...]:
@@ -47,9 +46,8 @@ def test_blocks_are_the_default_once_checkpointing_is_on() -> None:
 )
 def test_composer_s_flags(flags: dict[str, bool], mode: str, options: dict[str, Any]) -> None:
     found = _plan(models.B(), fsdp2=FSDP2Config(**flags))
-    assert [(one.module, one.mode, dict(one.options)) for one in found] == [
-        (n, mode, options) for n in BLOCKS
-    ]
+    expected = [(name, mode, options) for name in BLOCKS]
+    assert [(one.module, one.mode, dict(one.options)) for one in found] == expected
 
 
 @pytest.mark.promise(86)
@@ -60,9 +58,8 @@ def test_a_check_function_or_attributes_choose() -> None:
     model = models.B()
     model.layers[1]._activation_checkpointing = True
     found = _plan(model, activation_checkpointing=True)
-    assert [(one.module, one.reason) for one in found] == [
-        ("layers.1", "an attribute of the model asks for it")
-    ]
+    (one,) = found
+    assert (one.module, one.reason) == ("layers.1", "an attribute of the model asks for it")
 
 
 @pytest.mark.promise(86)
@@ -84,15 +81,17 @@ def test_rules_come_first_and_can_say_no() -> None:
         "layers.1": ("wrapped", "rule 'layers.1'"),
         "layers.2": ("composable", "it is a block"),
     }
-    assert [one.module for one in _plan(models.B(), rules=[Rule("layers", act_ckpt=True)][:0])] == []
 
 
 @pytest.mark.promise(27)
 def test_an_unknown_mode_lists_the_modes() -> None:
     with pytest.raises(ParallelismValueError, match="'composable', 'wrapped', 'offload'"):
-        _plan(models.B(), activation_checkpointing="composible")
-    with pytest.warns(UserWarning, match="Taking 'composable'"):
-        assert len(_plan(models.B(), activation_checkpointing="composible", strict=False)) == 3
+        _plan(models.B(), activation_checkpointing="partial")
+    with pytest.raises(ParallelismValueError, match="Did you mean 'wrapped'"):
+        _plan(models.B(), activation_checkpointing=("wraped", {}))
+    with pytest.warns(UserWarning, match="'partial'.*Taking 'composable'"):
+        found = _plan(models.B(), activation_checkpointing=("partial", {"a": 1}), strict=False)
+    assert [(one.mode, dict(one.options)) for one in found] == [("composable", {})] * 3
 
 
 def test_the_plan_is_carried_out() -> None:
@@ -113,9 +112,8 @@ def test_every_nth_block_beginning_with_the_first() -> None:
     assert found == tuple(
         Checkpointed(name, "composable", reason, {"early_stop": False}) for name in ("layers.0", "layers.2")
     )
-    assert [one.module for one in _plan(models.B(), activation_checkpointing=("offload", {"every": 3}))] == [
-        "layers.0"
-    ]
+    (one,) = _plan(models.B(), activation_checkpointing=("offload", {"every": 3}))
+    assert one.module == "layers.0"
 
 
 @pytest.mark.promise(26)
@@ -157,29 +155,19 @@ def test_options_come_from_yaml() -> None:
 def test_functions_among_the_options_have_one_spelling_on_every_rank() -> None:
     def context() -> None: ...
 
-    plan = plan_parallelism(
-        models.B(), ParallelismConfig(activation_checkpointing=("composable", {"context_fn": context}))
-    )
+    config = ParallelismConfig(activation_checkpointing=("composable", {"context_fn": context}))
+    plan = plan_parallelism(models.B(), config)
     (one, *_) = plan.to_dict()["activations"]["modules"]
     assert one["options"] == {"context_fn": context.__qualname__}
 
 
 @pytest.mark.promise(27)
-@pytest.mark.parametrize(
-    ("rules", "says"),
-    [
-        ([Rule("", act_ckpt="wrapped")], "the root cannot be wrapped, for nothing holds it"),
-        ([Rule("layers.1", act_ckpt=("selective", {"svae": []}))], "no option 'svae'; it has .*save"),
-    ],
-)
-def test_what_cannot_be_checkpointed_is_named_when_planned(rules: list[Rule], says: str) -> None:
-    with pytest.raises(ParallelismValueError, match=says):
-        _plan(models.B(), rules=rules)
-
-
-@pytest.mark.promise(27)
-def test_what_is_checkpointed_already_is_named_when_planned() -> None:
+def test_what_cannot_be_checkpointed_is_named_when_planned() -> None:
     model = models.B()
+    with pytest.raises(ParallelismValueError, match="the root cannot be wrapped, for nothing holds it"):
+        _plan(model, rules=[Rule("", act_ckpt="wrapped")])
+    with pytest.raises(ParallelismValueError, match="no option 'svae'; it has .*save"):
+        _plan(model, rules=[Rule("layers.1", act_ckpt=("selective", {"svae": []}))])
     apply_ac(model, True, False, lambda module: module is model.layers[1])
     with pytest.raises(ParallelismValueError, match="'layers.1' is checkpointed already"):
         _plan(model, activation_checkpointing=True)

@@ -7,20 +7,18 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from composer_dist.config.fully_shard import flagged_activations
 from composer_dist.distributed import apply_ac, named_parameters_canonical
 from composer_dist.distributed.activations.options import ac_mode
 from composer_dist.distributed.activations.recompute import checkpoint_modules, checkpointed_modules
 from composer_dist.distributed.forwards import is_checkpointed
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from tests.kit.compare import same, same_parameters
 from tests.kit.huggingface import dropping_gpt2, llama
-from tests.kit.planning import Dropping, DroppingBlock, checkpointed, dropping_gradients, ids
+from tests.kit.meshes import mine
+from tests.kit.planning import BLOCKS, Dropping, DroppingBlock, checkpointed, dropping_gradients, ids
+from tests.kit.toy import sharded
 from tests.kit.world import World
 
 MODES: list[Any] = [
@@ -34,38 +32,19 @@ MODES: list[Any] = [
     "selective",
     ("wrapped", {"save": ["aten.addmm"]}),
 ]
-BLOCKS = ["layers.0", "layers.1", "layers.2"]
 
 
-def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), name
-
-
-@pytest.mark.promise(26)
+@pytest.mark.promise(26, 28)
 @pytest.mark.parametrize("value", MODES, ids=str)
-def test_gradients_equal_those_without_and_dropout_repeats(value: Any) -> None:
+def test_every_mode_gives_the_same_gradients_under_the_same_names(value: Any) -> None:
     model, plain = checkpointed(value)
-    assert_same(dropping_gradients(model), dropping_gradients(plain))
+    same(dropping_gradients(model), dropping_gradients(plain))
     runs = 1 if value == "offload" else 2
     assert [layer.calls for layer in model.layers] == [runs] * 3
     assert [layer.calls for layer in plain.layers] == [1] * 3
-
-
-@pytest.mark.promise(26)
-@pytest.mark.parametrize("value", MODES, ids=str)
-def test_no_grad_runs_forward_once(value: Any) -> None:
-    model, plain = checkpointed(value)
     with torch.no_grad():
         assert torch.equal(model.eval()(ids()), plain.eval()(ids()))
-    assert [layer.calls for layer in model.layers] == [1] * 3
-
-
-@pytest.mark.promise(28)
-@pytest.mark.parametrize("value", MODES, ids=str)
-def test_names_are_the_users(value: Any) -> None:
-    model, plain = checkpointed(value)
+    assert [layer.calls for layer in model.layers] == [runs + 1] * 3
     assert dict(named_parameters_canonical(model)).keys() == dict(plain.named_parameters()).keys()
     assert model.state_dict().keys() == plain.state_dict().keys()
     renamed = any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
@@ -84,7 +63,7 @@ def test_composable_keeps_objects_signatures_and_deep_copies() -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    assert_same(dropping_gradients(copied), dropping_gradients(plain))
+    same(dropping_gradients(copied), dropping_gradients(plain))
     assert [layer.calls for layer in copied.layers] == [2] * 3
 
 
@@ -99,7 +78,7 @@ def test_two_backwards_over_one_forward(value: str) -> None:
         output.square().mean().backward()
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     named = named_parameters_canonical(model)
-    assert_same({name: p.grad for name, p in named if p.grad is not None}, expected)
+    same({name: p.grad for name, p in named if p.grad is not None}, expected)
 
 
 @pytest.mark.promise(26)
@@ -109,14 +88,14 @@ def test_hooks_of_the_user_run_once_and_may_change_inputs() -> None:
         each.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
         each.layers[1].register_forward_hook(lambda module, args, output: output * 3)
     checkpoint_modules(model, BLOCKS, "composable", {})
-    assert_same(dropping_gradients(model), dropping_gradients(plain))
+    same(dropping_gradients(model), dropping_gradients(plain))
 
 
 @pytest.mark.promise(26)
 @pytest.mark.parametrize("value", MODES, ids=str)
 def test_nested_modules(value: Any) -> None:
     model, plain = checkpointed(value, [*BLOCKS, "layers.0.mlp", "layers.0.mlp.0"])
-    assert_same(dropping_gradients(model), dropping_gradients(plain))
+    same(dropping_gradients(model), dropping_gradients(plain))
 
 
 @pytest.mark.promise(26)
@@ -127,7 +106,7 @@ def test_a_module_under_two_names_is_wrapped_as_one() -> None:
     plain.load_state_dict(model.state_dict())
     checkpoint_modules(model, ["layers.0"], "wrapped", {})
     assert model.layers[3] is model.layers[0]
-    assert_same(dropping_gradients(model), dropping_gradients(plain))
+    same(dropping_gradients(model), dropping_gradients(plain))
 
 
 @pytest.mark.promise(26)
@@ -139,7 +118,7 @@ def test_an_error_in_forward_leaves_nothing_open(value: Any) -> None:
         model(ids())
     for layer in model.layers:
         layer.calls = 0
-    assert_same(dropping_gradients(model), dropping_gradients(plain))
+    same(dropping_gradients(model), dropping_gradients(plain))
 
 
 # Modes
@@ -163,30 +142,6 @@ def test_an_error_in_forward_leaves_nothing_open(value: Any) -> None:
 )
 def test_every_spelling_of_a_mode(value: Any, expected: Any) -> None:
     assert ac_mode(value) == expected
-
-
-@pytest.mark.promise(86)
-@pytest.mark.parametrize(
-    ("checkpointing", "offload", "expected"),
-    [
-        (False, False, None),
-        (True, False, ("composable", {})),
-        (False, True, ("offload", {})),
-        (True, True, ("composable", {"offload": True})),
-    ],
-)
-def test_composers_flags(checkpointing: bool, offload: bool, expected: Any) -> None:
-    assert ac_mode(flagged_activations(checkpointing, offload)) == expected
-
-
-@pytest.mark.promise(27)
-def test_an_unknown_mode_is_refused_or_warned_about() -> None:
-    with pytest.raises(ParallelismValueError, match="'composable', 'wrapped', 'offload'"):
-        ac_mode("partial")
-    with pytest.raises(ParallelismValueError, match="Did you mean 'wrapped'"):
-        ac_mode(("wraped", {}))
-    with pytest.warns(UserWarning, match="'partial'.*Taking 'composable'"):
-        assert ac_mode(("partial", {"a": 1}), strict=False) == ("composable", {})
 
 
 @pytest.mark.promise(27)
@@ -225,7 +180,7 @@ def test_faults_are_all_named_before_anything_changes() -> None:
     with pytest.raises(ParallelismValueError, match="no module 'x'.*root.*'layers.0' is check"):
         checkpoint_modules(model, ["layers.1", "x", "", "layers.0"], "wrapped", {})
     assert [is_checkpointed(layer) for layer in model.layers] == [True, False, False]
-    assert_same(dropping_gradients(model), dropping_gradients(plain))
+    same(dropping_gradients(model), dropping_gradients(plain))
 
 
 # Which modules
@@ -270,13 +225,6 @@ def test_a_container_stands_for_its_children() -> None:
 
 
 @pytest.mark.promise(86)
-def test_check_fn_without_checkpointing_or_offload_is_an_error() -> None:
-    with pytest.raises(ParallelismValueError, match="activation_checkpointing_check_fn"):
-        apply_ac(Dropping(), False, False, is_block)
-    apply_ac(Dropping(), False, False)
-
-
-@pytest.mark.promise(86)
 @pytest.mark.parametrize(
     ("checkpointing", "offload", "runs"), [(True, False, 2), (True, True, 2), (False, True, 1)]
 )
@@ -285,12 +233,15 @@ def test_apply_ac_runs_a_block_twice(checkpointing: bool, offload: bool, runs: i
     model = Dropping()
     plain = copy.deepcopy(model)
     apply_ac(model, checkpointing, offload, is_block, mode=mode)
-    assert_same(dropping_gradients(model), dropping_gradients(plain))
+    same(dropping_gradients(model), dropping_gradients(plain))
     assert [layer.calls for layer in model.layers] == [runs] * 3
 
 
 @pytest.mark.promise(86)
-def test_apply_ac_warns_where_nothing_is_marked() -> None:
+def test_apply_ac_warns_where_nothing_is_marked_and_refuses_a_check_fn_alone() -> None:
+    with pytest.raises(ParallelismValueError, match="activation_checkpointing_check_fn"):
+        apply_ac(Dropping(), False, False, is_block)
+    apply_ac(Dropping(), False, False)
     with pytest.warns(UserWarning, match="No module is marked"):
         apply_ac(Dropping(), True, False)
 
@@ -298,24 +249,16 @@ def test_apply_ac_warns_where_nothing_is_marked() -> None:
 # Sharded
 
 
-def sharded(value: Any, reshard: bool | int) -> None:
+def train_sharded(value: Any, reshard: bool | int) -> None:
     model, plain = checkpointed(value)
-    plain = plain.eval()
-    model.eval()
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh)
-    rank = dist.get_rank()
+    sharded(model.eval(), reshard_after_forward=reshard)
+    plain.eval()
     for step in range(2):
         model.zero_grad()
         plain.zero_grad()
         plain(ids() // (step + 1)).square().mean().backward()
-        model((ids() // (step + 1)).chunk(2)[rank]).square().mean().backward()
-        expected = dict(plain.named_parameters())
-        for name, p in named_parameters_canonical(model):
-            assert isinstance(p.grad, DTensor)
-            torch.testing.assert_close(p.grad.full_tensor(), expected[name].grad)
+        model(mine(ids() // (step + 1))).square().mean().backward()
+        same_parameters(model, plain, gradients=True)
     runs = 2 if value == "offload" else 4
     assert [layer.calls for layer in model.layers] == [runs] * 3
 
@@ -324,7 +267,7 @@ def sharded(value: Any, reshard: bool | int) -> None:
 @pytest.mark.parametrize("value", MODES[::2], ids=str)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_under_fully_shard(world2: World, value: Any, reshard: bool) -> None:
-    world2(sharded, value, reshard)
+    world2(train_sharded, value, reshard)
 
 
 # Hugging Face
@@ -354,12 +297,9 @@ def test_models_with_a_cache_recompute_the_same(build: Any, mode: Any) -> None:
         output = each(input_ids=ids(), labels=ids(), use_cache=True)
         output.loss.backward()
         results.append({n: p.grad for n, p in named_parameters_canonical(each) if p.grad is not None})
-    assert_same(*results)
-    tokens = [
-        each.eval().generate(ids(), max_new_tokens=4, do_sample=False, pad_token_id=0)
-        for each in (model, plain)
-    ]
-    assert torch.equal(*tokens)
+    same(*results)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(*(each.eval().generate(ids(), **options) for each in (model, plain)))
 
 
 @pytest.mark.promise(26)

@@ -160,18 +160,6 @@ def test_selective_keeps_more_than_full_and_less_than_none() -> None:
 
 
 @pytest.mark.promise(26)
-def test_backward_may_run_twice() -> None:
-    results = []
-    for each in two_blocks("selective"):
-        torch.manual_seed(5)
-        output = each(torch.randn(4, 6, 8))
-        output.mean().backward(retain_graph=True)
-        output.square().mean().backward()
-        results.append([p.grad for p in each.parameters()])
-    same(*results)
-
-
-@pytest.mark.promise(26)
 def test_a_saved_result_changed_in_place_is_noticed() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:

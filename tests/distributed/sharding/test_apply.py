@@ -191,10 +191,7 @@ def _wrapped(
     """Composer's nested model, tied and wrapped: its units, plain parameters and resharding."""
 
     def build() -> nn.Module:
-        model = models.Composers()
-        for target, source in ties.items():
-            owner, _, key = target.rpartition(".")
-            setattr(model.get_submodule(owner), key, model.get_parameter(source))
+        model = models.composers(ties)
         for name, value in attributes.items():
             model.get_submodule(name)._fsdp_wrap = value
         if chosen is not None:

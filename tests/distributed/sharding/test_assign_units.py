@@ -30,16 +30,6 @@ def _units(model: nn.Module, *rules: Rule, policy: Any = None) -> dict[str, list
     return {group.modules[0]: group.parameters for group in _assign(model, *rules, policy=policy).groups}
 
 
-def _composers(**ties: str) -> nn.Module:
-    """Composer's nested model with `module_parameter="source.parameter"` ties."""
-    model = models.Composers()
-    for target, source in ties.items():
-        owner, _, key = target.replace("_", ".").rpartition(".")
-        parameter = model.get_parameter(source)
-        model.get_submodule(owner)._parameters[key] = parameter
-    return model
-
-
 def test_every_parameter_has_one_home() -> None:
     for build in (models.B, models.tied, models.bert, models.EncoderDecoder, models.dtypes):
         model = build()
@@ -62,15 +52,13 @@ def test_a_tie_goes_to_the_nearest_common_unit() -> None:
     units = _units(models.tied())
     assert units[""] == ["embed.weight", "norm.weight", "norm.bias"]
     assert _units(models.EncoderDecoder())[""] == ["shared.weight"]
-    bert = _units(models.bert())
-    assert {"embed.weight", "head.bias"} <= set(bert[""])
-
-
-@pytest.mark.promise(22)
-def test_ties_across_repeated_blocks_leave_the_blocks_alone() -> None:
+    assert {"embed.weight", "head.bias"} <= set(_units(models.bert())[""])
     units = _units(models.tied_blocks())
     assert {"layers.0.norm.weight", "layers.0.norm.bias"} <= set(units[""])
     assert len(units["layers.0"]) == len(units["layers.2"]) == len(units["layers.1"]) - 2
+
+
+A, B, C, PARENT = "m2.a.weight", "m2.b.weight", "m5.a.weight", "m2.weight"
 
 
 @pytest.mark.promise(22)
@@ -95,10 +83,8 @@ def test_units_with_other_options_are_not_joined() -> None:
 
 @pytest.mark.promise(22)
 def test_joined_units_absorb_what_lies_inside_them() -> None:
-    model = models.Composers()
-    model.m5.b.weight = model.m2.a.weight
-    model.m2.weight = nn.Parameter(torch.randn(10, 10))
-    model.m5.weight = model.m2.weight
+    model = models.composers({"m5.b.weight": A})
+    model.m2.weight = model.m5.weight = nn.Parameter(torch.randn(10, 10))
     rules = [Rule(name, shard=True) for name in ("m2.a", "m2", "m5.b", "m5")]
     groups = {tuple(group.modules): group.parameters for group in _assign(model, *rules).groups}
     assert groups[("m2", "m5")][:1] == ["m2.weight"]
@@ -113,20 +99,20 @@ def test_joined_units_absorb_what_lies_inside_them() -> None:
     [
         ({}, ["", "m2", "m5"], {"m2.a.weight": "m2", "m5.b.bias": "m5"}),
         # Composer refuses these; here each tie lies in the nearest unit that has all its owners.
-        ({"m2_b_weight": "m2.a.weight"}, ["", "m2.a", "m2.b"], {"m2.a.weight": "", "m2.a.bias": "m2.a"}),
-        ({"m2_b_weight": "m2.a.weight"}, ["", "m2.a"], {"m2.a.weight": "", "m2.a.bias": "m2.a"}),
-        ({"m2_b_weight": "m2.a.weight"}, ["", "m2"], {"m2.a.weight": "m2"}),
-        ({"m5_a_weight": "m2.a.weight"}, ["", "m2"], {"m2.a.weight": "", "m2.b.weight": "m2"}),
-        ({"m5_a_weight": "m2.a.weight"}, [""], {"m2.a.weight": ""}),
-        ({"m2_weight": "m2.a.weight"}, ["", "m2"], {"m2.weight": "m2"}),
-        ({"m2_weight": "m2.a.weight"}, ["", "m2", "m2.a"], {"m2.weight": "m2", "m2.a.bias": "m2.a"}),
-        ({"m2_weight": "m2.a.weight"}, ["", "m2.a"], {"m2.weight": "", "m2.a.bias": "m2.a"}),
-        ({"m2_weight": "m2.a.weight", "m5_a_weight": "m2.a.weight"}, ["", "m2"], {"m2.weight": ""}),
-        ({"m2_a_bias": "m2.b.bias"}, ["", "m2.a", "m2.b"], {"m2.a.bias": "", "m2.b.weight": "m2.b"}),
+        ({B: A}, ["", "m2.a", "m2.b"], {A: "", "m2.a.bias": "m2.a"}),
+        ({B: A}, ["", "m2.a"], {A: "", "m2.a.bias": "m2.a"}),
+        ({B: A}, ["", "m2"], {A: "m2"}),
+        ({C: A}, ["", "m2"], {A: "", B: "m2"}),
+        ({C: A}, [""], {A: ""}),
+        ({PARENT: A}, ["", "m2"], {PARENT: "m2"}),
+        ({PARENT: A}, ["", "m2", "m2.a"], {PARENT: "m2", "m2.a.bias": "m2.a"}),
+        ({PARENT: A}, ["", "m2.a"], {PARENT: "", "m2.a.bias": "m2.a"}),
+        ({PARENT: A, C: A}, ["", "m2"], {PARENT: ""}),
+        ({"m2.a.bias": "m2.b.bias"}, ["", "m2.a", "m2.b"], {"m2.a.bias": "", B: "m2.b"}),
     ],
 )
 def test_composer_s_ties(ties: dict[str, str], wrapped: list[str], homes: dict[str, str]) -> None:
-    model = _composers(**ties)
+    model = models.composers(ties)
     units = _units(model, *[Rule(name, shard=True) for name in wrapped])
     found = {parameter: name for name, parameters in units.items() for parameter in parameters}
     assert {name: found[name] for name in homes} == homes
@@ -135,11 +121,8 @@ def test_composer_s_ties(ties: dict[str, str], wrapped: list[str], homes: dict[s
 
 @pytest.mark.promise(84)
 def test_a_tie_that_leads_out_of_all_units_stays_whole() -> None:
-    model = _composers(m5_a_weight="m2.a.weight")
-    assignment = _assign(model, Rule("m2", shard=True))
-    assert assignment.plain["m2.a.weight"] == (
-        "no unit contains it (Rule('', shard=True) makes the root one)"
-    )
+    assignment = _assign(models.composers({C: A}), Rule("m2", shard=True))
+    assert assignment.plain[A] == "no unit contains it (Rule('', shard=True) makes the root one)"
     assert [group.modules for group in assignment.groups] == [["m2"]]
 
 
@@ -158,16 +141,13 @@ def test_parameterless_modules_are_skipped_with_the_reason() -> None:
     assert assignment.skipped["head"] == "outer units hold all of its parameters, or they stay plain"
 
 
-def test_scalars_and_empty_parameters_stay_whole() -> None:
+def test_scalars_empty_parameters_and_ties_with_replicated_modules_stay_whole() -> None:
     model = models.scalar()
     model.nothing = nn.Parameter(torch.empty(0, 3))
     plain = dict(_assign(model).plain)
     assert plain.pop("nothing") == "it is empty"
     assert set(plain.values()) == {"a scalar has no dimension to shard"}
     assert list(plain) == [f"layers.{i}.gain" for i in range(3)]
-
-
-def test_a_tie_with_a_replicated_module_stays_whole() -> None:
     assignment = _assign(models.tied(), Rule("head", shard=False))
     assert dict(assignment.plain) == {"embed.weight": "rule 'head' leaves it replicated"}
 
@@ -180,35 +160,24 @@ def test_dtypes_are_split_by_submodule() -> None:
     assert inner.split
     assert inner.parameters == ["layers.0.norm.weight", "layers.0.norm.bias"]
     assert inner.choice.reason == "it trains float64 where layers.0 trains float32"
-    names = [group.modules[0] for group in assignment.groups]
-    assert names.index("layers.0") < names.index("layers.0.norm")
-
-
-def test_the_outermost_submodule_of_one_dtype_is_split_off() -> None:
-    model = models.B(blocks=2)
-    model.layers[0].attention.bfloat16()
-    assert "layers.0.attention" in _units(model)
-
-
-def test_a_module_s_own_parameter_keeps_its_module_and_the_others_move() -> None:
-    units = _units(models.own_dtype())
-    assert units["layers.0"] == ["layers.0.scale"]
-    assert units["layers.0.linear"] == ["layers.0.linear.weight", "layers.0.linear.bias"]
-
-
-def test_options_follow_into_a_split() -> None:
+    assert list(groups).index("layers.0") < list(groups).index("layers.0.norm")
+    # Options follow.
     rule = Rule(r"re:layers\.\d", shard=True, reshard_after_forward=False)
     groups = {group.modules[0]: group for group in _assign(models.dtypes(), rule).groups}
     assert groups["layers.1.norm"].choice.options == {"reshard_after_forward": False}
 
 
-def test_frozen_parameters_of_another_dtype_stay_in_the_unit() -> None:
+def test_which_parameters_a_split_moves() -> None:
+    model = models.B(blocks=2)
+    model.layers[0].attention.bfloat16()
+    assert "layers.0.attention" in _units(model)  # the outermost submodule of one dtype
+    units = _units(models.own_dtype())  # a module's own parameter stays with it
+    assert units["layers.0"] == ["layers.0.scale"]
+    assert units["layers.0.linear"] == ["layers.0.linear.weight", "layers.0.linear.bias"]
     model = models.dtypes()
-    for layer in model.layers:
-        layer.norm.requires_grad_(False)
-    assert _units(model)["layers.0"] == [
-        f"layers.0.{n}.{p}" for n in ("linear", "norm") for p in ("weight", "bias")
-    ]
+    model.layers[0].norm.requires_grad_(False)  # frozen parameters need no unit of their dtype
+    frozen = [f"layers.0.{n}.{p}" for n in ("linear", "norm") for p in ("weight", "bias")]
+    assert _units(model)["layers.0"] == frozen
 
 
 def test_dtypes_that_no_submodule_holds_apart_are_refused_by_name() -> None:
@@ -221,9 +190,8 @@ def test_dtypes_that_no_submodule_holds_apart_are_refused_by_name() -> None:
 
 
 def test_a_tie_of_another_dtype_is_split_off_with_the_module_around_it() -> None:
-    model = models.Composers()
+    model = models.composers({B: A})
     model.m2.bfloat16()
-    model.m2.b.weight = model.m2.a.weight
     units = _units(model, Rule("", shard=True))
     assert set(units["m2"]) == {"m2.a.weight", "m2.a.bias", "m2.b.bias"}
 

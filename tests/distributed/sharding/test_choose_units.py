@@ -21,24 +21,15 @@ from tests.kit.planning import BLOCKS, choose
 
 @pytest.mark.promise(13)
 def test_a_rule_comes_before_a_policy() -> None:
-    mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-
-    def policy(module: nn.Module) -> Any:
-        options = {
-            "reshard_after_forward": 2,
-            "mp_policy": mp,
-            "offload_policy": CPUOffloadPolicy(pin_memory=False),
-        }
-        return options if isinstance(module, models.Block) else False
-
-    choices = choose(
-        models.B(), Rule("layers.1", mixed_precision="PURE", reshard_after_forward=True), policy=policy
-    )
+    mp, offload = MixedPrecisionPolicy(param_dtype=torch.bfloat16), CPUOffloadPolicy(pin_memory=False)
+    given = {"reshard_after_forward": 2, "mp_policy": mp, "offload_policy": offload}
+    rule = Rule("layers.1", mixed_precision="PURE", reshard_after_forward=True)
+    choices = choose(models.B(), rule, policy=lambda m: isinstance(m, models.Block) and given)
     assert choices.units["layers.0"].options["mp_policy"] is mp
-    assert "mp_policy" not in choices.units["layers.1"].options
-    assert choices.units["layers.1"].options["mixed_precision"] == "PURE"
-    assert choices.units["layers.1"].options["reshard_after_forward"] is True
-    assert isinstance(choices.units["layers.1"].options["offload_policy"], CPUOffloadPolicy)
+    options = choices.units["layers.1"].options
+    assert "mp_policy" not in options
+    assert (options["mixed_precision"], options["reshard_after_forward"]) == ("PURE", True)
+    assert options["offload_policy"] is offload
 
 
 @pytest.mark.promise(14)
@@ -47,11 +38,9 @@ def test_a_container_stands_for_its_children(how: str) -> None:
     model = models.B()
     if how == "attribute":
         model.layers._fsdp_wrap = True
-    choices = choose(
-        model,
-        *([Rule("layers", shard=True)] if how == "rule" else []),
-        policy=(lambda module: isinstance(module, nn.ModuleList)) if how == "policy" else None,
-    )
+    rules = [Rule("layers", shard=True)] if how == "rule" else []
+    policy = (lambda module: isinstance(module, nn.ModuleList)) if how == "policy" else None
+    choices = choose(model, *rules, policy=policy)
     assert [name for name in choices.units if name] == BLOCKS
     assert choices.warnings == (
         "layers is a ModuleList, which has no forward of its own; its children are used.",
@@ -87,14 +76,15 @@ def test_the_root_is_chosen_once() -> None:
     assert choices.units[""].reason == "fsdp_wrap_policy"
 
 
-@pytest.mark.promise(18)
-def test_a_policy_that_chooses_nothing_is_refused() -> None:
-    with pytest.raises(ParallelismValueError, match="Nothing would be sharded"):
-        choose(models.B(), policy=lambda module: False)
+@pytest.mark.promise(18, 84)
+@pytest.mark.parametrize("answer", [False, {}])  # Composer takes an empty dictionary as False, too
+@pytest.mark.parametrize("how", ["policy", "attribute"])
+def test_a_policy_that_chooses_nothing_is_refused(how: str, answer: Any) -> None:
     model = models.B()
-    model.fsdp_wrap_fn = lambda module: False
+    if how == "attribute":
+        model.fsdp_wrap_fn = lambda module: answer
     with pytest.raises(ParallelismValueError, match="Nothing would be sharded"):
-        choose(model)
+        choose(model, policy=(lambda module: answer) if how == "policy" else None)
 
 
 @pytest.mark.promise(19)
@@ -112,13 +102,9 @@ def test_attributes_choose_and_refuse() -> None:
     assert list(choose(model).units) == ["", "m2", "m5"]
     model._fsdp_wrap = model.m5._fsdp_wrap = False
     assert list(choose(model).units) == ["m2"]
-
-
-@pytest.mark.promise(84)
-def test_an_attribute_that_says_no_takes_a_block_out_of_the_structure() -> None:
-    model = models.B()
-    model.layers[1]._fsdp_wrap = False
-    assert list(choose(model).units) == ["", "layers.0", "layers.2"]
+    blocks = models.B()
+    blocks.layers[1]._fsdp_wrap = False  # the others are found by the structure
+    assert list(choose(blocks).units) == ["", "layers.0", "layers.2"]
 
 
 @pytest.mark.promise(84)
@@ -140,12 +126,6 @@ def test_policies_return_options_per_module(wrap: Any) -> None:
     choices = choose(models.Composers(), policy=wrap(function))
     assert choices.units["m2"].options == {"reshard_after_forward": False}
     assert choices.units[""].options == {}
-
-
-@pytest.mark.promise(84)
-def test_an_empty_dictionary_chooses_nothing_as_in_composer() -> None:
-    with pytest.raises(ParallelismValueError, match="Nothing would be sharded"):
-        choose(models.B(), policy=lambda module: {})
 
 
 @pytest.mark.promise(23, 84)
@@ -179,9 +159,8 @@ def test_wrong_answers_are_refused(answer: Any, text: str) -> None:
 def test_a_replicated_module_keeps_blocks_inside_it_whole() -> None:
     choices = choose(models.EncoderDecoder(), Rule("encoder", shard=False))
     assert list(choices.units) == ["", "decoder.block.0", "decoder.block.1"]
-    deeper = choose(
-        models.EncoderDecoder(), Rule("encoder", shard=False), Rule("encoder.block.1", shard=True)
-    )
+    rules = [Rule("encoder", shard=False), Rule("encoder.block.1", shard=True)]
+    deeper = choose(models.EncoderDecoder(), *rules)
     assert list(deeper.units) == ["encoder.block.1"]
 
 
@@ -192,26 +171,15 @@ class Model(ComposerModel):
         self.module = models.M()
         self.other = models.Pair()
         self.listed = nn.ModuleList([nn.Linear(2, 2)])
-        self.loss_metric = Distance()
-        self.metrics = torchmetrics.MetricCollection([Distance()])
+        self.loss_metric, listed = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
+        self.loss_metric.net, listed.net = nn.Linear(2, 2), nn.Linear(2, 2)  # as metrics with a model have
+        self.metrics = torchmetrics.MetricCollection([listed])
 
     def forward(self, batch: Any) -> Any:
         return self.module(batch)
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
         return outputs.mean()
-
-
-class Distance(torchmetrics.Metric):
-    """A metric with a network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(2, 2)
-
-    def update(self, x: torch.Tensor) -> None: ...
-
-    def compute(self) -> None: ...
 
 
 @pytest.mark.promise(85)
@@ -221,7 +189,7 @@ def test_a_composer_model_s_children_are_units_and_its_metrics_stay_whole() -> N
     choices = choose(model, children=composer_children(model))
     assert list(choices.units) == ["", "module", "module.0", "module.2", "other"]
     assert choices.units["other"].reason == "it is a direct child of the ComposerModel"
-    assert {"loss_metric", "metrics", "metrics.Distance"} == set(choices.plain)
+    assert {"loss_metric", "metrics", "metrics.MeanMetric"} == set(choices.plain)
 
 
 @pytest.mark.promise(85)

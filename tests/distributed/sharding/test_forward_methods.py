@@ -1,8 +1,5 @@
 """Methods besides forward, several prepared models in one program, and a prepared part of a model."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,9 +8,11 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist import ParallelismConfig, Rule
 from composer_dist.config import presets
-from composer_dist.distributed import named_parameters_canonical, parallelize_model, plan_parallelism
+from composer_dist.distributed import parallelize_model, plan_parallelism
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from tests.kit.compare import full
+from tests.kit.compare import same_parameters
+from tests.kit.meshes import mine
+from tests.kit.toy import built
 from tests.kit.world import World
 
 
@@ -50,21 +49,8 @@ class Model(nn.Module):
         return {"loss": (self(x) - y).square().mean() + encoded.square().mean()}
 
 
-def _parts(total: Tensor) -> Tensor:
-    return total.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def _same(model: nn.Module, reference: nn.Module, part: Callable[[nn.Parameter], Any]) -> None:
-    theirs = dict(named_parameters_canonical(model))
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(full(part(theirs[name])), part(parameter))
-
-
 def _steps(reshard: bool) -> list[str]:
-    torch.manual_seed(0)
-    reference = Model()
-    torch.manual_seed(0)
-    model = Model()
+    reference, model = built(Model), built(Model)
     rules = [Rule([presets.layers("blocks"), ""], shard=True, reshard_after_forward=reshard)]
     config = ParallelismConfig(rules=rules, forward_methods=("training_step", "encode"))
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (reference, model)]
@@ -72,8 +58,8 @@ def _steps(reshard: bool) -> list[str]:
     x, y = torch.randn(3, 4, 4), torch.randn(3, 4, 2)
     for step in range(3):
         reference.training_step((x[step], y[step]))["loss"].backward()
-        model.training_step((_parts(x[step]), _parts(y[step])))["loss"].backward()
-        _same(model, reference, lambda p: p.grad)
+        model.training_step((mine(x[step]), mine(y[step])))["loss"].backward()
+        same_parameters(model, reference, gradients=True)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -128,46 +114,33 @@ def test_a_method_that_fails_leaves_forward_as_it_was(world1: World) -> None:
 def _two_models() -> None:
     """A generator and its critic: two prepared models, two optimizers, one loss through both."""
 
-    def make() -> tuple[nn.Module, nn.Module]:
-        torch.manual_seed(1)
-        return Model(), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    reference, prepared = make(), make()
-    optimizers = [[torch.optim.SGD(m.parameters(), 0.1) for m in pair] for pair in (reference, prepared)]
-    for model, optimizer in zip(prepared, optimizers[1], strict=True):
+    pairs = [(built(Model), built(lambda: nn.Sequential(nn.Linear(2, 4), nn.Tanh()))) for _ in range(2)]
+    optimizers = [[torch.optim.SGD(m.parameters(), 0.1) for m in pair] for pair in pairs]
+    for model, optimizer in zip(pairs[1], optimizers[1], strict=True):
         parallelize_model(model, "fsdp", optimizer)
     x = torch.randn(4, 4)
     for step in range(2):
-        for (generator, critic), batch, own in (
-            (reference, x, optimizers[0]),
-            (prepared, _parts(x), optimizers[1]),
-        ):
+        for (generator, critic), batch, own in zip(pairs, (x, mine(x)), optimizers, strict=True):
             critic(generator(batch)).square().mean().backward()
             own[step % 2].step()
             for optimizer in own:
                 optimizer.zero_grad()
-        for one, other in zip(prepared, reference, strict=True):
-            _same(one, other, lambda p: p.detach())
+        for reference, prepared in zip(*pairs, strict=True):
+            same_parameters(prepared, reference)
 
 
 def _a_part() -> list[bool]:
     """Only the blocks are prepared; the head is the caller's own."""
-    torch.manual_seed(1)
-    reference = Model()
-    torch.manual_seed(1)
-    model = Model()
+    reference, model = built(Model), built(Model)
     done = parallelize_model(model.blocks[0], "fsdp")
     assert done.model is model.blocks[0]
     x = torch.randn(4, 4)
     reference(x).square().mean().backward()
-    model(_parts(x)).square().mean().backward()
-    for name, parameter in reference.named_parameters():
-        gradient = dict(named_parameters_canonical(model))[name].grad
-        assert gradient is not None
-        if not name.startswith("blocks.0"):
-            dist.all_reduce(gradient)
-            gradient /= 2
-        torch.testing.assert_close(full(gradient), parameter.grad)
+    model(mine(x)).square().mean().backward()
+    for parameter in [*model.blocks[1].parameters(), *model.head.parameters()]:
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= 2
+    same_parameters(model, reference, gradients=True)
     return [isinstance(p, DTensor) for p in model.parameters()]
 
 

@@ -1,5 +1,6 @@
 """Modules that some ranks skip: a toy multimodal model whose batches have images on some ranks only."""
 
+import re
 from typing import Any
 
 import pytest
@@ -16,17 +17,12 @@ from composer_dist.distributed import (
     prepare_fully_shard,
 )
 from composer_dist.errors import ParallelismValueError
-from tests.kit.compare import full
+from tests.kit.compare import same_parameters
 from tests.kit.models import WIDTH, Layer, Multimodal
-from tests.kit.world import World
+from tests.kit.toy import built
+from tests.kit.world import run
 
-
-def _pair(frozen: bool = False) -> tuple[Multimodal, Multimodal]:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Multimodal(frozen))
-    return models[0], models[1]
+ROOT = ParallelismConfig(rules=[Rule("vision", skippable="root")])
 
 
 def _loss(model: nn.Module, rows: list[tuple[Tensor, Tensor | None]]) -> Tensor:
@@ -42,14 +38,16 @@ WHO_SEES = [(True, False), (False, True), (False, False), (True, True)]
 """Which of two data-parallel ranks have images, step by step; with more ranks it repeats."""
 
 
-def _train(policy: str, frozen: bool, mesh: MeshConfig, passes: int = 1, by_steps: bool = False) -> list[str]:
-    reference, model = _pair(frozen)
-    config = ParallelismConfig(mesh=mesh, rules=[Rule("vision", skippable=policy)])
+def _train(
+    policy: str, frozen: bool, replicas: int = 1, passes: int = 1, by_steps: bool = False
+) -> list[str]:
+    reference, model = (built(lambda: Multimodal(frozen)) for _ in range(2))
+    rules = [Rule("vision", skippable=policy)]
+    config = ParallelismConfig(mesh=MeshConfig(dp_replicate=replicas), rules=rules)
     if by_steps:
         plan = prepare_fully_shard(model, config)
-        optimizers = [torch.optim.AdamW(m.parameters(), 0.05) for m in (reference, model)]
-    else:
-        optimizers = [torch.optim.AdamW(m.parameters(), 0.05) for m in (reference, model)]
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.05) for m in (reference, model)]
+    if not by_steps:
         plan = parallelize_model(model, config, optimizers[1]).plan
     world, rank = dist.get_world_size(), dist.get_rank()
     for sees in WHO_SEES:
@@ -59,21 +57,16 @@ def _train(policy: str, frozen: bool, mesh: MeshConfig, passes: int = 1, by_step
         _loss(reference, rows).backward()
         for _ in range(passes):
             (_loss(model, rows[rank : rank + 1]) / passes).backward()
-        theirs = dict(named_parameters_canonical(model))
-        for name, parameter in reference.named_parameters():
-            gradient = theirs[name].grad
-            assert (gradient is None) == (parameter.grad is None), (sees, name)
-            if gradient is not None:
-                torch.testing.assert_close(full(gradient), parameter.grad)
+        same_parameters(model, reference, gradients=True)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        for name, parameter in reference.named_parameters():
-            torch.testing.assert_close(full(theirs[name]), parameter.detach(), rtol=1e-4, atol=1e-6)
+        same_parameters(model, reference)
         with torch.no_grad():
             torch.testing.assert_close(
                 _loss(model, rows[rank : rank + 1]), _loss(reference, rows[rank : rank + 1])
             )
+    theirs = dict(named_parameters_canonical(model))
     plain = {name for name, p in theirs.items() if not isinstance(p, DTensor)}
     vision = {name for name in theirs if name.startswith("vision")}
     assert plain == (vision if policy == "replicate" else {"vision.gain"})
@@ -81,20 +74,18 @@ def _train(policy: str, frozen: bool, mesh: MeshConfig, passes: int = 1, by_step
 
 
 @pytest.mark.promise(35)
-@pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("policy", ["replicate", "root"])
-def test_towers_that_a_rank_skips_train_like_one_process(world2: World, policy: str, frozen: bool) -> None:
-    assert world2(_train, policy, frozen, MeshConfig()) == [["", "layers.0", "layers.1"]] * 2
-
-
-@pytest.mark.promise(35)
-def test_also_with_replicas_and_several_backwards(world4: World) -> None:
-    world4(_train, "root", False, MeshConfig(dp_replicate=2), 2)
-
-
-@pytest.mark.promise(35)
-def test_also_prepared_step_by_step(world2: World) -> None:
-    world2(_train, "root", False, MeshConfig(), by_steps=True)
+@pytest.mark.parametrize(
+    ("ranks", "policy", "frozen", "options"),
+    [
+        *((2, policy, frozen, {}) for policy in ("replicate", "root") for frozen in (True, False)),
+        (4, "root", False, {"replicas": 2, "passes": 2}),
+        (2, "root", False, {"by_steps": True}),
+    ],
+)
+def test_towers_that_a_rank_skips_train_like_one_process(
+    ranks: int, policy: str, frozen: bool, options: dict[str, Any]
+) -> None:
+    assert run(_train, ranks, policy, frozen, **options) == [["", "layers.0", "layers.1"]] * ranks
 
 
 @pytest.mark.promise(35)
@@ -105,9 +96,7 @@ def test_the_plan_says_so() -> None:
         "vision.layers.0: replicated, because the rule 'vision' lets ranks skip it."
     )
     assert [(one.module, one.unit) for one in plan.sharding.skippable] == [("vision", None)]
-    plan = plan_parallelism(
-        Multimodal(), ParallelismConfig(rules=[Rule("vision", skippable="root")]), world_size=2
-    )
+    plan = plan_parallelism(Multimodal(), ROOT, world_size=2)
     assert plan.explain("vision.layers.0") == "vision.layers.0: part of unit root, because it lies inside it."
     scalar, one = plan.sharding.skippable
     assert (one.module, one.unit, len(one.parameters)) == ("vision", "", 8)
@@ -143,10 +132,8 @@ def test_the_unit_around_is_the_nearest() -> None:
     ],
 )
 def test_what_cannot_be_skipped_is_refused(rules: list[Rule], text: str) -> None:
-    config = ParallelismConfig(rules=rules)
-    with pytest.raises(ParallelismValueError) as caught:
-        plan_parallelism(Multimodal(), config, world_size=2)
-    assert text in str(caught.value)
+    with pytest.raises(ParallelismValueError, match=re.escape(text)):
+        plan_parallelism(Multimodal(), ParallelismConfig(rules=rules), world_size=2)
 
 
 @pytest.mark.promise(35)
@@ -154,20 +141,13 @@ def test_a_tower_of_another_dtype_is_replicated_or_refused() -> None:
     model = Multimodal()
     model.vision.to(torch.bfloat16)
     model.head = nn.Linear(WIDTH, 200)
-    config = ParallelismConfig(rules=[Rule("vision", skippable="root")])
-    with pytest.raises(
-        ParallelismValueError, match="vision in it is a unit of its own, because it trains bfloat16"
-    ):
-        plan_parallelism(model, config, world_size=2)
+    with pytest.raises(ParallelismValueError, match="vision in it is a unit .*, because it trains bfloat16"):
+        plan_parallelism(model, ROOT, world_size=2)
 
 
 def test_policies_and_attributes_make_no_unit_in_what_is_skipped() -> None:
     model: Any = Multimodal()
     model.vision.layers[0]._fsdp_wrap = True
-    config = ParallelismConfig(rules=[Rule("vision", skippable="root")])
-    names = [unit.name for unit in plan_parallelism(model, config, world_size=2).units]
-    assert names == ["", "layers.0", "layers.1"]
-    plan = plan_parallelism(
-        model, config, world_size=2, fsdp_wrap_policy=lambda module: isinstance(module, Layer)
-    )
-    assert [unit.name for unit in plan.units] == names
+    for policy in (None, lambda module: isinstance(module, Layer)):
+        plan = plan_parallelism(model, ROOT, world_size=2, fsdp_wrap_policy=policy)
+        assert [unit.name for unit in plan.units] == ["", "layers.0", "layers.1"]
