@@ -24,20 +24,15 @@ from composer_dist.checkpoint.kinds.optimizer_names import named_optimizer_state
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import parallelize_model
-from composer_dist.errors import (
-    CheckpointError,
-    CheckpointKeyError,
-    CheckpointValueError,
-    ParallelismValueError,
-)
-from tests.kit.compare import equal
+from composer_dist.errors import CheckpointKeyError, CheckpointValueError, ParallelismValueError
+from tests.kit.compare import equal, fails_alike
 from tests.kit.decoder import Decoder
 from tests.kit.huggingface import gpt2
 from tests.kit.measure import messages
 from tests.kit.meshes import MESHES
 from tests.kit.runs import give_gradients, train_by_name
 from tests.kit.toy import built
-from tests.kit.world import World, run
+from tests.kit.world import World, on_ranks
 
 State = dict[str, Any]
 MODELS: dict[str, Callable[[], nn.Module]] = {"decoder": Decoder, "gpt2": gpt2}
@@ -79,23 +74,40 @@ def reference(kind: str, name: str, steps: int, seed: int = 0) -> tuple[dict[str
     )
 
 
-def there_and_back(config: ParallelismConfig, kind: str, name: str, bucket_bytes: int) -> list[Any]:
+def trained(name: str, steps: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Optimizer]:
+    """A sharded model and an optimizer after some steps."""
+    model = made().to(dtype)
+    parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
+    optimizer = OPTIMIZERS[name](model)
+    train_by_name(model, optimizer, 0, steps)
+    return model, optimizer
+
+
+def there_and_back(mode: str, kind: str, name: str, bucket_bytes: int) -> None:
+    first, config = dist.get_rank() == 0, MESHES[mode][1]
+    expected, later = (reference(kind, name, steps) if first else ({}, {}) for steps in (2, 3))
     model = made(kind)
     optimizer = OPTIMIZERS[name](model)
     parallelize_model(model, config, optimizer)
     train_by_name(model, optimizer, 0, 2)
     with messages(bucket_bytes) as sent:
         weights, state = full_model_state(model), full_optimizer_state(model, optimizer)
-    found = [weights, deepcopy(state), sum(sent)]
+    equal([weights, state], [*expected])
+    if first:
+        assert (sum(sent) == 0) == (mode == "ddp"), "replicas need not send"
+        frozen = next(name for name, _ in model.named_parameters())
+        assert (frozen in state["state"]) == (name == "adagrad"), "Adagrad makes state at once"
+        assert any(frozen in group["params"] for group in state["param_groups"])
+        assert bool(state["state"]) == (name != "sgd"), "SGD without momentum has none"
     other = made(kind, seed=1)
     parallelize_model(other, config)
     fresh = OPTIMIZERS[name](other)
     with messages(bucket_bytes):
         results = [load_full_model_state(other, weights), load_full_optimizer_state(other, fresh, state)]
     assert results == [([], []), ([], [])]
-    equal(state, found[1])
+    equal(state, expected[1])
     train_by_name(other, fresh, 2, 1)
-    return [*found, full_model_state(other), full_optimizer_state(other, fresh)]
+    equal([full_model_state(other), full_optimizer_state(other, fresh)], [*later])
 
 
 OFTEN = {"decoder": ["fsdp2", "hsdp", "ddp", "tp"], "gpt2": []}
@@ -112,39 +124,16 @@ OFTEN = {"decoder": ["fsdp2", "hsdp", "ddp", "tp"], "gpt2": []}
         if MESHES[mode][0] > 1
     ],
 )
-def test_state_is_that_of_one_process_and_training_goes_on_from_it(
-    world2: World, world4: World, kind: str, mode: str
-) -> None:
-    ranks, config = MESHES[mode]
-    world = world2 if ranks == 2 else world4
-    weights, state = reference(kind, "adamw", 2)
-    later = reference(kind, "adamw", 3)
-    for rank, found in enumerate(world(there_and_back, config, kind, "adamw", 8000)):
-        if rank:
-            assert found[:2] == [{}, {}]
-            assert found[3:] == [{}, {}]
-            continue
-        equal(found[0], weights)
-        equal(found[1], state)
-        assert (found[2] == 0) == (mode == "ddp"), "replicas need not send"
-        equal(found[3], later[0])
-        equal(found[4], later[1])
-    first = next(iter(dict(made(kind).named_parameters())))
-    assert first not in state["state"]
-    assert any(first in group["params"] for group in state["param_groups"])
+@on_ranks(lambda mode, **_: MESHES[mode][0])
+def test_state_is_that_of_one_process_and_training_goes_on_from_it(kind: str, mode: str) -> None:
+    there_and_back(mode, kind, "adamw", 8000)
 
 
 @pytest.mark.promise(48)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
-def test_other_optimizers_go_on_as_well(world2: World, name: str) -> None:
-    weights, state = reference("decoder", name, 2)
-    later = reference("decoder", name, 3)
-    found = world2(there_and_back, MESHES["fsdp2"][1], "decoder", name, 1 << 20)[0]
-    equal(found[0], weights)
-    equal(found[1], state)
-    equal(found[3], later[0])
-    equal(found[4], later[1])
-    assert bool(state["state"]) == (name != "sgd"), "SGD without momentum has none"
+@on_ranks(2)
+def test_other_optimizers_go_on_as_well(name: str) -> None:
+    there_and_back("fsdp2", "decoder", name, 1 << 20)
 
 
 def one_process(model: nn.Module, optimizer: Optimizer, form: str) -> State:
@@ -162,11 +151,8 @@ def one_process(model: nn.Module, optimizer: Optimizer, form: str) -> State:
 
 
 def loaded(state: State, strict: bool, name: str, pending: bool) -> tuple[LoadResult, State, int]:
-    model = made()
-    parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
-    optimizer = OPTIMIZERS[name](model)
+    model, optimizer = trained(name, int(pending))
     if pending:
-        train_by_name(model, optimizer, 7, 1)
         give_gradients(model, 0)
     result = load_full_optimizer_state(model, optimizer, state if dist.get_rank() == 0 else {}, strict=strict)
     grads = sum(p.grad is not None for p in model.parameters())
@@ -233,56 +219,37 @@ def test_what_is_missing_has_no_state_and_what_is_unexpected_is_passed_over(worl
             equal(found["state"], given["state"])
 
 
-def refused(state: State, strict: bool) -> tuple[str, str, bool]:
-    model = made()
-    parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
-    optimizer = OPTIMIZERS["adamw"](model)
-    train_by_name(model, optimizer, 0, 1)
-    before = full_optimizer_state(model, optimizer)
-    with pytest.raises(CheckpointError) as caught:
-        load_full_optimizer_state(model, optimizer, state if dist.get_rank() == 0 else {}, strict=strict)
-    equal(full_optimizer_state(model, optimizer), before)
-    kinds = [kind.__name__ for kind in (KeyError, ValueError) if isinstance(caught.value, kind)]
-    return str(caught.value), kinds[0], bool(before)
-
-
-def renamed(state: State) -> None:
-    state["state"]["nope"] = state["state"].pop("head.weight")
-    state["param_groups"][0]["params"].remove("head.weight")
-
-
-def misshapen(state: State) -> None:
-    state["state"]["head.weight"]["exp_avg"] = torch.zeros(16, 21)
-
-
-def sharded(state: State) -> None:
-    state["state"]["head.weight"]["exp_avg"] = torch.empty(21, 16, device="meta")
-
-
-def foreign(state: State) -> None:
-    state.clear()
-    state["model"] = {}
-
-
 @pytest.mark.promise(48)
-@pytest.mark.parametrize(
-    ("change", "strict", "kind", "text"),
-    [
-        (renamed, True, "KeyError", "missing: head.weight. unexpected: nope"),
-        (misshapen, True, "ValueError", "exp_avg of head.weight: (16, 21) in the state"),
-        (sharded, True, "ValueError", "has these sharded or without values: exp_avg of head.weight"),
-        (foreign, False, "ValueError", "not an optimizer's state: it has 'model'"),
-    ],
-)
-def test_what_does_not_fit_is_refused_everywhere(
-    world2: World, change: Callable[[State], None], strict: bool, kind: str, text: str
-) -> None:
-    _, state = reference("decoder", "adamw", 1)
-    change(state)
-    first, second = world2(refused, state, strict)
-    assert first[:2] == second[:2]
-    assert text in first[0]
-    assert first[1] == kind
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_everywhere() -> None:
+    def renamed(state: State) -> None:
+        state["state"]["nope"] = state["state"].pop("head.weight")
+        state["param_groups"][0]["params"].remove("head.weight")
+
+    def replaced(value: Tensor) -> Callable[[State], None]:
+        return lambda state: state["state"]["head.weight"].update(exp_avg=value)
+
+    model, optimizer = trained("adamw", 1)
+    before = full_optimizer_state(model, optimizer)
+    without_values = torch.empty(21, 16, device="meta")
+    for change, kind, text in (
+        (renamed, CheckpointKeyError, "missing: head.weight. unexpected: nope"),
+        (
+            replaced(torch.zeros(16, 21)),
+            CheckpointValueError,
+            "exp_avg of head.weight: (16, 21) in the state",
+        ),
+        (replaced(without_values), CheckpointValueError, "sharded or without values: exp_avg of head.weight"),
+    ):
+        given = deepcopy(before)
+        if dist.get_rank() == 0:
+            change(given)
+        with fails_alike(kind, text):
+            load_full_optimizer_state(model, optimizer, given)
+        equal(full_optimizer_state(model, optimizer), before)
+    with fails_alike(CheckpointValueError, "not an optimizer's state: it has 'model'"):
+        load_full_optimizer_state(model, optimizer, {} if dist.get_rank() else {"model": {}}, strict=False)
+    equal(full_optimizer_state(model, optimizer), before)
 
 
 @pytest.mark.promise(48)
@@ -320,17 +287,12 @@ def test_a_plain_model_needs_no_process_group_and_keeps_its_own_ways() -> None:
     assert torch.equal(full_optimizer_state(other, fresh)["state"]["head.weight"]["step"], torch.tensor(3.0))
 
 
-def cast() -> State:
-    model = made().bfloat16()
-    parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
-    optimizer = OPTIMIZERS["adamw"](model)
+@on_ranks(2)
+def test_moments_take_the_parameter_s_dtype_as_torch_s_own_optimizers_want_them() -> None:
+    model, optimizer = trained("adamw", 0, torch.bfloat16)
     load_full_optimizer_state(model, optimizer, reference("decoder", "adamw", 1)[1])
     train_by_name(model, optimizer, 1, 1)
-    return full_optimizer_state(model, optimizer)
-
-
-def test_moments_take_the_parameter_s_dtype_as_torch_s_own_optimizers_want_them(world2: World) -> None:
-    found = world2(cast)[0]["state"]["head.weight"]
+    found = named_optimizer_state(model, optimizer)["state"]["head.weight"]
     assert (found["step"], found["step"].dtype) == (2, torch.float32)
     assert found["exp_avg"].dtype == torch.bfloat16
 
@@ -343,66 +305,45 @@ class PerShard(torch.optim.SGD):
             self.state[p]["mine"] = torch.zeros_like(p.to_local())
 
 
-def per_shard(path: Path) -> str:
-    model = made()
-    parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
+@on_ranks(2)
+def test_state_of_each_rank_s_own_is_refused_by_name(tmp_path: Path) -> None:
+    model, _ = trained("sgd", 0)
     optimizer = PerShard(model.layers.parameters(), 0.1)
     optimizer.step()
-    with pytest.raises(CheckpointValueError) as caught:
+    text = "plain tensors that have no full value: mine of layers.0.attention_norm.weight, mine of"
+    with pytest.raises(CheckpointValueError, match=text):
         full_optimizer_state(model, optimizer)
     with pytest.raises(CheckpointValueError, match="plain tensors that have no full value"):
-        save_checkpoint(path, {"model": model, "optimizer": optimizer})
-    return str(caught.value)
+        save_checkpoint(tmp_path / "c", {"model": model, "optimizer": optimizer})
 
 
-def test_state_of_each_rank_s_own_is_refused_by_name(world2: World, tmp_path: Path) -> None:
-    for text in world2(per_shard, tmp_path / "c"):
-        assert (
-            "plain tensors that have no full value: mine of layers.0.attention_norm.weight, mine of" in text
-        )
-
-
-def uneven() -> str:
-    model = made()
-    parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config()))
-    optimizer = OPTIMIZERS["momentum"](model)
-    train_by_name(model, optimizer, 0, 1)
-    held = dict(model.named_parameters())
+@on_ranks(2)
+def test_ranks_with_different_state_say_which() -> None:
+    model, optimizer = trained("momentum", 1)
     if dist.get_rank() == 1:
-        optimizer.state.pop(held["head.weight"])
-    with pytest.raises(ParallelismValueError) as caught:
+        optimizer.state.pop(model.head.weight)
+    with fails_alike(ParallelismValueError, "momentum_buffer of head.weight (21, 16)"):
         full_optimizer_state(model, optimizer)
-    return str(caught.value)
 
 
-def test_ranks_with_different_state_say_which(world2: World) -> None:
-    first, second = world2(uneven)
-    assert first == second
-    assert "momentum_buffer of head.weight (21, 16)" in first
-
-
-def evaluated(reshard_after_forward: Any) -> State:
-    model = made()
-    optimizer = OPTIMIZERS["adamw"](model)
-    parallelize_model(
-        model, ParallelismConfig(fsdp2=FSDP2Config(reshard_after_forward=reshard_after_forward)), optimizer
-    )
-    train_by_name(model, optimizer, 0, 1)
-
+@pytest.mark.promise(103)
+@pytest.mark.parametrize(("ranks", "reshard_after_forward"), [(4, True), (4, False), (4, 2), (2, False)])
+@on_ranks("ranks")
+def test_states_after_an_eval_forward(ranks: int, reshard_after_forward: Any) -> None:
     def evaluate() -> None:
         with torch.no_grad():
             model.eval()(torch.arange(8).view(1, 8))
 
+    model = made()
+    optimizer = OPTIMIZERS["adamw"](model)
+    config = ParallelismConfig(fsdp2=FSDP2Config(reshard_after_forward=reshard_after_forward))
+    parallelize_model(model, config, optimizer)
+    train_by_name(model, optimizer, 0, 1)
     evaluate()
     state = full_optimizer_state(model, optimizer)
     evaluate()
     load_full_optimizer_state(model, optimizer, state)
     train_by_name(model, optimizer, 1, 1)
     evaluate()
-    return full_optimizer_state(model, optimizer)
-
-
-@pytest.mark.promise(103)
-@pytest.mark.parametrize(("ranks", "reshard_after_forward"), [(4, True), (4, False), (4, 2), (2, False)])
-def test_states_after_an_eval_forward(ranks: int, reshard_after_forward: Any) -> None:
-    equal(run(evaluated, ranks, reshard_after_forward)[0], reference("decoder", "adamw", 2)[1])
+    found = full_optimizer_state(model, optimizer)
+    equal(found, {} if dist.get_rank() else reference("decoder", "adamw", 2)[1])

@@ -93,11 +93,13 @@ def run(
     return _pool.run(fn, world_size, args, kwargs, timeout, setup)
 
 
-def on_ranks(size: int | str, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(
+    size: int | str | Callable[..., int], timeout: float = 60.0
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of a function that every rank of a world runs; it returns nothing and asserts on its rank.
 
     Args:
-        size: how many ranks, or the name of the test's argument that says so.
+        size: how many ranks, the name of the test's argument that says so, or a function of its arguments.
         timeout: seconds for the test, and for each collective in it.
     """
 
@@ -106,6 +108,7 @@ def on_ranks(size: int | str, timeout: float = 60.0) -> Callable[[Callable[..., 
         def test(**arguments: Any) -> None:
             __tracebackhide__ = True
             ranks = arguments[size] if isinstance(size, str) else size
+            ranks = ranks(**arguments) if callable(ranks) else ranks
             run(_Body(body.__module__, body.__name__), ranks, timeout=timeout, **arguments)
 
         return test
