@@ -3,7 +3,7 @@
 Every test of the machinery runs on an 8-bit class of its own; those of NF4 need torchao.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,12 @@ from composer_dist.distributed import (
 from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
 from composer_dist.tensors.codec import codecs as known_codecs
 from composer_dist.tensors.inner import dense, empty_like, encoded
-from tests.kit.compare import close, same
+from tests.kit.compare import close, fails, same
+from tests.kit.huggingface import lora
 from tests.kit.meshes import config
 from tests.kit.quantized import KINDS, NF4, Adapted, Int8Rows, Stack, adam, nf4_llama, quantize
 from tests.kit.toy import built, train
-from tests.kit.world import run
+from tests.kit.world import on_ranks
 
 BASE = "layers.0.base.weight"
 QUANTIZED = [BASE, "layers.1.base.weight"]
@@ -52,174 +53,123 @@ def reference(kind: str, seed: int = 0, steps: int = 0) -> dict[str, Tensor]:
     return {name: dense(value).clone() for name, value in model.state_dict(keep_vars=True).items()}
 
 
+def requantized(state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """Dense values after they were loaded: quantized, and that undone."""
+    return {n: dense(quantize(v, kind)) if "base.weight" in n else v for n, v in state.items()}
+
+
 @pytest.mark.promise(46)
 @KINDS
 @pytest.mark.parametrize(
     ("others", "transport", "offload"),
     [("meta", "memory", False), ("meta", "messages", True), ("cpu", "auto", False)],
 )
+@on_ranks(2)
 def test_it_trains_gathers_and_loads_as_the_unsharded_model(
-    kind: str, others: str, transport: str, offload: bool
+    kind: str, others: str, transport: Any, offload: bool
 ) -> None:
-    start, trained, other = reference(kind), reference(kind, steps=2), reference(kind, seed=1)
-    for rank, found in enumerate(run(prepared, 2, kind, others, transport, offload)):
-        assert found["shard"] == {"int8": "Int8Rows", "nf4": "NF4Tensor"}[kind]
-        assert found["attributes"] == {"tag": "frozen"}
-        same(found["start"], start)
-        close(found["trained"], trained, rtol=1e-4, atol=1e-5)
-        same({BASE: found["trained"][BASE]}, {BASE: start[BASE]})
-        assert found["selected"] == ([] if rank else [BASE])
-        same(found["loaded"], {name: again(value, name, kind) for name, value in other.items()})
-        assert (rank and offload) or torch.equal(found["summoned"], start[BASE])
-        assert torch.equal(found["written"], again(-start[BASE], BASE, kind))
-
-
-def again(value: Tensor, name: str, kind: str) -> Tensor:
-    """A value that was loaded dense: quantized, and that undone."""
-    return dense(quantize(value, kind)) if "base.weight" in name else value
-
-
-def prepared(kind: str, others: str, transport: str, offload: bool) -> dict[str, Any]:
-    model = stack(kind, device="cpu" if dist.get_rank() == 0 else others)
+    rank, start, other = dist.get_rank(), reference(kind), reference(kind, seed=1)
+    model = stack(kind, device=others if rank else "cpu")
     optimizer = adam(model)
-    options = FSDP2Config(cpu_offload=offload)
-    parallelize_model(model, config(fsdp2=options, transport=transport), optimizer)
+    parallelize_model(model, config(fsdp2=FSDP2Config(cpu_offload=offload), transport=transport), optimizer)
     weight = model.get_parameter(BASE)
-    assert isinstance(weight, DTensor)
-    attributes = {name: value for name, value in vars(weight).items() if name != "_is_param"}
-    found: dict[str, Any] = {
-        "shard": type(weight.to_local()).__name__,
-        "attributes": attributes,
-        "start": full_model_state(model, ranks="all"),
-    }
+    assert type(weight.to_local()).__name__ == {"int8": "Int8Rows", "nf4": "NF4Tensor"}[kind]
+    assert {name: value for name, value in vars(weight).items() if name != "_is_param"} == {"tag": "frozen"}
+    same(full_model_state(model, ranks="all"), start)
     train(model, optimizer)
-    found["trained"] = full_model_state(model, ranks="all")
-    found["selected"] = list(full_model_state(model, select=lambda name, _: name == BASE))
+    trained = full_model_state(model, ranks="all")
+    close(trained, reference(kind, steps=2), rtol=1e-4, atol=1e-5)
+    assert torch.equal(trained[BASE], start[BASE])
+    assert list(full_model_state(model, select=lambda name, _: name == BASE)) == ([] if rank else [BASE])
     with summon_full_params(model, rank0_only=offload):
-        if dist.get_rank() == 0 or not offload:
-            weight = model.get_parameter(BASE)
-            found["summoned"] = dense(weight).clone()
-            model.get_submodule("layers.0.base").weight = nn.Parameter(-dense(weight))
-    found["written"] = full_model_state(model, ranks="all")[BASE]
-    load_full_model_state(model, reference(kind, seed=1) if dist.get_rank() == 0 else {})
-    found["loaded"] = full_model_state(model, ranks="all")
+        if rank == 0 or not offload:
+            assert torch.equal(dense(model.get_parameter(BASE)), start[BASE])
+            model.get_submodule("layers.0.base").weight = nn.Parameter(-start[BASE])
+    written = full_model_state(model, ranks="all")[BASE]
+    assert torch.equal(written, dense(quantize(-start[BASE], kind)))
+    load_full_model_state(model, {} if rank else other)
+    same(full_model_state(model, ranks="all"), requantized(other, kind))
     assert isinstance(model.get_parameter(BASE), DTensor)
     model(torch.arange(4))  # gathers what was loaded
-    return found
 
 
 @pytest.mark.promise(46)
 @KINDS
+@on_ranks(2)
 def test_a_state_loaded_by_every_rank_has_the_bits_of_the_single_device(kind: str) -> None:
     torch.manual_seed(5)
     weight = torch.randn(512, 512)
     expected = dense(quantize(weight, kind))
-    for found in run(loaded, 2, kind, weight):
-        torch.testing.assert_close(found["state"], expected, rtol=0, atol=0)
-        output = nn.functional.layer_norm(expected.sum(1)[None], (512,))
-        torch.testing.assert_close(found["output"], output, rtol=1e-4, atol=1e-4)
-        assert found["local"] == 256
-
-
-def loaded(kind: str, weight: Tensor) -> dict[str, Any]:
-    layer = nn.Linear(512, 512, bias=False).requires_grad_(False)
-    layer.weight = nn.Parameter(quantize(torch.zeros(512, 512) + torch.eye(512), kind), requires_grad=False)
+    layer: Any = nn.Linear(512, 512, bias=False)
+    layer.weight = nn.Parameter(quantize(torch.eye(512), kind), requires_grad=False)
     model = nn.Sequential(layer, nn.LayerNorm(512))
     parallelize_model(model, config(sync="rank0"))
     load_full_model_state(model, {"0.weight": weight}, source="all", strict=False)
-    state = full_model_state(model, ranks="all")["0.weight"]
-    local: Any = layer.weight
-    return {"state": state, "output": model(torch.ones(1, 512)).detach(), "local": local.to_local().shape[0]}
+    assert torch.equal(full_model_state(model, ranks="all")["0.weight"], expected)
+    assert layer.weight.to_local().shape[0] == 256
+    output = nn.functional.layer_norm(expected.sum(1)[None], (512,))
+    torch.testing.assert_close(model(torch.ones(1, 512)), output, rtol=1e-4, atol=1e-4)
 
 
-def test_the_steps_one_by_one_on_two_replicas() -> None:
-    start = {name: again(value, name, "int8") for name, value in reference("int8").items()}
-    for size, device, how in ((4, "meta", "sync"), (2, "meta", "load"), (1, "cpu", "load")):
-        for found in run(stepwise, size, device, how):
-            same(found, start)
-
-
-def stepwise(device: str, how: str) -> dict[str, Tensor]:
-    model = stack("int8", seed=3, device=device)
-    size = dist.get_world_size()
+@pytest.mark.parametrize(("size", "how"), [(4, "sync"), (2, "load"), (1, "load")])
+@on_ranks("size")
+def test_the_steps_one_by_one_on_two_replicas(size: int, how: str) -> None:
+    model = stack("int8", seed=3, device="cpu" if size == 1 else "meta")
     plan = prepare_fully_shard(model, config(replicas=2 if size == 4 else 1))
     assert [name for name in plan.plain if "base" in name] == (QUANTIZED if size == 1 else [])
-    state = reference("int8") if dist.get_rank() == 0 else {}  # dense values
-    if how == "sync":
-        sync_module_states(model, state)
-    else:
-        load_full_model_state(model, state)
-    found: dict[str, Tensor] = full_model_state(model, ranks="all")
+    dense_values = reference("int8")
+    give = sync_module_states if how == "sync" else load_full_model_state
+    give(model, {} if dist.get_rank() else dense_values)
+    same(full_model_state(model, ranks="all"), requantized(dense_values, "int8"))
     train(model, adam(model))
-    return found
 
 
 @KINDS
 @pytest.mark.parametrize("size", [1, 2])
+@on_ranks("size")
 def test_files_hold_dense_values(kind: str, tmp_path: Path, size: int) -> None:
     stored = reference(kind)
-    save_file(stored, tmp_path / "model.safetensors")
-    expected = {name: again(value, name, kind) for name, value in stored.items()}
-    for states in run(from_files, size, kind, str(tmp_path)):
-        for state in states:
-            same(state, expected)
-
-
-def from_files(kind: str, path: str) -> list[dict[str, Tensor]]:
+    if dist.get_rank() == 0:
+        save_file(stored, tmp_path / "model.safetensors")
+    dist.barrier()
     model, later, bare = stack(kind, device="meta"), stack(kind, seed=1), stack(kind, device="meta")
-    parallelize_model(model, config(), weights=path)
+    parallelize_model(model, config(), weights=tmp_path)
     parallelize_model(later, config())
-    load_pretrained(later, path)
-    load_pretrained(bare, path)  # not prepared
+    load_pretrained(later, tmp_path)
+    load_pretrained(bare, tmp_path)  # not prepared
     assert type(bare.get_parameter(BASE)).__name__ in ("Int8Rows", "NF4Tensor")
-    return [full_model_state(one, ranks="all") for one in (model, later, bare)]
+    for one in (model, later, bare):
+        same(full_model_state(one, ranks="all"), requantized(stored, kind))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@on_ranks(2)
 def test_whole_ones_are_delivered_too(strategy: str) -> None:
-    start = reference("int8")
-    for rank in run(replicated, 2, strategy):
-        same(rank["state"], start)
-        assert rank["kind"] == ["Int8Rows", "cpu", "frozen"]
-
-
-def replicated(strategy: str) -> dict[str, Any]:
-    model = stack("int8", device="meta" if dist.get_rank() else "cpu")
+    model, start = stack("int8", device="meta" if dist.get_rank() else "cpu"), reference("int8")
     rules = (Rule("re:.*base", shard=False),)
     parallelize_model(model, "ddp" if strategy == "ddp" else config(rules=rules))
     weight: Any = model.get_parameter(BASE)
-    kind = [type(weight).__name__, weight.data8.device.type, weight.tag]
+    assert [type(weight).__name__, weight.data8.device.type, weight.tag] == ["Int8Rows", "cpu", "frozen"]
     train(model, adam(model), steps=1)
-    return {"state": start_of(model), "kind": kind}
+    frozen = {name: value for name, value in full_model_state(model, ranks="all").items() if "base" in name}
+    same(frozen, {name: start[name] for name in frozen})
 
 
-def start_of(model: nn.Module) -> dict[str, Tensor]:
-    """The state with what was trained put back, so that frozen values are what is compared."""
-    state = full_model_state(model, ranks="all")
-    return {name: state[name] if "base" in name else value for name, value in reference("int8").items()}
-
-
+@on_ranks(2)
 def test_what_differs_between_ranks_is_named_down_to_the_inner_tensor() -> None:
-    for values, made_of, nowhere in run(differing, 2):
-        assert f"different values of {BASE}.scales." in values
-        assert f"{BASE}: made of" in made_of
-        assert f"nothing initializes them: Linear: {BASE}, layers.1.base.weight" in nowhere
-
-
-def differing() -> tuple[str, ...]:
-    rank = dist.get_rank()
     scaled, other, bare = stack("int8"), stack("int8"), stack("int8", device="meta")
-    scaled.layers[0].base.weight.scales.mul_(1 + rank)
-    if rank:
+    scaled.layers[0].base.weight.scales.mul_(1 + dist.get_rank())
+    if dist.get_rank():
         weight = other.layers[0].base.weight
         weight.shift = weight.shift[None]
-    texts = []
-    for model in (scaled, other, bare):
-        with pytest.raises(ParallelismError) as caught:
+    for model, text in (
+        (scaled, f"different values of {BASE}.scales."),
+        (other, f"{BASE}: made of"),
+        (bare, f"nothing initializes them: Linear: {BASE}, layers.1.base.weight"),
+    ):
+        with fails(ParallelismError, text):
             parallelize_model(model, config())
-        texts.append(str(caught.value))
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return tuple(texts)
 
 
 class Other(Int8Rows):
@@ -243,15 +193,11 @@ class Closed(Tensor):
         return cls(args[0].data8)
 
 
-def hold(weight: Tensor, requires_grad: bool = False) -> Callable[[], Stack]:
+def holding(weight: Tensor, requires_grad: bool = False) -> Stack:
     """A model whose first quantized weight is another one."""
-
-    def make() -> Stack:
-        model = Stack()
-        model.layers[0].base.weight = nn.Parameter(weight, requires_grad=requires_grad)  # type: ignore[union-attr]
-        return model
-
-    return make
+    model = Stack()
+    model.layers[0].base.weight = nn.Parameter(weight, requires_grad=requires_grad)  # type: ignore[union-attr]
+    return model
 
 
 @pytest.fixture
@@ -269,58 +215,39 @@ def as_other(values: Tensor) -> Any:
 
 
 OTHER: dict[str, Any] = {"to_dense": Int8Rows.dense, "from_dense": lambda dense, like: as_other(dense)}
+SAME: dict[str, Any] = {"to_dense": lambda tensor: tensor, "from_dense": lambda dense, like: dense}
 EIGHT = torch.arange(64.0).view(8, 8)
 
 
+def refuse(model: nn.Module, message: str, world_size: int = 2, **options: Any) -> None:
+    """Its plan is refused; with the weight left whole, it is not."""
+    message = rf"{BASE}, a \w+, .*{message}.*Rule\(\.\.\., shard=False"
+    with pytest.raises(ParallelismValueError, match=message):
+        plan_parallelism(model, config(**options), world_size=world_size)
+    rules = (Rule("re:.*base", shard=False),)
+    plan_parallelism(model, config(rules=rules, **options), world_size=world_size)
+
+
 @pytest.mark.promise(46)
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (
-            hold(Int8Rows.of(EIGHT[:7])),
-            {},
-            r"shape \(7, 8\), cannot be cut among 2 ranks.*it has 7.*data8 has 7",
-        ),
-        (hold(Int8Rows.of(EIGHT), requires_grad=True), {}, "is trained, but a codec is for frozen ones"),
-        (Stack, {"fsdp2": FSDP2Config(reshard_after_forward=2), "world_size": 4}, "cannot be resharded to 2"),
-        (hold(as_other(EIGHT)), {"rows": ["data8", "zeros"]}, "has no inner tensors zeros"),
-        (
-            hold(as_other(EIGHT)),
-            {"rows": ["data8"], "unflatten": lambda inner, context, shape: as_other(EIGHT)},
-            r"becomes a Other of shape \(8, 8\) when its codec is asked for shape \(4, 8\)",
-        ),
-        (
-            hold(Other(Int8Rows.of(EIGHT), torch.ones(8), torch.ones(()))),
-            {"rows": ["data8"]},
-            r"is made of other subclasses \(data8\)",
-        ),
-        (hold(Closed(torch.zeros(8, 8))), {"closed": True}, "lacks fsdp_pre_all_gather"),
-    ],
-)
-def test_what_cannot_work_is_refused_when_planned(
-    codecs: None, make: Callable[[], nn.Module], options: dict[str, Any], message: str
-) -> None:
-    options = dict(options)
-    if options.pop("closed", False):
-        register_tensor_codec(
-            Closed,
-            rows=["data8"],
-            to_dense=lambda tensor: tensor,
-            from_dense=lambda dense, like: dense,
-            flatten=lambda tensor: ({"data8": tensor.data8}, None),  # type: ignore[attr-defined]
-            unflatten=lambda inner, context, shape: Closed(inner["data8"]),
-        )
-    if rows := options.pop("rows", None):
-        unflatten = options.pop("unflatten", None)
-        flatten = (lambda tensor: (dict.fromkeys(["data8"], tensor.data8), None)) if unflatten else None
-        register_tensor_codec(Other, rows=rows, flatten=flatten, unflatten=unflatten, **OTHER)
-    world_size = options.pop("world_size", 2)
-    with pytest.raises(
-        ParallelismValueError, match=rf"{BASE}, a \w+, .*{message}.*Rule\(\.\.\., shard=False"
-    ):
-        plan_parallelism(make(), config(**options), world_size=world_size)
-    whole = config(rules=(Rule("re:.*base", shard=False),), **options)
-    plan_parallelism(make(), whole, world_size=world_size)
+def test_what_cannot_work_is_refused_when_planned(codecs: None) -> None:
+    uneven = r"shape \(7, 8\), cannot be cut among 2 ranks.*it has 7.*data8 has 7"
+    refuse(holding(Int8Rows.of(EIGHT[:7])), uneven)
+    refuse(holding(Int8Rows.of(EIGHT), requires_grad=True), "is trained, but a codec is for frozen ones")
+    refuse(Stack(), "cannot be resharded to 2", world_size=4, fsdp2=FSDP2Config(reshard_after_forward=2))
+    register_tensor_codec(Other, rows=["data8", "zeros"], **OTHER)
+    refuse(holding(as_other(EIGHT)), "has no inner tensors zeros")
+    register_tensor_codec(Other, rows=["data8"], replace=True, **OTHER)
+    nested = Other(Int8Rows.of(EIGHT), torch.ones(8), torch.ones(()))
+    refuse(holding(nested), r"is made of other subclasses \(data8\)")
+    flat = {"rows": ["data8"], "flatten": lambda tensor: ({"data8": tensor.data8}, None)}
+    fixed = {"unflatten": lambda inner, context, shape: as_other(EIGHT)}
+    register_tensor_codec(Other, replace=True, **flat, **fixed, **OTHER)
+    other_shape = r"becomes a Other of shape \(8, 8\) when its codec is asked for shape \(4, 8\)"
+    refuse(holding(as_other(EIGHT)), other_shape)
+    register_tensor_codec(
+        Closed, **flat, unflatten=lambda inner, context, shape: Closed(inner["data8"]), **SAME
+    )
+    refuse(holding(Closed(torch.zeros(8, 8))), "lacks fsdp_pre_all_gather")
 
 
 @pytest.mark.promise(46)
@@ -332,24 +259,17 @@ def test_tensor_parallelism_is_refused_by_name(plan: dict[str, str]) -> None:
         plan_parallelism(Stack(), settings, world_size=4)
 
 
+@on_ranks(1)
 def test_foreign_classes_are_refused_by_name() -> None:
-    for unknown, theirs in run(foreign, 1):
-        assert f"{BASE} is a Other" in unknown
-        assert "register_tensor_codec" in unknown
-        assert f"{BASE} is a Params4bit of bitsandbytes" in theirs
-        assert "NF4Tensor" in theirs
-
-
-def foreign() -> list[str]:
     theirs = type("Params4bit", (nn.Parameter,), {"__module__": "bitsandbytes.nn.modules"})
-    texts = []
-    for weight in (as_other(EIGHT), theirs(torch.zeros(8, 8))):
+    for weight, texts in (
+        (as_other(EIGHT), [f"{BASE} is a Other", "register_tensor_codec"]),
+        (theirs(torch.zeros(8, 8)), [f"{BASE} is a Params4bit of bitsandbytes", "NF4Tensor"]),
+    ):
         model = Stack()
         model.layers[0].base._parameters["weight"] = weight.requires_grad_(False)  # type: ignore[union-attr]
-        with pytest.raises(ParallelismValueError) as caught:
+        with fails(ParallelismValueError, *texts):
             parallelize_model(model, config())
-        texts.append(str(caught.value))
-    return texts
 
 
 def test_sizes_are_those_of_what_is_stored() -> None:
@@ -357,21 +277,21 @@ def test_sizes_are_those_of_what_is_stored() -> None:
     unit = next(unit for unit in plan.units if unit.name == "layers.0")
     inner = 64 + 8 * 4 + 4
     assert unit.nbytes == inner + 8 * 4 + 2 * (2 * 8 * 4)
-    assert plan.structure != plan_parallelism(hold(as_other(EIGHT))(), config(), world_size=2).structure
+    assert plan.structure != plan_parallelism(holding(as_other(EIGHT)), config(), world_size=2).structure
 
 
 def test_registration_is_checked(codecs: None) -> None:
-    with pytest.raises(ParallelismTypeError, match="needs a subclass of torch.Tensor, not <class 'int'>"):
-        register_tensor_codec(int, rows=[], **OTHER)  # type: ignore[type-var]
-    with pytest.raises(ParallelismTypeError, match="Parameter"):
-        register_tensor_codec(nn.Parameter, rows=[], **OTHER)
-    with pytest.raises(ParallelismTypeError, match="Closed has no __tensor_flatten__"):
-        register_tensor_codec(Closed, rows=[], **OTHER)
-    with pytest.raises(ParallelismValueError, match="give both flatten and unflatten"):
-        register_tensor_codec(Other, rows=[], flatten=lambda tensor: ({}, None), **OTHER)
+    half = {"flatten": lambda tensor: ({}, None)}
     register_tensor_codec(Other, rows=["data8", "scales"], **OTHER)
-    with pytest.raises(ParallelismValueError, match="Other has a codec already; pass replace=True"):
-        register_tensor_codec(Other, rows=[], **OTHER)
+    for kind, options, error, text in (
+        (int, {}, ParallelismTypeError, "needs a subclass of torch.Tensor, not <class 'int'>"),
+        (nn.Parameter, {}, ParallelismTypeError, "Parameter"),
+        (Closed, {}, ParallelismTypeError, "Closed has no __tensor_flatten__"),
+        (Other, half, ParallelismValueError, "give both flatten and unflatten"),
+        (Other, {}, ParallelismValueError, "Other has a codec already; pass replace=True"),
+    ):
+        with pytest.raises(error, match=text):
+            register_tensor_codec(kind, rows=[], **options, **OTHER)  # type: ignore[type-var]
     register_tensor_codec(Other, rows=["data8", "scales"], replace=True, **OTHER)
     part = empty_like(as_other(EIGHT), "cpu", parts=4)
     assert type(part) is Other
@@ -403,37 +323,21 @@ def test_nf4_that_is_not_aligned_with_the_rows_is_refused() -> None:
 @pytest.mark.promise(46)
 @NF4
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@on_ranks(2)
 def test_qlora_by_peft_trains_as_on_one_device() -> None:
-    model = qlora()
-    optimizer = adam(model)
-    step(model, optimizer, torch.arange(16).view(4, 4))
-    expected = full_model_state(model, select="adapters")
-    for rank, (adapters, count, classes) in enumerate(run(trained_qlora, 2)):
-        assert count == len(expected) == 4
-        assert classes == {"NF4Tensor"}
-        if rank == 0:
-            close(adapters, expected, rtol=1e-4, atol=1e-5)
-
-
-def qlora() -> Any:
-    """A Llama whose projections are NF4, with LoRA on two of them."""
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(nf4_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-
-
-def step(model: Any, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-    model(input_ids=batch, labels=batch).loss.backward()
-    optimizer.step()
-
-
-def trained_qlora() -> tuple[Any, int, set[str]]:
-    model = qlora().to("meta") if dist.get_rank() else qlora()
-    optimizer = adam(model)
-    done = parallelize_model(model, config(bucket_bytes=1 << 16), optimizer)
+    rank, reference = dist.get_rank(), lora(nf4_llama(), r=2)
+    model = lora(nf4_llama(), r=2).to("meta" if rank else "cpu")
+    optimizers = [adam(one) for one in (reference, model)]
+    done = parallelize_model(model, config(bucket_bytes=1 << 16), optimizers[1])
     assert [unit.name for unit in done.plan.units][1:] == ["base_model.model.model.layers.0"]
-    rank = dist.get_rank()
-    step(model, optimizer, torch.arange(16).view(4, 4)[2 * rank : 2 * rank + 2])
+    batch = torch.arange(16).view(4, 4)
+    for one, optimizer, rows in zip(
+        (reference, model), optimizers, (batch, batch.chunk(2)[rank]), strict=True
+    ):
+        one(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+    expected, found = (full_model_state(one, select="adapters", ranks="all") for one in (reference, model))
+    assert len(found) == 4
+    close(found, expected, rtol=1e-4, atol=1e-5)
     held = [p for name, p in model.named_parameters() if "_proj" in name and "lora" not in name]
-    state = full_model_state(model, select="adapters", ranks="all")
-    return state, len(state), {type(p.to_local()).__name__ for p in held if isinstance(p, DTensor)}
+    assert {type(p.to_local()).__name__ for p in held if isinstance(p, DTensor)} == {"NF4Tensor"}

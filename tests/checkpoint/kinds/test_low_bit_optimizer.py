@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint import (
     full_model_state,
@@ -27,9 +27,10 @@ from composer_dist.tensors.torchao import quantize
 from tests.kit.compare import equal
 from tests.kit.measure import messages
 from tests.kit.runs import train_by_name
-from tests.kit.world import World
+from tests.kit.world import World, on_ranks
 
 pytest.importorskip("torchao.optim", reason="low-bit optimizers are torchao's; it is an extra")
+pytestmark = pytest.mark.promise(46)
 CONFIG = ParallelismConfig(fsdp2=FSDP2Config())
 
 
@@ -54,90 +55,73 @@ def optimizer_of(name: str, model: nn.Module, lr: float = 0.01) -> torch.optim.O
 
 
 def classes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    return {
-        name: type(local.to_local() if isinstance(local, DTensor) else local).__name__
-        for name, p in model.named_parameters()
-        for local in [optimizer.state[p]["exp_avg"]]
-    }
+    held = {name: local_part(optimizer.state[p]["exp_avg"]) for name, p in model.named_parameters()}
+    return {name: type(local).__name__ for name, local in held.items()}
 
 
-def goes_on(name: str) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("AdamW8bit", "OptimState8bit"), ("AdamW4bit", "OptimState4bit"), ("AdamWFp8", "OptimStateFp8")],
+)
+@on_ranks(2)
+def test_low_bit_state_is_gathered_as_floats_and_quantized_again_alike(name: str, kind: str) -> None:
     with uncompiled(), messages(20_000):
         model = model_of()
         parallelize_model(model, CONFIG)
         optimizer = optimizer_of(name, model)
         train_by_name(model, optimizer, 0, 2)
+        found = classes(model, optimizer)
+        assert (found["0.weight"], found["1.weight"]) == (kind, "Tensor" if dist.get_rank() else kind)
         state = full_optimizer_state(model, optimizer)
-        before = classes(model, optimizer)
+        if dist.get_rank():
+            assert state == {}
+        else:
+            moment = state["state"]["0.weight"]["exp_avg"]
+            assert (type(moment), moment.dtype) == (Tensor, torch.float32)
+            assert moment.abs().sum() > 0
         fresh = optimizer_of(name, model, lr=0.5)
         load_full_optimizer_state(model, fresh, state)
-        assert classes(model, fresh) == before
-        again = full_optimizer_state(model, fresh)
-        start = [p.detach().clone() for p in model.parameters()]
-        ends = []
+        assert classes(model, fresh) == found
+        equal(full_optimizer_state(model, fresh), state)
+        start, ends = [p.detach().clone() for p in model.parameters()], []
         for one in (optimizer, fresh):
             with torch.no_grad():
                 for p, value in zip(model.parameters(), start, strict=True):
                     p.copy_(value)
             train_by_name(model, one, 2, 1)
             ends.append(full_model_state(model))
-        return {"state": state, "again": again, "classes": before, "ends": ends}
+        equal(*ends)
 
 
-@pytest.mark.promise(46)
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_low_bit_state_is_gathered_as_floats_and_quantized_again_alike(world2: World, name: str) -> None:
-    first, second = world2(goes_on, name)
-    kind = {"AdamW8bit": "OptimState8bit", "AdamW4bit": "OptimState4bit", "AdamWFp8": "OptimStateFp8"}[name]
-    assert first["classes"]["0.weight"] == second["classes"]["0.weight"] == kind
-    assert (first["classes"]["1.weight"], second["classes"]["1.weight"]) == (kind, "Tensor")
-    assert second["state"] == {}
-    moments = first["state"]["state"]["0.weight"]
-    assert (type(moments["exp_avg"]), moments["exp_avg"].dtype) == (Tensor, torch.float32)
-    assert moments["exp_avg"].abs().sum() > 0
-    equal(first["again"], first["state"])
-    equal(first["ends"][1], first["ends"][0])
-
-
-def from_one_device(given: dict[str, Any]) -> dict[str, Any]:
-    model = model_of()
-    parallelize_model(model, CONFIG)
-    optimizer = optimizer_of("AdamW8bit", model)
-    load_full_optimizer_state(model, optimizer, given)
-    return full_optimizer_state(model, optimizer)
-
-
-@pytest.mark.promise(46)
-def test_the_state_dict_of_one_device_is_understood(world2: World) -> None:
-    model = model_of()
-    optimizer = optimizer_of("AdamW8bit", model)
+@on_ranks(2)
+def test_the_state_dict_of_one_device_is_understood() -> None:
+    model, prepared = model_of(), model_of()
+    optimizer, other = (optimizer_of("AdamW8bit", model, lr=lr) for lr in (0.01, 0.5))
     with uncompiled():
         train_by_name(model, optimizer, 0, 2)
     expected = optimizer.state[model[0].weight]["exp_avg"]
     assert type(expected).__name__ == "OptimState8bit"
-    found = world2(from_one_device, full_optimizer_state(model, optimizer))[0]
-    assert torch.equal(found["state"]["0.weight"]["exp_avg"], expected.dequantize()), "blocks are of rows"
-    other = optimizer_of("AdamW8bit", model, lr=0.5)
+    parallelize_model(prepared, CONFIG)
+    fresh = optimizer_of("AdamW8bit", prepared)
+    load_full_optimizer_state(prepared, fresh, full_optimizer_state(model, optimizer))
+    found = full_optimizer_state(prepared, fresh)
+    if found:
+        assert torch.equal(found["state"]["0.weight"]["exp_avg"], expected.dequantize()), "blocks are of rows"
     load_full_optimizer_state(model, other, optimizer.state_dict())
     equal(full_optimizer_state(model, other), full_optimizer_state(model, optimizer))
 
 
-def prepared_too_late() -> str:
+@on_ranks(2)
+def test_preparation_after_a_step_is_refused_by_name() -> None:
     model = model_of()
     optimizer = optimizer_of("AdamW8bit", model)
     with uncompiled():
         train_by_name(model, optimizer, 0, 1)
-    with pytest.raises(ParallelismValueError) as caught:
+    text = "state 'exp_avg' of 0.weight: a OptimState8bit is quantized as a whole; prepare"
+    with pytest.raises(ParallelismValueError, match=text):
         parallelize_model(model, CONFIG, optimizer)
-    return str(caught.value)
 
 
-def test_preparation_after_a_step_is_refused_by_name(world2: World) -> None:
-    for text in world2(prepared_too_late):
-        assert "state 'exp_avg' of 0.weight: a OptimState8bit is quantized as a whole; prepare" in text
-
-
-@pytest.mark.promise(46)
 @pytest.mark.parametrize("signed", [True, False])
 def test_what_was_quantized_once_keeps_its_bits(signed: bool) -> None:
     from torchao.optim.subclass_8bit import OptimState8bit
@@ -172,67 +156,59 @@ def begin(model: nn.Module, optimizer: Any) -> None:
         optimizer.state[parameter] = {"step": torch.tensor(2.0), **held}
 
 
-def save(path: str, name: str, dtype: torch.dtype, sharded: bool) -> dict[str, Any]:
+def saved_or_loaded(
+    path: Path, name: str, dtype: torch.dtype, save: str = "", parallel: bool = True
+) -> dict[str, Any]:
+    """What a run holds that saves, `sharded` or in one file, or that loads; and where its next step ends."""
     with uncompiled():
-        model = model_of().to(dtype)
-        parallelize_model(model, CONFIG)
-        optimizer = optimizer_of(name, model)
-        if dtype == torch.float32:
-            train_by_name(model, optimizer, 0, 2)
-        else:
-            begin(model, optimizer)
-        save_checkpoint(path, {"model": model, "optimizer": optimizer}, sharded=sharded)
-        found = {"bits": bits(model, optimizer), "state": full_optimizer_state(model, optimizer)}
-        if dtype == torch.float32:
-            train_by_name(model, optimizer, 2, 1)
-        return found | {"end": full_model_state(model)}
-
-
-def load(path: str, name: str, dtype: torch.dtype, parallel: bool = True) -> dict[str, Any]:
-    with uncompiled():
-        model = model_of(seed=1).to(dtype)
+        model = model_of(seed=0 if save else 1).to(dtype)
         if parallel:
             parallelize_model(model, CONFIG)
-        optimizer = optimizer_of(name, model, lr=0.5)
-        load_checkpoint(path, {"model": model, "optimizer": optimizer})
+        optimizer = optimizer_of(name, model, lr=0.01 if save else 0.5)
+        state = {"model": model, "optimizer": optimizer}
+        if not save:
+            load_checkpoint(path, state)
+        else:
+            if dtype == torch.float32:
+                train_by_name(model, optimizer, 0, 2)
+            else:
+                begin(model, optimizer)
+            save_checkpoint(path, state, sharded=save == "sharded")
         found = {"bits": bits(model, optimizer), "state": full_optimizer_state(model, optimizer)}
         if dtype == torch.float32:
             train_by_name(model, optimizer, 2, 1)
         return found | {"end": full_model_state(model)}
 
 
-@pytest.mark.promise(46)
 @pytest.mark.parametrize(
-    ("name", "dtype", "sharded"),
+    ("name", "dtype", "form"),
     [
-        ("AdamW8bit", torch.bfloat16, True),
-        ("AdamW4bit", torch.float32, False),
-        pytest.param("AdamW8bit", torch.float32, True, marks=pytest.mark.slow),
-        pytest.param("AdamW8bit", torch.bfloat16, False, marks=pytest.mark.slow),
-        pytest.param("AdamW4bit", torch.float32, True, marks=pytest.mark.slow),
-        pytest.param("AdamWFp8", torch.float32, True, marks=pytest.mark.slow),
+        ("AdamW8bit", torch.bfloat16, "sharded"),
+        ("AdamW4bit", torch.float32, "one file"),
+        pytest.param("AdamW8bit", torch.float32, "sharded", marks=pytest.mark.slow),
+        pytest.param("AdamW8bit", torch.bfloat16, "one file", marks=pytest.mark.slow),
+        pytest.param("AdamW4bit", torch.float32, "sharded", marks=pytest.mark.slow),
+        pytest.param("AdamWFp8", torch.float32, "sharded", marks=pytest.mark.slow),
     ],
 )
-def test_checkpoints_bring_back_the_bits(
-    world2: World, tmp_path: Path, name: str, dtype: torch.dtype, sharded: bool
-) -> None:
-    path = str(tmp_path / "c")
-    saved, loaded = world2(save, path, name, dtype, sharded), world2(load, path, name, dtype)
-    for before, after in zip(saved, loaded, strict=True):
-        equal(after["bits"], before["bits"])
-        equal(after["end"], before["end"])
-    assert float(loaded[0]["state"]["param_groups"][0]["lr"]) == pytest.approx(0.01), "lr is a tensor"
+@on_ranks(2)
+def test_checkpoints_bring_back_the_bits(tmp_path: Path, name: str, dtype: torch.dtype, form: str) -> None:
+    saved = saved_or_loaded(tmp_path / "c", name, dtype, form)
+    loaded = saved_or_loaded(tmp_path / "c", name, dtype)
+    equal(loaded["bits"], saved["bits"])
+    equal(loaded["end"], saved["end"])
+    if loaded["state"]:
+        assert float(loaded["state"]["param_groups"][0]["lr"]) == pytest.approx(0.01), "lr is a tensor"
 
 
-@pytest.mark.promise(46)
 def test_checkpoints_of_low_bit_states_go_onto_other_numbers_of_ranks(
     world2: World, world4: World, tmp_path: Path
 ) -> None:
-    path = str(tmp_path / "c")
-    saved = world2(save, path, "AdamW8bit", torch.float32, True)[0]["state"]["state"]
-    four = world4(load, path, "AdamW8bit", torch.float32)[0]["state"]["state"]
+    run = (tmp_path / "c", "AdamW8bit", torch.float32)
+    saved = world2(saved_or_loaded, *run, "sharded")[0]["state"]["state"]
+    four = world4(saved_or_loaded, *run)[0]["state"]["state"]
     equal(four, saved)  # blocks lie within rows; what is quantized no more keeps its values
-    one = load(path, "AdamW8bit", torch.float32, parallel=False)["state"]["state"]
+    one = saved_or_loaded(*run, parallel=False)["state"]["state"]
     for key in ("exp_avg", "exp_avg_sq"):
         equal(one["0.weight"][key], saved["0.weight"][key])
         equal(one["1.weight"][key][:16], saved["1.weight"][key][:16])
