@@ -3,6 +3,7 @@
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,20 +24,22 @@ from composer_dist.errors import (
     ParallelismValueError,
 )
 from composer_dist.files.read import Files
-from tests.kit.compare import same, values
+from tests.kit.compare import close, fails, same, values
 from tests.kit.files import saved
 from tests.kit.huggingface import llama, lora, random
 from tests.kit.meshes import config
-from tests.kit.toy import Toy, built, tokens, train
-from tests.kit.world import run
+from tests.kit.toy import built, tokens, train
+from tests.kit.world import on_ranks
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return saved(built(seed=3), tmp_path)
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 2)])
-def test_a_prepared_model_takes_the_files_values_in_place(tmp_path: Path, ranks: int, replicas: int) -> None:
-    run(in_place, ranks, saved(built(seed=3), tmp_path), replicas)
-
-
-def in_place(path: Path, replicas: int) -> None:
+@on_ranks("ranks")
+def test_a_prepared_model_takes_the_files_values_in_place(path: Path, ranks: int, replicas: int) -> None:
     pretrained._SMALL = 64
     model, reference = built(seed=1), built(seed=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -50,8 +53,7 @@ def in_place(path: Path, replicas: int) -> None:
     same(values(model), values(reference))
     train(model, optimizer)
     train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), whole=True)
-    for name, value in values(reference).items():
-        torch.testing.assert_close(values(model)[name], value, rtol=1e-5, atol=1e-6)
+    close(values(model), values(reference))
 
 
 class Turned(nn.Module):
@@ -63,17 +65,21 @@ class Turned(nn.Module):
         self.register_buffer("table", torch.randn(4, 6)[:, ::2])
 
 
-def test_models_that_are_not_sharded(tmp_path: Path) -> None:
+@pytest.fixture
+def turned(tmp_path: Path) -> Path:
     (tmp_path / "turned").mkdir()
-    paths = [saved(built(seed=3), tmp_path), saved(built(Turned, seed=3), tmp_path / "turned")]
-    for ranks in (1, 2):
-        run(not_sharded, ranks, *paths)
-    model = built(seed=1)  # and without a process group
-    load_pretrained(model, paths[0])
+    return saved(built(Turned, seed=3), tmp_path / "turned")
+
+
+def test_a_plain_model_without_a_process_group(path: Path) -> None:
+    model = built(seed=1)
+    load_pretrained(model, path)
     same(values(model), values(built(seed=3)))
 
 
-def not_sharded(path: Path, turned: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_models_that_are_not_sharded(path: Path, turned: Path, ranks: int) -> None:
     pretrained._SMALL = 64
     for device in ("cpu", "meta"):
         model = built(seed=1, device=device)
@@ -84,7 +90,7 @@ def not_sharded(path: Path, turned: Path) -> None:
     load_pretrained(model, turned)
     assert places == [tensor.data_ptr() for tensor in (model.weight, model.table)]
     same(values(model), values(built(Turned, seed=3)))
-    if dist.get_world_size() > 1:
+    if ranks > 1:
         model = built(seed=1)
         parallelize_model(model, DDPConfig())
         load_pretrained(model, path)
@@ -93,67 +99,59 @@ def not_sharded(path: Path, turned: Path) -> None:
             load_pretrained(nn.Linear(2, 2 + dist.get_rank()), path)
 
 
-def test_sharded_on_meta_and_what_the_files_lack_is_initialized(tmp_path: Path) -> None:
-    lacking: dict[str, Any] = {"layers.1.up.weight": None, "shift": None}
-    run(sharded_on_meta, 2, saved(built(seed=3), tmp_path, **lacking, other=torch.ones(2)))
+@pytest.fixture
+def lacking(tmp_path: Path) -> Path:
+    without: dict[str, Any] = {"layers.1.up.weight": None, "shift": None}
+    return saved(built(seed=3), tmp_path, **without, other=torch.ones(2))
 
 
-def sharded_on_meta(path: Path) -> None:
+@on_ranks(2)
+def test_sharded_on_meta_and_what_the_files_lack_is_initialized(lacking: Path) -> None:
     model = built(device="meta")
     prepare_fully_shard(model, FSDP2Config())
     with pytest.raises(CheckpointKeyError, match="missing: shift, layers.1.up.weight. unexpected: other"):
-        load_pretrained(model, path)
+        load_pretrained(model, lacking)
     assert all(parameter.is_meta for parameter in model.parameters())
     torch.manual_seed(4)
-    result = load_pretrained(model, path, strict=False)
+    result = load_pretrained(model, lacking, strict=False)
     assert result == LoadResult(["shift", "layers.1.up.weight"], ["other"])
     found, expected = values(model), values(built(seed=3))
-    lacking = {"layers.1.up.weight", "shift"}
-    same({n: found[n] for n in found.keys() - lacking}, {n: expected[n] for n in found.keys() - lacking})
-    assert all(found[name].std() > 0 for name in lacking)
-    load_pretrained(model, path, strict=False)  # now they keep their values
+    for name in ("layers.1.up.weight", "shift"):
+        assert found[name].std() > 0
+        expected[name] = found[name]
+    same(found, expected)
+    load_pretrained(model, lacking, strict=False)  # now they keep their values
     same(values(model), found)
 
 
+@on_ranks(2)
 def test_what_we_export_comes_back(tmp_path: Path) -> None:
-    run(comes_back, 2, tmp_path)
-
-
-def comes_back(directory: Path) -> None:
     warnings.simplefilter("ignore")
     for name, make in {"llama": llama, "lora": lambda: lora(llama(), modules_to_save=["lm_head"])}.items():
         model, other = random(make()), random(make(), 2)
         for one in (model, other):
             parallelize_model(one, config())
-        export_pretrained(model, directory / name, max_shard_size="5KB")
+        export_pretrained(model, tmp_path / name, max_shard_size="5KB")
         before = full_model_state(other, ranks="all")
-        assert load_pretrained(other, directory / name) == LoadResult([], [])
+        assert load_pretrained(other, tmp_path / name) == LoadResult([], [])
         found, expected = (full_model_state(one, ranks="all") for one in (other, model))
         if name == "lora":
-            base = {
-                key: value for key, value in before.items() if "lora_" not in key and ".default." not in key
-            }
-            expected |= base
+            expected |= {n: v for n, v in before.items() if "lora_" not in n and ".default." not in n}
         same(found, expected)
 
 
-def test_files_that_fail_leave_the_model_as_it_was_or_marked(tmp_path: Path) -> None:
-    run(failing, 2, saved(built(seed=3), tmp_path), tmp_path)
-
-
-def failing(path: Path, directory: Path) -> None:
+@on_ranks(2)
+def test_files_that_fail_leave_the_model_as_it_was_or_marked(path: Path, tmp_path: Path) -> None:
     model = built(seed=1)
     parallelize_model(model, config())
     before = values(model)
-    broken = directory / f"broken{dist.get_rank()}.safetensors"
+    broken, rank_0_s = (tmp_path / f"broken{rank}.safetensors" for rank in (dist.get_rank(), 0))
     broken.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointValueError, match="broken0.safetensors is corrupt or truncated"):
         load_pretrained(model, broken)
     save_file({"row": torch.zeros(2, 8)}, broken)
-    with pytest.raises(
-        CheckpointValueError, match=r"row is \(2, 8\) in the checkpoint, \(1, 8\) in the model"
-    ):
-        load_pretrained(model, directory / "broken0.safetensors", strict=False)
+    with fails(CheckpointValueError, "row is (2, 8) in the checkpoint, (1, 8) in the model"):
+        load_pretrained(model, rank_0_s, strict=False)
     same(values(model), before)
     model(tokens())
     read = Files.read
@@ -163,12 +161,8 @@ def failing(path: Path, directory: Path) -> None:
             raise CheckpointRuntimeError("the disk is gone")
         read(self, *arguments)
 
-    Files.read = fail  # type: ignore[method-assign]
-    try:
-        with pytest.raises(CheckpointRuntimeError, match="Rank 1: the disk is gone"):
-            load_pretrained(model, path)
-    finally:
-        Files.read = read  # type: ignore[method-assign]
+    gone = pytest.raises(CheckpointRuntimeError, match="Rank 1: the disk is gone")
+    with mock.patch.object(Files, "read", fail), gone:
+        load_pretrained(model, path)
     with pytest.raises(ParallelismRuntimeError, match="unusable.*the disk is gone"):
         model(tokens())
-    assert isinstance(model, Toy)

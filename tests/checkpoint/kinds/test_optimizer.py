@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -14,9 +15,10 @@ from composer_dist.checkpoint.kinds.optimizer import prepare_optimizer_state
 from composer_dist.checkpoint.kinds.optimizer_names import named_optimizer_state
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
+from tests.kit.compare import fails
 from tests.kit.meshes import config
 from tests.kit.toy import built, train
-from tests.kit.world import World
+from tests.kit.world import on_ranks
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -34,71 +36,51 @@ def adamw(model: nn.Module) -> Optimizer:
 
 def as_meta(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Shapes and dtypes alone, as a checkpoint's index tells them."""
-    return {
-        name: {
-            key: torch.empty(value.shape, dtype=value.dtype, device="meta")
-            if isinstance(value, Tensor)
-            else value
-            for key, value in values.items()
-        }
-        for name, values in state.items()
-    }
+
+    def shape_of(value: Any) -> Any:
+        tensor = isinstance(value, Tensor)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta") if tensor else value
+
+    return {name: {key: shape_of(v) for key, v in values.items()} for name, values in state.items()}
 
 
-def live() -> dict[str, Any]:
-    model = built()
-    optimizer = adamw(model)
-    parallelize_model(model, config(), optimizer)
-    empty = named_optimizer_state(model, optimizer)
-    train(model, optimizer, 1)
-    with CommDebugMode() as communication:
-        found = named_optimizer_state(model, optimizer)
-    names = dict(model.named_parameters())
-    first, described = found["state"], as_meta(found["state"])
-    kept = prepare_optimizer_state(model, optimizer, described).values
-    fresh = adamw(model)
-    prepared = prepare_optimizer_state(model, fresh, described, found["param_groups"])
-    untouched, made = not fresh.state, prepared.values
-    prepared.install()
-    up = made["layers.0.up.weight"]["exp_avg"]
-    return {
-        "empty": (empty["state"], [len(group["params"]) for group in empty["param_groups"]]),
-        "own": all(first[n][k] is optimizer.state[names[n]][k] for n in first for k in first[n]),
-        "order": list(first) == [name for name in names if name in first],
-        "kept": all(kept[n][k] is first[n][k] for n in first for k in first[n]),
-        "collectives": communication.get_total_counts(),
-        "row": "row" in first,
-        "same": [
-            (type(a), a.shape, a.dtype, a.device) == (type(b), b.shape, b.dtype, b.device)
-            and (
-                not isinstance(a, DTensor)
-                or (a.placements, a.to_local().shape) == (b.placements, b.to_local().shape)
-            )
-            for n in first
-            for a, b in zip(first[n].values(), made[n].values(), strict=True)
-        ],
-        "cut": isinstance(up, DTensor) and up.to_local().shape[0] < 5,
-        "untouched": untouched,
-        "in_place": fresh.state[names["layers.0.up.weight"]]["exp_avg"] is up,
-        "step": float(made["scale"]["step"]),
-    }
+def kind_of(value: Tensor) -> tuple[Any, ...]:
+    cut = (value.placements, value.to_local().shape) if isinstance(value, DTensor) else ()
+    return (type(value), value.shape, value.dtype, value.device, *cut)
 
 
 @pytest.mark.promise(47)
 @pytest.mark.parametrize("size", [1, 2])
-def test_live_state_by_name_and_the_same_made_without_a_step(world1: World, world2: World, size: int) -> None:
-    for found in (world1, world2)[size - 1](live):
-        assert found["empty"] == ({}, [6, 7])
-        assert found["own"]
-        assert found["order"]
-        assert found["kept"]
-        assert found["collectives"] == 0
-        assert not found["row"], "frozen and without gradient"
-        assert all(found["same"])
-        assert found["cut"] == (size == 2)
-        assert found["untouched"]
-        assert found["in_place"]
-        assert found["step"] == 0
+@on_ranks("size")
+def test_live_state_by_name_and_the_same_made_without_a_step(size: int) -> None:
+    model = built()
+    optimizer = adamw(model)
+    parallelize_model(model, config(), optimizer)
+    empty = named_optimizer_state(model, optimizer)
+    assert (empty["state"], [len(group["params"]) for group in empty["param_groups"]]) == ({}, [6, 7])
+    train(model, optimizer, 1)
+    with CommDebugMode() as communication:
+        found = named_optimizer_state(model, optimizer)
+    assert communication.get_total_counts() == 0
+    parameters, first = dict(model.named_parameters()), found["state"]
+    assert list(first) == [name for name in parameters if name in first]
+    assert "row" not in first, "frozen and without gradient"
+    kept = prepare_optimizer_state(model, optimizer, as_meta(first)).values
+    fresh = adamw(model)
+    prepared = prepare_optimizer_state(model, fresh, as_meta(first), found["param_groups"])
+    assert not fresh.state
+    made = prepared.values
+    prepared.install()
+    for name, values in first.items():
+        for key, value in values.items():
+            assert value is optimizer.state[parameters[name]][key]
+            assert value is kept[name][key]
+            assert kind_of(value) == kind_of(made[name][key])
+    up = made["layers.0.up.weight"]["exp_avg"]
+    assert isinstance(up, DTensor)
+    assert (up.to_local().shape[0] < 5) == (size == 2)
+    assert fresh.state[parameters["layers.0.up.weight"]]["exp_avg"] is up
+    assert float(made["scale"]["step"]) == 0
 
 
 def test_names_are_those_of_the_model_without_wrappers() -> None:
@@ -125,22 +107,18 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
     optimizer = adamw(model)
     train(model, optimizer, 1)
     before = named_optimizer_state(model, optimizer)
-    with pytest.raises(CheckpointKeyError, match=r"does not hold these parameters: nope, layers\.9"):
-        prepare_optimizer_state(model, optimizer, {"nope": {}, "layers.9": {}})
     wrong = {"layers.0.up.weight": {"exp_avg": torch.zeros(6, 8)}, "scale": {}}
-    with pytest.raises(
-        CheckpointValueError, match=r"exp_avg of layers\.0\.up\.weight: \(6, 8\) in the state"
-    ):
-        prepare_optimizer_state(model, optimizer, wrong)
     groups = before["param_groups"]
-    with pytest.raises(CheckpointValueError, match="1 parameter group, the optimizer 2"):
-        prepare_optimizer_state(model, optimizer, {"scale": {}}, groups[:1])
-    mixed = [groups[0] | {"params": []}, groups[1] | {"params": ["scale"]}]
-    mixed[0]["params"] = ["layers.0.up.bias"]
-    with pytest.raises(
-        CheckpointValueError, match=r"group 1 come from groups \[0, 1\].*layers\.0\.up\.bias \(0\)"
+    mixed = [groups[0] | {"params": ["layers.0.up.bias"]}, groups[1] | {"params": ["scale"]}]
+    for given, options, kind, text in (
+        ({"nope": {}, "layers.9": {}}, [], CheckpointKeyError, "not hold these parameters: nope, layers.9"),
+        (wrong, [], CheckpointValueError, "exp_avg of layers.0.up.weight: (6, 8) in the state"),
+        ({"scale": {}}, [groups[:1]], CheckpointValueError, "1 parameter group, the optimizer 2"),
+        ({"scale": {}}, [mixed], CheckpointValueError, "group 1 come from groups [0, 1]"),
+        ({"scale": {}}, [mixed], CheckpointValueError, "layers.0.up.bias (0)"),
     ):
-        prepare_optimizer_state(model, optimizer, {"scale": {}}, mixed)
+        with fails(kind, text):
+            prepare_optimizer_state(model, optimizer, given, *options)
     after = named_optimizer_state(model, optimizer)
     assert {n: list(v) for n, v in after["state"].items()} == {n: list(v) for n, v in before["state"].items()}
 
@@ -151,32 +129,24 @@ def test_groups_match_by_name_in_any_order_and_state_can_be_taken_away() -> None
     optimizer = adamw(model)
     train(model, optimizer, 1)
     groups = named_optimizer_state(model, optimizer)["param_groups"]
-    other = torch.optim.AdamW(
-        [{"params": group["params"][::-1]} for group in adamw(model).param_groups[::-1]]
-    )
+    turned = [{"params": group["params"][::-1]} for group in adamw(model).param_groups[::-1]]
+    other = torch.optim.AdamW(turned)
     prepare_optimizer_state(model, other, {"scale": {}}, groups).install()
-    assert [(group["lr"], group["weight_decay"]) for group in other.param_groups] == [
-        (0.02, 0.0),
-        (0.01, 0.1),
-    ]
+    found = [(group["lr"], group["weight_decay"]) for group in other.param_groups]
+    assert found == [(0.02, 0.0), (0.01, 0.1)]
     prepare_optimizer_state(model, optimizer, {"scale": {}}).install()
     assert "scale" not in named_optimizer_state(model, optimizer)["state"]
 
 
-def test_factored_state_is_laid_out_by_the_dimensions_it_has(world2: World) -> None:
-    for rows, columns, other in world2(factored):
-        assert rows == (DTensor, (5, 1), (3, 1)) or rows == (DTensor, (5, 1), (2, 1))
-        assert columns == (DTensor, (1, 8), (1, 8))
-        assert other == (Tensor, (5,), (5,))
-
-
-def factored() -> list[Any]:
+@on_ranks(2)
+def test_factored_state_is_laid_out_by_the_dimensions_it_has() -> None:
     model = built()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     parallelize_model(model, config(), optimizer)
     described = {"row": torch.empty(5, 1), "column": torch.empty(1, 8), "other": torch.empty(5)}
     made = prepare_optimizer_state(model, optimizer, {"layers.0.up.weight": described}).values
-    return [
-        (type(v), tuple(v.shape), tuple((v.to_local() if isinstance(v, DTensor) else v).shape))
-        for v in made["layers.0.up.weight"].values()
-    ]
+    row, column, other = made["layers.0.up.weight"].values()
+    assert type(row) is type(column) is DTensor
+    assert (row.shape, row.to_local().shape) == ((5, 1), (2 if dist.get_rank() else 3, 1))
+    assert column.shape == column.to_local().shape == (1, 8)
+    assert (type(other), other.shape) == (Tensor, (5,))
