@@ -121,11 +121,10 @@ def plan_parallelism(
 def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
     """Initialize every tensor of `module` that is on the meta device, in place.
 
-    In one process on an unsharded module this is the reference for `parallelize_model`, which gives the
-    same bits on any number of ranks for the same `torch.initial_seed()`, device type and torch
-    version. On a module sharded by `prepare_fully_shard` each rank computes every tensor in full, one
-    component after the other, and keeps its rows; seed all ranks alike. The random state afterwards is
-    as it was before.
+    In one process on an unsharded module this is the reference for `parallelize_model`, which gives the same
+    bits on any number of ranks for the same `torch.initial_seed()`, device type and torch version. On a
+    module sharded by `prepare_fully_shard` each rank computes every tensor in full, one component after the
+    other, and keeps its rows; seed all ranks alike. The random state afterwards is as it was before.
 
     Args:
         param_init_fn: called with each module that holds a meta tensor directly; None looks for

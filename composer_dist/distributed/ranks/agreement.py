@@ -73,8 +73,7 @@ class Agreement:
     Args:
         ranks: global ranks that take part, this one included; None means all. Each of them must
             call the same agreements in the same order; an error names a rank that does not.
-        timeout: how long to wait for the others; None takes the process group's limit for a
-            collective.
+        timeout: how long to wait for the others; None takes the process group's limit for a collective.
         line: agreements of one line do not wait for those of another, which another thread may make.
     """
 

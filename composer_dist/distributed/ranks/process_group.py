@@ -40,10 +40,9 @@ def init(
 ) -> None:
     """Makes the default process group, and this process's accelerator the current device.
 
-    With a launcher's environment variables (torchrun's `MASTER_ADDR`, `MASTER_PORT`, `RANK`,
-    `WORLD_SIZE`) the group spans all its processes; on several hosts gloo gets the network interface if
-    it would not find it. Without them it has one rank and a store in memory, so that a single
-    process needs no port.
+    With a launcher's environment variables (torchrun's `MASTER_ADDR`, `MASTER_PORT`, `RANK`, `WORLD_SIZE`)
+    the group spans all its processes; on several hosts gloo gets the network interface if it would not find
+    it. Without them it has one rank and a store in memory, so that a single process needs no port.
 
     Args:
         backend: torch's name, such as `"gloo"` or `"cuda:nccl,cpu:gloo"`. By default the device's

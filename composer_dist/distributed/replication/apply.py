@@ -1,4 +1,4 @@
-"""Replicated data parallelism: DDP in place, and when it averages while microbatches accumulate."""
+"""DDP in place, and when it averages gradients that accumulate over microbatches."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +19,12 @@ from composer_dist.structure.structure import Structure
 
 
 def arm(structure: Structure, plan: ReplicaPlan, mesh: Mesh, optimizers: Sequence[Optimizer]) -> None:
-    """Let DDP keep the copies of a model equal; their weights are the same on all ranks already.
+    """Let DDP keep the ranks' copies of a model equal; they have the same weights already.
 
-    Only post-local SGD communicates here: it makes process groups. `optimizers` hold the model's parameters.
+    Only post-local SGD communicates here, because it makes process groups.
     """
     model = structure.modules[""]
-    if plan.ddp.sync_batch_norm:
+    if plan.sync_batch_norm:
         convert_sync_batch_norm(model, mesh.replica_group)
     replica = Replica(
         model,
@@ -43,8 +43,8 @@ class DDPSyncStrategy(StrEnum):
     """When the gradients of a replicated model are averaged; Composer's names."""
 
     SINGLE_AUTO_SYNC = "single_auto_sync"
-    """In the last microbatch's backward, for what all microbatches have left. (Older versions of torch
-    left out parameters that only earlier microbatches used, which Composer's documentation warns of.)"""
+    """In the last microbatch's backward, for all microbatches. (Older versions of torch left out parameters
+    that only earlier microbatches used; Composer's documentation warns of this.)"""
     MULTI_AUTO_SYNC = "multi_auto_sync"
     """In every microbatch's backward."""
     FORCED_SYNC = "forced_sync"

@@ -1,9 +1,9 @@
-"""How DDP's gradients travel: communication hooks by name, for any backend and device; post-local SGD.
+"""DDP's communication hooks by name, for any backend and device; post-local SGD.
 
-The names stand for torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks). Two are written
-here instead: DDP rejects torch's bfloat16 hooks by name off NCCL, though gloo can run the same, and
-torch's post-local SGD asks CUDA for the ranks of a host. Post-local SGD: Lin, Stich, Patel and Jaggi,
-"Don't Use Large Mini-Batches, Use Local SGD" (2018), arXiv:1808.07217.
+The names are those of torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks). Two are rewritten
+here: DDP accepts torch's bfloat16 hooks on NCCL only, though gloo supports the dtype too, and torch's
+post-local SGD asks CUDA for the ranks of a host. Post-local SGD: Lin, Stich, Patel and Jaggi, "Don't Use
+Large Mini-Batches, Use Local SGD" (2018), arXiv:1808.07217.
 """
 
 # No deferred annotations: DDP compares a hook's with the types themselves.
@@ -11,6 +11,7 @@ torch's post-local SGD asks CUDA for the ranks of a host. Post-local SGD: Lin, S
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -28,15 +29,15 @@ from composer_dist.wording import near_miss
 
 
 class LocalSGD:
-    """The state of the hook; `after_step` belongs behind every optimizer's step.
+    """The state of the hook; `after_step` must run after every optimizer's step.
 
     Args:
         group: all ranks that hold the model.
         averaging_period: local steps between two averages of the parameters.
         start_localSGD_iter: synchronized backward passes before the first local one.
-        group_size: ranks that still average their gradients in each local step; it must divide the world
-            size. None is the ranks of one host, as the launcher counts them.
-        post_local_gradient_allreduce: False lets every rank step by itself.
+        group_size: number of ranks that average their gradients in each local step; it must divide the
+            world size. None takes the ranks of one host, according to the launcher.
+        post_local_gradient_allreduce: False averages no gradients in local steps.
 
     Raises:
         ParallelismValueError: `group_size` does not divide the ranks.
@@ -64,7 +65,7 @@ class LocalSGD:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks whose gradients are averaged at present."""
+        """The ranks that average their gradients now."""
         return self._near if self.steps else self.everybody
 
     def next_backward(self) -> None:
@@ -75,7 +76,7 @@ class LocalSGD:
             self.steps += 1
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Average what `optimizer` moves, if a period is over; registered as its post-step hook."""
+        """Average the parameters of `optimizer` if a period is over; its post-step hook."""
         if self.steps and self.steps % self.period == 0:
             average((p for group in optimizer.param_groups for p in group["params"]), self.everybody)
 
@@ -103,16 +104,51 @@ _NAMES = (*_DTYPES, _POWER, LOCAL_SGD)
 
 
 class CommHook(NamedTuple):
-    """What DDP's `register_comm_hook` takes."""
+    """The arguments of DDP's `register_comm_hook`."""
 
     state: Any
     function: HookFunction
 
 
-def reduced_in(dtype: torch.dtype) -> HookFunction:
-    """A hook whose state is the process group: gradients are averaged in `dtype` and come back in their own.
+@dataclass(frozen=True)
+class HookPlan:
+    """The communication hook that the user has chosen."""
 
-    They are divided first, as DDP does, so that a sum in half precision does not overflow.
+    spelled: str
+    """As in the configuration, or the name of a function."""
+    names: tuple[str, ...] = ()
+    """Of named hooks, the outermost first: "fp16(powersgd)" has "fp16" and "powersgd"."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the innermost named hook's state."""
+    custom: CommHook | None = field(default=None, repr=False)
+    """A function of the user's, with its state."""
+
+    @property
+    def is_local_sgd(self) -> bool:
+        """Whether ranks take steps of their own, between which parameters are averaged."""
+        return self.names[-1:] == (LOCAL_SGD,)
+
+    def build(self, group: dist.ProcessGroup) -> CommHook:
+        """The hook for the ranks of `group`, with a new state."""
+        if self.custom is not None:
+            return self.custom
+        *wrappers, name = self.names
+        state: Any = group
+        if name in _DTYPES:
+            function = reduced_in(_DTYPES[name])
+        elif name == _POWER:
+            state, function = power.PowerSGDState(group, **self.options), power.powerSGD_hook
+        else:
+            state, function = LocalSGD(group, **self.options), post_local_sgd
+        for wrapper in reversed(wrappers):
+            function = cast_around(_DTYPES[wrapper], function)
+        return CommHook(state, function)
+
+
+def reduced_in(dtype: torch.dtype) -> HookFunction:
+    """A hook that averages gradients in `dtype`; its state is the process group.
+
+    It divides before it sums, as DDP does, so that a sum in half precision does not overflow.
     """
 
     def reduce(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
@@ -126,7 +162,7 @@ def reduced_in(dtype: torch.dtype) -> HookFunction:
 
 
 def cast_around(dtype: torch.dtype, inner: HookFunction) -> HookFunction:
-    """A hook that hands its gradients to another one in `dtype`."""
+    """A hook that passes its gradients to `inner` in `dtype`."""
 
     def cast(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         gradients = bucket.buffer()
@@ -136,121 +172,74 @@ def cast_around(dtype: torch.dtype, inner: HookFunction) -> HookFunction:
     return cast
 
 
-def innermost(config: DDPConfig) -> str | None:
-    """The name of the hook that communicates: "powersgd" in "fp16(powersgd)"; None without a named one."""
-    return _parse(config.comm_hook)[-1] if isinstance(config.comm_hook, str) else None
-
-
-def check_comm_hook(config: DDPConfig, reduce_dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Refuse hooks that do not exist, and options that they do not have.
+def plan_comm_hook(config: DDPConfig, reduce_dtype: torch.dtype | None) -> HookPlan | None:
+    """The communication hook of a configuration; None leaves DDP's own all-reduce.
 
     Args:
-        config: names the hook.
-        reduce_dtype: what precision wants gradients reduced in.
-
-    Returns:
-        Warnings: options that are ignored.
+        reduce_dtype: the dtype in which the configured precision reduces gradients.
 
     Raises:
-        ParallelismValueError: an unknown name or option; hook and precision that both say how gradients
-            travel; post-local SGD without a period.
-        ParallelismTypeError: neither a name nor a function.
+        ParallelismValueError: an unknown name or option; both a hook and a precision that determine the
+            dtype of messages; post-local SGD without a period.
+        ParallelismTypeError: the hook is neither a name nor a function.
     """
-    hook, name = config.comm_hook, innermost(config)
-    if not (hook is None or isinstance(hook, str) or callable(hook)):
-        raise ParallelismTypeError(f"comm_hook is a name or a function, not {type(hook).__name__}.")
+    hook, options, period = config.comm_hook, dict(config.comm_hook_options or {}), config.averaging_period
+    names: tuple[str, ...] = ()
+    spelled = repr(hook)
+    if isinstance(hook, str):
+        names = _parse(hook)
+    elif callable(hook):
+        spelled = str(getattr(hook, "__qualname__", type(hook).__name__))
+    elif hook is not None:
+        raise ParallelismTypeError(f"comm_hook must be a name or a function, not {type(hook).__name__}.")
     if hook is not None and reduce_dtype in _DTYPES.values():
         raise ParallelismValueError(
-            f"comm_hook={spell(config)} and mixed_precision (reduce_dtype {reduce_dtype}) both say how "
-            "gradients travel; give one."
+            f"comm_hook={spelled} and mixed_precision (reduce_dtype {reduce_dtype}) both determine the dtype "
+            "in which gradients are sent; give only one."
         )
-    _check_options(name, config.comm_hook_options or {})
-    if config.comm_hook_state is not None and (hook is None or name is not None):
+    name = names[-1] if names else None
+    _check_options(name, options)
+    if config.comm_hook_state is not None and (hook is None or names):
         raise ParallelismValueError(
-            "comm_hook_state is for a comm_hook that is a function; a named one makes its own from "
-            "comm_hook_options."
+            "comm_hook_state is only for a comm_hook that is a function; use comm_hook_options for a named "
+            "one."
         )
-    period = config.averaging_period
     if period is not None and (not isinstance(period, int) or period < 1):
-        raise ParallelismValueError(f"averaging_period is a positive number of steps, not {period!r}.")
-    if name == LOCAL_SGD and period is None:
-        raise ParallelismValueError(
-            "comm_hook='post_local_sgd' needs averaging_period: the local steps after which the ranks' "
-            "parameters are averaged."
-        )
-    if name != LOCAL_SGD and period is not None:
-        return (
-            f"averaging_period={period} is ignored: only comm_hook='post_local_sgd' takes local steps after "
-            "which parameters would have to be averaged.",
-        )
-    return ()
-
-
-def build_comm_hook(
-    config: DDPConfig, reduce_dtype: torch.dtype | None, group: dist.ProcessGroup
-) -> CommHook | None:
-    """The hook, with a fresh state; None leaves DDP's own all-reduce.
-
-    Args:
-        config: has passed `check_comm_hook`.
-        reduce_dtype: what gradients are averaged in where no hook is named; None is their own dtype.
-        group: the ranks.
-    """
-    if config.comm_hook is None:
-        return CommHook(group, reduced_in(reduce_dtype)) if reduce_dtype else None
-    if not isinstance(config.comm_hook, str):
-        return CommHook(config.comm_hook_state, config.comm_hook)
-    *wrappers, name = _parse(config.comm_hook)
-    options = config.comm_hook_options or {}
-    state: Any = group
-    if name in _DTYPES:
-        function = reduced_in(_DTYPES[name])
-    elif name == _POWER:
-        state, function = power.PowerSGDState(group, **options), power.powerSGD_hook
-    else:
-        assert config.averaging_period is not None
-        state = LocalSGD(group, config.averaging_period, **options)
-        function = post_local_sgd
-    for wrapper in reversed(wrappers):
-        function = cast_around(_DTYPES[wrapper], function)
-    return CommHook(state, function)
-
-
-def spell(config: DDPConfig) -> str:
-    """The hook as its author would write it; the same on every rank."""
-    hook = config.comm_hook
-    if hook is None or isinstance(hook, str):
-        return repr(hook)
-    return str(getattr(hook, "__qualname__", type(hook).__name__))
-
-
-def _parse(spec: str) -> list[str]:
-    """The names in a spec, outermost first: "fp16(powersgd)" has "fp16" and "powersgd"."""
-    found = re.fullmatch(r"((?:\w+\()*)(\w+)(\)*)", spec.replace(" ", ""))
-    names = [*found[1].split("(")[:-1], found[2]] if found else [spec]
-    if found is None or len(found[3]) != len(names) - 1:
-        raise ParallelismValueError(f"comm_hook={spec!r} is not written as 'fp16' or 'fp16(powersgd)'.")
-    for name in names:
-        if name not in _NAMES:
+        raise ParallelismValueError(f"averaging_period must be a positive number of steps, not {period!r}.")
+    if name == LOCAL_SGD:
+        if period is None:
             raise ParallelismValueError(
-                f"There is no comm_hook {name!r}. Valid names: {', '.join(_NAMES)}, and "
-                f"{' and '.join(f'{outer}(...)' for outer in _DTYPES)} around another."
-                f"{near_miss(name, _NAMES)}"
+                "comm_hook='post_local_sgd' needs averaging_period, the number of local steps between two "
+                "averages of the parameters."
             )
+        options["averaging_period"] = period
+    if hook is None:
+        return None
+    custom = None if isinstance(hook, str) else CommHook(config.comm_hook_state, hook)
+    return HookPlan(spelled, names, options, custom)
+
+
+def _parse(spec: str) -> tuple[str, ...]:
+    """The names in "fp16(powersgd)", the outermost first."""
+    found = re.fullmatch(r"((?:\w+\()*)(\w+)(\)*)", spec.replace(" ", ""))
+    names = (*found[1].split("(")[:-1], found[2]) if found else (spec,)
+    if found is None or len(found[3]) != len(names) - 1:
+        raise ParallelismValueError(f"comm_hook={spec!r} must have the form 'fp16' or 'fp16(powersgd)'.")
+    if unknown := [name for name in names if name not in _NAMES]:
+        raise ParallelismValueError(
+            f"There is no comm_hook {unknown[0]!r}. Valid names: {', '.join(_NAMES)}, and "
+            f"{' and '.join(f'{outer}(...)' for outer in _DTYPES)} around another."
+            f"{near_miss(unknown[0], _NAMES)}"
+        )
     if wrong := [name for name in names[:-1] if name not in _DTYPES]:
         raise ParallelismValueError(f"{wrong[0]!r} in comm_hook={spec!r} cannot be put around another hook.")
     return names
 
 
 def _check_options(name: str | None, options: Mapping[str, Any]) -> None:
-    """Options by the signature of what they are handed to, and by its own checks."""
-    if name == _POWER:
-        known = list(inspect.signature(power.PowerSGDState).parameters)[1:]
-    elif name == LOCAL_SGD:
-        known = list(inspect.signature(LocalSGD).parameters)[2:]
-    else:
-        known = []
-    if unknown := [key for key in options if key not in known]:
+    state: Any = {_POWER: power.PowerSGDState, LOCAL_SGD: LocalSGD}.get(name or "")
+    known = list(inspect.signature(state).parameters)[1:] if state else []
+    if unknown := [key for key in options if key not in known or key == "averaging_period"]:
         raise ParallelismValueError(
             f"comm_hook_options has {', '.join(map(repr, unknown))}, which "
             + (f"comm_hook={name!r} does not take." if name else "has no effect without a named comm_hook.")

@@ -19,92 +19,93 @@ from composer_dist.config.rule import Rule
 from composer_dist.distributed.feature_plan import FeaturePlan
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.replication.batch_norm import find_batch_norms
-from composer_dist.distributed.replication.hooks import LOCAL_SGD, check_comm_hook, innermost, spell
+from composer_dist.distributed.replication.hooks import HookPlan, plan_comm_hook
 from composer_dist.distributed.wishes import UNIT_FIELDS, Wishes, check_forward_methods
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import mixed_precision_policy
 from composer_dist.structure.names import ancestors
-from composer_dist.structure.select import select
-from composer_dist.structure.select import spell as spell_match
+from composer_dist.structure.select import select, spell
 from composer_dist.structure.structure import Structure
-from composer_dist.wording import near_miss
+from composer_dist.wording import listed, near_miss
 
 _OURS = {
     "module": "it is the model",
-    "init_sync": "ParallelismConfig.sync says whose weights count",
-    "forward_sync_buffers": "it is DDPConfig.broadcast_buffers",
-    "mixed_precision": "it is DDPConfig.mixed_precision",
-    **dict.fromkeys(("device_ids", "output_device", "process_group", "device_mesh"), "the mesh says it"),
-    **dict.fromkeys(("dim", "check_reduction"), "torch does not use it any more"),
+    "init_sync": "use ParallelismConfig.sync",
+    "forward_sync_buffers": "use DDPConfig.broadcast_buffers",
+    "mixed_precision": "use DDPConfig.mixed_precision",
+    **dict.fromkeys(
+        ("device_ids", "output_device", "process_group", "device_mesh"), "the mesh determines it"
+    ),
+    **dict.fromkeys(("dim", "check_reduction"), "torch no longer uses it"),
 }
-"""Arguments of DDP that are settled elsewhere."""
+"""Arguments of DDP that are set in another way."""
+_ARGUMENTS = (
+    "find_unused_parameters",
+    "static_graph",
+    "bucket_cap_mb",
+    "gradient_as_bucket_view",
+    "skip_all_reduce_unused_params",
+)
+"""Fields of DDPConfig that are arguments of DDP."""
 _LOCAL_OPTIMIZERS = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "DistributedOptimizer"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaPlan(FeaturePlan):
-    """What DDP does for a model that every rank holds whole."""
+    """What DDP does for a model of which every rank holds a full copy."""
 
-    ddp: DDPConfig
-    mp_policy: MixedPrecisionPolicy
-    """Autocast's dtype is `param_dtype`."""
+    arguments: Mapping[str, Any]
+    """Of torch's DistributedDataParallel, by name."""
+    hook: HookPlan | None
     reduce_dtype: torch.dtype | None
-    """What gradients are averaged in; None is their own dtype, or the `comm_hook`'s affair."""
+    """Dtype in which gradients are averaged without a hook; None is their own."""
+    broadcast_buffers: bool
+    sync_batch_norm: bool
+    mp_policy: MixedPrecisionPolicy
+    """The forward runs under autocast to its `param_dtype`."""
     averaged: tuple[str, ...]
     """First names of the parameters whose gradients are averaged while they are trainable."""
     nbytes: int
-    """Their size."""
+    """Size of these parameters in bytes."""
     ignored: tuple[str, ...]
     """First names of the tensors that are left to each rank."""
     idle: str | None
-    """Why no gradient is averaged at all, if so."""
+    """Why no gradient is averaged; None if gradients are."""
     plain: Mapping[str, str]
     """All parameters, each with the reason why it stays whole."""
     replicated: Mapping[str, str]
     """Modules whose parameters stay whole on every rank, each with the reason."""
     forward_methods: tuple[str, ...] = ()
-    """Methods of the model around which DDP works as around its forward."""
+    """Methods of the model that DDP treats like its forward."""
     warnings: tuple[str, ...] = ()
     units: tuple[()] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     def explain(self, module: str = "") -> str:
-        """In words, for the root."""
+        """What DDP does, in words, for the root."""
         if module:
             return ""
         if self.idle:
             return f"No gradients are averaged, because {self.idle}."
-        hook = f" by comm_hook={spell(self.ddp)}" if self.ddp.comm_hook is not None else ""
-        buffers = " Buffers are rank 0's in every forward." if self.ddp.broadcast_buffers else ""
+        hook = f" by comm_hook={self.hook.spelled}" if self.hook else ""
+        buffers = " Every forward starts with rank 0's buffers." if self.broadcast_buffers else ""
         return (
             f"DDP averages the gradients of {len(self.averaged)} parameters, {self.nbytes:,} bytes, in "
-            f"buckets of {self.ddp.bucket_cap_mb or 25:g} MiB{hook}.{buffers}"
+            f"buckets of {self.arguments['bucket_cap_mb'] or 25:g} MiB{hook}.{buffers}"
         )
 
     def notes(self) -> Iterator[str]:
-        """What the plan as text says."""
+        """Lines for the plan as text."""
         yield self.explain()
         yield from (f"left to each rank: {name}" for name in self.ignored)
 
-    def facts(self) -> dict[str, Any]:
-        """The plan in plain types."""
-        return {
-            "ddp": {key: str(value) for key, value in vars(self.ddp).items() if "comm_hook" not in key},
-            "comm_hook": [spell(self.ddp), str(dict(self.ddp.comm_hook_options or {}))],
-            "mixed_precision": str(self.mp_policy),
-            "averaged": list(self.averaged),
-            "ignored": list(self.ignored),
-            "idle": self.idle,
-            "forward_methods": list(self.forward_methods),
-        }
-
 
 def check_unprepared(structure: Structure, replicating: bool) -> None:
-    """Refuse a model that DDP manages already, or a part of which it does.
+    """Refuse a model if DDP manages it, or a part of it, already.
 
     Args:
-        replicating: whether DDP is to manage it now, which parts sharded by FSDP2 forbid as well.
+        replicating: whether DDP will manage it now; then FSDP2 must not shard any part of it either.
 
     Raises:
         ParallelismTypeError: names the modules.
@@ -112,13 +113,13 @@ def check_unprepared(structure: Structure, replicating: bool) -> None:
     for name, module in structure.modules.items():
         label = name or "The model"
         if _torch.is_replicated(module):
-            raise ParallelismTypeError(f"{label} is replicated by DDP already; prepare a model once.")
+            raise ParallelismTypeError(f"{label} is already replicated by DDP; prepare a model only once.")
         if isinstance(module, DistributedDataParallel):
             raise ParallelismTypeError(
-                f"{label} is wrapped in DistributedDataParallel already; hand in what it wraps (.module)."
+                f"{label} is already wrapped in DistributedDataParallel; pass the wrapped module (.module)."
             )
         if replicating and isinstance(module, FSDPModule):
-            raise ParallelismTypeError(f"{label} is sharded by FSDP2 already, so DDP cannot replicate it.")
+            raise ParallelismTypeError(f"{label} is already sharded by FSDP2, so DDP cannot replicate it.")
     tensors = structure.parameters.items() if replicating else ()
     if dtensors := [name for name, held in tensors if isinstance(held.get(), DTensor)]:
         raise ParallelismTypeError(
@@ -127,31 +128,35 @@ def check_unprepared(structure: Structure, replicating: bool) -> None:
 
 
 def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> ReplicaPlan | None:
-    """Every parameter stays whole on every rank, and DDP averages gradients; None where FSDP2 shards.
+    """Keep every parameter whole on every rank and let DDP average gradients; None where FSDP2 shards.
 
     Raises:
-        ParallelismValueError: a mesh that does more than replicate, options that do not exist or do not go
-            together, and (`strict`) ones without effect.
+        ParallelismValueError: a mesh that does more than replicate, options that do not exist or exclude
+            each other, and, with `strict`, options without effect.
     """
     ddp = wishes.config.ddp
     if ddp is None:
         return None
     if others := [f"{name}={size}" for name, size in sizes.items() if size > 1 and name != "dp_replicate"]:
         raise ParallelismValueError(
-            f"ddp= replicates the whole model, so the mesh may have dp_replicate only, not "
-            f"{', '.join(others)}. Leave out ddp=: FSDP2 shards, and replicates beside other parallelism."
+            "ddp= replicates the whole model, so the mesh may have dp_replicate only, not "
+            f"{', '.join(others)}. Leave out ddp=; FSDP2 can combine replication with other parallelism."
         )
     warnings = _without_effect(wishes)
     mp_policy = mixed_precision_policy(wishes.precision, ddp.mixed_precision)
     _check_dtypes(structure, mp_policy)
     _check_options(ddp.options or {})
-    warnings += check_comm_hook(ddp, mp_policy.reduce_dtype)
+    hook = plan_comm_hook(ddp, mp_policy.reduce_dtype)
+    if ddp.averaging_period is not None and not (hook and hook.is_local_sgd):
+        warnings.append(
+            f"averaging_period={ddp.averaging_period} is ignored: only comm_hook='post_local_sgd' uses it."
+        )
     modules, ignored = _ignored(structure, ddp)
     averaged = [name for name in structure.parameters if name not in ignored]
     infos = [structure.parameters[name].info for name in averaged]
     dtypes = {info.dtype for info in infos if info.requires_grad}
     idle = None if dtypes else "no parameter is trainable"
-    idle = "DDPConfig.evaluate_only says so" if ddp.evaluate_only else idle
+    idle = "DDPConfig.evaluate_only is set" if ddp.evaluate_only else idle
     whole = "DDP keeps it whole" + ("" if idle else " and averages its gradients")
     plain = {name: ignored.get(name, whole) for name in structure.parameters}
     for name in averaged:
@@ -160,7 +165,10 @@ def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> Repl
     methods = tuple(wishes.config.forward_methods)
     check_forward_methods(methods, structure, [""])
     return ReplicaPlan(
-        ddp=ddp,
+        arguments={key: getattr(ddp, key) for key in _ARGUMENTS} | dict(ddp.options or {}),
+        hook=hook,
+        broadcast_buffers=ddp.broadcast_buffers,
+        sync_batch_norm=ddp.sync_batch_norm,
         mp_policy=mp_policy,
         reduce_dtype=None if dtypes == {mp_policy.reduce_dtype} else mp_policy.reduce_dtype,
         averaged=tuple(averaged),
@@ -177,21 +185,21 @@ def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> Repl
 def check_replica(
     replica: ReplicaPlan, structure: Structure, optimizers: Sequence[Optimizer], mesh: Mesh
 ) -> None:
-    """Check what depends on the device or the optimizers, before anything is changed.
+    """Check what depends on the device or the optimizers.
 
     Raises:
         ParallelismValueError: synchronized batch norms without an accelerator; post-local SGD without an
-            optimizer, or with one that shards its state.
+            optimizer, or with a distributed one.
     """
     synced = [name for name, module in structure.modules.items() if isinstance(module, SyncBatchNorm)]
-    if replica.ddp.sync_batch_norm:
+    if replica.sync_batch_norm:
         synced += [name for name, _ in find_batch_norms(structure.modules[""])]
     if synced and mesh.device_type == "cpu":
         raise ParallelismValueError(
-            f"SyncBatchNorm ({', '.join(name or 'the root' for name in synced[:4])}) runs on accelerators "
-            "only; on CPU leave out sync_batch_norm, or call revert_sync_batch_norm."
+            f"SyncBatchNorm ({listed(synced, 4)}) runs on accelerators only; on CPU leave out "
+            "sync_batch_norm, or call revert_sync_batch_norm."
         )
-    if innermost(replica.ddp) != LOCAL_SGD or replica.idle:
+    if not (replica.hook and replica.hook.is_local_sgd) or replica.idle:
         return
     if not optimizers:
         raise ParallelismValueError(
@@ -200,19 +208,19 @@ def check_replica(
     for optimizer in optimizers:
         if _LOCAL_OPTIMIZERS & {cls.__name__ for cls in type(optimizer).__mro__}:
             raise ParallelismValueError(
-                f"comm_hook='post_local_sgd' cannot average what a {type(optimizer).__name__} moves, which "
-                "is distributed itself; use an ordinary optimizer."
+                f"comm_hook='post_local_sgd' cannot average the parameters of a {type(optimizer).__name__}, "
+                "because it is distributed; use an ordinary optimizer."
             )
 
 
 def stays(structure: Structure, device: torch.device) -> bool:
-    """Whether the model keeps every parameter object: all are on `device`, and as they will be delivered."""
+    """Whether the model keeps its parameter objects: all are contiguous and on `device`."""
     parameters = [held.get() for held in structure.parameters.values()]
     return all(p.device.type == device.type and p.is_contiguous() for p in parameters)
 
 
 def _without_effect(wishes: Wishes) -> list[str]:
-    """Options that only apply to sharding: an error if `strict`, otherwise warnings."""
+    """Warn of options that apply to sharding only; with `strict`, refuse them."""
     config = wishes.config
     found = [
         f"{source} sets {key}"
@@ -220,9 +228,8 @@ def _without_effect(wishes: Wishes) -> list[str]:
         for key, (_, source) in fields.items()
         if key in {"shard", "skippable", "tp", *UNIT_FIELDS}
     ]
-    found += ["tp is given"] if config.tp is not None else []
-    found += ["fsdp2 is given"] if config.fsdp2 is not None else []
-    found += ["a wrap policy is given"] if wishes.wrap_policy is not None else []
+    others = {"tp": config.tp, "fsdp2": config.fsdp2, "a wrap policy": wishes.wrap_policy}
+    found += [f"{name} is given" for name, value in others.items() if value is not None]
     texts = [f"{what}, which has no effect under DDP (ddp=); leave it out." for what in dict.fromkeys(found)]
     if texts and config.strict:
         raise ParallelismValueError("\n".join(texts))
@@ -230,15 +237,12 @@ def _without_effect(wishes: Wishes) -> list[str]:
 
 
 def _check_dtypes(structure: Structure, policy: MixedPrecisionPolicy) -> None:
-    wanted = policy.param_dtype
-    if wanted is None or wanted in (torch.bfloat16, torch.float16):
-        return
-    half = (torch.bfloat16, torch.float16)
+    wanted, half = policy.param_dtype, (torch.bfloat16, torch.float16)
     names = [name for name, held in structure.parameters.items() if held.info.dtype in half]
-    if names:
+    if names and wanted is not None and wanted not in half:
         raise ParallelismValueError(
-            f"DDP cannot compute in {wanted} with {', '.join(names[:4])} in half precision: autocast "
-            "goes down only. Convert them, or leave out ddp= (FSDP2 casts what it gathers)."
+            f"DDP cannot compute in {wanted} with {listed(names, 4)} in half precision: autocast only casts "
+            "to lower precision. Convert them, or leave out ddp= (FSDP2 casts gathered parameters)."
         )
 
 
@@ -251,8 +255,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
         if key not in known:
             where = " It is a field of DDPConfig." if key in fields else near_miss(key, known)
             raise ParallelismValueError(
-                f"DDPConfig.options has {key!r}, which this torch's DistributedDataParallel does not take "
-                f"from there; it takes {', '.join(known)}.{where}"
+                f"DDPConfig.options has {key!r}, which is not an option of this torch's "
+                f"DistributedDataParallel; valid options: {', '.join(known)}.{where}"
             )
 
 
@@ -262,13 +266,13 @@ def _ignored(structure: Structure, ddp: DDPConfig) -> tuple[dict[str, str], dict
     tensors: dict[str, str] = {}
     first = {name: held.info.name for held in structure.tensors.values() for name in held.info.names}
     matches = ddp.ignored if isinstance(ddp.ignored, (list, tuple)) else [ddp.ignored]
-    for match in [Rule(match).match for match in matches]:  # a rule refuses what nothing matches by
-        reason = f"DDPConfig.ignored={spell_match(match)} leaves it to each rank"
+    for match in [Rule(match).match for match in matches]:  # a rule refuses other types
+        reason = f"DDPConfig.ignored={spell(match)} leaves it to each rank"
         below = select(match, structure.modules)
         named = _select_names(match, first)
         if not below and not named:
             hint = near_miss(match, {*structure.modules, *first}) if isinstance(match, str) else ""
-            raise ParallelismValueError(f"DDPConfig.ignored={spell_match(match)} matches nothing.{hint}")
+            raise ParallelismValueError(f"DDPConfig.ignored={spell(match)} matches nothing.{hint}")
         modules.update(dict.fromkeys(below, reason))
         tensors.update({first[name]: reason for name in named})
     listed = getattr(structure.modules[""], "_ddp_params_and_buffers_to_ignore", ())

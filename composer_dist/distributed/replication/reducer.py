@@ -1,9 +1,9 @@
-"""DDP at work on a model in place: composable replicate, with what it lacks made good.
+"""DDP for a model in place, on composable replicate.
 
-The reducer exists from the start and is built for the model itself, so it broadcasts buffers and supports
-sparse embeddings and names. It follows parameters that are frozen or unfrozen later. Each forward prepares
-DDP for one backward. DDP would not average any other backward (inside a forward, or a second one after it);
-the reducer averages those gradients when the backward ends.
+Unlike composable replicate alone, the reducer exists from the start and is built for the model itself, so it
+broadcasts buffers and supports sparse embeddings and names. It is rebuilt when parameters are frozen or
+unfrozen. Each forward prepares DDP for one backward only. If there is another one (inside a forward, or a
+second one after it), the reducer averages its gradients when it ends.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from torch.utils.hooks import RemovableHandle
 from composer_dist import _torch
 from composer_dist.distributed import prepared
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, build_comm_hook
+from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, reduced_in
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.training.averaging import average_gradients
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.tensors.nested import tensors_in
+from composer_dist.wording import listed
 
 
 class Replica:
-    """What keeps the ranks' copies of one model alike.
+    """Keeps the ranks' copies of one model equal.
 
     Args:
-        model: has its weights, the same on all ranks.
-        plan: what DDP does.
-        parameters: by first name, those whose gradients are averaged while they are trainable.
+        model: its weights are the same on all ranks.
+        parameters: those whose gradients are averaged while they are trainable, by first name.
         ignored: tensors that are left to each rank.
-        mesh: the ranks.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Replica:
         self._hook: CommHook | None = None
         self._hinted = False
         self._depth = 0
-        if (former := replica_of(model)) is not None:  # for evaluation only: others are refused
+        if (former := replica_of(model)) is not None:  # it was for evaluation only; a plan refuses others
             former._remove()
         dtype = plan.mp_policy.param_dtype
         low = dtype if dtype in (torch.bfloat16, torch.float16) else None
@@ -68,28 +67,28 @@ class Replica:
 
     @property
     def local_sgd(self) -> LocalSGD | None:
-        """The state of post-local SGD, if that is the hook."""
+        """The state of post-local SGD, if that is the hook in use."""
         state = self._hook.state if self._hook else None
         return state if isinstance(state, LocalSGD) else None
 
     @property
     def could_be_static(self) -> bool:
-        """Whether every step so far (two or more) has used the same parameters, and nobody told DDP."""
+        """Whether all steps, at least two, have used the same parameters, and `static_graph` is not set."""
         ddp = self._ddp
         return ddp is not None and not ddp.static_graph and ddp.steps > 1 and ddp.is_constant
 
     def hint(self) -> str | None:
-        """Once: advice on the configuration, if training so far suggests any."""
+        """Advice on the configuration, given once, if training so far suggests any."""
         if self._hinted or not self.could_be_static:
             return None
         self._hinted = True
         return (
-            "Every step has used the same parameters of the model. DDPConfig(static_graph=True) lets DDP "
-            "rely on that, and saves it the search for unused ones."
+            "All steps have used the same parameters, so DDPConfig(static_graph=True) would save DDP the "
+            "search for unused ones."
         )
 
     def renew(self) -> None:
-        """A new reducer, after a forward or backward that raised; the same call on every rank."""
+        """Make a new reducer after a forward or backward raised; every rank must call it."""
         self._depth = 0
         if self._ddp is not None and (trainable := self._trainable()):
             self._follow(trainable)
@@ -102,7 +101,7 @@ class Replica:
         return {name: p for name, p in self._parameters.items() if p.requires_grad}
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
-        """Follow what has been frozen or thawed, or refuse gradients that nobody would average."""
+        """Adapt to parameters that were frozen or unfrozen; refuse gradients that would not be averaged."""
         self._depth += 1
         if self._ddp is not None:
             self._ddp.is_nested = self._depth > 1
@@ -113,7 +112,8 @@ class Replica:
             if trainable:
                 raise ParallelismRuntimeError(
                     f"{next(iter(trainable))} would get a gradient, but no gradients are averaged, because "
-                    f"{self._plan.idle}. Run forward under torch.no_grad(), or prepare for training."
+                    f"{self._plan.idle}. Run forward under torch.no_grad(), or prepare the model for "
+                    "training."
                 )
             return
         if trainable and trainable.keys() != self._ddp.names.keys():
@@ -126,40 +126,31 @@ class Replica:
             self._ddp.is_nested = self._depth > 1
 
     def _follow(self, trainable: Mapping[str, nn.Parameter]) -> None:
-        """A new reducer for these parameters, without communication; the same on every rank."""
+        """Make a new reducer for these parameters, without communication; the same on every rank."""
         if self._ddp is not None:
             self._ddp.release()
-        own = self.mesh.device_type != "cpu"
+        model, plan = self._model, self._plan
+        devices = None if self.mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
         ignored = {id(tensor) for tensor in self._ignored}
-        named = [
-            *self._model.named_parameters(remove_duplicate=False),
-            *self._model.named_buffers(remove_duplicate=False),
-        ]
-        ddp = self._plan.ddp
-        with _torch.ddp_ignores(self._model, [name for name, tensor in named if id(tensor) in ignored]):
+        parameters = model.named_parameters(remove_duplicate=False)
+        named = [*parameters, *model.named_buffers(remove_duplicate=False)]
+        with _torch.ddp_ignores(model, [name for name, tensor in named if id(tensor) in ignored]):
             self._ddp = _Reducer(
-                self._model,
-                trainable,
-                process_group=self.group,
-                device_ids=[torch.accelerator.current_device_index()] if own else None,
-                find_unused_parameters=ddp.find_unused_parameters,
-                static_graph=ddp.static_graph,
-                bucket_cap_mb=ddp.bucket_cap_mb,
-                gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-                skip_all_reduce_unused_params=ddp.skip_all_reduce_unused_params,
-                **(ddp.options or {}),
+                model, trainable, process_group=self.group, device_ids=devices, **plan.arguments
             )
-        self._ddp.broadcast_buffers = ddp.broadcast_buffers
-        if self.local_sgd is None:  # other states belong to the reducer's buckets
-            self._hook = build_comm_hook(ddp, self._plan.reduce_dtype, self.group)
+        self._ddp.broadcast_buffers = plan.broadcast_buffers
+        if plan.hook is None:
+            self._hook = CommHook(self.group, reduced_in(plan.reduce_dtype)) if plan.reduce_dtype else None
+        elif self.local_sgd is None:  # other states belong to the reducer's buckets
+            self._hook = plan.hook.build(self.group)
         if self._hook is not None:
             self._ddp.register_comm_hook(*self._hook)
         self._ddp.hook = self._hook
-        _torch.serve_in_place(self._model, self._ddp)
+        _torch.serve_in_place(model, self._ddp)
 
     def _compute_in(self, dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> None:
-        """From now on the forward runs under autocast to `dtype`, and its outputs are cast."""
-        contexts: list[AbstractContextManager[Any]] = []  # several where forward calls the model itself
+        """Run every forward under autocast to `dtype`, and cast its outputs to `output_dtype`."""
+        contexts: list[AbstractContextManager[Any]] = []  # several if forward calls the model itself
 
         def enter(model: nn.Module, args: Any) -> None:
             context = torch.autocast(self.mesh.device_type, dtype=dtype) if dtype else nullcontext()
@@ -180,11 +171,11 @@ class Replica:
 
 
 class _Reducer(_torch.InPlaceDDP):
-    """The reducer, and what it needs to know of each backward.
+    """DDP that keeps track of each backward.
 
     Attributes:
-        names: the parameters it averages.
-        steps: backward passes that the reducer has averaged.
+        names: the parameters whose gradients it averages, by name.
+        steps: backward passes averaged so far.
         is_constant: whether all of them have used the same parameters.
     """
 
@@ -194,28 +185,28 @@ class _Reducer(_torch.InPlaceDDP):
         self.hook: CommHook | None = None
         self.steps, self.is_constant = 0, True
         self._several = False
-        """Whether a step calls backward several times, or inside of a forward: DDP expects neither."""
+        """Whether a step calls backward several times or inside a forward, which DDP does not support."""
         self._expected: set[nn.Parameter] = set()
-        """What the reducer still waits for."""
+        """Parameters whose gradients the reducer still waits for."""
         self._seen: set[nn.Parameter] = set()
-        """What the present or last backward has used."""
+        """Parameters that the current or last backward has used."""
         self._used: frozenset[nn.Parameter] | None = None
         self._backward, self._is_ready = -1, False
         self._missed: frozenset[nn.Parameter] = frozenset()
-        """What the backwards before the present one have left over."""
+        """What the reducer still waited for when the current backward began."""
         self._handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(self._saw) for parameter in trainable.values()
         ]
 
     def release(self) -> None:
-        """Take all hooks off the parameters; this object is not used any more."""
+        """Remove all hooks from the parameters; the object cannot be used afterwards."""
         for handle in self._handles:
             handle.remove()
         self.logger = None
-        del self.reducer  # its destructor removes its own
+        del self.reducer  # its destructor removes its own hooks
 
     def before_forward(self) -> None:
-        self._backward = -1  # should the last one have ended by an error
+        self._backward = -1  # in case the last one raised
 
     def on_error(self, error: RuntimeError) -> None:
         if self._expected and "finished reduction" in str(error):
@@ -224,14 +215,14 @@ class _Reducer(_torch.InPlaceDDP):
             ) from error
 
     def wants_backward(self, output: Any) -> bool:
-        tensors = list(tensors_in(output))  # none in an object of a kind unknown here
+        tensors = list(tensors_in(output))  # none if the output is of an unknown type
         wanted = not self._several and (not tensors or any(tensor.requires_grad for tensor in tensors))
         if wanted:
             self._expected = set(self.names.values())
         return wanted
 
     def _saw(self, parameter: nn.Parameter) -> None:
-        """A parameter has its gradient of this backward, not averaged yet; the reducer hears of it next."""
+        """A parameter has got its gradient, which is not averaged yet; DDP's own hook runs next."""
         if self._backward != _torch.current_backward():
             self._backward = _torch.current_backward()
             self._missed, self._is_ready = frozenset(self._expected), bool(self._expected)
@@ -245,7 +236,7 @@ class _Reducer(_torch.InPlaceDDP):
         self._seen.add(parameter)
 
     def _finish(self) -> None:
-        """The end of a backward: note what it used, or average what the reducer was not ready for."""
+        """At the end of a backward, record what it used, or average it if the reducer was not ready."""
         self._backward = -1
         if self._is_ready:
             if self.find_unused_parameters or self.static_graph:
@@ -258,15 +249,15 @@ class _Reducer(_torch.InPlaceDDP):
             self._average()
 
     def _average(self) -> None:
-        """What the reducer does not do, for a whole backward; this and all later ones."""
+        """Average the gradients without the reducer, for this backward and all later ones."""
         state = self.hook.state if self.hook else None
         if isinstance(state, LocalSGD):
             state.next_backward()
         elif self.hook is not None and not self._several:
             warnings.warn(
-                "A step that calls backward several times, or inside of forward, averages at the end of each "
-                "in the gradients' own dtype: the comm_hook or reduce_dtype that was asked for is not used.",
-                UserWarning,
+                "A step calls backward several times or inside a forward, so gradients are averaged in "
+                "their own dtype at the end of each backward, and the configured comm_hook or reduce_dtype "
+                "is ignored.",
                 stacklevel=2,
             )
         self._several = True
@@ -276,13 +267,13 @@ class _Reducer(_torch.InPlaceDDP):
     def _explain(self, missing: Collection[nn.Parameter]) -> str:
         unused = [name for name, parameter in self.names.items() if parameter in missing]
         return (
-            f"{', '.join(unused[:8])}{' and others' if len(unused) > 8 else ''} no gradient "
-            f"({len(unused)} of {len(self.names)} parameters), and DDP still waits for them. If a loss does "
-            "not use every parameter, set DDPConfig(find_unused_parameters=True), or freeze the unused."
+            f"{listed(unused)} no gradient ({len(unused)} of {len(self.names)} parameters), and DDP still "
+            "waits for them. If a loss does not use every parameter, set "
+            "DDPConfig(find_unused_parameters=True), or freeze the unused ones."
         )
 
 
 def replica_of(model: nn.Module) -> Replica | None:
-    """What keeps copies of `model` alike, if DDP has been prepared for it."""
+    """The `Replica` of `model`; None if the model was not prepared for DDP."""
     found = prepared.of(model)
     return found.replica if found is not None and isinstance(found.replica, Replica) else None

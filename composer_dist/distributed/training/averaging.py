@@ -107,10 +107,9 @@ class PlainGradientAveraging:
     def _refuse(self, parameter: torch.Tensor, backward: int) -> None:
         if self._backward != backward and not self._pending:
             raise ParallelismRuntimeError(
-                f"Backward reached the parameter {self._names[parameter]!r} but no output of the "
-                "prepared model, so it would not be averaged over the ranks. Call the prepared "
-                "model itself; let it return what the loss needs (in tuples, lists, mappings or "
-                "dataclasses)."
+                f"Backward reached the parameter {self._names[parameter]!r} but no output of the prepared "
+                "model, so it would not be averaged over the ranks. Call the prepared model itself; let it "
+                "return what the loss needs (in tuples, lists, mappings or dataclasses)."
             )
 
     @torch.no_grad()

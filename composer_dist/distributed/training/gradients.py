@@ -59,8 +59,7 @@ def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
 
     Args:
         model: the module under which gradients stay local.
-        enabled: False does the opposite: backward inside synchronizes, whatever an outer context
-            says.
+        enabled: False does the opposite: backward inside synchronizes, whatever an outer context says.
     """
     with synchronizing(model, lambda what: not enabled):
         yield

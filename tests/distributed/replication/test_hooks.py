@@ -10,7 +10,7 @@ from torch import nn
 
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import parallelize_model
-from composer_dist.distributed.replication.hooks import check_comm_hook, innermost, reduced_in
+from composer_dist.distributed.replication.hooks import plan_comm_hook, reduced_in
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit import models
 from tests.kit.world import World
@@ -90,35 +90,40 @@ def test_a_function_is_a_hook_as_well(world2: World) -> None:
 @pytest.mark.promise(62)
 def test_unknown_names_list_those_there_are() -> None:
     with pytest.raises(ParallelismValueError, match="no comm_hook 'powersdg'.*fp16, bf16, p.*'powersgd'"):
-        check_comm_hook(DDPConfig(comm_hook="powersdg"), None)
+        plan_comm_hook(DDPConfig(comm_hook="powersdg"), None)
 
 
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"comm_hook": "fp16(powersgd"}, "not written as"),
+        ({"comm_hook": "fp16(powersgd"}, "must have the form"),
         ({"comm_hook": "powersgd(fp16)"}, "'powersgd' in .* cannot be put around"),
         ({"comm_hook": "fp16", "comm_hook_options": {"rank": 1}}, "'rank', which comm_hook='fp16'"),
         ({"comm_hook": "powersgd", "comm_hook_options": {"rank": 1}}, "It takes matrix_approximation_rank"),
         ({"comm_hook": "powersgd", "comm_hook_options": {"start_powerSGD_iter": 1}}, "_iter. > 1"),
         ({"comm_hook_options": {"rank": 1}}, "no effect without a named comm_hook"),
-        ({"comm_hook": "fp16", "comm_hook_state": 1}, "for a comm_hook that is a function"),
-        ({"comm_hook": "post_local_sgd", "averaging_period": 0}, "a positive number of steps, not 0"),
+        ({"comm_hook": "fp16", "comm_hook_state": 1}, "only for a comm_hook that is a function"),
+        ({"comm_hook": "post_local_sgd", "averaging_period": 0}, "must be a positive number of steps, not 0"),
     ],
 )
 def test_what_does_not_go_together_is_refused(config: dict[str, Any], text: str) -> None:
     with pytest.raises(ParallelismValueError, match=text):
-        check_comm_hook(DDPConfig(**config), None)
+        plan_comm_hook(DDPConfig(**config), None)
 
 
 def test_a_hook_beside_a_reduce_dtype_and_other_kinds_are_refused() -> None:
-    with pytest.raises(ParallelismValueError, match="both say how gradients travel"):
-        check_comm_hook(DDPConfig(comm_hook="fp16"), torch.bfloat16)
-    with pytest.raises(ParallelismTypeError, match="a name or a function, not int"):
-        check_comm_hook(DDPConfig(comm_hook=3), None)  # type: ignore[arg-type]
-    assert check_comm_hook(DDPConfig(comm_hook="fp16"), torch.float32) == ()
+    with pytest.raises(ParallelismValueError, match="both determine the dtype"):
+        plan_comm_hook(DDPConfig(comm_hook="fp16"), torch.bfloat16)
+    with pytest.raises(ParallelismTypeError, match="must be a name or a function, not int"):
+        plan_comm_hook(DDPConfig(comm_hook=3), None)  # type: ignore[arg-type]
+    assert plan_comm_hook(DDPConfig(comm_hook="fp16"), torch.float32)
 
 
 def test_the_innermost_hook_communicates() -> None:
-    assert innermost(DDPConfig(comm_hook="fp16(post_local_sgd)")) == "post_local_sgd"
-    assert innermost(DDPConfig(comm_hook=nn.Identity())) is None
+    local = plan_comm_hook(DDPConfig(comm_hook="fp16(post_local_sgd)", averaging_period=2), None)
+    custom = plan_comm_hook(DDPConfig(comm_hook=nn.Identity()), None)
+    assert local is not None
+    assert custom is not None
+    assert local.is_local_sgd
+    assert not custom.is_local_sgd
+    assert local.options == {"averaging_period": 2}

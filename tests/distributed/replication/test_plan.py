@@ -30,8 +30,8 @@ def test_the_plan_says_what_every_module_and_tensor_gets() -> None:
     assert set(plan.plain) == set(dict(model.named_parameters()))
     assert plan.explain("") == (
         "The root: replicated, because DDP keeps it whole and averages its gradients. DDP averages the "
-        "gradients of 8 parameters, 928 bytes, in buckets of 5 MiB by comm_hook='fp16'. Buffers are rank 0's "
-        "in every forward."
+        "gradients of 8 parameters, 928 bytes, in buckets of 5 MiB by comm_hook='fp16'. Every forward starts "
+        "with rank 0's buffers."
     )
     text = "one parameter with head.weight: replicated on every rank, because DDP keeps it whole and averages"
     assert text in plan.explain("embed.weight")
@@ -44,7 +44,9 @@ def test_the_plan_says_what_every_module_and_tensor_gets() -> None:
     assert "layers.1.norm.num_batches_tracked" in plan.replication.ignored
     assert "DDP averages the gradients of 8 parameters" in str(plan)
     assert "replicated: embed.weight" not in str(plan)
-    assert plan.to_dict()["replication"]["comm_hook"] == ["'fp16'", "{}"]
+    facts = plan.to_dict()["replication"]
+    assert facts["hook"] == {"spelled": "'fp16'", "names": ["fp16"], "options": {}}
+    assert facts["arguments"]["bucket_cap_mb"] == 5
 
 
 def test_ddp_beside_the_default_mesh_replicates_on_every_rank() -> None:
@@ -69,11 +71,11 @@ def test_ddp_beside_the_default_mesh_replicates_on_every_rank() -> None:
         ),
         ({"rules": [Rule("hed", act_ckpt=True)]}, "No module matches 'hed'. Did you mean 'head'?"),
         ({"ignored": "hed"}, "DDPConfig.ignored='hed' matches nothing. Did you mean 'head'?"),
-        ({"options": {"init_sync": True}}, "ParallelismConfig.sync says whose weights count"),
+        ({"options": {"init_sync": True}}, "cannot have 'init_sync': use ParallelismConfig.sync"),
         ({"options": {"static_graph": True}}, "It is a field of DDPConfig"),
-        ({"options": {"bucket_cap": 1}}, "which this torch's DistributedDataParallel does not take"),
+        ({"options": {"bucket_cap": 1}}, "not an option of this torch's"),
         ({"comm_hook": "bf61"}, "There is no comm_hook 'bf61'"),
-        ({"comm_hook": "fp16", "mixed_precision": {"reduce_dtype": "bf16"}}, "both say how gradients travel"),
+        ({"comm_hook": "fp16", "mixed_precision": {"reduce_dtype": "bf16"}}, "both determine the dtype"),
         ({"mixed_precision": "SOME"}, "Unknown mixed_precision 'SOME'"),
     ],
 )

@@ -364,16 +364,16 @@ def twice() -> None:
     parallelize_model(model, ddp())
     hooks = len(model._forward_hooks)
     for config in (ddp(), "fsdp"):
-        with fails(TypeError, "The model is replicated by DDP already; prepare a model once"):
+        with fails(TypeError, "The model is already replicated by DDP; prepare a model only once"):
             parallelize_model(model, config)
     assert len(model._forward_hooks) == hooks
-    with fails(ParallelismTypeError, "0 is replicated by DDP already"):
+    with fails(ParallelismTypeError, "0 is already replicated by DDP"):
         parallelize_model(nn.Sequential(model, nn.Linear(4, 4)), ddp())
-    with fails(ParallelismTypeError, "The model is wrapped in DistributedDataParallel already", ".module"):
+    with fails(ParallelismTypeError, "The model is already wrapped in DistributedDataParallel", ".module"):
         parallelize_model(DistributedDataParallel(M()), ddp())
     sharded = M()
     parallelize_model(sharded, FSDP2Config())
-    with fails(ParallelismTypeError, "is sharded by FSDP2 already"):
+    with fails(ParallelismTypeError, "is already sharded by FSDP2"):
         parallelize_model(sharded, ddp())
 
 
