@@ -8,7 +8,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,27 +18,21 @@ from tests.kit import world
 from tests.kit.world import World
 
 
-def _on(world_size: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    __tracebackhide__ = True
-    return world.run(fn, world_size, *args, **kwargs)
+def _world(size: int) -> Any:
+    @pytest.fixture(name=f"world{size}")
+    def made(workers: None) -> World:
+        """`world2(fn, *args, timeout=60, setup="group", **kwargs)`: `fn` on two ranks."""
+
+        def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+            __tracebackhide__ = True
+            return world.run(fn, size, *args, **kwargs)
+
+        return call
+
+    return made
 
 
-@pytest.fixture
-def world1(workers: None) -> World:
-    """`world1(fn, *args, timeout=60, setup="group", **kwargs)`: `fn` in one worker."""
-    return partial(_on, 1)
-
-
-@pytest.fixture
-def world2(workers: None) -> World:
-    """`world2(fn, *args, timeout=60, setup="group", **kwargs)`: `fn` on two ranks."""
-    return partial(_on, 2)
-
-
-@pytest.fixture
-def world4(workers: None) -> World:
-    """`world4(fn, *args, timeout=60, setup="group", **kwargs)`: `fn` on four ranks."""
-    return partial(_on, 4)
+world1, world2, world4 = map(_world, (1, 2, 4))
 
 
 @pytest.fixture(scope="session")

@@ -21,30 +21,30 @@ PACKAGE = Path(composer_dist.__file__).parent
 
 PUBLIC = {
     "composer_dist": (
-        "CheckpointError ComposerClassifier ComposerModel DDPConfig FSDP2Config HuggingFaceModel "
-        "MeshConfig ParallelismConfig ParallelismError Precision Rule TPConfig Trainer"
+        "CheckpointError ComposerClassifier ComposerModel DDPConfig FSDP2Config HuggingFaceModel MeshConfig "
+        "ParallelismConfig ParallelismError Precision Rule TPConfig Trainer"
     ),
     "composer_dist.distributed": (
         "DDPSyncStrategy ParallelPlan Preparation accumulate accumulated_bytes apply_ac assert_no_meta "
         "build_mesh clip_grad_norm clip_grad_value context_parallel convert_sync_batch_norm "
         "ddp_sync_context fsdp_mesh init_context launch meta_init named_parameters_canonical no_sync "
         "parallel_cross_entropy parallelize_composer_model parallelize_model plan_parallelism "
-        "prepare_fully_shard register_strategy register_tensor_codec revert_sync_batch_norm "
-        "sampler_kwargs submesh summon_full_params sync_module_states presets process_group"
+        "prepare_fully_shard register_strategy register_tensor_codec revert_sync_batch_norm sampler_kwargs "
+        "submesh summon_full_params sync_module_states presets process_group"
     ),
     "composer_dist.checkpoint": (
         "LoadResult PendingSave export_pretrained full_model_state full_optimizer_state latest_checkpoint "
         "load_checkpoint load_full_model_state load_full_optimizer_state load_pretrained save_checkpoint"
     ),
-    "composer_dist.models": ("ComposerClassifier ComposerModel HuggingFaceModel"),
+    "composer_dist.models": "ComposerClassifier ComposerModel HuggingFaceModel",
     "composer_dist.trainer": (
         "Callback CheckpointSaver ConsoleLogger ConstantWithWarmupScheduler "
         "CosineAnnealingWithWarmupScheduler DistributedDataLoader EMA EarlyStopping Evaluator Event "
         "FileLogger FineTuningPhases Generate GradientClipping GradientNorm InMemoryLogger LRMonitor "
         "LinearWithWarmupScheduler Logger LoggerDestination LossScaling MLflowLogger MemoryMonitor "
         "NaNMonitor NoImprovement OptimizerMonitor PackedDataset PackedStream Phase ProgressBar Resume "
-        "RuntimeEstimator SpeedMonitor State TensorBoardLogger Time TimeUnit Timestamp Trainer "
-        "WandBLogger default_phases dump_schedule load_schedule"
+        "RuntimeEstimator SpeedMonitor State TensorBoardLogger Time TimeUnit Timestamp Trainer WandBLogger "
+        "default_phases dump_schedule load_schedule"
     ),
     "composer_dist.trainer.callbacks": (
         "Callback CheckpointSaver EMA EarlyStopping Generate GradientNorm LRMonitor MemoryMonitor "
@@ -58,37 +58,42 @@ PUBLIC = {
 """Every public name by its documented path. None of them may disappear or move."""
 
 
-def printed(code: str) -> set[str]:
-    """The words that a fresh interpreter prints when it runs `code`."""
+LIGHT = {
+    "planning": (
+        "from composer_dist.distributed import parallelize_model, plan_parallelism;"
+        "from composer_dist import FSDP2Config; import torch;"
+        "plan_parallelism(torch.nn.Linear(2, 2), FSDP2Config(), world_size=2)",
+        {"transformers", "peft", "rich", "pydantic", "torchmetrics"},
+    ),
+    "launching": (
+        "import composer_dist.cli.launch, composer_dist.distributed.ranks.cpus;"
+        "import torch.distributed.launcher.api",
+        {"torch.distributed.fsdp", "transformers", "composer_dist._torch"},
+    ),
+}
+"""What a process does that must stay light, and what it must not import."""
+
+
+def modules_after(code: str) -> set[str]:
+    """What a fresh interpreter has imported when it has run `code`."""
+    code = f"import sys; {code}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 
 def test_importing_the_package_costs_little_more_than_torch() -> None:
-    code = (
-        "import sys, torch; before = set(sys.modules); import composer_dist, composer_dist.distributed;"
-        "print(*sorted(set(sys.modules) - before))"
-    )
-    assert printed(code) == {"composer_dist", "lazy_loader", "composer_dist.distributed"}
+    more = modules_after("import torch, composer_dist, composer_dist.distributed")
+    assert more - modules_after("import torch") == {
+        "composer_dist",
+        "lazy_loader",
+        "composer_dist.distributed",
+    }
 
 
-def test_configuring_and_planning_need_no_heavy_package() -> None:
-    code = (
-        "import sys; from composer_dist.distributed import parallelize_model, plan_parallelism;"
-        "from composer_dist import FSDP2Config; import torch;"
-        "plan_parallelism(torch.nn.Linear(2, 2), FSDP2Config(), world_size=2);"
-        "print(*sys.modules)"
-    )
-    assert {"transformers", "peft", "rich", "pydantic", "torchmetrics"}.isdisjoint(printed(code))
-
-
-def test_launching_needs_nothing_that_only_the_launched_need() -> None:
-    code = (
-        "import sys, composer_dist.cli.launch, composer_dist.distributed.ranks.cpus;"
-        "import torch.distributed.launcher.api;"
-        "print(*sys.modules)"
-    )
-    assert {"torch.distributed.fsdp", "transformers", "composer_dist._torch"}.isdisjoint(printed(code))
+@pytest.mark.parametrize("what", LIGHT)
+def test_only_what_is_needed_is_imported(what: str) -> None:
+    code, unneeded = LIGHT[what]
+    assert unneeded.isdisjoint(modules_after(code))
 
 
 @pytest.mark.parametrize(("package", "name"), [(p, n) for p, names in PUBLIC.items() for n in names.split()])
@@ -119,14 +124,13 @@ def _outside_of_torch_room() -> dict[str, ast.Module]:
 def test_only_one_package_imports_private_names_of_torch() -> None:
     found = []
     for path, tree in _outside_of_torch_room().items():
+        names: list[str] = []
         for node in ast.walk(tree):
-            names = []
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                names += [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
-            private = [n for n in names if any(part.startswith("_") for part in n.split("."))]
-            found += [f"{path}: {name}" for name in private]
+                names += [alias.name for alias in node.names]
+        found += [f"{path}: {name}" for name in names if name.startswith("torch.") and "._" in name]
     assert found == []
 
 
@@ -144,13 +148,9 @@ def _own_attributes(trees: Iterable[ast.Module]) -> set[str]:
     own = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, (ast.ClassDef, ast.Module)):
-            defined = [n for n in node.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
-            own |= {member.name for member in defined}
-            own |= {
-                n.target.id
-                for n in node.body
-                if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-            }
+            own |= {n.name for n in node.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+            targets = [n.target for n in node.body if isinstance(n, ast.AnnAssign)]
+            own |= {target.id for target in targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
             own.add(node.attr)
     return own
@@ -161,16 +161,9 @@ def _is_self(node: ast.expr) -> bool:
 
 
 def test_only_one_package_touches_private_attributes_of_torch() -> None:
-    objects = (
-        torch,
-        nn,
-        nn.Linear(1, 1),
-        torch.ones(1),
-        torch.ones(1).untyped_storage(),
-        DTensor,
-        DeviceMesh,
-    )
-    objects += (torch.optim.Optimizer, FSDPModule, dist, dist.ProcessGroup, torch.ops.aten.mm.default)
+    one = torch.ones(1)
+    objects = [torch, nn, nn.Linear(1, 1), one, one.untyped_storage(), DTensor, DeviceMesh, FSDPModule]
+    objects += [torch.optim.Optimizer, dist, dist.ProcessGroup, torch.ops.aten.mm.default]
     torchs = {name for one in objects for name in dir(one)}
     trees = _outside_of_torch_room()
     allowed = {name for names in NOT_TORCHS for name in names.split()}

@@ -118,13 +118,8 @@ def _answer(job: Job, store: dist.Store) -> tuple[bytes, bool]:
             if len(sys.modules) != modules:
                 gc.freeze()  # what is imported stays: keeps the collection after each run short
             if job.setup == "group":
-                dist.init_process_group(
-                    "gloo",
-                    store=store,
-                    rank=job.rank,
-                    world_size=job.world_size,
-                    timeout=timedelta(seconds=job.timeout),
-                )
+                place = {"store": store, "rank": job.rank, "world_size": job.world_size}
+                dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout), **place)
             return pickle.dumps((True, fn(*args, **kwargs), time.monotonic())), True
     except BaseException:  # also SystemExit and pytest's outcomes: the parent must hear of it
         return pickle.dumps((False, traceback.format_exc(), time.monotonic())), False

@@ -63,34 +63,7 @@ class WorkerError(AssertionError):
     def __init__(self, errors: dict[int, str], results: dict[int, Any]) -> None:
         self.errors = errors
         self.results = results
-        super().__init__(
-            "\n" + "\n".join(f"--- rank {rank}\n{text.rstrip()}" for rank, text in errors.items())
-        )
-
-
-def run(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = 60.0,
-    setup: Setup = "group",
-    **kwargs: Any,
-) -> list[Any]:
-    """Calls `fn(*args, **kwargs)` on every rank of a world and returns the results by rank.
-
-    Args:
-        fn: a function at the top level of an importable module.
-        world_size: how many workers take part.
-        timeout: seconds for the call, and for each collective in it.
-        setup: `"group"` gives a gloo process group and no environment variables,
-            `"environment"` sets what torchrun sets and leaves the group to `fn`,
-            `"nothing"` leaves both out.
-
-    Raises:
-        WorkerError: with the traceback of each rank that failed.
-    """
-    __tracebackhide__ = True
-    return _pool.run(fn, world_size, args, kwargs, timeout, setup)
+        super().__init__("".join(f"\n--- rank {rank}\n{text.rstrip()}" for rank, text in errors.items()))
 
 
 def on_ranks(
@@ -125,11 +98,6 @@ class _Body:
 
     def __call__(self, **arguments: Any) -> None:
         getattr(importlib.import_module(self.module), self.name).__wrapped__(**arguments)
-
-
-def stop() -> None:
-    """Ends every worker; a later `run` starts fresh ones."""
-    _pool.stop()
 
 
 class _Worker:
@@ -196,11 +164,24 @@ class _Pool:
         self,
         fn: Callable[..., Any],
         world_size: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float,
-        setup: Setup,
+        *args: Any,
+        timeout: float = 60.0,
+        setup: Setup = "group",
+        **kwargs: Any,
     ) -> list[Any]:
+        """Calls `fn(*args, **kwargs)` on every rank of a world and returns the results by rank.
+
+        Args:
+            fn: a function at the top level of an importable module.
+            world_size: how many workers take part.
+            timeout: seconds for the call, and for each collective in it.
+            setup: `"group"` gives a gloo process group and no environment variables,
+                `"environment"` sets what torchrun sets and leaves the group to `fn`,
+                `"nothing"` leaves both out.
+
+        Raises:
+            WorkerError: with the traceback of each rank that failed.
+        """
         __tracebackhide__ = True
         call = pickle.dumps((fn, args, kwargs))
         self.runs += 1
@@ -208,18 +189,9 @@ class _Pool:
             workers = self._ready(world_size)
             # A launcher's store holds one world's keys, without a prefix: a new one each time.
             launcher = _host_store() if setup == "environment" else None
+            port, filters = launcher.port if launcher else 0, _warning_filters()
             for rank, worker in enumerate(workers):
-                job = Job(
-                    number=self.runs,
-                    rank=rank,
-                    world_size=world_size,
-                    timeout=timeout,
-                    setup=setup,
-                    launcher_port=launcher.port if launcher else 0,
-                    path=sys.path,
-                    filters=_warning_filters(),
-                    call=call,
-                )
+                job = Job(self.runs, rank, world_size, timeout, setup, port, sys.path, filters, call)
                 worker.send(pickle.dumps(job))
             results, errors = self._collect(workers, timeout)
         except BaseException:  # Ctrl-C among others: leave no worker in an unknown state
@@ -236,6 +208,7 @@ class _Pool:
         return [results[rank] for rank in range(world_size)]
 
     def stop(self) -> None:
+        """Ends every worker; a later `run` starts fresh ones."""
         self._drop(len(self.workers))
         self.store = None
         if self.directory is not None:
@@ -323,4 +296,5 @@ def _warning_filters() -> list[tuple[str, str, type[Warning], str, int]]:
 
 
 _pool = _Pool()
+run, stop = _pool.run, _pool.stop
 atexit.register(stop)
