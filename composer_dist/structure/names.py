@@ -11,6 +11,11 @@ def ancestors(name: str) -> Iterator[str]:
     yield ""
 
 
+def child_name(parent: str, key: str) -> str:
+    """The name of the child or tensor `key` of the module called `parent`."""
+    return f"{parent}.{key}" if parent else key
+
+
 _WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a module's output, also in subclasses of dict and in any dataclass."""
+    """The tensors in a module's output, including those in mappings and dataclasses."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -24,8 +24,20 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(output, field.name))
 
 
+def named_tensors(batch: Any) -> list[tuple[str, Tensor]]:
+    """The tensors that `map_tensors` would replace, with their names."""
+    found: list[tuple[str, Tensor]] = []
+
+    def note(name: str, tensor: Tensor) -> Tensor:
+        found.append((name, tensor))
+        return tensor
+
+    map_tensors(note, batch)
+    return found
+
+
 def map_tensors(fn: Callable[[str, Tensor], Tensor], batch: Any, name: str = "") -> Any:
-    """A batch of the same structure with `fn(name, tensor)` for its tensors; the batch stays as it is."""
+    """A copy of a batch with `fn(name, tensor)` in place of each tensor."""
     if isinstance(batch, Tensor):
         return fn(name, batch)
     if isinstance(batch, Mapping):
@@ -34,9 +46,6 @@ def map_tensors(fn: Callable[[str, Tensor], Tensor], batch: Any, name: str = "")
             mapped[key] = map_tensors(fn, value, f"{name}.{key}" if name else str(key))
         return mapped
     if isinstance(batch, (tuple, list)):
-        items = [
-            map_tensors(fn, item, f"{name}.{index}" if name else str(index))
-            for index, item in enumerate(batch)
-        ]
+        items = [map_tensors(fn, one, f"{name}.{i}" if name else str(i)) for i, one in enumerate(batch)]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch

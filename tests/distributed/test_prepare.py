@@ -283,7 +283,7 @@ def own_step(returns: bool) -> list[str]:
 
     prefix = "inner." if returns else ""
     rules = [Rule([presets.layers(), ""], shard=True)]
-    with pytest.warns(UserWarning, match=rf"^Sharded already, left as it is: {prefix}layers\.1"):
+    with pytest.warns(UserWarning, match=rf"^Already sharded, left unchanged: {prefix}layers\.1"):
         done = parallelize_model(model, config(rules=rules), parallelize_fn=step)
     assert calls == [(model, ("dp_shard",))]
     assert done.model is model if not returns else done.model.inner is model  # type: ignore[union-attr]
@@ -453,5 +453,5 @@ def test_one_process_needs_no_launcher_and_no_group() -> None:
     done = parallelize_model(model, "fsdp")
     assert done.mesh.size() == 1
     train(model, torch.optim.SGD(model.parameters(), 0.1), 1)
-    with pytest.raises(ParallelismError, match="sharded already"):
+    with pytest.raises(ParallelismError, match="already sharded"):
         parallelize_model(model, "fsdp")

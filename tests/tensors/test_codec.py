@@ -232,17 +232,17 @@ def refuse(model: nn.Module, message: str, world_size: int = 2, **options: Any) 
 def test_what_cannot_work_is_refused_when_planned(codecs: None) -> None:
     uneven = r"shape \(7, 8\), cannot be cut among 2 ranks.*it has 7.*data8 has 7"
     refuse(holding(Int8Rows.of(EIGHT[:7])), uneven)
-    refuse(holding(Int8Rows.of(EIGHT), requires_grad=True), "is trained, but a codec is for frozen ones")
+    refuse(holding(Int8Rows.of(EIGHT), requires_grad=True), "is trainable, but codecs support only frozen")
     refuse(Stack(), "cannot be resharded to 2", world_size=4, fsdp2=FSDP2Config(reshard_after_forward=2))
     register_tensor_codec(Other, rows=["data8", "zeros"], **OTHER)
     refuse(holding(as_other(EIGHT)), "has no inner tensors zeros")
     register_tensor_codec(Other, rows=["data8"], replace=True, **OTHER)
     nested = Other(Int8Rows.of(EIGHT), torch.ones(8), torch.ones(()))
-    refuse(holding(nested), r"is made of other subclasses \(data8\)")
+    refuse(holding(nested), r"contains other subclasses \(data8\)")
     flat = {"rows": ["data8"], "flatten": lambda tensor: ({"data8": tensor.data8}, None)}
     fixed = {"unflatten": lambda inner, context, shape: as_other(EIGHT)}
     register_tensor_codec(Other, replace=True, **flat, **fixed, **OTHER)
-    other_shape = r"becomes a Other of shape \(8, 8\) when its codec is asked for shape \(4, 8\)"
+    other_shape = r"becomes a Other of shape \(8, 8\) if its codec is asked for shape \(4, 8\)"
     refuse(holding(as_other(EIGHT)), other_shape)
     register_tensor_codec(
         Closed, **flat, unflatten=lambda inner, context, shape: Closed(inner["data8"]), **SAME
@@ -255,7 +255,7 @@ def test_what_cannot_work_is_refused_when_planned(codecs: None) -> None:
 def test_tensor_parallelism_is_refused_by_name(plan: dict[str, str]) -> None:
     tp = TPConfig(plan=plan or {"head": "colwise"})
     settings = ParallelismConfig(mesh=MeshConfig(tp=2), fsdp2=FSDP2Config(), tp=tp)
-    with pytest.raises(ParallelismValueError, match=f"{BASE}, a Int8Rows, cannot go with tensor"):
+    with pytest.raises(ParallelismValueError, match=f"{BASE}, a Int8Rows, cannot be used with tensor"):
         plan_parallelism(Stack(), settings, world_size=4)
 
 

@@ -1,4 +1,4 @@
-"""Activation offloading: what autograd saves during a module's forward lies in host memory."""
+"""Activation offloading: keeps in host memory what autograd saves during a module's forward."""
 
 import contextlib
 from collections.abc import Set
@@ -14,10 +14,10 @@ from composer_dist.errors import ParallelismRuntimeError
 
 
 def pin_memory(wanted: bool | None) -> bool:
-    """Whether host copies lie in pinned memory; None pins where there is an accelerator.
+    """Whether to pin the memory of host copies; None means yes if there is an accelerator.
 
     Raises:
-        ParallelismRuntimeError: True where there is none.
+        ParallelismRuntimeError: `wanted` is True, but there is no accelerator.
     """
     available = torch.accelerator.is_available()
     if wanted and not available:
@@ -30,8 +30,8 @@ def pin_memory(wanted: bool | None) -> bool:
 class HostSaved:
     """Keeps what autograd saves during a module's forward in host memory.
 
-    The region opens and closes by hooks, outside of the recomputation's and inside FSDP2's, which
-    `fully_shard` puts around it later.
+    Hooks begin and end the region. They run outside the recomputed forward and inside FSDP2's hooks, which
+    `fully_shard` adds later.
     """
 
     def __init__(self, module: nn.Module, pin_memory: bool) -> None:
@@ -41,7 +41,7 @@ class HostSaved:
         module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        # Parameters are no activations, and FSDP2 frees and gathers them itself.
+        # Parameters are not activations, and FSDP2 frees and gathers its own.
         local = (p for p in module.parameters() if not isinstance(p, DTensor))
         kept = {parameter.untyped_storage().data_ptr() for parameter in local}
         region = torch.autograd.graph.saved_tensors_hooks(
@@ -57,21 +57,21 @@ class HostSaved:
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor put away until backward."""
+    """A tensor that is saved for backward."""
 
     tensor: torch.Tensor
     home: torch.device | None
-    """Where it came from; None if it stayed there."""
+    """The device that it was on; None if it was not moved."""
     version: int
 
 
 def stay(tensor: torch.Tensor) -> Packed:
-    """The tensor where it is."""
+    """Save the tensor without moving it."""
     return Packed(tensor, None, _torch.version(tensor))
 
 
 def to_host(tensor: torch.Tensor, kept: Set[int], pin_memory: bool) -> Packed:
-    """The tensor on the host, unless it is there already or its storage is among `kept`."""
+    """Save the tensor in host memory, unless it is there already or its storage is in `kept`."""
     host = tensor.device.type == "cpu" or tensor.layout is not torch.strided
     if host or isinstance(tensor, DTensor) or tensor.untyped_storage().data_ptr() in kept:
         return stay(tensor)
@@ -81,11 +81,11 @@ def to_host(tensor: torch.Tensor, kept: Set[int], pin_memory: bool) -> Packed:
 
 
 def unpack(packed: Packed) -> torch.Tensor:
-    """The tensor, back on its device.
+    """The saved tensor on its own device.
 
     Raises:
-        ParallelismRuntimeError: it was not copied and has changed since, which autograd itself
-            would notice but for the hooks.
+        ParallelismRuntimeError: it was not copied, and it has changed since. Autograd does not check this
+            for tensors that hooks save.
     """
     tensor = packed.tensor
     if packed.home is not None:

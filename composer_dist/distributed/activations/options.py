@@ -1,4 +1,4 @@
-"""What a user writes about activations: a mode, its options, and what they mean in words."""
+"""Reads the user's options for activations: a mode and its options, checked and in words."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -53,16 +53,15 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def ac_mode(value: ActivationCheckpointing, *, strict: bool = True) -> tuple[Mode, dict[str, Any]] | None:
-    """What a user wrote for activation checkpointing, as a mode and its options.
+    """The mode and options that a user's value for activation checkpointing stands for.
 
     Args:
         value: None or False for none, True for "composable", a mode, or a pair of a mode and
             options (a mapping or None).
-        strict: False takes "composable" with a warning where there is no such mode.
+        strict: if False, an unknown mode gives a warning and "composable".
 
     Raises:
-        ParallelismValueError: there is no such mode, it has no such option, the option no such
-            value, or two of them exclude each other.
+        ParallelismValueError: an unknown mode, option or value, or two options that exclude each other.
         ParallelismTypeError: the value has none of these forms.
     """
     if value is None or value is False:
@@ -72,51 +71,49 @@ def ac_mode(value: ActivationCheckpointing, *, strict: bool = True) -> tuple[Mod
     name, given = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, None)
     if not isinstance(name, str) or not (given is None or isinstance(given, Mapping)):
         raise ParallelismTypeError(
-            "activation_checkpointing is None, a bool, a mode, or a pair of a mode and its "
-            f"options, not {value!r}."
+            "activation_checkpointing must be None, a bool, a mode, or a pair of a mode and its options, "
+            f"not {value!r}."
         )
     if name not in _KNOWN:
         message = (
-            f"There is no activation checkpointing mode {name!r}; the modes are "
+            f"There is no activation checkpointing mode {name!r}. Valid modes: "
             f"{', '.join(map(repr, _KNOWN))}.{near_miss(name, _KNOWN)}"
         )
         if strict:
             raise ParallelismValueError(message)
-        warnings.warn(f"{message} Taking 'composable'.", UserWarning, stacklevel=2)
+        warnings.warn(f"{message} Using 'composable'.", UserWarning, stacklevel=2)
         return "composable", {}
     options = dict(given or {})
     if name == _SELECTIVE:
         name, options = "composable", {"save": selective.DEFAULT, **options}
     mode = cast(Mode, name)
-    _check_options(mode, options)
-    return mode, options
-
-
-def _check_options(mode: Mode, options: Mapping[str, Any]) -> None:
-    """Raise for every option that `mode` has not, or that has a wrong value; all of them at once."""
     with Faults(f"Activation checkpointing mode {mode!r} ", ".", "; ") as faults:
         faults += _option_faults(mode, options)
+    return mode, options
 
 
 def _option_faults(mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
     unknown = [str(key) for key in options if key not in _OPTIONS[mode]]
     if unknown:
-        yield f"has no option {', '.join(map(repr, unknown))}; it has {', '.join(_OPTIONS[mode])}"
+        yield f"has no option {', '.join(map(repr, unknown))}; valid options: {', '.join(_OPTIONS[mode])}"
     for key, value in options.items():
         if key in _OPTIONS[mode] and not _VALUES[key][0](value):
-            yield f"takes as {key} {_VALUES[key][1]}, not {value!r}"
+            yield f"needs {key} to be {_VALUES[key][1]}, not {value!r}"
     if mode == "memory_budget" and "budget" not in options:
         yield "needs a budget: ('memory_budget', {'budget': 0.5}) keeps half of the activations"
     if mode != "offload" and "pin_memory" in options and not options.get("offload"):
-        yield "has no use for pin_memory without offload; set offload=True, or leave it out"
+        yield "uses pin_memory only with offload; set offload=True, or leave it out"
     if "save" in options and "context_fn" in options:
-        yield "takes save or context_fn, not both; leave one out"
-    implementation = options.get("checkpoint_impl")
-    if getattr(implementation, "name", implementation) == "REENTRANT":
-        idle = [key for key in ("context_fn", "debug", "save") if key in options]
-        if idle:
-            yield f"does not follow {', '.join(idle)} with REENTRANT; use NO_REENTRANT"
+        yield "accepts save or context_fn, not both; leave one out"
+    if is_reentrant(options) and (idle := [key for key in ("context_fn", "debug", "save") if key in options]):
+        yield f"does not support {', '.join(idle)} with REENTRANT; use NO_REENTRANT"
     selective.operators(options.get("save", ()))
+
+
+def is_reentrant(options: Mapping[str, Any]) -> bool:
+    """Whether the options ask for torch's older implementation of checkpoint."""
+    implementation = options.get("checkpoint_impl")
+    return bool(getattr(implementation, "name", implementation) == "REENTRANT")
 
 
 def in_words(mode: Mode, options: Mapping[str, Any]) -> str:
@@ -127,11 +124,9 @@ def in_words(mode: Mode, options: Mapping[str, Any]) -> str:
         return "offloaded to the host"
     text = f"recomputed ({mode})"
     if "save" in options:
-        saved = options["save"]
-        what = (
-            "matrix products, attention and collectives" if saved == selective.DEFAULT else ", ".join(saved)
-        )
-        text += f" but for the results of {what}"
+        default = options["save"] == selective.DEFAULT
+        what = "matrix products, attention and collectives" if default else ", ".join(options["save"])
+        text += f" except for the results of {what}"
     if options.get("offload"):
-        text += "; what is kept lies on the host"
+        text += "; saved tensors are kept on the host"
     return text

@@ -1,4 +1,4 @@
-"""Which modules' activations are recomputed or offloaded, and why."""
+"""The plan of activations: which modules recompute or offload them, and why."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from composer_dist.structure.structure import Structure
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """One module whose activations are not all kept on the device."""
+    """A module that does not keep all activations on the device."""
 
     module: str
     mode: Mode
@@ -28,19 +28,19 @@ class Checkpointed:
 
     @property
     def recomputes(self) -> bool:
-        """Whether its forward runs a second time, under torch's checkpoint."""
+        """Whether backward runs its forward again, under torch's checkpoint."""
         return self.mode in ("composable", "wrapped")
 
 
 @dataclass(frozen=True)
 class ActivationPlan(FeaturePlan):
-    """Which activations are not all kept on the device."""
+    """The modules that do not keep all activations on the device."""
 
     modules: tuple[Checkpointed, ...]
 
     @property
     def budgets(self) -> dict[str, float]:
-        """Modules with a memory budget, which torch.compile keeps."""
+        """Modules with a memory budget for torch.compile, each with the budget."""
         return {one.module: one.options["budget"] for one in self.modules if one.mode == "memory_budget"}
 
     def explain(self, module: str) -> str:
@@ -63,11 +63,11 @@ def plan(
     """Choose the modules: by rule, else by `check_fn` or attributes, else the model's blocks.
 
     Args:
-        blocks: taken where nobody has chosen.
+        blocks: the default modules.
 
     Raises:
-        ParallelismValueError: `check_fn` where nothing is to be checkpointed, a mode or an option
-            that does not exist, modules that cannot be checkpointed, or none.
+        ParallelismValueError: `check_fn` has no effect, a mode or option does not exist, modules cannot be
+            checkpointed, or no module is chosen.
     """
     modules, strict = structure.modules, wishes.config.strict
     by_rule = wishes.ruled("act_ckpt")
@@ -91,20 +91,16 @@ def plan(
 def _by_default(
     model: nn.Module, check_fn: CheckFn | None, blocks: Sequence[str], strict: bool
 ) -> tuple[list[str], str]:
-    """The modules to take where no rule names any, and the reason."""
+    """The modules that are chosen without rules, and the reason."""
     names = checkpointed_modules(model, check_fn)
     reason = "activation_checkpointing_check_fn" if check_fn else "an attribute of the model asks for it"
     if not names and check_fn is None:
         names, reason = list(blocks), "it is a block"
     if not names:
+        why = "activation_checkpointing_check_fn chooses no module" if check_fn else "the model has no block"
         message = (
-            "activation_checkpointing is on, but "
-            + (
-                "activation_checkpointing_check_fn chooses"
-                if check_fn
-                else "the model has no repeated block: choose"
-            )
-            + " no module. Mark modules with _activation_checkpointing, or pass a check function."
+            f"activation_checkpointing is on, but {why}. Mark modules with _activation_checkpointing, or "
+            "pass another check function."
         )
         if strict:
             raise ParallelismValueError(message)
@@ -129,24 +125,24 @@ def _by_rule(
 def _take(
     names: Sequence[str], mode: Mode, options: Mapping[str, Any], reason: str
 ) -> Iterator[Checkpointed]:
-    """Every one of the modules, or every n-th, beginning with the first.
+    """All modules, or every n-th, starting with the first.
 
-    The last block is thus left out: its backward comes first, so recomputing it would save no memory.
+    This leaves out the last block, whose backward runs first, so that recomputing it would save no memory.
     """
     options = dict(options)
     every = options.pop("every", 1)
     if every > 1:
-        reason = f"{reason}, every {every} of which the first is taken"
+        reason = f"{reason}, the first of every {every}"
     for name in names[::every]:
         yield Checkpointed(name, mode, reason, options)
 
 
 def checkpointed_modules(model: nn.Module, check_fn: CheckFn | None = None) -> list[str]:
-    """The names of the modules to checkpoint, in the order of the model, never the root.
+    """The names of the modules to checkpoint, in the order of the model, without the root.
 
-    `check_fn` decides where it is given. Otherwise a module's own `_activation_checkpointing` does,
-    and where it has none, the `activation_checkpointing_fn` of itself or its nearest ancestor. A
-    container without a forward of its own (a ModuleList) stands for its children.
+    If `check_fn` is given, it decides. Otherwise a module's own `_activation_checkpointing` does, or else the
+    `activation_checkpointing_fn` of the module or its nearest ancestor. A container without a forward of its
+    own (a ModuleList) represents its children.
     """
     modules = dict(model.named_modules())
     chosen: list[str] = []
@@ -173,16 +169,16 @@ def _wants_checkpoint(
 
 
 def check_modules(modules: Mapping[str, nn.Module], names: Sequence[str], mode: Mode) -> None:
-    """Raise if the activations of some modules cannot be checkpointed, before any is.
+    """Check that the activations of all these modules can be checkpointed.
 
     Raises:
-        ParallelismValueError: a name does not exist, has no forward, is checkpointed already, or is the
-            root in mode "wrapped"; all of them at once.
+        ParallelismValueError: lists names that do not exist, have no forward or are checkpointed already,
+            and the root in mode "wrapped".
     """
     with Faults("Cannot checkpoint activations: ", ".", "; ") as faults:
         faults += [f"there is no module {name!r}" for name in names if name not in modules]
         if mode == "wrapped" and "" in names:
-            faults.append("the root cannot be wrapped, for nothing holds it (use 'composable')")
+            faults.append("the root cannot be wrapped, because no module contains it (use 'composable')")
         for name in names:
             module = modules.get(name)
             if module is not None and not has_forward(module):

@@ -1,10 +1,9 @@
-"""Activation checkpointing: save less in forward, recompute it in backward.
+"""Activation checkpointing: save less in forward, and recompute the rest in backward.
 
-Three modes. "composable" recomputes in place and renames nothing; "wrapped" puts a wrapper module
-around each block, as Composer and Lightning do; "offload" recomputes nothing but keeps what
-autograd saves in host memory. Among the options of the first two, `save` keeps the results of some
-operations (`selective`), and `offload=True` does both: of each block only the inputs are saved, and
-those on the host.
+There are three modes. "composable" recomputes in place and renames nothing; "wrapped" puts each block into a
+wrapper module, as Composer and Lightning do; "offload" recomputes nothing, but keeps in host memory what
+autograd saves. The first two have the options `save`, which keeps the results of some operations
+(`selective.py`), and `offload=True`, which keeps everything that is still saved in host memory.
 """
 
 import functools
@@ -20,7 +19,7 @@ from composer_dist import _torch
 from composer_dist.config.fully_shard import flagged_activations
 from composer_dist.distributed import forwards
 from composer_dist.distributed.activations.offload import HostSaved, pin_memory, stay, to_host
-from composer_dist.distributed.activations.options import Mode, ac_mode
+from composer_dist.distributed.activations.options import Mode, ac_mode, is_reentrant
 from composer_dist.distributed.activations.plan import ActivationPlan, check_modules, checkpointed_modules
 from composer_dist.distributed.activations.selective import keeping
 from composer_dist.distributed.forwards import Layer, without_cache
@@ -37,20 +36,20 @@ def apply_ac(
     *,
     mode: Literal["composable", "wrapped"] = "composable",
 ) -> None:
-    """Checkpoint or offload the activations of chosen modules, in place; Composer's signature.
+    """Checkpoint or offload the activations of chosen modules, in place; with Composer's signature.
 
-    Apply it before sharding. The modules are those of `checkpointed_modules`; where there are none
-    a warning says so. Composer always wraps, which is `mode="wrapped"` here.
+    Call it before sharding. The modules are those of `checkpointed_modules`; if there are none, it warns.
+    Composer always wraps, which is `mode="wrapped"` here.
 
     Args:
-        model: any module; itself never checkpointed.
+        model: any module; the root itself is not checkpointed.
         activation_checkpointing: recompute the modules' activations in backward.
-        activation_cpu_offload: keep what is saved in host memory.
-        check_fn: decides about each module, in place of the attributes.
+        activation_cpu_offload: keep saved tensors in host memory.
+        check_fn: decides for each module, instead of the attributes.
         mode: how to checkpoint.
 
     Raises:
-        ParallelismValueError: `check_fn` is given, but neither of the two is asked for.
+        ParallelismValueError: `check_fn` is given, but neither option is on.
     """
     chosen = ac_mode(flagged_activations(activation_checkpointing, activation_cpu_offload))
     if chosen is None:
@@ -63,7 +62,7 @@ def apply_ac(
     names = checkpointed_modules(model, check_fn)
     if not names:
         warnings.warn(
-            "No module is marked for activation checkpointing: give a check_fn, or set "
+            "No module is marked for activation checkpointing: pass a check_fn, or set "
             "_activation_checkpointing or activation_checkpointing_fn on the model.",
             UserWarning,
             stacklevel=2,
@@ -73,11 +72,7 @@ def apply_ac(
 
 
 def apply(structure: Structure, plan: ActivationPlan | None) -> Structure:
-    """Checkpoint the planned modules, in place; before anything is compiled or sharded.
-
-    Returns:
-        The model's structure afterwards.
-    """
+    """Checkpoint the planned modules in place, before compiling and sharding; return the new structure."""
     if plan is None:
         return structure
     ours = [one for one in plan.modules if one.mode != "memory_budget"]
@@ -91,16 +86,16 @@ def apply(structure: Structure, plan: ActivationPlan | None) -> Structure:
 def checkpoint_modules(
     model: nn.Module, names: Sequence[str], mode: Mode, options: Mapping[str, Any]
 ) -> None:
-    """Checkpoint or offload the named modules, before anything is sharded.
+    """Checkpoint or offload the named modules, before sharding.
 
     Args:
         model: the root; changed in place. Only "wrapped" replaces modules in it.
-        names: as `named_modules` has them.
-        mode: as from `ac_mode`, but "memory_budget", which is for the compiler.
-        options: as from `ac_mode`, without `every`.
+        names: as in `named_modules`.
+        mode: from `ac_mode`, except "memory_budget", which is for the compiler.
+        options: from `ac_mode`, without `every`.
 
     Raises:
-        ParallelismValueError: see `check_modules`. The model is then untouched.
+        ParallelismValueError: see `check_modules`; the model is unchanged.
         ParallelismRuntimeError: `pin_memory=True` without an accelerator.
     """
     modules = dict(model.named_modules())
@@ -125,7 +120,7 @@ def checkpoint_modules(
 
 
 def _replace(model: nn.Module, module: nn.Module, wrapper: nn.Module) -> None:
-    """Replace `module` by `wrapper` under all of its names, so that a shared module stays shared."""
+    """Replace `module` under all of its names, so that a shared module stays shared."""
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
             if child is module and parent is not wrapper:
@@ -137,24 +132,24 @@ def _recomputed(
 ) -> Callable[..., Any]:
     """A recomputed forward of `module`.
 
-    Not the module's call but its forward is recomputed, so that hooks stay outside and run once: torch's
-    composable checkpoint repeats those that change the inputs, on inputs that they have changed
-    already, and cannot run two backwards over one forward (torch 2.13).
+    The module's forward is recomputed, not its call, so that hooks run once. Torch's composable checkpoint
+    repeats hooks that change the inputs, on inputs that are already changed, and cannot run backward twice
+    over one forward (torch 2.13).
     """
-    # A partial, not a closure: a deep copy of the module then runs its own forward. The signature
-    # is kept because Hugging Face code inspects it.
+    # A partial instead of a closure makes a deep copy of the module run its own forward. The signature is
+    # kept because Hugging Face code inspects it.
     return functools.update_wrapper(functools.partial(_Recompute(options, forward), module), forward)
 
 
 class _Recompute:
-    """Calls a block, or a function in its place, under torch's checkpoint."""
+    """Calls a block, or a function instead, under torch's checkpoint."""
 
     def __init__(self, options: Mapping[str, Any], function: Callable[..., Any] | None = None) -> None:
         self._function = function
         self._options = dict(options)
         self._contexts = self._options.pop("save", None)
-        implementation = self._options.pop("checkpoint_impl", None)
-        self._options["use_reentrant"] = getattr(implementation, "name", implementation) == "REENTRANT"
+        self._options["use_reentrant"] = is_reentrant(options)
+        self._options.pop("checkpoint_impl", None)
 
     def __call__(self, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -168,10 +163,10 @@ class _Recompute:
 
 
 def check_pinning(plan: ActivationPlan | None) -> None:
-    """Refuse pinned memory where no accelerator can pin it.
+    """Check that there is an accelerator if a module needs pinned memory.
 
     Raises:
-        ParallelismRuntimeError: a module insists on pinned memory and there is no accelerator.
+        ParallelismRuntimeError: there is none.
     """
     for one in plan.modules if plan else ():
         pin_memory(one.options.get("pin_memory"))

@@ -1,8 +1,7 @@
-"""Selective checkpointing: the results of some operations are kept, all others are computed again.
+"""Selective checkpointing: keeps the results of some operations and recomputes all others.
 
-Operations go by torch's own names, as a profiler shows them: "aten.mm", or "aten.mm.out" for one
-overload. What counts is what reaches the dispatcher: a matrix product of a Linear is "aten.mm" or,
-with a bias, "aten.addmm".
+Operations have torch's own names, as in a profile: "aten.mm", or "aten.mm.out" for one overload. These are
+the operations that reach the dispatcher: a Linear calls "aten.mm" or, with a bias, "aten.addmm".
 """
 
 import functools
@@ -18,7 +17,7 @@ from composer_dist.errors import Faults, ParallelismRuntimeError
 from composer_dist.wording import near_miss
 
 DEFAULT = "default"
-"""In a list of operations: those below, dear to compute and cheap to keep."""
+"""In a list of operations, stands for those below, which are expensive to compute and cheap to keep."""
 _DEFAULT = (
     # matrix products and convolutions
     "aten.mm",
@@ -50,19 +49,19 @@ Pack = Callable[[torch.Tensor], Packed]
 
 
 def keeping(names: str | Sequence[str], pack: Pack) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Two `context_fn` of torch's checkpoint under which the results of the named operations are kept.
+    """Two `context_fn` for torch's checkpoint that keep the results of the named operations.
 
-    A call that draws random numbers (attention with dropout, say) is repeated all the same: the
-    operations after it would otherwise draw others than in forward.
+    A call that draws random numbers (such as attention with dropout) is repeated anyway; otherwise the
+    operations after it would not draw the same numbers as in forward.
 
     Args:
         names: of operations, see `operators`.
-        pack: what is done to a result that is kept; `unpack` undoes it.
+        pack: saves a result; `unpack` restores it.
 
     Returns:
-        One to run, ours, and one for torch.compile, which only marks what is to be kept. Torch's own,
-        when run, demands that every operation comes again, those of FSDP2's hooks among them, allows
-        one backward only, and offloads nothing (torch 2.13).
+        Our own, for running, and torch's, which marks the results to keep for torch.compile. When it is run,
+        torch's needs every operation to be repeated, including those of FSDP2's hooks, allows only one
+        backward, and cannot offload (torch 2.13).
 
     Raises:
         ParallelismValueError: see `operators`.
@@ -80,12 +79,12 @@ def keeping(names: str | Sequence[str], pack: Pack) -> tuple[Callable[[], Any], 
         keep = keeps(operator, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    # A partial, because that is what torch.compile can read.
+    # torch.compile supports a partial here, but not a closure.
     return contexts, functools.partial(create_selective_checkpoint_contexts, mark)
 
 
 class _Keep(_torch.TorchDispatchMode):
-    """Keeps results, in the order in which each operation gives them."""
+    """Keeps the results of each operation in order."""
 
     supports_higher_order_operators = True
 
@@ -103,7 +102,7 @@ class _Keep(_torch.TorchDispatchMode):
 
 
 class _Replay(_torch.TorchDispatchMode):
-    """Gives the kept results in place of the operations; as often as backward needs them."""
+    """Returns the kept results instead of running the operations; can be entered several times."""
 
     supports_higher_order_operators = True
 
@@ -125,19 +124,18 @@ class _Replay(_torch.TorchDispatchMode):
         if result is self:
             raise ParallelismRuntimeError(
                 f"{operator} ran more often in the recomputation than in forward; a checkpointed module "
-                "must do the same both times."
+                "must run the same operations both times."
             )
-        # Detached anew: autograd makes the tensor that it gets its own.
+        # Detached, because autograd changes the tensor that it gets.
         return _torch.tree_map_only(Packed, lambda one: _torch.detached(unpack(one)), result)
 
 
 def operators(names: str | Sequence[str]) -> frozenset[Any]:
-    """The operations of the given names, all overloads of those that name none.
+    """The operations with the given names: all overloads if a name does not include one.
 
     Raises:
-        ParallelismValueError: names of nothing; of operations that torch takes apart before they
-            run, that change a tensor in place, or that always draw random numbers. All of them at
-            once, each with its remedy.
+        ParallelismValueError: lists names of unknown operations, and of operations that torch decomposes
+            before they run, that change a tensor in place, or that always draw random numbers.
     """
     names = [names] if isinstance(names, str) else names
     known = _torch.operators()
@@ -154,7 +152,6 @@ def operators(names: str | Sequence[str]) -> frozenset[Any]:
 
 
 def _overloads(name: str, known: Mapping[str, Sequence[str]]) -> Iterator[Any]:
-    """The operations of one name: several overloads, one, or none where there is no such name."""
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     found = getattr(getattr(torch.ops, namespace, None), packet, None) if packet else None
@@ -165,23 +162,23 @@ def _overloads(name: str, known: Mapping[str, Sequence[str]]) -> Iterator[Any]:
     if overload:
         yield from [every[overload]] if overload in every else []
         return
-    # Overloads that write to a given tensor are not meant, unless there are no others ("aten.relu_").
+    # Overloads that write to a given tensor are left out, unless there are no others ("aten.relu_").
     yield from [one for one in every.values() if not _torch.is_mutable(one)] or every.values()
 
 
 def _fault(name: str, overloads: Sequence[Any], known: Mapping[str, Any]) -> str | None:
     if not overloads:
-        return f"{name!r}, for there is no such operation.{near_miss(name, list(known))}"
+        return f"{name!r}, because there is no such operation.{near_miss(name, list(known))}"
     plain = [one for one in overloads if isinstance(one, _torch.OpOverload)]
     if any(_torch.is_mutable(one) for one in plain):
         return f"{name!r}, which changes a tensor in place; leave it out"
     if any(_torch.is_composite(one) for one in plain):
         return (
-            f"{name!r}, which torch takes apart before it runs; name what it is made of ('aten.mm' and "
-            "'aten.addmm' for a linear layer), or 'default'"
+            f"{name!r}, which torch decomposes before it runs; name its parts ('aten.mm' and 'aten.addmm' "
+            "for a linear layer), or 'default'"
         )
     if any(_is_random(one) and _dropout_position(one) is None for one in plain):
-        return f"{name!r}, which draws random numbers; leave it out, and it will draw the same again"
+        return f"{name!r}, which draws random numbers; leave it out: recomputing draws the same numbers"
     return None
 
 

@@ -1,7 +1,7 @@
-"""torch.compile, block by block: compiled in place.
+"""torch.compile, block by block and in place.
 
-What is compiled is a module's forward, not its call: hooks, FSDP2's and ours among them, stay outside
-and run as they always do, so that they break no graph. Alike blocks share one compilation.
+A module's forward is compiled, not its call, so that hooks (including FSDP2's and ours) run outside and do
+not break graphs. Identical blocks share one compilation.
 """
 
 import functools
@@ -21,15 +21,12 @@ from composer_dist.structure.structure import Structure
 
 
 def apply(structure: Structure, plan: CompilePlan | None) -> None:
-    """Compile the planned modules, in place; after activation checkpointing and before sharding.
-
-    Compilation itself happens at the first forward.
-    """
+    """Make the planned modules compile at their first forward; after checkpointing, before sharding."""
     alike: dict[str, dict[str, Any]] = {}
     for one in plan.modules if plan else ():
         options = dict(one.options)
         if one.budget is not None:
-            # One backend for all alike: with another, Dynamo would compile every block on its own.
+            # Identical blocks share one backend object; otherwise Dynamo would compile each separately.
             key = repr((options, one.budget))
             options = alike[key] = alike.get(key) or _within(one.budget, options)
         forwards.add(
@@ -38,17 +35,13 @@ def apply(structure: Structure, plan: CompilePlan | None) -> None:
 
 
 def _within(budget: float, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with a backend that keeps to a memory budget."""
     rest = {key: options[key] for key in ("dynamic", "fullgraph") if key in options}
     inner = (options.get(key) for key in ("mode", "options", "dynamic"))
     return {"backend": _torch.backend_within(budget, options["backend"], *inner), **rest}
 
 
 class _CompiledForward:
-    """A module's forward, compiled when first called.
-
-    Deep copies and pickles leave the compiled code behind, and compile their own.
-    """
+    """A module's forward, compiled when it is first called; deep copies and pickles compile again."""
 
     def __init__(self, options: Mapping[str, Any], module: nn.Module, forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)
@@ -64,7 +57,7 @@ class _CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and any(is_cache(value) for value in (*args, *kwargs.values())):
-            if self._recomputed:  # here already: inside, every block would be compiled for its own index
+            if self._recomputed:  # inside the graph, every block would be compiled for its own index
                 args, kwargs = without_cache(self._module, args, kwargs)
             else:
                 warnings.warn(_CACHE, UserWarning, stacklevel=2)
@@ -73,6 +66,6 @@ class _CompiledForward:
 
 
 _CACHE = (
-    "A compiled block was called for training with a key-value cache, so that every block is compiled "
-    "on its own, and after the eighth none. Call the model with use_cache=False."
+    "A compiled block was called for training with a key-value cache, so every block is compiled "
+    "separately, and none after the eighth. Call the model with use_cache=False."
 )

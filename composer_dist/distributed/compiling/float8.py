@@ -1,7 +1,7 @@
-"""float8: the matrix products of the blocks' linear layers in 8 bits, by torchao.
+"""float8: the blocks' linear layers multiply matrices in 8 bits, by torchao.
 
-Parameters, communication and everything else stay as `precision="amp_bf16"` has them. A linear layer
-keeps its identity, its parameters and its hooks; it only becomes one of torchao's.
+Parameters, communication and everything else are as with `precision="amp_bf16"`. A linear layer remains the
+same object, with its parameters and hooks; only its class changes to torchao's.
 """
 
 from composer_dist.distributed.compiling.plan import CompilePlan
@@ -9,7 +9,7 @@ from composer_dist.structure.structure import Structure
 
 
 def apply(structure: Structure, plan: CompilePlan | None) -> None:
-    """Let the planned linear layers compute in float8, in place; before anything else is done to them."""
+    """Make the planned linear layers compute in float8, in place, before any other step."""
     if plan is None or not plan.float8:
         return
     from torchao.float8 import convert_to_float8_training  # an extra, and slow to import

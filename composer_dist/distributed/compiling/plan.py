@@ -1,4 +1,4 @@
-"""torch.compile, block by block: which modules, and with which options."""
+"""The plan of torch.compile: which modules it compiles, and with which options."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ from composer_dist.wording import listed, near_miss
 
 _KEYS = ("backend", "mode", "dynamic", "fullgraph", "options")
 _AS_TRACED = ("eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "ts")
-"""Backends that run what Dynamo has traced: a recomputation draws other random numbers (torch 2.13)."""
+"""Backends that run Dynamo's graphs, in which a recomputation draws other random numbers (torch 2.13)."""
 _MIN_CUT = ("inductor", "aot_eager", "aot_eager_decomp_partition")
-"""Backends with the partitioner that reads a memory budget."""
+"""Backends with the partitioner that supports a memory budget."""
 _MULTIPLE = 16
 """Both dimensions of a weight must be multiples of this for scaled products (torch._scaled_mm)."""
 
@@ -35,23 +35,23 @@ class Compiled:
     module: str
     reason: str
     options: Mapping[str, Any]
-    """Of torch.compile; the backend always among them."""
+    """Of torch.compile; always include the backend."""
     budget: float | None = None
     """Share of the activations that may be kept, by `act_ckpt="memory_budget"`."""
 
 
 def compile_options(value: Compile) -> dict[str, Any] | None:
-    """What a user wrote for `compile`, as options of torch.compile; None where nothing is compiled.
+    """The options of torch.compile that a user's value for `compile` stands for; None compiles nothing.
 
     Raises:
-        ParallelismValueError: an unknown option, backend, mode or inductor option, or a pair that
-            excludes each other; all of them at once.
-        ParallelismTypeError: neither a bool nor a mapping.
+        ParallelismValueError: lists unknown options, backends, modes and inductor options, and options that
+            exclude each other.
+        ParallelismTypeError: the value is neither a bool nor a mapping.
     """
     if value is None or value is False:
         return None
     if value is not True and not isinstance(value, Mapping):
-        raise ParallelismTypeError(f"compile is a bool or a mapping of options, not {value!r}.")
+        raise ParallelismTypeError(f"compile must be a bool or a mapping of options, not {value!r}.")
     options = {"backend": "inductor", **({} if value is True else value)}
     with Faults("compile ", ".", "; ") as faults:
         faults += _option_faults(options)
@@ -61,22 +61,23 @@ def compile_options(value: Compile) -> dict[str, Any] | None:
 def _option_faults(options: Mapping[str, Any]) -> Iterator[str]:
     for key in options:
         if key not in _KEYS:
-            yield f"has no option {key!r}; it has {', '.join(_KEYS)}.{near_miss(str(key), _KEYS)}".rstrip(".")
+            hint = near_miss(str(key), _KEYS)
+            yield f"has no option {key!r}; valid options: {', '.join(_KEYS)}.{hint}".rstrip(".")
     for key in ("dynamic", "fullgraph"):
         if options.get(key) not in (None, True, False):
-            yield f"takes as {key} True or False, not {options[key]!r}"
+            yield f"needs {key} to be True or False, not {options[key]!r}"
     backend, mode, inner = options["backend"], options.get("mode"), options.get("options")
     backends = torch.compiler.list_backends(exclude_tags=())
     if backend not in backends:
-        yield f"has no backend {backend!r} here; it has {', '.join(backends)}"
+        yield f"has no backend {backend!r} here; valid backends: {', '.join(backends)}"
     elif backend != "inductor" and not (mode is None and inner is None):
-        yield f"takes mode and options with backend 'inductor' only, not {backend!r}; leave them out"
+        yield f"supports mode and options only with backend 'inductor', not {backend!r}; leave them out"
     elif mode is not None and inner is not None:
-        yield "takes mode or options, not both; leave one out"
+        yield "accepts mode or options, not both; leave one out"
     elif mode is not None and mode not in _torch.inductor_modes():
-        yield f"has no mode {mode!r}; it has {', '.join(_torch.inductor_modes())}"
+        yield f"has no mode {mode!r}; valid modes: {', '.join(_torch.inductor_modes())}"
     elif inner is not None and not isinstance(inner, Mapping):
-        yield f"takes as options a mapping of inductor's options, not {inner!r}"
+        yield f"needs options to be a mapping of inductor's options, not {inner!r}"
     elif inner is not None:
         known = _torch.inductor_options()
         for key in inner:
@@ -86,7 +87,7 @@ def _option_faults(options: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What else is planned for the modules, which limits what can be compiled."""
+    """Other plans for the modules, which limit what can be compiled."""
 
     units: Sequence[str] = ()
     """Modules that FSDP2 gathers."""
@@ -97,21 +98,21 @@ class Surroundings:
     divided: Sequence[str] = ()
     """Modules with collectives of tensor parallelism."""
     cp: int = 1
-    """Ranks among which context parallelism splits a sequence."""
+    """The number of ranks that share a sequence."""
 
 
 @dataclass(frozen=True)
 class CompilePlan(FeaturePlan):
-    """What is compiled, and what is computed in float8."""
+    """The modules that are compiled, and those that compute in float8."""
 
     modules: tuple[Compiled, ...] = ()
-    """Modules whose forward torch.compile takes."""
+    """Modules with a compiled forward."""
     float8: tuple[str, ...] = ()
     """Linear layers that compute in float8."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Advice on slow combinations."""
+        """Warnings about slow combinations."""
         slow = "float8 without torch.compile is slower than amp_bf16; set compile=True."
         return (slow,) if self.float8 and not self.modules else ()
 
@@ -143,11 +144,11 @@ def plan(
     """Choose the modules: by rule, else the model's blocks.
 
     Args:
-        blocks: what is compiled where no rule says otherwise.
+        blocks: the default modules.
 
     Raises:
-        ParallelismValueError: see `compile_options`; nothing to compile; a module that cannot be
-            compiled so, or whose checkpointing and compilation do not go together.
+        ParallelismValueError: see `compile_options`; there is nothing to compile, or a module's options
+            conflict with its other plans.
     """
     modules, by_rule = structure.modules, wishes.ruled("compile")
     general = compile_options(wishes.config.compile)
@@ -175,10 +176,9 @@ def _idle(
     chosen: Mapping[str, Compiled],
     budgets: Mapping[str, float],
 ) -> Iterator[str]:
-    """Wishes that would have no effect."""
     if general is not None and not blocks and not chosen:
         yield (
-            "compile is on, but the model has no repeated block: choose what is compiled with "
+            "compile is on, but the model has no repeated block: choose the modules to compile with "
             "Rule(..., compile=True)."
         )
     excluded: dict[str, list[str]] = {}
@@ -187,7 +187,7 @@ def _idle(
             excluded.setdefault(source, []).append(name)
     for source, names in excluded.items():
         if general is None or not set(names) & set(blocks):
-            yield f"{source} sets compile=False, but nothing there would be compiled; leave it out."
+            yield f"{source} sets compile=False, but would not be compiled anyway; leave it out."
     uncompiled = [name for name in budgets if name not in chosen]
     if uncompiled:
         yield (
@@ -197,28 +197,25 @@ def _idle(
 
 
 def _clashes(module: nn.Module, one: Compiled, around: Surroundings) -> Iterator[str]:
-    """Why a chosen module cannot be compiled."""
     name, backend, cp = one.module, one.options["backend"], around.cp
     inside = [options for other, options in around.recomputed.items() if name in ancestors(other)]
     above = [other for other in ancestors(name) if other != name]
     outside = [options for other, options in around.recomputed.items() if other in above]
     if not has_forward(module):
-        yield "there is no forward; choose the modules inside."
+        yield "it has no forward; choose the modules inside."
     if is_compiled(module):
-        yield "it is done already; leave it to preparation, or set Rule(..., compile=False)."
-    if any(unit != name and name in ancestors(unit) for unit in around.units):
-        asked = {"activation checkpointing": inside, "fullgraph=True": one.options.get("fullgraph")}
-        for other in (text for text, wanted in asked.items() if wanted):
+        yield "it is compiled already; let preparation compile it, or set Rule(..., compile=False)."
+    whole_graph = {"activation checkpointing": inside, "fullgraph=True": one.options.get("fullgraph")}
+    for other in (text for text, wanted in whole_graph.items() if wanted):
+        if any(unit != name and name in ancestors(unit) for unit in around.units):
             yield (
-                f"units inside gather their parameters between two graphs, which {other} does not allow; "
+                f"units inside gather their parameters between two graphs, which {other} does not support; "
                 f"compile those units instead (Rule(..., compile=True)), or leave {other} out."
             )
-    if cp > 1:
-        asked = {"activation checkpointing": inside, "fullgraph=True": one.options.get("fullgraph")}
-        for other in (text for text, wanted in asked.items() if wanted):
+        if cp > 1:
             yield (
-                f"context parallelism (cp={cp}) takes attention out of the graphs, which {other} does not "
-                f"allow; leave {other} out, or do not compile."
+                f"context parallelism (cp={cp}) breaks the graph at attention, which {other} does not "
+                f"support; leave {other} out, or do not compile."
             )
     if inside and backend in _AS_TRACED:
         yield (
@@ -226,31 +223,28 @@ def _clashes(module: nn.Module, one: Compiled, around: Surroundings) -> Iterator
             "'aot_eager' or 'inductor', or no activation checkpointing."
         )
     if any({"save", "offload"} <= options.keys() for options in inside):
-        yield "what activation checkpointing saves stays on the device; leave out save, or offload."
+        yield "activation checkpointing cannot offload saved results here; leave out save, or offload."
     if any("save" in options for options in outside):
         yield (
-            "activation checkpointing around it saves the results of single operations, and a compiled "
-            "module is one; compile and checkpoint the same module."
+            "activation checkpointing of an outer module saves the results of single operations, and a "
+            "compiled module is a single operation; compile and checkpoint the same module."
         )
     repeats = one.budget is not None or any("default" not in options.get("save", ()) for options in inside)
     if repeats and any(name in ancestors(other) for other in around.divided):
         yield (
-            "torch.compile cannot repeat the collectives of tensor parallelism (torch 2.13); keep their "
+            "torch.compile cannot recompute the collectives of tensor parallelism (torch 2.13); keep their "
             "results with activation_checkpointing='selective', or leave it out."
         )
     if one.budget is not None and backend not in _MIN_CUT:
-        yield f"backend {backend!r} knows no memory budget; {', '.join(_MIN_CUT)} do."
+        yield f"backend {backend!r} does not support a memory budget; {', '.join(_MIN_CUT)} do."
 
 
 def _float8_layers(
     structure: Structure, blocks: Sequence[str], precision: str | Precision | None
 ) -> tuple[str, ...]:
-    """The linear layers that compute in float8: those in the blocks whose sizes allow it.
+    """The linear layers in the blocks whose sizes support float8.
 
-    Layers outside of blocks, such as embeddings and heads, are left alone, as float8 recipes do.
-
-    Raises:
-        ParallelismValueError: float8 is asked for, but finds no layer.
+    As in float8 recipes, layers outside the blocks, such as embeddings and heads, are not converted.
     """
     if as_precision(precision) is not Precision.AMP_FP8:
         return ()
@@ -261,7 +255,7 @@ def _float8_layers(
     )
     if not names:
         raise ParallelismValueError(
-            "precision='amp_fp8' finds no layer to compute in float8: it takes each nn.Linear in the "
+            "precision='amp_fp8' finds no layer to compute in float8: it converts each nn.Linear in the "
             f"model's blocks whose sizes are multiples of {_MULTIPLE}. Use 'amp_bf16'."
         )
     return names
@@ -269,5 +263,5 @@ def _float8_layers(
 
 def _fits(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or "forward" in vars(module):
-        return False  # a subclass's forward, or one of its own, would be lost
+        return False  # another forward would be lost
     return module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0

@@ -1,15 +1,15 @@
 """Attention over a sequence of which each rank has a part.
 
-Inside `distributed_attention`, `torch.nn.functional.scaled_dot_product_attention` is replaced, as in torch's
-own context: on CUDA devices by torch's ring. On other devices, and for calls that the ring does not support,
-every rank gathers all keys and values, which takes more memory and gives the same numbers.
+`distributed_attention` replaces `torch.nn.functional.scaled_dot_product_attention`, as torch's own context
+does: on CUDA devices by torch's ring. On other devices, and for calls that the ring does not support, every
+rank gathers all keys and values, which gives the same numbers but takes more memory.
 """
 
 import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,16 +21,36 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_dist import _torch
 from composer_dist.errors import ParallelismValueError
 
-Attention = Callable[..., Tensor]
-"""Like `scaled_dot_product_attention`."""
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of one call of `scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def make(self, function: Callable[..., Tensor]) -> Tensor:
+        """Call `function` with these arguments."""
+        tensors = (self.query, self.key, self.value, self.attn_mask)
+        options = {"scale": self.scale, "enable_gqa": self.enable_gqa}
+        return function(*tensors, self.dropout_p, self.is_causal, **options)
+
+
+Attention = Callable[[AttentionCall], Tensor]
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
     """Which positions of a sequence each rank has.
 
-    Balanced, the sequence is cut into twice as many blocks as there are ranks, and a rank has one from
-    the head and its mirror image from the tail, so that under a causal mask all have equally much to do.
+    If it is balanced, the sequence is cut into twice as many blocks as there are ranks, and each rank has one
+    from the head and its mirror image from the tail, so that a causal mask gives all ranks equal work.
     """
 
     length: int
@@ -53,10 +73,14 @@ class SequenceSplit:
         return (rank, 2 * self.ranks - 1 - rank) if self.balanced else (rank,)
 
     def positions(self, device: torch.device, rank: int | None = None) -> Tensor:
-        """The positions that a rank (None: this one) has: `(local_length,)`, increasing."""
+        """The positions of a rank (by default this one): `(local_length,)`, increasing."""
         blocks = torch.tensor(self.blocks(self.rank if rank is None else rank), device=device)
         inside = torch.arange(self.block_length, device=device)
         return (blocks[:, None] * self.block_length + inside).flatten()
+
+    def part_of(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor with the whole sequence in dimension `dim`."""
+        return tensor.index_select(dim, self.positions(tensor.device))
 
 
 @contextmanager
@@ -80,106 +104,90 @@ _functions: list[Attention] = []
 
 
 def _innermost(*args: Any, **kwargs: Any) -> Tensor:
-    return _functions[-1](*args, **kwargs)
+    return _functions[-1](AttentionCall(*args, **kwargs))
 
 
 @functools.cache
-def _uncompiled() -> Attention:
-    attention: Attention = torch.compiler.disable(_innermost)
+def _uncompiled() -> Callable[..., Tensor]:
+    attention: Callable[..., Tensor] = torch.compiler.disable(_innermost)
     return attention
 
 
 @contextmanager
 def distributed_attention(layout: SequenceSplit, mesh: DeviceMesh) -> Iterator[None]:
     """Inside, attention is over the whole sequence, of which each rank of `mesh` (1-D) has its part."""
-    gathered = gathered_attention(layout, mesh.get_group())
+    attention = gathered_attention(layout, mesh.get_group())
     with ExitStack() as stack:
-        attention = gathered
         if mesh.device_type == "cuda":
             stack.enter_context(_torch.ring_attention(mesh, layout.length, layout.balanced))
-            attention = _ring_where_it_can(layout, F.scaled_dot_product_attention, gathered)
+            attention = _ring_where_it_can(layout, F.scaled_dot_product_attention, attention)
         stack.enter_context(attention_as(attention))
         yield
 
 
 def gathered_attention(layout: SequenceSplit, group: dist.ProcessGroup) -> Attention:
     """Attention of this rank's queries to the keys and values of all ranks."""
-    attention_before: Attention = F.scaled_dot_product_attention
+    attention_before = F.scaled_dot_product_attention
 
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> Tensor:
-        check_call(layout, query, key, attn_mask)
-        key, value = _gather(key, value, layout, group)
-        attend: Attention = functools.partial(attention_before, dropout_p=dropout_p, **options)
-        if not is_causal:
-            return attend(query, key, value)
+    def attention(call: AttentionCall) -> Tensor:
+        check_call(layout, call)
+        key, value = _gather(call.key, call.value, layout, group)
+        if not call.is_causal:
+            return replace(call, key=key, value=value).make(attention_before)
         blocks = layout.blocks(layout.rank)
         outputs = []
-        for block, part in zip(blocks, query.chunk(len(blocks), dim=-2), strict=True):
+        for block, part in zip(blocks, call.query.chunk(len(blocks), dim=-2), strict=True):
             past = block * layout.block_length
             end = past + layout.block_length
-            mask = torch.ones(layout.block_length, end, dtype=torch.bool, device=query.device).tril(past)
-            outputs.append(attend(part, key[..., :end, :], value[..., :end, :], mask))
+            mask = torch.ones(layout.block_length, end, dtype=torch.bool, device=part.device).tril(past)
+            past_keys, past_values = key[..., :end, :], value[..., :end, :]
+            one = replace(call, query=part, key=past_keys, value=past_values, attn_mask=mask, is_causal=False)
+            outputs.append(one.make(attention_before))
         return torch.cat(outputs, dim=-2)
 
     return attention
 
 
-def check_call(layout: SequenceSplit, query: Tensor, key: Tensor, mask: Tensor | None) -> None:
-    """Refuse attention that a rank cannot do with its part of the sequence.
+def check_call(layout: SequenceSplit, call: AttentionCall) -> None:
+    """Refuse attention that a rank cannot compute with its part of the sequence.
 
     Raises:
-        ParallelismValueError: a mask, or queries and keys of other lengths than this rank's part.
+        ParallelismValueError: the call has a mask, or queries and keys whose length is not this rank's.
     """
-    if mask is not None:
+    if call.attn_mask is not None:
         raise ParallelismValueError(
-            f"Attention with a mask {tuple(mask.shape)} cannot be split over the sequence "
+            f"Attention with a mask {tuple(call.attn_mask.shape)} cannot be split over the sequence "
             f"(cp={layout.ranks}); use is_causal=True, pad on the right, or use cp=1."
         )
-    if query.shape[-2] != layout.local_length or key.shape[-2] != layout.local_length:
+    queries, keys = call.query.shape[-2], call.key.shape[-2]
+    if (queries, keys) != (layout.local_length, layout.local_length):
         raise ParallelismValueError(
-            f"Attention of {query.shape[-2]} queries to {key.shape[-2]} keys, where each rank has "
-            f"{layout.local_length} positions (cp={layout.ranks}): cross-attention, caches and prefixes "
-            "cannot be split over the sequence."
+            f"Attention of {queries} queries to {keys} keys cannot be split over the sequence: each rank has "
+            f"{layout.local_length} positions (cp={layout.ranks}). Cross-attention, caches and prefixes are "
+            "not supported."
         )
 
 
-def _ring_where_it_can(layout: SequenceSplit, ring: Attention, gathered: Attention) -> Attention:
-    """Torch's ring where that gives the right result; backward of dropout, for one, it gets wrong."""
+def _ring_where_it_can(layout: SequenceSplit, ring: Callable[..., Tensor], gathered: Attention) -> Attention:
+    """Torch's ring for calls that it computes correctly (its backward of dropout, for example, is wrong)."""
 
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> Tensor:
-        check_call(layout, query, key, attn_mask)
-        grouped = bool(options.get("enable_gqa"))
-        able = (is_causal or not layout.balanced) and query.ndim == 4 and not dropout_p
-        chosen = ring if able and _is_fused(query, key, value, is_causal, grouped) else gathered
-        return chosen(query, key, value, None, dropout_p, is_causal, **options)
+    def attention(call: AttentionCall) -> Tensor:
+        check_call(layout, call)
+        able = (call.is_causal or not layout.balanced) and call.query.ndim == 4 and not call.dropout_p
+        return call.make(ring) if able and _is_fused(call) else gathered(call)
 
     return attention
 
 
-def _is_fused(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool) -> bool:
-    """Whether there is a kernel for this call that gives what the ring adds up by: the log of the sums."""
+def _is_fused(call: AttentionCall) -> bool:
+    """Whether this call has a kernel that also returns the logarithms of the sums, which the ring needs."""
     kernels = torch.backends.cuda
-    call = kernels.SDPAParams(query, key, value, None, 0.0, is_causal, enable_gqa)
+    arguments = (call.query, call.key, call.value, None, 0.0, call.is_causal, call.enable_gqa)
+    fused = kernels.SDPAParams(*arguments)
     return (
-        kernels.can_use_flash_attention(call)
-        or kernels.can_use_efficient_attention(call)
-        or kernels.can_use_cudnn_attention(call)
+        kernels.can_use_flash_attention(fused)
+        or kernels.can_use_efficient_attention(fused)
+        or kernels.can_use_cudnn_attention(fused)
     )
 
 

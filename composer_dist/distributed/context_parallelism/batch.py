@@ -1,8 +1,8 @@
-"""A batch of which each rank gets its part of the sequence.
+"""Splits a batch such that each rank gets its part of the sequence.
 
-No rank can know three things from its part alone: the positions of its tokens (`position_ids`), the token
-after its last one (`shift_labels`), and the number of labels that the loss averages over
-(`num_items_in_batch`). They are added before the sequence is split, if the model's forward accepts them.
+A rank's part does not show the positions of its tokens (`position_ids`), the token after its last one
+(`shift_labels`), or the number of labels that the loss averages over (`num_items_in_batch`). These are added
+before the sequence is split, if the model's forward accepts them.
 """
 
 import copy
@@ -19,7 +19,7 @@ from composer_dist.distributed.prepared import named_buffers_canonical
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.structure.families import class_name, transformers_models
 from composer_dist.structure.names import canonical_name
-from composer_dist.tensors.nested import map_tensors
+from composer_dist.tensors.nested import map_tensors, named_tensors
 from composer_dist.wording import near_miss
 
 IGNORED = -100
@@ -28,18 +28,18 @@ _LOSS_ARGUMENTS = {"shift_labels", "num_items_in_batch"}
 
 
 class Splitter:
-    """What is known about a model and how its batches are to be split.
+    """Splits the batches of one model.
 
     Args:
-        model: whose batches these are.
-        sequence_dims: tensor name to the dimension of its sequence, None for a tensor that stays whole;
-            names are keys, or indices joined by dots. By default dimension 1 of all that have one.
-        buffers: name of a model's buffer that is a table of positions to the dimension of these.
-        balanced: see `SequenceSplit`; None says yes where every attention module says it is causal.
-        weighted: parts may have unequal numbers of labels, because the caller weighs their losses.
+        model: the model that gets the batches.
+        sequence_dims: tensor name to the dimension of its sequence, or None for a tensor that stays whole;
+            names are keys, or indices, joined by dots. By default dimension 1 of all tensors that have one.
+        buffers: names of the model's buffers that are tables of positions, each with the dimension of these.
+        balanced: see `SequenceSplit`; None means yes if every attention module says that it is causal.
+        weighted: parts may have different numbers of labels, because the caller weights their losses.
 
     Raises:
-        ParallelismKeyError: the model has no buffer of a name.
+        ParallelismKeyError: the model has no such buffer.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Splitter:
         self.balanced = self._causal if balanced is None else balanced
 
     def layout(self, batch: Any, ranks: int, rank: int) -> SequenceSplit:
-        """The layout for the length of this batch.
+        """How to split a batch of this length.
 
         Raises:
             ParallelismValueError: the length cannot be divided by the ranks.
@@ -70,31 +70,28 @@ class Splitter:
         parts = ranks * (1 + self.balanced)
         if length % parts or length < 2 * ranks:  # a single query is never causal in transformers
             longer = max(-(-length // parts) * parts, 2 * ranks)
-            why = (
-                f"2 x cp = {parts}, for equal work under a causal mask" if self.balanced else f"cp = {ranks}"
-            )
+            by = f"2 x cp = {parts}, for equal work under a causal mask" if self.balanced else f"cp = {ranks}"
             even = self.balanced and not length % ranks and length >= 2 * ranks
             raise ParallelismValueError(
-                f"A sequence of {length} positions cannot be divided by {why}; pad it on the right (a "
+                f"A sequence of {length} positions cannot be divided by {by}; pad it on the right (a "
                 f"collator's pad_to_multiple_of={parts}) to "
                 f"{longer} (labels {IGNORED}){', or pass balanced=False' if even else ''}."
             )
         return SequenceSplit(length, ranks, rank, self.balanced)
 
     def split(self, batch: Any, layout: SequenceSplit) -> Any:
-        """This rank's part of a batch, of the same type, with what the model needs to know beside it.
+        """This rank's part of a batch, of the same type, with the positions and labels that it does not show.
 
         Raises:
-            ParallelismValueError: a tensor or mask that cannot be split.
+            ParallelismValueError: a tensor or mask cannot be split.
         """
+        items: float | None = None
         if isinstance(batch, Mapping):
             batch, items = self._complete(batch, layout)
-        else:
-            items = None
 
         def cut(name: str, tensor: Tensor) -> Tensor:
             dim = self._dim(name, tensor, layout.length)
-            return tensor if dim is None else tensor.index_select(dim, layout.positions(tensor.device))
+            return tensor if dim is None else layout.part_of(tensor, dim)
 
         part = map_tensors(cut, batch)
         if items is not None:
@@ -102,7 +99,7 @@ class Splitter:
         return part
 
     def accepts(self, name: str) -> bool:
-        """Whether the model's forward, or the loss that a transformers model calls, takes this argument."""
+        """Whether the model's forward, or the loss of a transformers model, takes this argument."""
         forward = (self._transformer or self.model).forward
         known = inspect.signature(forward).parameters
         if name in known:
@@ -112,7 +109,7 @@ class Splitter:
 
     def shorten(self, batch: Any, length: int, positions: int) -> Any:
         """The first row, and the first `positions` of `length`, of every tensor."""
-        rows = next((t.shape[0] for t in _tensors(batch) if t.ndim > 1), None)
+        rows = next((t.shape[0] for _, t in named_tensors(batch) if t.ndim > 1), None)
 
         def cut(name: str, tensor: Tensor) -> Tensor:
             dim = self._dim(name, tensor, length)
@@ -123,12 +120,12 @@ class Splitter:
 
     @contextmanager
     def tables(self, layout: SequenceSplit | None) -> Iterator[None]:
-        """Inside, the model's tables of positions are those of this rank's part; whole without a layout."""
+        """Inside, the model's tables of positions are cut to this rank's part; None leaves them whole."""
         before = [(held, key, held[key]) for (held, key), _ in self._tables]
         try:
             if layout is not None:
                 for (held, key), dim in self._tables:
-                    held[key] = held[key].index_select(dim, layout.positions(held[key].device))
+                    held[key] = layout.part_of(held[key], dim)
             yield
         finally:
             for held, key, table in before:
@@ -145,7 +142,7 @@ class Splitter:
     def _complete(
         self, batch: Mapping[str, Any], layout: SequenceSplit
     ) -> tuple[dict[str, Any], float | None]:
-        """The whole batch with what is missing, and the loss's denominator where the model takes it."""
+        """The whole batch with missing inputs, and the loss's denominator if the model accepts it."""
         whole: Any = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
         main = self._main(batch)
         shape = (main.shape[0], layout.length)
@@ -156,7 +153,7 @@ class Splitter:
             else:
                 whole["position_ids"] = torch.arange(layout.length, device=main.device).expand(shape)
         if self._transformer is not None and self.accepts("attention_mask"):
-            # Without one, transformers takes a jump in position_ids for the start of another sequence.
+            # Without a mask, transformers interprets a jump in position_ids as the start of a new sequence.
             whole["attention_mask"] = torch.ones(shape, dtype=torch.long, device=main.device)
         labels = whole.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
@@ -174,46 +171,46 @@ class Splitter:
 
     @property
     def shifts(self) -> bool:
-        """Whether the model's own loss compares a position with the label after it."""
+        """Whether the model's own loss compares each position with the next label."""
         loss = getattr(self._transformer, "loss_function", None)
         known = inspect.signature(loss).parameters if callable(loss) else ()
         return "shift_labels" in known and self.accepts("shift_labels")
 
     def _check_mask(self, batch: MutableMapping[str, Any], layout: SequenceSplit) -> None:
-        """Drop a padding mask that changes nothing, and refuse all others."""
+        """Refuse a padding mask that context parallelism would ignore."""
         mask = batch.get("attention_mask")
         if not isinstance(mask, Tensor):
             return
         if mask.ndim != 2 or mask.shape[1] != layout.length:
             raise ParallelismValueError(
                 f"attention_mask {tuple(mask.shape)} cannot be split over the sequence (cp={layout.ranks}); "
-                f"only (batch, {layout.length}) with padding on the right can."
+                f"it must be (batch, {layout.length}), with padding on the right only."
             )
         kept = mask != 0
         if bool(kept.all()):
             return
         if not self._causal:
             raise ParallelismValueError(
-                f"attention_mask has padding, which attention in both directions would see "
-                f"(cp={layout.ranks}); give sequences of one length."
+                f"attention_mask has padding, which bidirectional attention would attend to "
+                f"(cp={layout.ranks}); use sequences of equal length."
             )
         if bool((kept[:, 1:] & ~kept[:, :-1]).any()):
             raise ParallelismValueError(
-                f"attention_mask has padding on the left or in between, which later positions would see "
-                f"(cp={layout.ranks}); pad on the right (tokenizer.padding_side='right')."
+                f"attention_mask has padding on the left or in between, to which later positions would "
+                f"attend (cp={layout.ranks}); pad on the right (tokenizer.padding_side='right')."
             )
         labels = batch.get("labels")
         if isinstance(labels, Tensor) and bool((~kept & (labels != IGNORED)).any()):
             raise ParallelismValueError(
-                f"There are labels at padded positions; set them to {IGNORED}: with cp={layout.ranks} causal "
-                "attention replaces the padding mask, so that only what comes after the padding differs."
+                f"There are labels at padded positions; set them to {IGNORED}: with cp={layout.ranks} the "
+                "padding mask is ignored, which changes the outputs at padded positions."
             )
 
     def _check_positions(self, positions: Tensor) -> None:
         if positions.ndim < 2 or bool((positions.diff(dim=-1) != 1).any()):
             raise ParallelismValueError(
-                "position_ids must count up by one, (batch, positions): several sequences packed in one row "
-                "need a mask, which context parallelism cannot split. Give each its own row, or use cp=1."
+                "position_ids (batch, positions) must increase by one: several sequences packed in one row "
+                "need a mask, which context parallelism cannot split. Put each in its own row, or use cp=1."
             )
 
     def _check_counts(self, counted: Tensor, layout: SequenceSplit) -> None:
@@ -222,8 +219,8 @@ class Splitter:
         if len(set(counts)) > 1:
             raise ParallelismValueError(
                 f"The ranks' parts have {', '.join(map(str, counts))} labels, so the mean of their losses is "
-                f"not the mean over all labels, and {class_name(self.model)}.forward takes no "
-                "num_items_in_batch. Let it take that, and divide the summed loss by it; or pass "
+                f"not the mean over all labels, and {class_name(self.model)}.forward does not accept "
+                "num_items_in_batch. Add that argument and divide the summed loss by it; or pass "
                 "weighted=True and multiply each part's mean loss by cp * its labels / the whole's labels."
             )
 
@@ -233,7 +230,7 @@ class Splitter:
             for name in ("input_ids", "inputs_embeds"):
                 if isinstance(found := batch.get(name), Tensor):
                     return found
-        for tensor in _tensors(batch):
+        for _, tensor in named_tensors(batch):
             if tensor.ndim > 1:
                 return tensor
         raise ParallelismValueError(
@@ -242,35 +239,15 @@ class Splitter:
 
     def _length(self, batch: Any) -> int:
         main = self._main(batch)
-        lengths: list[int] = []
-
-        def measure(name: str, tensor: Tensor) -> Tensor:
-            if tensor is main:
-                dim = self._dims.get(name, 1)
-                lengths.append(tensor.shape[1 if dim is None else dim])
-            return tensor
-
-        map_tensors(measure, batch)
-        return lengths[0]
+        dim = next(self._dims.get(name, 1) for name, tensor in named_tensors(batch) if tensor is main)
+        return main.shape[1 if dim is None else dim]
 
     def _dim(self, name: str, tensor: Tensor, length: int) -> int | None:
         default = 1 if tensor.ndim > 1 else None
         dim = self._dims.get(name, default)
         if dim is not None and (tensor.ndim <= dim or tensor.shape[dim] != length):
             raise ParallelismValueError(
-                f"{name or 'The batch'} {tuple(tensor.shape)} has no {length} positions in dimension {dim}; "
-                f"pass sequence_dims={{{name!r}: dimension}}, or None in its place if it has no sequence."
+                f"{name or 'The batch'} {tuple(tensor.shape)} does not have {length} positions in dimension "
+                f"{dim}; pass sequence_dims={{{name!r}: dimension}}, with None if it has no sequence."
             )
         return dim
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    """The tensors that `map_tensors` would replace."""
-    found: list[Tensor] = []
-
-    def collect(name: str, tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(collect, batch)
-    return found

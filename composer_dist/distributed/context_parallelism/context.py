@@ -1,8 +1,8 @@
 """Context parallelism: each rank trains on its part of a sequence.
 
 The ranks of the mesh's "cp" dimension get the same batch. Inside `context_parallel` each rank has its part
-of it, and attention covers all parts. Gradients need nothing special: parameters are sharded over these
-ranks too, and FSDP2 averages the gradients of losses whose mean is the loss of the whole batch.
+of it, and attention covers all parts. The parameters are sharded over these ranks too, so FSDP2 averages the
+gradients, and the mean of the ranks' losses is the loss of the whole batch.
 """
 
 import warnings
@@ -26,11 +26,10 @@ _inside: ContextVar[bool] = ContextVar("context_parallel", default=False)
 
 
 def expect_context(model: nn.Module, mesh: Mesh) -> None:
-    """Warn if the mesh has context-parallel ranks, but the first training step does not use the context."""
-    cp = mesh.cp
-    if cp is None:
+    """Warn if the mesh has context-parallel ranks but the first training step runs outside the context."""
+    if mesh.cp is None:
         return
-    ranks = cp.size()
+    ranks = mesh.cp.size()
 
     def look(module: nn.Module, args: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
@@ -38,9 +37,9 @@ def expect_context(model: nn.Module, mesh: Mesh) -> None:
         handle.remove()
         if not _inside.get():
             warnings.warn(
-                f"The mesh has cp={ranks}, but the model trains outside of context_parallel(model, batch): "
-                "the ranks of a sequence all compute the whole of it. Put forward and backward inside, or "
-                "give these ranks to dp_shard.",
+                f"The mesh has cp={ranks}, but the model trains outside of context_parallel(model, batch), "
+                "so every rank of a sequence computes all of it. Run forward and backward inside, or "
+                "assign these ranks to dp_shard.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -66,39 +65,38 @@ def context_parallel(
         model(**part).loss.backward()
     ```
 
-    The part has the global `position_ids`, and for a transformers model labels shifted before they were cut
-    (`shift_labels`) and the loss's denominator (`num_items_in_batch`), where the model takes them. Each
-    rank's loss is such that its mean over the ranks is the loss of the whole batch, as in data parallelism.
-    A loss of your own is so too if it is a mean over a part's labels and all parts have equally many.
+    The part includes the global `position_ids` and, for a transformers model, labels that were shifted before
+    the split (`shift_labels`) and the loss's denominator (`num_items_in_batch`), if the model accepts them.
+    The mean of the ranks' losses is the loss of the whole batch, as in data parallelism. This is also true of
+    your own loss if it is a mean over a part's labels and all parts have the same number of labels.
 
-    Without a "cp" dimension the batch comes back as it is. Evaluation and `generate` need no context:
-    every rank has the whole sequence there.
+    Without a "cp" dimension the batch is returned unchanged. Evaluation and `generate` need no context,
+    because there every rank has the whole sequence.
 
     Args:
-        model: prepared by `parallelize_model`.
+        model: a model prepared by `parallelize_model`.
         batch: the whole batch, the same on all ranks that share a sequence (see `sampler_kwargs`): a
-            tensor, mapping or sequence of tensors `(batch, sequence, ...)`. It stays as it is.
-        sequence_dims: tensor name to the dimension of its sequence, None for one that has none; by default
-            dimension 1 of every tensor with two or more. "0", "1", ... name a sequence's tensors.
-        buffers: tables of positions among the model's buffers, such as `{"freqs_cis": 0}`: name to dimension.
-            A rank sees the rows of its positions.
+            tensor, mapping or sequence of tensors `(batch, sequence, ...)`. It is not changed.
+        sequence_dims: tensor name to the dimension of its sequence, or None if it has none; by default
+            dimension 1 of every tensor with two or more. Tensors in a sequence are named "0", "1", ...
+        buffers: names of the model's buffers that are tables of positions, each with the dimension of these,
+            such as `{"freqs_cis": 0}`. A rank sees the rows of its positions.
         balanced: give each rank one part of the head and one of the tail, for equal work under a causal
-            mask; None does so where the model's attention says it is causal.
-        weighted: you multiply each part's mean loss by cp * its labels / the labels of the whole, as the
-            Trainer does; without, parts with unequally many `labels` are refused where the model takes no
-            `num_items_in_batch`.
-        check: prove at the first step that positions meet nowhere but in attention (two forwards of
-            a few positions, and a comparison of the batches).
+            mask; None does so if the model's attention says that it is causal.
+        weighted: you multiply each part's mean loss by cp * its labels / the whole's labels, as the Trainer
+            does. Otherwise a model that does not accept `num_items_in_batch` needs parts with the same number
+            of `labels`.
+        check: check at the first step that only attention mixes positions (two forwards of a few positions,
+            and a comparison of the batches).
 
     Raises:
-        ParallelismRuntimeError: the model was not prepared, or a context inside of another.
-        ParallelismValueError: a length that cannot be divided, a mask or tensor that cannot be split, a
-            model that cannot be.
-        ParallelismKeyError: a buffer that the model does not have.
+        ParallelismRuntimeError: the model is not prepared, or the context is inside another one.
+        ParallelismValueError: the length cannot be divided, or a mask, a tensor or the model cannot be split.
+        ParallelismKeyError: the model has no such buffer.
     """
     mesh = prepared.prepared_mesh(model)
     if _inside.get():
-        raise ParallelismRuntimeError("This is inside of context_parallel already, where batches are parts.")
+        raise ParallelismRuntimeError("context_parallel cannot be nested: this batch is already a part.")
     if mesh is None:
         raise ParallelismRuntimeError(
             f"context_parallel needs the model that parallelize_model prepared, not {type(model).__name__}."

@@ -1,6 +1,6 @@
-"""Which models can be split over the sequence, judged by their structure.
+"""Checks by a model's structure whether it can be split over the sequence.
 
-`proof` checks the rest at the first training step.
+`proof.py` checks the rest at the first training step.
 """
 
 import inspect
@@ -28,10 +28,10 @@ _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class ContextPlan(FeaturePlan):
-    """How sequences are split."""
+    """The plan of context parallelism."""
 
     size: int
-    """Ranks among which context parallelism splits a sequence."""
+    """The number of ranks that share a sequence."""
 
     def explain(self, module: str) -> str:
         """How sequences are split, in words, for the root."""
@@ -43,11 +43,11 @@ class ContextPlan(FeaturePlan):
 
 
 def plan(structure: Structure, request: Request, sizes: Mapping[str, int]) -> ContextPlan | None:
-    """Refuse models of which no rank could compute its part of the sequence; None for `cp=1`.
+    """Plan context parallelism; None for `cp=1`.
 
     Raises:
-        ParallelismValueError: names every module that mixes positions other than by scaled-dot-product
-            attention, and what to do.
+        ParallelismValueError: lists every module that mixes positions other than by scaled-dot-product
+            attention.
     """
     ranks = sizes["cp"]
     if ranks == 1:
@@ -56,30 +56,30 @@ def plan(structure: Structure, request: Request, sizes: Mapping[str, int]) -> Co
     faults = [*_configured(first[""]), *_built(first)]
     if faults:
         raise ParallelismValueError(
-            f"cp={ranks} splits the sequence, which needs a model whose positions meet in "
-            f"scaled-dot-product attention only: {'; '.join(faults)}. Or use cp=1."
+            f"cp={ranks} splits the sequence, so only scaled-dot-product attention may mix positions: "
+            f"{'; '.join(faults)}. Or use cp=1."
         )
     return ContextPlan(ranks)
 
 
 def _configured(model: nn.Module) -> Iterator[str]:
-    """Reasons in a transformers configuration against splitting."""
+    """Reasons against splitting in the configurations of transformers and peft."""
     for base in transformers_models(model):
         if base.config.get_text_config() is not base.config:
-            yield f"{class_name(base)} has parts with sequences of their own; take its text model alone"
+            yield f"{class_name(base)} has parts with separate sequences; use only its text model"
             return
         yield from _configured_one(base)
     for module in model.modules():
         adapters = vars(module).get("peft_config") or vars(module).get("_peft_config") or {}
         for adapter, peft in adapters.items():
             if peft.is_prompt_learning:
-                yield f"the adapter {adapter!r} ({type(peft).__name__}) puts virtual tokens in front"
+                yield f"the adapter {adapter!r} ({type(peft).__name__}) prepends virtual tokens"
 
 
 def _configured_one(base: Any) -> Iterator[str]:
     config, name = base.config, class_name(base)
     if getattr(config, "is_encoder_decoder", False):
-        yield f"{name} has an encoder and a decoder, with a sequence each"
+        yield f"{name} has an encoder and a decoder with separate sequences"
     attention = config._attn_implementation
     if attention != "sdpa" and base._supports_sdpa:
         yield f"{name} uses {attention!r} attention; call model.set_attn_implementation('sdpa') first"
@@ -93,11 +93,11 @@ def _configured_one(base: Any) -> Iterator[str]:
     if getattr(config, "attention_chunk_size", None) and not kinds:
         yield f"{name} attends in chunks (attention_chunk_size={config.attention_chunk_size})"
     if getattr(config, "output_router_logits", False):
-        yield f"{name} adds its routers' loss, which is no mean over tokens; set output_router_logits=False"
+        yield f"{name} adds a router loss, which is not a mean over tokens; set output_router_logits=False"
 
 
 def _built(modules: dict[str, nn.Module]) -> Iterator[str]:
-    """Reasons in the modules against splitting, each kind with its names in the model."""
+    """Reasons against splitting in the modules, each with the modules' names."""
     found: dict[tuple[type[nn.Module], str], list[str]] = {}
     for name, module in modules.items():
         if why := _fault(module):
@@ -107,18 +107,18 @@ def _built(modules: dict[str, nn.Module]) -> Iterator[str]:
 
 
 def _fault(module: nn.Module) -> str:
-    """Why a module needs other positions, if its type says so."""
+    """Why a module needs other positions; empty if its type does not show that it does."""
     if isinstance(module, _torch.AnyConvolution) and any(size > 1 for size in module.kernel_size):
         return "convolves neighboring positions"
     if _is_own_attention(type(module)):
-        return "computes a softmax of its own; let it call torch.nn.functional.scaled_dot_product_attention"
+        return "computes its own softmax; let it call torch.nn.functional.scaled_dot_product_attention"
     if (rope := vars(module).get("rope_type")) in _ROPE_BY_LENGTH:
-        return f"({rope!r} scaling) turns by the sequence's length, which no rank sees"
+        return f"({rope!r} scaling) depends on the sequence's length, which no rank sees"
     return next((why for kinds, why in _ACROSS if isinstance(module, kinds)), "")
 
 
 def _is_own_attention(kind: type[nn.Module]) -> bool:
-    """Whether a class called attention has a softmax in its code, and no call of torch's attention."""
+    """Whether a class with "attention" in its name uses a softmax but not torch's attention."""
     if "attention" not in kind.__name__.lower() or kind.__module__.startswith(("torch.", "transformers.")):
         return False
     used: set[str] = set()

@@ -1,10 +1,10 @@
-"""Check at the first step that a model computes the same when its sequence is split.
+"""Checks at the first step that a model computes the same when its sequence is split.
 
-Attention takes keys and values from all ranks, so everything else must work position by position. To check
-this, attention is replaced by a function that only looks at its own position, and the model runs twice on
-the first few positions of a batch: on all of them, and on this rank's. Intermediate results must agree; the
-error names the first module where they do not. The mean of the parts' losses must be the loss of the whole.
-This costs two small forwards per model.
+Only attention receives keys and values from all ranks, so everything else must work on each position
+separately. To check this, attention is replaced by a function of a single position, and the model runs on the
+first few positions of a batch twice: on all of them, and on this rank's. The intermediate results must agree;
+the error names the first module where they do not. The mean of the parts' losses must be the loss of the
+whole. This costs two small forwards per model.
 """
 
 import inspect
@@ -18,37 +18,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed.context_parallelism.attention import SequenceSplit, attention_as, check_call
+from composer_dist.distributed.context_parallelism.attention import (
+    AttentionCall,
+    SequenceSplit,
+    attention_as,
+    check_call,
+)
 from composer_dist.distributed.context_parallelism.batch import IGNORED, Splitter
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.families import class_name
 from composer_dist.structure.names import canonical_name
-from composer_dist.tensors.nested import map_tensors, tensors_in
+from composer_dist.tensors.inner import local_part
+from composer_dist.tensors.nested import named_tensors, tensors_in
 
 _PER_BLOCK = 2
-"""Positions in each block of the proof."""
+"""Positions per block in the proof."""
 _TOLERANCE = 0.05
-"""Of a tensor's largest element: above what half precision rounds, below what a wrong position makes."""
+"""Relative to a tensor's largest element: more than half precision's rounding, less than a wrong position's
+effect."""
 
 
 def prove(
     splitter: Splitter, batch: Any, layout: SequenceSplit, cp: DeviceMesh, agreement: Agreement
 ) -> None:
-    """Compare a model on a few positions with itself on this rank's part of them. Every rank calls it.
+    """Compare a model's results for a few positions with those for this rank's part. All ranks call it.
 
     Args:
-        splitter: knows the model.
-        batch: the whole one.
-        layout: of that batch.
+        splitter: of the model.
+        batch: the whole batch.
+        layout: how it is split.
         cp: the ranks that share a sequence.
         agreement: among all ranks of the model.
 
     Raises:
-        ParallelismValueError: on every rank: the ranks of a sequence have different batches; something
-            else than attention mixes positions; the loss is no mean over the labels.
+        ParallelismValueError: on every rank, if the ranks that share a sequence have different batches,
+            something other than attention mixes positions, or the loss is not a mean over the labels.
     """
     model = splitter.model
     with agreement.together("the batch of context parallelism"):
@@ -71,21 +77,21 @@ def prove(
 
 @dataclass
 class _Trace:
-    """What a model computes at this rank's positions."""
+    """The results of a model at this rank's positions."""
 
     layout: SequenceSplit
     part: bool = False
     """Whether the model runs on this rank's positions only."""
     steps: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    """In order: the place, how often it was passed before, and the values at this rank's positions."""
+    """In order: the place, the number of earlier passes, and the values at this rank's positions."""
     output: Any = None
     refused: str = ""
-    """Why a call of attention, or the model, cannot be split; the first reason."""
+    """The first reason why the model cannot be split."""
     _inside: list[str] = field(default_factory=list)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model's steps are recorded, and its attention is local."""
+        """Inside, the model's steps are recorded, and attention sees one position at a time."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 name = canonical_name(name) or class_name(model)
@@ -95,7 +101,7 @@ class _Trace:
             yield
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the output; what the model raises on so few positions is a refusal."""
+        """Run the model; an error on so few positions means that it cannot be split."""
         try:
             self.output = model(*args, **kwargs)
         except Exception as error:
@@ -117,30 +123,21 @@ class _Trace:
         return record
 
     def _note(self, place: str, tensor: Tensor, dim: int) -> None:
-        tensor = _local(tensor)
+        tensor = local_part(tensor)
         if tensor.shape[dim] != (self.layout.local_length if self.part else self.layout.length):
             return
         passed = 0
         while (place, passed) in self.steps:
             passed += 1
-        self.steps[place, passed] = tensor.clone() if self.part else at_part(tensor, dim, self.layout)
+        self.steps[place, passed] = tensor.clone() if self.part else self.layout.part_of(tensor, dim)
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def _attend(self, call: AttentionCall) -> Tensor:
+        query, key, value = call.query, call.key, call.value
         for kind, tensor in (("queries", query), ("keys", key), ("values", value)):
             self._note(f"the {kind} of {self._inside[-1]}", tensor, -2)
         try:
             if self.part:
-                check_call(self.layout, query, key, attn_mask)
+                check_call(self.layout, call)
         except ParallelismValueError as error:
             self.refused = self.refused or f"{self._inside[-1]}: {error}"
         local = query.mean(-1, keepdim=True).expand(*query.shape[:-1], value.shape[-1])
@@ -150,20 +147,10 @@ class _Trace:
         return local + value.repeat_interleave(groups, dim=-3)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor that tensor parallelism has cut."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def at_part(tensor: Tensor, dim: int, layout: SequenceSplit) -> Tensor:
-    """A whole sequence's values at this rank's positions."""
-    return tensor.index_select(dim, layout.positions(tensor.device))
-
-
 def _labeled(splitter: Splitter, batch: Any) -> Any:
-    """The batch with few labels, of the first class, so that most parts have none if the model permits.
+    """The batch with few labels, of the first class, so that most parts have none if the model allows that.
 
-    Those of a model that shifts them lie on both sides of the end of a part.
+    If the model shifts labels, they are on both sides of the end of a part.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
@@ -176,7 +163,6 @@ def _labeled(splitter: Splitter, batch: Any) -> Any:
 
 
 def _call(splitter: Splitter, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of the model's forward for this batch."""
     from composer_dist.composer_model import ComposerModel
 
     model = splitter.model
@@ -191,23 +177,17 @@ def _call(splitter: Splitter, batch: Any) -> tuple[tuple[Any, ...], dict[str, An
         signature.bind(**arguments)
     except TypeError as error:
         raise ParallelismValueError(
-            f"Context parallelism first proves that {class_name(model)} can be split over the sequence, "
-            f"for which it calls its forward with the batch, but {error}. Give a mapping of forward's "
-            "arguments, or pass check=False if positions meet in scaled_dot_product_attention only."
+            f"Context parallelism calls the forward of {class_name(model)} with the batch to check that it "
+            f"can be split over the sequence, but {error}. Pass a mapping of forward's arguments, or "
+            "check=False if only scaled_dot_product_attention mixes positions."
         ) from None
     return (), arguments
 
 
 def _check_same_batch(batch: Any, cp: DeviceMesh, agreement: Agreement) -> None:
     """Refuse ranks that share a sequence but have different batches."""
-    sums: list[float] = []
-
-    def add(name: str, tensor: Tensor) -> Tensor:
-        flat = tensor.detach().flatten().double()
-        sums.append(float((flat * (torch.arange(len(flat), device=flat.device) % 1009 + 1)).sum()))
-        return tensor
-
-    map_tensors(add, batch)
+    flat = [tensor.detach().flatten().double() for _, tensor in named_tensors(batch)]
+    sums = [float((one * (torch.arange(len(one), device=one.device) % 1009 + 1)).sum()) for one in flat]
 
     def compare(findings: list[list[Any]]) -> None:
         first: dict[str, tuple[int, Any]] = {}
@@ -215,8 +195,8 @@ def _check_same_batch(batch: Any, cp: DeviceMesh, agreement: Agreement) -> None:
             other, expected = first.setdefault(str(peers), (rank, numbers))
             if expected != numbers:
                 raise ParallelismValueError(
-                    f"Ranks {other} and {rank} share a sequence but have different batches; give the sampler "
-                    "sampler_kwargs(mesh), and every rank the same seed."
+                    f"Ranks {other} and {rank} share a sequence but have different batches; pass "
+                    "sampler_kwargs(mesh) to the sampler, and use the same seed on every rank."
                 )
 
     agreement.reach("the batch", [cp.mesh.tolist(), [repr(one) for one in sums]], compare)
@@ -224,14 +204,14 @@ def _check_same_batch(batch: Any, cp: DeviceMesh, agreement: Agreement) -> None:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model neither drops out nor learns, and nothing is fused or compiled."""
+    """Inside, the model is in evaluation mode, without gradients, and nothing is fused or compiled."""
     modes = {module: module.training for module in model.modules()}
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     model.eval()
     try:
         with torch.no_grad():
-            # Without a compiler, asking for it would load one.
+            # If the compiler is not loaded, setting the stance would load it.
             compiling = "torch._dynamo" in sys.modules
             with torch.compiler.set_stance("force_eager") if compiling else nullcontext():
                 yield
@@ -242,12 +222,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _scalars(trace: _Trace) -> list[Tensor]:
-    outputs = map(_local, tensors_in(trace.output))
+    outputs = map(local_part, tensors_in(trace.output))
     return [tensor.float() for tensor in outputs if tensor.ndim == 0 and tensor.is_floating_point()]
 
 
 def _mean_scalars(trace: _Trace, cp: DeviceMesh) -> list[Tensor]:
-    """The scalars in the output, each the mean over the ranks of a sequence: losses, that is."""
+    """The scalars in the output (losses), averaged over the ranks of a sequence."""
     scalars = _scalars(trace)
     if scalars:
         together = torch.stack(scalars)
@@ -273,25 +253,25 @@ def _compare(expected: _Trace, found: _Trace, means: list[Tensor], model: nn.Mod
     if place is not None:
         raise ParallelismValueError(
             f"{name} cannot be split over the sequence (cp={ranks}): {place} depends on other positions, or "
-            "on where a rank's part begins. Positions may meet in "
-            "torch.nn.functional.scaled_dot_product_attention only, called by that name; where they are "
-            "counted, pass position_ids in the batch or name the table of positions in buffers."
+            "on where a rank's part begins. Only torch.nn.functional.scaled_dot_product_attention, called by "
+            "that name, may mix positions; if the model counts positions, pass position_ids in the batch or "
+            "name the table of positions in buffers."
         )
     if not all(map(_close, _scalars(expected), means)):
         raise ParallelismValueError(
-            f"The loss that {name} computes from its part of the labels is no share of the whole loss "
-            f"(cp={ranks}): it does not use shift_labels and num_items_in_batch, or adds what is no sum over "
-            "positions. Keep the labels out of its batch and compute the loss from its outputs."
+            f"The mean of the losses that {name} computes from parts of the labels is not the whole loss "
+            f"(cp={ranks}): it ignores shift_labels and num_items_in_batch, or adds a term that is not a sum "
+            "over positions. Leave the labels out of its batch and compute the loss from its outputs."
         )
 
 
 def _same_part(expected: _Trace, found: _Trace) -> Iterator[bool]:
-    """For each tensor of the output whether the part's is that of the whole at its positions."""
+    """For each output, whether the part's equals the whole's at the part's positions."""
     short, local = expected.layout.length, expected.layout.local_length
-    outputs = (map(_local, tensors_in(trace.output)) for trace in (expected, found))
+    outputs = (map(local_part, tensors_in(trace.output)) for trace in (expected, found))
     for whole, part in zip(*outputs, strict=True):
         if whole.ndim > 1 and (whole.shape[1], part.shape[1]) == (short, local):
-            yield _close(at_part(whole, 1, expected.layout), part)
+            yield _close(expected.layout.part_of(whole, 1), part)
         elif whole.ndim:
             yield _close(whole, part)
 

@@ -130,6 +130,6 @@ def _why_duplicate(first: str, structure: Structure) -> str:
 def _others(structure: Structure) -> Iterator[tuple[str, str]]:
     for held in structure.tensors.values():
         if isinstance(held.get(), DTensor):
-            yield from ((alias, "sharded already, and left as it is") for alias in held.info.names)
+            yield from ((alias, "already sharded, and left unchanged") for alias in held.info.names)
         elif held.info.kind != "parameter":
             yield from ((alias, f"a {held.info.kind}, whole on every rank") for alias in held.info.names)

@@ -1,10 +1,9 @@
 """FSDP2 from the plan.
 
-Sharding happens on the meta device, on every rank alike: each parameter is first replaced by a shadow
-without storage (tensor parallelism has cut some of them), the units are sharded from the outermost
-inwards, and only then do the shards get memory (`weights/storage.py`). So no rank needs more than its
-shards, the full tensors stay where they were until they have been delivered, and the layout of a parameter
-in memory (a transposed view, say) does not matter.
+Every rank shards the model on the meta device: it replaces each parameter that tensor parallelism has not cut
+by one without storage, shards the units from the outermost inwards, and then allocates the shards
+(`weights/storage.py`). A rank therefore needs memory only for its shards, the full tensors stay where they
+are until they are delivered, and a parameter may have any memory layout (such as a transposed view).
 """
 
 from collections.abc import Collection
@@ -31,25 +30,24 @@ from composer_dist.tensors.inner import empty_like
 
 
 def check_offload(plan: ShardingPlan | None) -> None:
-    """Refuse pinned memory where no accelerator can pin it.
+    """Check that there is an accelerator if a unit needs pinned memory.
 
     Raises:
-        ParallelismRuntimeError: a unit insists on pinned memory and there is no accelerator.
+        ParallelismRuntimeError: there is none.
     """
-    units = plan.units if plan else ()
-    pinned = [unit.name or "the root" for unit in units if unit.offload == "pinned"]
+    pinned = [unit.name or "the root" for unit in (plan.units if plan else ()) if unit.offload == "pinned"]
     if pinned and not torch.accelerator.is_available():
         raise ParallelismRuntimeError(
-            f"cpu_offload='pinned' (unit {pinned[0]}) needs an accelerator to pin memory for, and this "
-            "machine has none; use cpu_offload=True, which pins only where it can."
+            f"cpu_offload='pinned' (unit {pinned[0]}) needs an accelerator, and this machine has none; use "
+            "cpu_offload=True, which pins memory only if there is one."
         )
 
 
 def apply(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Shard a model's parameters as planned, on the meta device; `weights.storage` gives them memory.
+    """Shard a model's parameters on the meta device; `weights.storage` allocates them.
 
     Returns:
-        Those parameters as they were before, by first name, that tensor parallelism had not cut already.
+        The parameters before sharding, by first name, without those that tensor parallelism has cut.
     """
     units = plan.units if plan else ()
     held = {name: structure.tensors[name] for unit in units for name in unit.parameters}
@@ -69,7 +67,7 @@ def apply(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> dict[s
 
 
 def fsdp_params_by_place(module: nn.Module) -> dict[tuple[int, str], Any]:
-    """FSDP2's own record of each parameter of the unit that `module` leads, by where it is held."""
+    """FSDP2's record of each parameter of the unit that `module` leads, by the parameter's place."""
     found = {}
     for param in _torch.fsdp_params(module) if isinstance(module, FSDPModule) else ():
         owner, key = _torch.fsdp_param_place(param)
@@ -78,7 +76,7 @@ def fsdp_params_by_place(module: nn.Module) -> dict[tuple[int, str], Any]:
 
 
 def pins_memory(unit: Unit) -> bool:
-    """Whether a unit's shards lie in pinned host memory."""
+    """Whether a unit's shards are in pinned host memory."""
     return unit.offload == "pinned" or (unit.offload == "auto" and torch.accelerator.is_available())
 
 
@@ -86,19 +84,18 @@ def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
     modules = [structure.modules[name] for name in unit.modules]
     mine = {structure.tensors[name].get() for name in unit.parameters}
     others = {p for module in modules for p in module.parameters() if p not in mine}
-    offload = CPUOffloadPolicy(pin_memory=pins_memory(unit)) if unit.offload else OffloadPolicy()
     fully_shard(
         modules if len(modules) > 1 else modules[0],
         mesh=mesh,
         reshard_after_forward=unit.reshard_after_forward,
         mp_policy=unit.mp_policy,
-        offload_policy=offload,
+        offload_policy=CPUOffloadPolicy(pin_memory=pins_memory(unit)) if unit.offload else OffloadPolicy(),
         ignored_params=others,
     )
 
 
 def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
-    """What this library adds around the units' calls and collectives; see each function."""
+    """Add this library's hooks to the units' calls and collectives."""
     if plan is None:
         return
     average_plain(structure, mesh.fsdp)
@@ -126,7 +123,7 @@ def average_plain(
     """Average the gradients of trainable parameters that stay whole, once all have their values.
 
     Args:
-        filled: the tensors that have got their values now; None stands for all.
+        filled: the tensors that just got their values; None means all.
     """
     plain = {
         name: held.get()
@@ -139,7 +136,7 @@ def average_plain(
 
 
 def finish(structure: Structure, plan: ShardingPlan | None) -> None:
-    """Let FSDP2 run its own final checks now, from the outermost units."""
+    """Make FSDP2 run its final checks now, outer units first."""
     for unit in plan.units if plan else ():
         module = structure.modules[unit.name]
         if isinstance(module, FSDPModule) and len(unit.modules) == 1:

@@ -1,10 +1,10 @@
-"""Which unit manages which parameter.
+"""Assigns every parameter to a unit.
 
-A *unit* is a module (or several, where a tie forces them together) whose parameters are gathered and
-reduced in one collective. A parameter belongs to the unit of its nearest ancestor; a tie to the
-nearest unit that contains all of its owners, which is gathered whenever any of them runs. Because
-every unit's exact parameters are known, sharding goes top down: an outer unit may hold a parameter
-that lies, by name, inside an inner one, so no tie is cut and no blocks are merged.
+A *unit* is a module (or several, joined by a tie) whose parameters are gathered and reduced in one
+collective. A parameter belongs to the unit of its nearest ancestor, and a tie to the nearest unit that
+contains all of its owners, which is gathered whenever one of them runs. Units are sharded top down with their
+exact parameters, so an outer unit may hold a parameter of a module inside an inner unit, without cutting a
+tie or merging blocks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,13 +26,13 @@ from composer_dist.wording import dtype_name
 
 @dataclass(eq=False)
 class Draft:
-    """A unit in the making; modules and parameters by their first names."""
+    """A preliminary unit; modules and parameters by their first names."""
 
     modules: list[str]
     choice: Choice
     parameters: list[str] = field(default_factory=list)
     split: bool = False
-    """Whether it exists only to keep dtypes apart."""
+    """Whether it only separates dtypes."""
 
     @property
     def name(self) -> str:
@@ -42,14 +42,14 @@ class Draft:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Every parameter's home."""
+    """The unit of every parameter."""
 
     groups: tuple[Draft, ...]
     """In the order of the model, outer before inner."""
     plain: Mapping[str, str]
-    """Parameters kept whole on every rank, each with the reason."""
+    """Parameters that stay whole on every rank, each with the reason."""
     homeless: frozenset[str] = frozenset()
-    """Those of them that no unit contains."""
+    """Those plain parameters that no unit contains."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Modules that were chosen but did not become units, each with the reason."""
     warnings: tuple[str, ...] = ()
@@ -61,20 +61,20 @@ class Skippable:
 
     module: str
     parameters: tuple[str, ...]
-    """First names of its trainable parameters, or of those that one unit holds."""
+    """First names of its trainable parameters that belong to `unit`."""
     unit: str | None
-    """The module that leads, or belongs to, the unit around it that holds them; None with "replicate"."""
+    """A module of the outer unit that holds them; None with "replicate"."""
 
 
 def assign(structure: Structure, choices: Choices, shards: int) -> Assignment:
-    """Give every parameter of the model to one unit, or leave it plain.
+    """Assign every parameter of the model to one unit, or leave it plain.
 
     Args:
-        shards: ranks that share each parameter.
+        shards: the number of ranks that share each parameter.
 
     Raises:
-        ParallelismValueError: ties or dtypes that no arrangement of units can hold (all of them
-            named at once); a model that is sharded already, or in which nothing is left to shard.
+        ParallelismValueError: lists ties and dtypes that units cannot hold together; the model is sharded
+            already, or nothing would be sharded.
     """
     skipped, warnings = _already_sharded(structure, choices)
     groups = {name: Draft([name], one) for name, one in choices.units.items() if name not in skipped}
@@ -83,10 +83,10 @@ def assign(structure: Structure, choices: Choices, shards: int) -> Assignment:
     with Faults() as faults:
         for name, held in structure.parameters.items():
             if isinstance(held.get(), DTensor):
-                continue  # sharded by the user's own code, and left as it is
+                continue  # sharded by the user's own code
             reason = _why_plain(held.info, structure, choices, groups)
-            if held.info.inner and shards == 1:  # FSDP2 then passes on the first inner tensor alone (2.13)
-                reason = reason or "it is made of several tensors, which FSDP2 gathers from two ranks or more"
+            if held.info.inner and shards == 1:  # FSDP2 then returns only the first inner tensor (2.13)
+                reason = reason or "it has several inner tensors, which FSDP2 gathers only from several ranks"
             home = None
             with faults.catching():
                 home = None if reason else _home(held.info, structure, groups)
@@ -112,24 +112,24 @@ def assign(structure: Structure, choices: Choices, shards: int) -> Assignment:
 
 
 def _already_sharded(structure: Structure, choices: Choices) -> tuple[dict[str, str], list[str]]:
-    """Chosen modules that the user's own code has sharded, or that lie inside one that is."""
+    """Chosen modules that the user's own code has sharded, or that are inside such a module."""
     old = FullyShardedDataParallel
     if wrapped := [name or "the root" for name, m in structure.modules.items() if isinstance(m, old)]:
         raise ParallelismTypeError(
-            f"{', '.join(wrapped)} {'is' if len(wrapped) == 1 else 'are'} wrapped in "
-            "FullyShardedDataParallel, FSDP1, which FSDP2 replaces; prepare the plain module."
+            f"{', '.join(wrapped)} {'is' if len(wrapped) == 1 else 'are'} wrapped in FSDP1 "
+            "(FullyShardedDataParallel), which FSDP2 replaces; prepare the plain module."
         )
     sharded = {name for name, module in structure.modules.items() if isinstance(module, FSDPModule)}
     known = prepared.of(structure.modules[""])
     if "" in sharded or (known is not None and known.mesh is not None and known.mesh.tp is not None):
-        raise ParallelismValueError("The model is sharded already; prepare a model once, unsharded.")
+        raise ParallelismValueError("The model is already sharded; prepare an unsharded model, once.")
     skipped = {
-        name: "it is sharded already, or lies inside a module that is"
+        name: "it, or a module that contains it, is already sharded"
         for name in choices.units
         if any(above in sharded for above in ancestors(name))
     }
     listed = ", ".join(name for name in structure.modules if name in sharded or name in skipped)
-    return skipped, [f"Sharded already, left as it is: {listed}."] if sharded else []
+    return skipped, [f"Already sharded, left unchanged: {listed}."] if sharded else []
 
 
 def _why_plain(
@@ -149,16 +149,12 @@ def _why_plain(
 
 def _why_empty(name: str, structure: Structure) -> str:
     if any(True for _ in structure.modules[name].parameters()):
-        return "outer units hold all of its parameters, or they stay plain"
+        return "its parameters stay plain or belong to outer units"
     return "it has no parameters"
 
 
 def _home(info: TensorInfo, structure: Structure, groups: dict[str, Draft]) -> Draft | None:
-    """The nearest unit that contains every owner; without one, the owners' own units become one.
-
-    Raises:
-        ParallelismValueError: those units have different options.
-    """
+    """The nearest unit that contains every owner; if there is none, the owners' units are joined."""
     firsts = [[structure.first[above] for above in ancestors(owner)] for owner in info.owners]
     chains = [[groups[name] for name in names if name in groups] for names in firsts]
     for group in chains[0]:
@@ -172,8 +168,8 @@ def _home(info: TensorInfo, structure: Structure, groups: dict[str, Draft]) -> D
             if other.choice.options != one.choice.options:
                 faults.append(
                     f"{' and '.join(info.names)} are one parameter, but their units {one.name} and "
-                    f"{other.name} have different options; give both the same, or make a common ancestor a "
-                    "unit."
+                    f"{other.name} have different options; give both the same options, or make a common "
+                    "ancestor a unit."
                 )
                 continue
             _join(one, other, structure)
@@ -182,7 +178,7 @@ def _home(info: TensorInfo, structure: Structure, groups: dict[str, Draft]) -> D
 
 
 def _join(one: Draft, other: Draft, structure: Structure) -> None:
-    """Take over another group; of modules that lie in one another the outer one stands for both."""
+    """Add another group to one; an outer module also represents the modules inside it."""
     one.parameters += other.parameters
     names = {*one.modules, *other.modules}
     one.modules = [
@@ -193,12 +189,9 @@ def _join(one: Draft, other: Draft, structure: Structure) -> None:
 
 
 def _split_by_dtype(group: Draft, structure: Structure) -> dict[str, Draft]:
-    """Units cut out of one that trains several dtypes, because FSDP2 reduces one dtype per unit.
+    """Split a unit that trains several dtypes, because FSDP2 reduces one dtype per unit.
 
-    The dtype with most bytes stays, if all the others have submodules to themselves; else the next.
-
-    Raises:
-        ParallelismValueError: dtypes that no submodule holds apart.
+    The dtype with the most bytes stays, if all others have separate submodules; otherwise the next one.
     """
     infos = {name: structure.tensors[name].info for name in group.parameters}
     inside = {name: list(_modules_around(info, group, structure)) for name, info in infos.items()}
@@ -225,8 +218,8 @@ def _split_by_dtype(group: Draft, structure: Structure) -> dict[str, Draft]:
             return _cut(group, inside, parts, main)
     main = next(iter(stuck))
     raise ParallelismValueError(
-        f"{group.name} trains {dtype_name(main)} parameters, and also {', '.join(stuck[main])}, which no "
-        "submodule holds apart. Convert them, freeze them, or leave their module replicated with "
+        f"{group.name} trains {dtype_name(main)} parameters, and also {', '.join(stuck[main])}, which are in "
+        "no separate submodule. Convert them, freeze them, or leave their module replicated with "
         "Rule(..., shard=False)."
     )
 
@@ -234,7 +227,7 @@ def _split_by_dtype(group: Draft, structure: Structure) -> dict[str, Draft]:
 def _cut(
     group: Draft, inside: Mapping[str, list[str]], parts: Mapping[str, torch.dtype], main: torch.dtype
 ) -> dict[str, Draft]:
-    """Make each part a group of its own, with everything that lies entirely inside it."""
+    """Make each part a separate group, with all parameters that are entirely inside it."""
     cut: dict[str, Draft] = {}
     kept: list[str] = []
     for name in group.parameters:
@@ -261,10 +254,10 @@ def _modules_around(info: TensorInfo, group: Draft, structure: Structure) -> Ite
 
 
 def plan_skippable(structure: Structure, wishes: Wishes, assignment: Assignment) -> Iterator[Skippable]:
-    """What the rules with `skippable` lead to.
+    """The modules that rules with `skippable` allow ranks to skip.
 
     Raises:
-        ParallelismValueError: "root" for a module without a unit around it, or with one within it.
+        ParallelismValueError: a module with "root" is in no unit, or contains one.
     """
     homes = {name: group for group in assignment.groups for name in group.parameters}
     for module, (how, source) in wishes.ruled("skippable").items():
@@ -280,19 +273,19 @@ def plan_skippable(structure: Structure, wishes: Wishes, assignment: Assignment)
 def _unit_around(
     name: str, module: str, homes: Mapping[str, Draft], assignment: Assignment, source: str
 ) -> str | None:
-    """The module of the unit that holds a parameter of a module with "root"; None for a scalar."""
+    """The module of the unit that holds a parameter of a skippable module; None for a scalar."""
     home = homes.get(name)
     if home is None:
         if name not in assignment.homeless:
             return None
         raise ParallelismValueError(
-            f"The {source} puts the parameters of {module} in the unit around it, but there is none. Add "
-            "Rule('', shard=True), or use skippable='replicate'."
+            f"The {source} assigns the parameters of {module} to the unit that contains it, but there is "
+            "none. Add Rule('', shard=True), or use skippable='replicate'."
         )
     unit = next((above for above in ancestors(module) if above in home.modules), module)
     if unit == module:
         raise ParallelismValueError(
-            f"The {source} lets ranks skip {module}, but {home.name} in it is a unit of its own, because "
+            f"The {source} lets ranks skip {module}, but {home.name} inside it is a unit, because "
             f"{home.choice.reason}. Use skippable='replicate'."
         )
     return unit

@@ -1,7 +1,7 @@
-"""How units are chosen: by rule, by the caller's policy, by attribute, or by the model's structure.
+"""Chooses the units: by rule, by the caller's policy, by attribute, or by the model's structure.
 
-For every module `choose_units` asks the four in this order, and the first with an opinion decides. The
-structure decides only where none of the others has chosen a unit.
+The first of these that has an answer for a module decides. The structure decides only if the others have
+chosen no unit.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,22 +30,22 @@ _OPTION_TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a module, and why."""
+    """The choice for a module, and why."""
 
     unit: bool
     reason: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from the configuration: a policy's options and a rule's fields, by name."""
+    """The policy's options and the rule's fields, by name, which override the configuration."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The outcome for a whole model. Modules go by their first names."""
+    """The choices for a whole model; modules by their first names."""
 
     units: Mapping[str, Choice]
-    """The chosen units, in the order of the model; the root among them if it takes what is left."""
+    """The chosen units, in the order of the model; the root is included if it manages what is left."""
     plain: Mapping[str, str]
-    """Modules whose parameters stay replicated, with the reason."""
+    """Modules whose parameters stay replicated, each with the reason."""
     warnings: tuple[str, ...] = ()
 
 
@@ -53,9 +53,9 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
     """Decide for every module of a model whether it is a unit, and why.
 
     Raises:
-        ParallelismValueError: a rule that contradicts another, a policy that chooses no unit.
-        ParallelismKeyError: a policy's dictionary with a key that is not an option of `fully_shard`.
-        ParallelismTypeError: a policy that returns neither a bool nor a dictionary.
+        ParallelismValueError: rules contradict each other, or a policy chooses no unit.
+        ParallelismKeyError: a policy's dictionary has a key that is not an option of `fully_shard`.
+        ParallelismTypeError: a policy returns neither a bool nor a dictionary.
     """
     modules, rules, policy = structure.modules, wishes.rules, wishes.wrap_policy
     chosen: dict[str, Choice] = {}
@@ -70,7 +70,7 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
             if not name or shard:
                 raise ParallelismValueError(
                     f"The {source or skips} makes {name or 'the root'} a unit, but the {skips} lets ranks "
-                    f"skip {above or 'it'}, and a unit needs every rank. Leave one of them out."
+                    f"skip {above or 'it'}, and a unit needs every rank. Remove one of them."
                 )
             if how == "replicate" and name == above:
                 plain[name] = f"the {skips} lets ranks skip it"
@@ -92,14 +92,14 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
     if not units and (policy is not None or any(hasattr(m, "fsdp_wrap_fn") for m in modules.values())):
         raise ParallelismValueError(
             "Nothing would be sharded: the wrap policy (fsdp_wrap_policy or fsdp_wrap_fn) chooses no "
-            "module. Return True for at least one, or leave the policy out."
+            "module. Return True for at least one, or remove the policy."
         )
     if units.keys() <= set(wishes.children):
         for name, reason in structural_units(structure):
             if name not in chosen and _first_above(name, {**plain, **skippable}) is None:
                 units[name] = Choice(True, reason)
     if "" not in units and not refused_root:
-        units[""] = Choice(True, "the root takes what no other unit has")
+        units[""] = Choice(True, "the root manages what no other unit does")
     units = {n: _with_rules(units[n], rules.get(n, {})) for n in modules if n in units}
     return Choices(units, plain, tuple(expanded))
 
@@ -110,7 +110,7 @@ def _first_above(name: str, names: Mapping[str, Any]) -> str | None:
 
 
 def _with_rules(choice: Choice, rules: Mapping[str, tuple[Any, str]]) -> Choice:
-    """The choice with its rules' fields, which come before the policy's options."""
+    """The choice with the rules' fields, which override the policy's options."""
     options = dict(choice.options)
     for key, other in (("mixed_precision", "mp_policy"), ("offload", "offload_policy")):
         if key in rules:
@@ -122,9 +122,9 @@ def _with_rules(choice: Choice, rules: Mapping[str, tuple[Any, str]]) -> Choice:
 def _ask(
     name: str, module: nn.Module, modules: Mapping[str, nn.Module], policy: WrapPolicy | None
 ) -> Choice | None:
-    """The opinion of the caller's policy, else of the attributes, about one module.
+    """The answer of the caller's policy, else of the attributes, for one module; None if there is none.
 
-    A function that returns False does not choose the module; others still may.
+    If a function returns False, the module may still be chosen in another way.
     """
     if policy is not None:
         function = _torch.policy_function(policy) if isinstance(policy, CustomPolicy) else policy
@@ -162,7 +162,7 @@ def _read_answer(answer: Any, name: str, source: str) -> Choice | None:
 def _expand(
     chosen: Mapping[str, Choice], structure: Structure, containers: str
 ) -> tuple[dict[str, Choice], list[str]]:
-    """The choices with every unit that has no forward replaced by its children, or dropped; warnings."""
+    """The choices with the children of units that have no forward, or without such units; and warnings."""
     expanded: dict[str, Choice] = {}
     warnings: list[str] = []
     for name, choice in chosen.items():
@@ -180,10 +180,10 @@ def _expand(
 
 
 def _metrics(structure: Structure) -> Iterator[tuple[str, str]]:
-    """Metrics that hold parameters, such as a network to compare with."""
+    """Metrics that have parameters, such as a reference network."""
     for name, module in structure.modules.items():
         if _is_metric(module) and holds_parameters(module):
-            yield structure.first[name], "a metric runs outside of the model's forward"
+            yield structure.first[name], "a metric runs outside the model's forward"
 
 
 def _is_metric(module: nn.Module) -> bool:
@@ -191,13 +191,13 @@ def _is_metric(module: nn.Module) -> bool:
 
 
 def composer_children(model: nn.Module) -> tuple[str, ...]:
-    """The names of a ComposerModel's direct children that are units: all but its metrics.
+    """The names of a ComposerModel's direct children that are units: all except its metrics.
 
-    A bare ModuleList or ModuleDict is not a unit, since it is never called; its blocks are found by
+    A bare ModuleList or ModuleDict is not a unit, because it is never called; its blocks are found by
     structure.
 
     Raises:
-        ParallelismTypeError: not a ComposerModel.
+        ParallelismTypeError: the model is not a ComposerModel.
     """
     from composer_dist.composer_model import ComposerModel
 

@@ -1,4 +1,4 @@
-"""Whether the tensors that have codecs can be sharded as planned; asked before anything is touched."""
+"""Checks whether tensors with codecs can be sharded as planned."""
 
 from collections.abc import Collection, Iterator, Mapping
 
@@ -8,24 +8,21 @@ from composer_dist.errors import Faults
 from composer_dist.structure.structure import Held, Structure
 from composer_dist.tensors.inner import codec_of, empty_like, inner_tensors
 
-_UNCUT = "cannot go with tensor parallelism, which cuts plain tensors. Use tp=1."
+_UNCUT = "cannot be used with tensor parallelism, which cuts plain tensors. Use tp=1."
 
 
 def check_codecs(
-    structure: Structure,
-    resharded: Mapping[str, bool | int],
-    sizes: Mapping[str, int],
-    cut: Collection[str] = (),
+    structure: Structure, resharded: Mapping[str, bool | int], sizes: Mapping[str, int], cut: Collection[str]
 ) -> None:
-    """Refuse parameters whose class, or whose codec, cannot follow the plan.
+    """Refuse parameters whose class or codec does not support the plan.
 
     Args:
-        resharded: sharded parameters to their units' `reshard_after_forward`.
-        sizes: mesh dimension to size.
-        cut: names of the parameters that tensor parallelism cuts.
+        resharded: sharded parameters, each with its unit's `reshard_after_forward`.
+        sizes: the sizes of the mesh dimensions.
+        cut: the parameters that tensor parallelism cuts.
 
     Raises:
-        ParallelismValueError: names the parameters, all of them at once, each with the first reason.
+        ParallelismValueError: lists the parameters, each with the first reason.
     """
     with Faults() as faults:
         for name in dict.fromkeys((*cut, *resharded)):
@@ -46,18 +43,18 @@ def _faults(held: Held, reshard: bool | int, sizes: Mapping[str, int]) -> Iterat
     if unknown := sorted(codec.rows - {inner.name for inner in info.inner}):
         yield f"has no inner tensors {', '.join(unknown)}, which its codec lists in rows. Correct rows."
     if nested := [n for n, inner in inner_tensors(tensor).items() if type(inner) is not torch.Tensor]:
-        yield f"is made of other subclasses ({', '.join(nested)}). Let flatten take these apart as well."
+        yield f"contains other subclasses ({', '.join(nested)}). Make flatten return plain tensors."
     if info.requires_grad:
-        yield "is trained, but a codec is for frozen ones. Freeze it (requires_grad=False)."
+        yield "is trainable, but codecs support only frozen ones. Freeze it (requires_grad=False)."
     if not all(hasattr(tensor, f"fsdp_{when}_all_gather") for when in ("pre", "post")):
         yield (
-            "cannot be gathered: its class lacks fsdp_pre_all_gather and fsdp_post_all_gather. Write them "
+            "cannot be gathered: its class lacks fsdp_pre_all_gather and fsdp_post_all_gather. Add them "
             "(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)."
         )
     if not isinstance(reshard, bool):
         yield (
-            f"cannot be resharded to {reshard} ranks; FSDP2 does that to plain tensors "
-            "only. Set reshard_after_forward to True or False."
+            f"cannot be resharded to {reshard} ranks; FSDP2 supports that only for plain tensors. Set "
+            "reshard_after_forward to True or False."
         )
     if sizes["tp"] > 1:
         yield _UNCUT
@@ -72,6 +69,6 @@ def _faults(held: Held, reshard: bool | int, sizes: Mapping[str, int]) -> Iterat
     shape = (info.shape[0] // shards, *info.shape[1:])
     if type(part) is not type(tensor) or part.shape != shape:
         yield (
-            f"becomes a {type(part).__name__} of shape {tuple(part.shape)} when its codec is asked for shape "
-            f"{shape}. Let unflatten heed the shape."
+            f"becomes a {type(part).__name__} of shape {tuple(part.shape)} if its codec is asked for shape "
+            f"{shape}. Make unflatten use the shape."
         )

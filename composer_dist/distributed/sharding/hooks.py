@@ -1,4 +1,4 @@
-"""What happens around the forward of a unit, beside FSDP2's own hooks: outputs, evaluation, methods."""
+"""Hooks on the forward of a unit, in addition to FSDP2's own: for outputs and evaluation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,16 +14,16 @@ from composer_dist.tensors.nested import tensors_in
 
 
 def own_outputs(unit: nn.Module, traced: bool = False) -> None:
-    """From now on `unit` returns no views; call it after `fully_shard`.
+    """Make `unit` return no views; call this after `fully_shard`.
 
-    FSDP2 hooks the outputs of a unit to gather its parameters again before backward. On a view (a Linear
-    with a bias returns one for sequences on CPU) an in-place operation of the caller would lose the hook,
-    so torch 2.13 warns at every forward. A tensor over the same memory that autograd does not know as a
-    view keeps it.
+    FSDP2 hooks the outputs of a unit to gather its parameters again before backward. If an output is a view
+    (a Linear with a bias returns one for sequences on CPU), an in-place operation of the caller would remove
+    the hook, so torch 2.13 warns at every forward. It stays on a tensor that shares the memory but is not a
+    view for autograd.
 
     Args:
         unit: a unit of FSDP2's.
-        traced: whether torch.compile compiles a module around it; it leaves the hook alone then.
+        traced: whether torch.compile compiles an outer module; the hook is then not compiled.
     """
     hook = torch.compiler.disable(_replace_views) if traced else _replace_views
     unit.register_forward_hook(hook, prepend=True)  # before FSDP2 hooks the outputs
@@ -45,7 +45,7 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Own(torch.autograd.Function):
-    """The identity, whose result shares memory with its input but is no view of it."""
+    """The identity; its result shares memory with the input but is not a view of it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ _gathered: ContextVar[bool] = ContextVar("gathered", default=False)
 
 @contextmanager
 def stay_gathered() -> Iterator[None]:
-    """Inside, units that stay gathered after forward do so after a forward without gradients too."""
+    """Inside, units that stay gathered after forward also do so after a forward without gradients."""
     token = _gathered.set(True)
     try:
         yield
@@ -70,11 +70,11 @@ def stay_gathered() -> Iterator[None]:
 
 
 def reshard_after_evaluation(unit: FSDPModule) -> None:
-    """From now on a forward of `unit` without gradients leaves its shards registered.
+    """Make `unit` reshard after each forward without gradients.
 
-    FSDP2 lets the root, and every unit that does not reshard after forward, stay gathered until the
-    backward. After an evaluation none comes: an optimizer step would then change the shards while the
-    next forward still used the gathered weights from before it.
+    FSDP2 keeps the root, and every unit that does not reshard after forward, gathered until backward. An
+    evaluation has no backward, so a later optimizer step would change the shards, but the next forward would
+    still use the old gathered weights.
     """
 
     def reshard_unit(module: nn.Module, args: Any, output: Any) -> None:

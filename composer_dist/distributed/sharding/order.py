@@ -1,11 +1,10 @@
-"""Ranks that run different units at the same time raise an error instead of waiting for one another.
+"""Checks that all ranks run the same unit at the same time; otherwise they would hang.
 
-A unit's all-gather needs every rank. Where one rank skips a unit (an image tower, for a batch without
-images), its next collective would meet the others' collective for the unit that it skipped: they would
-hang, or exchange the wrong bytes. So before each collective the ranks compare, in a message of a few
-bytes, which unit it is for and how long it is. On a CPU mesh that costs about one per cent of a unit's
-own collectives and is on; with an accelerator it makes the hosts wait for one another, so there it is
-on only when it is asked for (`ParallelismConfig.check_order`).
+A unit's all-gather needs every rank. If one rank skips a unit (an image tower, for a batch without images),
+its next collective meets the other ranks' collective for the skipped unit: they hang, or exchange the wrong
+bytes. Before each collective the ranks therefore compare its unit and length in a message of a few bytes. On
+a CPU mesh this costs about one per cent of a unit's collectives and is on by default. With an accelerator it
+makes the hosts wait for each other, so it is off by default (`ParallelismConfig.check_order`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,10 @@ from composer_dist.errors import ParallelismRuntimeError
 
 
 def check_call_order(units: Mapping[str, nn.Module]) -> None:
-    """From now on compare, before each collective of these units, that all ranks are at the same one.
+    """Compare the ranks before each collective of these units.
 
     Args:
-        units: the leading module of each by name, in an order that is the same on every rank.
+        units: the leading module of each unit by name, in the same order on every rank.
     """
     names = [name or "the root" for name in units]
     for index, module in enumerate(units.values()):
@@ -32,7 +31,7 @@ def check_call_order(units: Mapping[str, nn.Module]) -> None:
 
 
 def exchange(facts: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """The rows of numbers `(rows, columns)` of all ranks of `groups`, one group after the other."""
+    """The rows of `facts`, `(rows, columns)`, of all ranks of `groups`, one group after the other."""
     for group in groups:
         near = facts.to(process_group.device_for_facts(group))
         everyone = [torch.empty_like(near) for _ in range(group.size())]
@@ -44,18 +43,13 @@ def exchange(facts: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.
 def _compare(
     names: Sequence[str], index: int, reduces: bool, numel: int, groups: Sequence[dist.ProcessGroup]
 ) -> None:
-    """Compare what is about to happen here with the other ranks.
-
-    Raises:
-        ParallelismRuntimeError: another unit, or another length, on some rank; the same text on all that
-            take part. Or some rank did not come at all.
-    """
+    """Raise an error if the ranks' next collectives are for other units or lengths, or a rank is missing."""
     try:
         table = exchange(torch.tensor([[dist.get_rank(), index, reduces, numel]]), groups).tolist()
     except RuntimeError as error:
         raise ParallelismRuntimeError(
-            f"This rank is about to {_spell(names, index, reduces)}, and another rank does not come, or was "
-            "lost; every rank must run every unit, in the same order. See the ranks' own output."
+            f"This rank waits to {_spell(names, index, reduces)}, but another rank did not arrive or has "
+            "died; every rank must run every unit, in the same order. See the other ranks' output."
         ) from error
     one = table[0]
     other = next((row for row in table if row[1:] != one[1:]), None)
@@ -64,14 +58,14 @@ def _compare(
     if one[1:3] == other[1:3]:
         raise ParallelismRuntimeError(
             f"The ranks reduce different gradients of {names[index]}: rank {one[0]} {one[3]:,} elements, "
-            f"rank {other[0]} {other[3]:,}. Some parameters got no gradient on some ranks, because a module "
-            "in it was not used there; let those modules be Rule(..., skippable='root')."
+            f"rank {other[0]} {other[3]:,}. Some ranks did not use a module inside it, so its parameters "
+            "have no gradient there; mark such modules with Rule(..., skippable='root')."
         )
     here, there = (_spell(names, row[1], bool(row[2])) for row in (one, other))
     raise ParallelismRuntimeError(
         f"The ranks run different units: rank {one[0]} is about to {here}, rank {other[0]} to {there}. Every "
-        "rank must run every unit, in the same order. Where some ranks skip a module (an image tower, for a "
-        "batch without images), say so: Rule(its name, skippable='replicate') or 'root'."
+        "rank must run every unit, in the same order. If some ranks skip a module (an image tower, for a "
+        "batch without images), mark it with Rule(its name, skippable='replicate') or 'root'."
     )
 
 

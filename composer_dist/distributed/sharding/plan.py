@@ -1,4 +1,4 @@
-"""The plan of FSDP2: which parameters each unit gathers, and how; and what stays whole.
+"""The plan of FSDP2: which parameters each unit gathers, and how; and which stay whole.
 
 Rules take precedence over the wrap policy, and the wrap policy over the configuration.
 """
@@ -35,7 +35,7 @@ class Unit:
     """Modules whose parameters are gathered, and whose gradients are reduced, together."""
 
     modules: tuple[str, ...]
-    """Names of the modules, "" being the root; more than one where a tie joins them."""
+    """Names of the modules, "" being the root; several if a tie joins them."""
     parameters: tuple[str, ...]
     """First names of the parameters it manages."""
     nbytes: int
@@ -43,8 +43,8 @@ class Unit:
     reshard_after_forward: bool | int
     mp_policy: MixedPrecisionPolicy
     offload: str | None
-    """None, or in which kind of host memory the shards live: "pinned", "pageable", or "auto", which is pinned
-    where there is an accelerator."""
+    """The kind of host memory for the shards: "pinned", "pageable", or "auto", which is pinned if there is an
+    accelerator; None keeps them on the device."""
     reason: str
 
     @property
@@ -55,29 +55,29 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPlan(FeaturePlan):
-    """Everything that FSDP2, and what this library adds around it, will do to a model."""
+    """What FSDP2, and this library's hooks, will do to a model."""
 
     units: tuple[Unit, ...]
-    """In the order in which they are applied: outer before inner."""
+    """In the order of application: outer before inner."""
     plain: Mapping[str, str]
     """Parameters that stay whole on every rank, each with the reason."""
     reasons: Mapping[str, str]
-    """The modules of the units, each with the reason why it is in one."""
+    """The modules of the units, each with the reason."""
     skipped: Mapping[str, str]
     """Modules that were chosen but did not become units, each with the reason."""
     replicated: Mapping[str, str]
     """Modules whose parameters stay whole on every rank, each with the reason."""
     blocks: tuple[str, ...]
-    """The innermost units: what is recomputed and compiled by default."""
+    """The innermost units, which are recomputed and compiled by default."""
     skippable: tuple[Skippable, ...] = ()
     """Modules with trainable parameters that ranks may skip."""
     forward_methods: tuple[str, ...] = ()
-    """Methods in which the units that have them gather too."""
+    """Further methods in which units gather their parameters."""
     check_order: bool = False
-    """Whether the ranks compare, before each collective of a unit, that all are at the same one."""
+    """Whether the ranks compare their units before each collective."""
     warnings: tuple[str, ...] = ()
     parameter_units: Mapping[str, str] = field(init=False, repr=False)
-    """Every sharded parameter's first name to its unit's."""
+    """The first name of every sharded parameter to the name of its unit."""
 
     def __post_init__(self) -> None:
         owners = {name: unit.name for unit in self.units for name in unit.parameters}
@@ -100,22 +100,22 @@ class ShardingPlan(FeaturePlan):
 def plan(
     structure: Structure, wishes: Wishes, sizes: Mapping[str, int], cut: Mapping[str, int]
 ) -> ShardingPlan | None:
-    """Decide which unit manages which parameter, and how; None where DDP replicates the model.
+    """Decide which unit manages which parameter, and how; None if DDP replicates the model.
 
     Args:
-        cut: parameters that lie on the tensor-parallel mesh, each with the parts that it is cut into.
+        cut: parameters on the tensor-parallel mesh, each with the number of its parts.
 
     Raises:
-        ParallelismError: see `choose_units`, `assign`, `check_forward_methods` and `check_codecs`;
-            a mesh that FSDP2 cannot use; rules without effect.
+        ParallelismError: see `choose_units`, `assign`, `check_forward_methods` and `check_codecs`; FSDP2
+            cannot use the mesh; rules have no effect.
     """
     if wishes.config.ddp is not None:
         return None
     mesh = wishes.mesh
     if isinstance(mesh, DeviceMesh) and {"dp_replicate", "dp_shard"} & roles(mesh).keys() == {"dp_replicate"}:
         raise ParallelismValueError(
-            "The mesh has dp_replicate and no dp_shard, which FSDP2 cannot replicate over; add a dimension "
-            "dp_shard of size 1, or replicate by DDP (ddp=DDPConfig())."
+            "FSDP2 cannot use a mesh with dp_replicate and without dp_shard; add a dimension dp_shard of "
+            "size 1, or replicate by DDP (ddp=DDPConfig())."
         )
     choices = choose_units(structure, wishes)
     shards = sizes["dp_shard"] * sizes["cp"]
@@ -167,16 +167,6 @@ def innermost(assignment: Assignment) -> tuple[str, ...]:
 
 
 def _unit(group: Draft, structure: Structure, wishes: Wishes, shards: int, is_last: bool) -> Unit:
-    """A unit with everything settled.
-
-    Args:
-        shards: ranks that share each parameter.
-        is_last: whether it is the last block of the model.
-
-    Raises:
-        ParallelismValueError: `reshard_after_forward` does not divide `shards`, or a mixed precision that
-            does not exist.
-    """
     options, fsdp2 = group.choice.options, wishes.config.fsdp2 or FSDP2Config()
     mixed = options.get("mixed_precision", fsdp2.mixed_precision)
     return Unit(
@@ -191,9 +181,9 @@ def _unit(group: Draft, structure: Structure, wishes: Wishes, shards: int, is_la
 
 
 def _reshard(group: Draft, fsdp2: FSDP2Config, shards: int, is_last: bool) -> bool | int:
-    """Whether a unit is freed after forward.
+    """Whether a unit is resharded after forward.
 
-    By default the root and the last block are not: their backward starts at once and would only gather
+    By default the root and the last block are not, because their backward follows at once and would gather
     them again (torch does this for the root, torchtitan for both).
     """
     wanted: bool | int = group.choice.options.get("reshard_after_forward", fsdp2.reshard_after_forward)
@@ -214,7 +204,7 @@ def _offload(options: Mapping[str, Any], fsdp2: FSDP2Config) -> str | None:
         return "pinned" if policy.pin_memory else "pageable"
     wanted = False if policy else options.get("offload", fsdp2.cpu_offload)
     if wanted is True:
-        # A rule says whether, and the configuration how.
+        # The rule decides whether, and the configuration how.
         return fsdp2.cpu_offload if isinstance(fsdp2.cpu_offload, str) else "auto"
     return wanted or None
 
@@ -222,32 +212,27 @@ def _offload(options: Mapping[str, Any], fsdp2: FSDP2Config) -> str | None:
 def _with_tensor_parallel(
     plan: ShardingPlan, structure: Structure, sizes: Mapping[str, int], cut: Mapping[str, int], mesh: object
 ) -> ShardingPlan:
-    """What FSDP2 manages beside tensor parallelism.
+    """The plan with tensor parallelism, where units gather this rank's parts of cut parameters.
 
-    Units gather what this rank has of cut parameters. On a single data-parallel rank there are none at
-    all, unless they cast or offload.
-
-    Raises:
-        ParallelismValueError: a cut parameter that is in no unit, so that nobody would reduce its gradient;
-            casts or offload on a mesh that FSDP2 has no dimension of.
+    With a single data-parallel rank there are no units, unless they cast or offload.
     """
     alone = all(size == 1 for name, size in sizes.items() if name != "tp")
     if alone and all(unit.mp_policy == MixedPrecisionPolicy() and not unit.offload for unit in plan.units):
-        why = "tensor-parallel ranks alone share the model, and the matrices are cut among them"
+        why = "only tensor-parallel ranks share the model, and the matrices are cut among them"
         plain = {name: why for name in structure.parameters if name not in cut}
         skipped = {**plan.skipped, **dict.fromkeys(plan.reasons, why)}
         return replace(plan, units=(), plain=plain, reasons={}, skipped=skipped)
     if isinstance(mesh, DeviceMesh) and roles(mesh).keys() == {"tp"}:
         raise ParallelismValueError(
-            "Mixed precision and offload are FSDP2's, and the mesh has only tensor-parallel ranks; give it a "
+            "Mixed precision and offload need FSDP2, but the mesh has only tensor-parallel ranks; add a "
             "dimension dp_shard of size 1, or leave precision and offload out."
         )
     outside = [name for name in cut if name in plan.plain]
     if outside and not alone:
         raise ParallelismValueError(
-            f"{', '.join(outside)} would be cut by tensor parallelism, but no unit reduces the gradients "
-            f"over the data-parallel ranks: {plan.plain[outside[0]]}. Let a unit have it, or leave it "
-            "whole with Rule(..., tp='replicate')."
+            f"Tensor parallelism would cut {', '.join(outside)}, but no unit reduces the gradients over the "
+            f"data-parallel ranks: {plan.plain[outside[0]]}. Add it to a unit, or leave it whole with "
+            "Rule(..., tp='replicate')."
         )
 
     def gathered(name: str) -> int:
@@ -258,10 +243,10 @@ def _with_tensor_parallel(
 
 
 def idle_rules(wishes: Wishes, assignment: Assignment) -> list[str]:
-    """Rules with a field that only units follow, none of whose matches is a unit.
+    """Warnings about rules with a field for units, that match no unit.
 
     Raises:
-        ParallelismValueError: there are some, and `strict`.
+        ParallelismValueError: there are some, and the configuration is `strict`.
     """
     units = {name for group in assignment.groups for name in group.modules}
     idle: dict[tuple[str, str], list[str]] = {}

@@ -1,13 +1,13 @@
-"""Modules that some ranks skip in a step, such as an image tower for a batch without images.
+"""Allows ranks to skip modules in a step, such as an image tower for a batch without images.
 
-Nothing in such a module may be a unit, whose collectives need every rank. Either its parameters stay
-whole on each rank ("replicate"), and their gradients are averaged with those of other plain parameters,
-or they belong to the unit around it ("root"), which gathers and reduces them whatever is called.
+Such a module cannot contain a unit, whose collectives need every rank. Either its parameters stay whole on
+each rank ("replicate"), and their gradients are averaged with those of other plain parameters, or they belong
+to the unit that contains it ("root"), which always gathers and reduces them.
 
-Backward needs all ranks as well, in one order. FSDP2 reduces only parameters with a gradient, and a rank
-that skipped the module has none. On that rank the unit's outputs are tied to the skipped parameters with
-gradients of zero, if any other rank has used them. FSDP2 reduces a unit once the gradients of its inputs
-are ready, or else at the very end, so whether inputs have gradients must not depend on earlier skips.
+Backward also needs all ranks, in the same order. FSDP2 reduces only parameters with a gradient, and a rank
+that skipped the module has none. If any other rank has used it, that rank connects the unit's outputs to the
+skipped parameters, with gradients of zero. FSDP2 reduces a unit when the gradients of its inputs are ready,
+or at the end, so whether inputs have gradients must not depend on earlier skips.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,19 +29,16 @@ from composer_dist.tensors.nested import tensors_in
 def let_skip(
     structure: Structure, skippable: Sequence[Skippable], units: Iterable[str], mesh: DeviceMesh
 ) -> None:
-    """Allow ranks to skip these modules from now on.
+    """Allow ranks to skip the planned modules.
 
     Args:
-        structure: the model's, sharded.
-        skippable: what the plan says.
+        structure: of the sharded model.
+        skippable: the modules.
         units: the modules of all units.
         mesh: the ranks that share the work.
     """
-    if skippable:
-        for name in filter(None, units):
-            structure.modules[name].register_forward_pre_hook(
-                _require_gradient, with_kwargs=True, prepend=True
-            )
+    for name in filter(None, units if skippable else ()):
+        structure.modules[name].register_forward_pre_hook(_require_gradient, with_kwargs=True, prepend=True)
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     for unit in dict.fromkeys(one.unit for one in skippable if one.unit is not None):
         towers = [
@@ -53,7 +50,7 @@ def let_skip(
 
 
 def _require_gradient(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Have the inputs require a gradient, as they would if all modules before had been called."""
+    """Make the inputs require a gradient, as if no earlier module had been skipped."""
     floating = [t for t in tensors_in([args, kwargs]) if t.is_floating_point()]
     if not torch.is_grad_enabled() or not floating or any(t.requires_grad for t in floating):
         return None
@@ -67,7 +64,7 @@ class _Tower:
     module: nn.Module
     parameters: list[Held]
     ran: bool = False
-    """Whether this rank has called it in the present forward of the unit."""
+    """Whether this rank has called it in the current forward of the unit."""
 
     def __post_init__(self) -> None:
         self.module.register_forward_pre_hook(self._note)
@@ -108,7 +105,7 @@ class _Around:
 
 
 class _Tied(torch.autograd.Function):
-    """The identity, whose backward gives each of some parameters a gradient of zero, once a backward."""
+    """The identity; its backward gives each of the parameters a gradient of zero, once per backward pass."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, passes: set[int], *parameters: torch.Tensor) -> torch.Tensor:

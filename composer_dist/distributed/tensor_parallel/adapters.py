@@ -1,9 +1,8 @@
 """LoRA adapters beside a matrix that is cut.
 
 An adapter adds `B(A(x))` to the matrix's output. If the output features are cut, B is cut in the same way
-and A stays whole; if the input features are cut, A is cut and B stays whole. The whole one works on
-everything, or on a part (positions of the sequence, or rows of its own features); then its gradients are
-summed.
+and A stays whole; if the input features are cut, A is cut and B stays whole. If the ranks use the whole one
+for different parts of the work (positions of the sequence, or features), its gradients are summed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,16 +18,16 @@ _PARTS = {"base_layer", "lora_A", "lora_B", "lora_dropout"}
 
 
 def with_adapters(structure: Structure, styled: Mapping[str, Styled]) -> dict[str, Styled]:
-    """The styles, where those of a layer with adapters are handed to its parts.
+    """The styles, with those of layers with adapters assigned to the layers' parts.
 
     Raises:
-        ParallelismValueError: other adapters than LoRA beside a cut matrix; it names all of them.
+        ParallelismValueError: lists all adapters other than LoRA beside a cut matrix.
     """
     found: dict[str, Styled] = {}
     with Faults() as faults:
         for name, one in styled.items():
             layer = structure.modules[name]
-            if "original_module" in layer._modules:  # peft's modules_to_save: copies trained in its place
+            if "original_module" in layer._modules:  # peft's modules_to_save, trained copies
                 copies = layer._modules.get("modules_to_save") or nn.ModuleDict()
                 found[f"{name}.original_module"] = one
                 found.update({f"{name}.modules_to_save.{key}": one for key in copies._modules})
@@ -38,7 +37,7 @@ def with_adapters(structure: Structure, styled: Mapping[str, Styled]) -> dict[st
                 continue
             if not isinstance(one.style, Style):
                 found[f"{name}.base_layer"] = one
-                faults.append(f"{name} has adapters: torch's styles do not support them.")
+                faults.append(f"{name} has adapters, which torch's styles do not support.")
                 continue
             odd = list(_others(layer, one.style))
             if odd:
@@ -52,7 +51,6 @@ def with_adapters(structure: Structure, styled: Mapping[str, Styled]) -> dict[st
 
 
 def _others(layer: nn.Module, style: Style) -> Iterator[str]:
-    """What a layer with adapters holds beside LoRA's two matrices."""
     if style.cut is None:
         return
     for key, child in layer._modules.items():
@@ -72,11 +70,9 @@ def _lora(name: str, layer: nn.Module, one: Styled) -> Iterator[tuple[str, Style
     summed, whole = STYLES["sum_gradients"], STYLES["replicate"]
     if style.cut == "out":
         # A's output has a whole gradient only if B's input sums it.
-        first = whole if style.before == "copy" else summed
-        second = style
+        first, second = whole if style.before == "copy" else summed, style
     elif style.cut == "in":
-        first = style
-        second = summed if style.after == "scatter_sequence" else whole
+        first, second = style, summed if style.after == "scatter_sequence" else whole
     else:
         first = second = style
     for key, part in (("lora_A", first), ("lora_B", second)):

@@ -1,9 +1,9 @@
-"""Tensor parallelism from the plan: matrices are cut among ranks, and forwards follow.
+"""Tensor parallelism from the plan: cuts matrices among ranks and wraps the forwards of their modules.
 
 On the meta device each planned parameter becomes a DTensor on the tensor-parallel mesh, which FSDP2 then
-shards like any other. A module computes with its own part as with a plain tensor: around its forward the
-parameters that it holds are replaced by their local parts (also when it is recomputed), and the collectives
-of its style go before and after. Nothing is dispatched through DTensor, so any operation works, on any part.
+shards like any other. During a module's forward (also when it is recomputed) its parameters are replaced by
+this rank's parts, as plain tensors, and the collectives of its style run before and after it. No operation is
+dispatched through DTensor, so any operation works on any part.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.placement_types import Placement
 
 from composer_dist import _torch
 from composer_dist.distributed import forwards
@@ -25,17 +26,8 @@ from composer_dist.distributed.forwards import Layer
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.tensor_parallel.collectives import (
-    SEQUENCE,
-    copy,
-    gather,
-    gather_partial,
-    local,
-    require_even,
-    scatter_total,
-    split,
-    total,
-)
+from composer_dist.distributed.tensor_parallel import collectives
+from composer_dist.distributed.tensor_parallel.collectives import SEQUENCE, local
 from composer_dist.distributed.tensor_parallel.loss import give_loss
 from composer_dist.distributed.tensor_parallel.matrices import Cut, out_dim
 from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan
@@ -45,17 +37,17 @@ from composer_dist.structure.structure import Held, Structure
 from composer_dist.tensors.parts import chunk
 
 _FIRST = ("hidden_states", "x", "input", "inputs", "input_ids")
-"""Keyword arguments by which a module may get its activation."""
+"""Names of keyword arguments that hold a module's activation."""
 
 
 def apply(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh) -> dict[str, Tensor]:
-    """Cut the planned parameters, on the meta device, and let the modules' forwards follow.
+    """Cut the planned parameters, on the meta device, and wrap the forwards of their modules.
 
     Returns:
-        The parameters as they were before, by first name.
+        The parameters before the cut, by first name.
 
     Raises:
-        ParallelismRuntimeError: styles of torch's own cut a tied parameter in two ways.
+        ParallelismRuntimeError: torch's own styles cut a tied parameter in two ways.
     """
     if plan is None or (tp := mesh.tp) is None:
         return {}
@@ -80,10 +72,10 @@ def apply(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh) -> 
 
 
 def arm(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh, agreement: Agreement) -> None:
-    """The last steps, when all tensors have their values.
+    """Take the last steps, after all tensors have their values.
 
-    Modules get this rank's number of heads and features (initializers read the whole number); the ranks
-    that share matrices draw the same random numbers from now on, as dropout on whole activations must.
+    Modules get this rank's number of heads and features (initializers read the whole number). The ranks that
+    share matrices get the same random state, because dropout on whole activations must be the same on all.
     """
     if plan is None:
         return
@@ -98,38 +90,38 @@ def arm(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh, agree
 
 def _align_random_state(mesh: DeviceMesh) -> None:
     device = torch.device(mesh.device_type)
-    state = torch.get_rng_state().to(device)
-    dist.broadcast(state, group=mesh.get_group(), group_src=0)
-    torch.set_rng_state(state.cpu())
+    generators: list[Any] = [torch]
     if device.type != "cpu":
-        module = torch.get_device_module(device)
-        state = module.get_rng_state().to(device)
+        generators.append(torch.get_device_module(device))
+    for generator in generators:
+        state = generator.get_rng_state().to(device)
         dist.broadcast(state, group=mesh.get_group(), group_src=0)
-        module.set_rng_state(state.cpu())
+        generator.set_rng_state(state.cpu())
 
 
 def _cut(held: Held, cut: Cut, mesh: DeviceMesh) -> nn.Parameter:
-    """A parameter on the meta device, cut among the ranks of `mesh`, like `held` in everything else."""
+    """The parameter `held` on the meta device, cut among the ranks of `mesh`."""
     layout = Layout(held.info.shape, tp_dim=cut.dim, tp_groups=cut.groups)
     here = Coordinate(tp=mesh.get_local_rank(), tps=mesh.size())
     placement = _torch.StridedShard(cut.dim, split_factor=cut.groups) if cut.groups > 1 else Shard(cut.dim)
-    value = DTensor.from_local(
-        torch.empty(layout.local_shape(here), dtype=held.info.dtype, device="meta"),
-        mesh,
-        [placement],
-        run_check=False,
-        shape=torch.Size(held.info.shape),
-        stride=torch.empty(held.info.shape, device="meta").stride(),
-    )
+    part = torch.empty(layout.local_shape(here), dtype=held.info.dtype, device="meta")
+    value = _as_dtensor(part, mesh, placement, held.info.shape)
     return nn.Parameter(value, requires_grad=held.info.requires_grad)
 
 
+def _as_dtensor(part: Tensor, mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...]) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
 def _retie(held: Held) -> None:
-    """One object in all places again, after torch's styles have made one for each module."""
+    """Tie the parameter again: torch's styles make a new object for each module."""
     found = [tensor for place in held.places if isinstance(tensor := place.get(), DTensor)]
     if any(tensor.placements != found[0].placements for tensor in found):
         raise ParallelismRuntimeError(
-            f"{' and '.join(held.info.names)} are one parameter, which the styles of their modules cut in "
+            f"{' and '.join(held.info.names)} are one parameter, but the styles of their modules cut it in "
             "different ways; give both modules styles that agree."
         )
     if found:
@@ -137,7 +129,7 @@ def _retie(held: Held) -> None:
 
 
 def _around(inner: Callable[..., Any], style: Style, mesh: DeviceMesh) -> forwards.Wrap:
-    """Makes forwards that run in `inner`; deep copies of a module run their own."""
+    """Wraps a forward in `inner`, such that a deep copy of the module runs its own forward."""
 
     def styled(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(forward, MethodType) or forward.__self__ is not module:
@@ -148,7 +140,7 @@ def _around(inner: Callable[..., Any], style: Style, mesh: DeviceMesh) -> forwar
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return inner(module, style, mesh, partial(function, module), *args, **kwargs)
 
-        # A method, because torch.compile would tell two partials apart, and compile every block on its own.
+        # torch.compile distinguishes two partials and would compile every block separately; not so methods.
         return MethodType(call, module)
 
     return styled
@@ -157,7 +149,7 @@ def _around(inner: Callable[..., Any], style: Style, mesh: DeviceMesh) -> forwar
 def _with_parts(
     module: nn.Module, style: Style, mesh: DeviceMesh, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """A module's forward, computed with this rank's parts."""
+    """Run a module's forward with this rank's parts of the parameters."""
     with _local_parameters(module, style, mesh):
         return forward(*args, **kwargs)
 
@@ -165,16 +157,19 @@ def _with_parts(
 def _with_collectives(
     module: nn.Module, style: Style, mesh: DeviceMesh, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """A module's forward between the collectives of its style."""
+    """Run a module's forward between the collectives of its style."""
     if style.share:
         with _sharing():
             return forward(*args, **kwargs)
     outside: Tensor | None = None
-    if style.cut == "rows":
-        ids, outside = _own_rows(module, _first(args, kwargs), mesh)
-        args, kwargs = _with_first(ids, args, kwargs)
-    elif style.before is not None:
-        args, kwargs = _with_first(_enter(style, _first(args, kwargs), mesh), args, kwargs)
+    if style.cut == "rows" or style.before is not None:
+        key = _activation_key(args, kwargs)
+        tensor = args[0] if key is None else kwargs[key]
+        if style.cut == "rows":
+            tensor, outside = _own_rows(module, tensor, mesh)
+        else:
+            tensor = _enter(style, tensor, mesh)
+        args, kwargs = ((tensor, *args[1:]), kwargs) if key is None else (args, kwargs | {key: tensor})
     output = forward(*args, **kwargs)
     if outside is not None:
         output = output.masked_fill(outside.unsqueeze(-1), 0)
@@ -190,22 +185,22 @@ def _enter(style: Style, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
         case "copy":
             return _copy_once(tensor, mesh)
         case "split":
-            return split(tensor, -1, mesh)
+            return collectives.split(tensor, -1, mesh)
         case "split_sequence":
-            require_even(tensor, mesh)
-            return split(tensor, SEQUENCE, mesh)
+            collectives.require_even(tensor, mesh)
+            return collectives.split(tensor, SEQUENCE, mesh)
         case "gather_sequence":
-            return gather_partial(tensor, SEQUENCE, mesh)
+            return collectives.gather_partial(tensor, SEQUENCE, mesh)
     return tensor
 
 
 _copies: list[list[tuple[Tensor, int, Tensor]]] = []
-"""Of each module around that shares copies: the tensor, its version, the copy."""
+"""For each surrounding module that shares copies: tensors, their versions and their copies."""
 
 
 @contextmanager
 def _sharing() -> Iterator[None]:
-    """Inside, a tensor is copied once, however many modules take it."""
+    """Inside, a tensor is copied once, however many modules use it."""
     _copies.append([])
     try:
         yield
@@ -214,12 +209,12 @@ def _sharing() -> Iterator[None]:
 
 
 def _copy_once(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    if not _copies or torch.compiler.is_compiling():  # which cannot ask for versions
-        return copy(tensor, mesh)
+    if not _copies or torch.compiler.is_compiling():  # the compiler does not support versions
+        return collectives.copy(tensor, mesh)
     for known, version, copied in _copies[-1]:
         if known is tensor and version == _torch.version(tensor):
             return copied
-    copied = copy(tensor, mesh)
+    copied = collectives.copy(tensor, mesh)
     _copies[-1].append((tensor, _torch.version(tensor), copied))
     return copied
 
@@ -227,20 +222,19 @@ def _copy_once(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 def _leave(module: nn.Module, style: Style, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     match style.after:
         case "sum":
-            return _add_bias(module, style, total(tensor, mesh), lambda bias: bias)
+            return _add_bias(module, style, collectives.total(tensor, mesh), lambda bias: bias)
         case "scatter_sequence":
-            tensor = scatter_total(tensor, SEQUENCE, mesh)
-            return _add_bias(module, style, tensor, lambda bias: copy(bias, mesh))
+            tensor = collectives.scatter_total(tensor, SEQUENCE, mesh)
+            return _add_bias(module, style, tensor, lambda bias: collectives.copy(bias, mesh))
         case "gather":
             groups = tensor.unflatten(-1, (style.groups, -1))
-            return gather(groups, -1, _out_features(module) // style.groups, mesh).flatten(-2)
+            size = _out_features(module) // style.groups
+            return collectives.gather(groups, -1, size, mesh).flatten(-2)
         case "gather_sequence":
-            return gather(tensor, SEQUENCE, tensor.shape[SEQUENCE] * mesh.size(), mesh)
+            return collectives.gather(tensor, SEQUENCE, tensor.shape[SEQUENCE] * mesh.size(), mesh)
         case "logits":
-            shape = torch.Size([*tensor.shape[:-1], _out_features(module)])
-            stride = torch.empty(shape, device="meta").stride()
-            dim = tensor.ndim - 1
-            return DTensor.from_local(tensor, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+            shape = (*tensor.shape[:-1], _out_features(module))
+            return _as_dtensor(tensor, mesh, Shard(tensor.ndim - 1), shape)
     return tensor
 
 
@@ -250,7 +244,7 @@ def _out_features(module: nn.Module) -> int:
 
 
 def _add_bias(module: nn.Module, style: Style, tensor: Tensor, prepare: Callable[[Tensor], Tensor]) -> Tensor:
-    """The bias of a matrix whose input features are cut, added once, to the sum."""
+    """Add the bias of a matrix whose input features are cut: once, to the sum."""
     bias = module._parameters.get("bias")
     if style.cut != "in" or bias is None:
         return tensor
@@ -273,11 +267,11 @@ def _local_parameters(module: nn.Module, style: Style, mesh: DeviceMesh) -> Iter
                 held[key] = _own_part(module, key, parameter)
             elif style.cut is not None and key == "weight":
                 raise ParallelismRuntimeError(
-                    f"The forward of a {type(module).__name__}, whose weight is cut among ranks, was called "
-                    "while it holds the whole one; call it outside of summon_full_params."
+                    f"The forward of a {type(module).__name__} was called while it holds the whole weight, "
+                    "which tensor parallelism cuts; call it outside of summon_full_params."
                 )
             elif style.sum_gradients and parameter.requires_grad:
-                held[key] = copy(parameter, mesh)
+                held[key] = collectives.copy(parameter, mesh)
         if style.cut == "rows" and padding is not None:
             first, last = chunk(int(before["weight"].shape[0]), mesh.size(), mesh.get_local_rank())
             vars(module)["padding_idx"] = padding - first if first <= padding < last else None
@@ -292,15 +286,15 @@ def _own_part(module: nn.Module, key: str, parameter: DTensor) -> Tensor:
     if parameter.device_mesh.ndim > 1:
         raise ParallelismRuntimeError(
             f"The forward of a {type(module).__name__} was called while its {key} is sharded; call the "
-            "prepared model, or the unit around it."
+            "prepared model, or the unit that contains the module."
         )
     return local(parameter)
 
 
 def _own_rows(module: nn.Module, ids: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """Indices into this rank's rows of an embedding, and which of them are other ranks'.
+    """Indices into this rank's rows of an embedding, and a mask of those that other ranks have.
 
-    What lies outside of the vocabulary stays an index out of range, on every rank.
+    An index that is out of range stays out of range on every rank.
     """
     rows = int(cast(Tensor, module._parameters["weight"]).shape[0])
     first, last = chunk(rows, mesh.size(), mesh.get_local_rank())
@@ -308,27 +302,14 @@ def _own_rows(module: nn.Module, ids: Tensor, mesh: DeviceMesh) -> tuple[Tensor,
     return (ids - first).masked_fill(outside, 0), outside
 
 
-def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The activation among a module's arguments."""
+def _activation_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """The keyword of the activation among a module's arguments; None if it is the first argument."""
     if args and isinstance(args[0], Tensor):
-        return args[0]
-    key = _first_key(kwargs)
-    if args or key is None:
+        return None
+    keys = [key for key, value in kwargs.items() if isinstance(value, Tensor)]
+    if args or not keys:
         raise ParallelismRuntimeError(
             "A tensor-parallel module was called without a tensor as its first argument "
             f"(or as {', '.join(_FIRST)}); give the style to a module that takes one."
         )
-    return cast(Tensor, kwargs[key])
-
-
-def _first_key(kwargs: Mapping[str, Any]) -> str | None:
-    tensors = [key for key, value in kwargs.items() if isinstance(value, Tensor)]
-    return next((key for key in _FIRST if key in tensors), tensors[0] if tensors else None)
-
-
-def _with_first(
-    tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (tensor, *args[1:]), kwargs
-    return args, kwargs | {str(_first_key(kwargs)): tensor}
+    return next((key for key in _FIRST if key in keys), keys[0])

@@ -1,10 +1,11 @@
 """The collectives of tensor parallelism, differentiable.
 
-Each goes from one way in which the ranks of a group hold an activation to another, and its backward
-goes back. A *whole* activation is equal on all ranks and so is its gradient; of a *cut* one each rank
-has a part; a *partial* one is the sum of what the ranks have.
+Each one changes how the ranks of a group hold an activation, and its backward reverses the change for the
+gradient. A *whole* activation and its gradient are equal on all ranks; of a *cut* one each rank has a part;
+a *partial* one is the sum of what the ranks have.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,41 +22,96 @@ SEQUENCE = -2
 
 
 def copy(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Whole, for work that each rank does a part of: the gradient is summed."""
-    return _apply(_Copy, tensor, mesh)
+    """Whole, for work that the ranks divide: the gradient is summed."""
+    return _apply(tensor, lambda whole: whole.view_as(whole), lambda gradient: _all_reduce(gradient, mesh))
 
 
 def total(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Partial to whole: an all-reduce."""
-    return _apply(_Total, tensor, mesh)
+    return _apply(tensor, lambda partial: _all_reduce(partial, mesh), lambda gradient: gradient)
 
 
 def split(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     """Whole to cut along `dim`; the gradient is gathered."""
-    return _apply(_Split, tensor, dim, mesh)
+    size = tensor.shape[dim]
+    return _apply(
+        tensor,
+        lambda whole: _part(whole, dim, mesh).clone(),
+        lambda gradient: _all_gather(gradient, dim, size, mesh),
+    )
 
 
 def gather(tensor: Tensor, dim: int, size: int, mesh: DeviceMesh) -> Tensor:
-    """Cut along `dim`, `size` long in all, to whole; the gradient, equal on all ranks, is cut."""
-    return _apply(_Gather, tensor, dim, size, mesh)
+    """Cut along `dim`, of `size` in all, to whole; the gradient, equal on all ranks, is cut."""
+    return _apply(
+        tensor,
+        lambda part: _all_gather(part, dim, size, mesh),
+        lambda gradient: _part(gradient, dim, mesh).contiguous(),
+    )
 
 
 def gather_partial(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     """As `gather`, of equal parts, where the gradient is partial: it is reduced and scattered."""
-    return _apply(_GatherPartial, tensor, dim, mesh)
+    return _apply(
+        tensor,
+        lambda part: _all_gather(part, dim, part.shape[dim] * mesh.size(), mesh),
+        lambda gradient: _reduce_scatter(gradient, dim, mesh),
+    )
 
 
 def scatter_total(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     """Partial to cut along `dim` in equal parts: a reduce-scatter."""
-    return _apply(_ScatterTotal, tensor, dim, mesh)
+    size = tensor.shape[dim]
+    return _apply(
+        tensor,
+        lambda partial: _reduce_scatter(partial, dim, mesh),
+        lambda gradient: _all_gather(gradient, dim, size, mesh),
+    )
 
 
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a DTensor, whose gradient is a DTensor laid out like it; no communication.
+def _apply(
+    tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+) -> Tensor:
+    result: Tensor = _Collective.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
+    return result
 
-    Torch's `to_local` works out the stride of the gradient from even parts.
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.of_gradient = backward
+        return forward(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.of_gradient(gradients[0]), None, None
+
+
+def local(parameter: DTensor) -> Tensor:
+    """This rank's part of a DTensor; its gradient is a DTensor laid out like the parameter.
+
+    Nothing is communicated. Torch's `to_local` computes the gradient's stride as if all parts were equal.
     """
-    return _apply(_Local, parameter)
+    result: Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
+        ctx.shape, ctx.stride = parameter.shape, parameter.stride()
+        part: Tensor = parameter.to_local()
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        part = gradients[0].contiguous()
+        return DTensor.from_local(
+            part, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
+        )
 
 
 def require_even(tensor: Tensor, mesh: DeviceMesh, dim: int = SEQUENCE) -> None:
@@ -66,104 +122,13 @@ def require_even(tensor: Tensor, mesh: DeviceMesh, dim: int = SEQUENCE) -> None:
     """
     if tensor.shape[dim] % mesh.size():
         raise ParallelismValueError(
-            f"Sequence parallelism cuts the {tensor.shape[dim]} positions of an activation of shape "
-            f"{tuple(tensor.shape)} among {mesh.size()} ranks, which does not go evenly; pad the sequences "
-            f"to a multiple of tp={mesh.size()}, or leave sequence_parallel out."
+            f"Sequence parallelism cannot divide the {tensor.shape[dim]} positions of an activation of shape "
+            f"{tuple(tensor.shape)} evenly among {mesh.size()} ranks; pad the sequences to a multiple of "
+            f"tp={mesh.size()}, or leave sequence_parallel out."
         )
 
 
-def _apply(function: Any, *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)
-    return result
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_reduce(gradients[0], ctx.mesh), None
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-        return _all_reduce(tensor, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
-        ctx.dim, ctx.size, ctx.mesh = dim, tensor.shape[dim], mesh
-        return _part(tensor, dim, mesh).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_gather(gradients[0], ctx.dim, ctx.size, ctx.mesh), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, size: int, mesh: DeviceMesh) -> Tensor:
-        ctx.dim, ctx.mesh = dim, mesh
-        return _all_gather(tensor, dim, size, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _part(gradients[0], ctx.dim, ctx.mesh).contiguous(), None, None, None
-
-
-class _GatherPartial(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
-        ctx.dim, ctx.mesh = dim, mesh
-        return _all_gather(tensor, dim, tensor.shape[dim] * mesh.size(), mesh)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _reduce_scatter(gradients[0], ctx.dim, ctx.mesh), None, None
-
-
-class _ScatterTotal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
-        ctx.dim, ctx.size, ctx.mesh = dim, tensor.shape[dim], mesh
-        return _reduce_scatter(tensor, dim, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_gather(gradients[0], ctx.dim, ctx.size, ctx.mesh), None, None
-
-
-class _Local(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        assert isinstance(parameter, DTensor)
-        ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
-        ctx.shape, ctx.stride = parameter.shape, parameter.stride()
-        part: Tensor = parameter.to_local()
-        return part.view_as(part)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return DTensor.from_local(
-            gradients[0].contiguous(),
-            ctx.mesh,
-            ctx.placements,
-            run_check=False,
-            shape=ctx.shape,
-            stride=ctx.stride,
-        )
-
-
-# Functional collectives: whoever gave the tensor may still use it, torch.compile knows them, and selective
+# These are functional collectives: they leave their input as it is, torch.compile knows them, and selective
 # checkpointing keeps their results.
 
 
@@ -177,7 +142,7 @@ def _part(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
 
 
 def _all_gather(tensor: Tensor, dim: int, size: int, mesh: DeviceMesh) -> Tensor:
-    """Parts as `chunk` cuts them, of which the last ones may be smaller, to the whole."""
+    """The whole of parts as `chunk` cuts them, so the last ones may be smaller."""
     largest, _ = chunk(size, mesh.size(), 1)
     missing = largest - tensor.shape[dim]
     if missing:

@@ -1,7 +1,7 @@
-"""Sizes that modules store as attributes: numbers of heads and features, which ranks divide.
+"""Divides the numbers of heads and features that modules store as attributes.
 
-A module whose projections are cut reshapes their outputs by sizes that it stores as attributes. They are
-found by name (as in torchtune's `prepare_mha_for_tp`), checked together, and divided as the last step.
+A module whose projections are cut reshapes their outputs by sizes that it stores as attributes. The
+attributes are found by name (as in torchtune's `prepare_mha_for_tp`), checked together, and divided last.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from torch import nn
 from composer_dist.distributed.tensor_parallel.matrices import base_of, features, is_conv1d
 from composer_dist.distributed.tensor_parallel.styles import Style, Styled
 from composer_dist.errors import Faults
-from composer_dist.structure.names import ancestors
+from composer_dist.structure.names import ancestors, child_name
 from composer_dist.structure.structure import Structure
 
 _KV_HEADS = ("num_kv_heads", "num_key_value_heads", "n_kv_heads", "n_kv_head", "num_kv_head")
@@ -20,12 +20,12 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "num
 _WIDTHS = ("embed_dim", "split_size", "all_head_size", "inner_dim", "hidden_size", "d_model", "n_embd")
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 PROTOCOL = "tensor_parallel_attributes"
-"""A module's own list of the attributes to divide, in place of the known names."""
+"""The attribute with which a module lists the attributes to divide, instead of the known names."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """An attribute of a module that each rank has its part of."""
+    """A module's attribute, before and after it is divided by the ranks."""
 
     module: str
     attribute: str
@@ -36,13 +36,13 @@ class Division:
 def plan_divisions(
     structure: Structure, styled: Mapping[str, Styled], size: int, extra: Sequence[str]
 ) -> tuple[Division, ...]:
-    """Which attributes are divided by `size`.
+    """The attributes to divide by `size`.
 
     Args:
-        extra: names of attributes to divide beside the known ones.
+        extra: names of further attributes to divide.
 
     Raises:
-        ParallelismValueError: names what does not divide.
+        ParallelismValueError: lists what `size` does not divide.
     """
     found: list[Division] = []
     idle = set(extra)
@@ -82,17 +82,16 @@ def plan_divisions(
 
 
 def _reshaping(structure: Structure, styled: Mapping[str, Styled]) -> Iterator[str]:
-    """Modules that receive outputs whose features are cut: the parents of such projections."""
+    """The parents of projections whose output features stay cut."""
     seen: dict[str, None] = {}
     for name, one in styled.items():
-        style = one.style
-        if isinstance(style, Style):
-            cut = style.cut == "out" and style.after is None
-        else:
-            cut = type(style).__name__ == "ColwiseParallel"
-        if cut:
+        if _stays_cut(one) or type(one.style).__name__ == "ColwiseParallel":
             seen[structure.first[name.rpartition(".")[0]]] = None
     return iter(seen)
+
+
+def _stays_cut(one: Styled) -> bool:
+    return isinstance(one.style, Style) and one.style.cut == "out" and one.style.after is None
 
 
 def _present(module: nn.Module, names: Sequence[str]) -> list[str]:
@@ -100,23 +99,21 @@ def _present(module: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def _head_faults(structure: Structure, styled: Mapping[str, Styled], name: str, size: int) -> Iterator[str]:
-    """Projections whose parts would not be whole heads, and head counts that only a configuration knows."""
+    """Projections whose parts would not be whole heads, in modules that do not store the number of heads."""
     module = structure.modules[name]
     head = _head_size(module)
-    if head is None:
+    if head is None or _present(module, _HEADS):
         return
-    prefix = f"{name}." if name else ""
-    for child, inner in module._modules.items():
-        one = styled.get(f"{prefix}{child}")
-        if inner is None or one is None or not isinstance(one.style, Style):
+    for key, child in module._modules.items():
+        path = child_name(name, key)
+        if child is None or path not in styled or not _stays_cut(styled[path]):
             continue
-        if one.style.cut == "out" and one.style.after is None and not _present(module, _HEADS):
-            heads, rest = divmod(features(base_of(inner))[0] // one.style.groups, head)
-            if not rest and heads % size:
-                yield (
-                    f"{prefix}{child} has {heads} heads of {head} features, which tp={size} does not divide; "
-                    "take a tp that does, or leave the attention whole with Rule(..., tp='replicate')."
-                )
+        heads, rest = divmod(features(base_of(child))[0] // styled[path].style.groups, head)  # type: ignore[union-attr]
+        if not rest and heads % size:
+            yield (
+                f"{path} has {heads} heads of {head} features, which tp={size} does not divide; "
+                "take a tp that does, or leave the attention whole with Rule(..., tp='replicate')."
+            )
 
 
 def _head_size(module: nn.Module) -> int | None:
@@ -124,7 +121,7 @@ def _head_size(module: nn.Module) -> int | None:
 
 
 def _partial_faults(structure: Structure, styled: Mapping[str, Styled], name: str) -> Iterator[str]:
-    """Whole parameters of an attention that nobody gave a style: of some heads only, each rank's gradient."""
+    """An attention's whole parameters without a style: each rank's gradient would cover only its heads."""
     own = styled.get(name)
     summed = own is not None and isinstance(own.style, Style) and own.style.sum_gradients
     for parameter, held in structure.parameters.items():
@@ -133,9 +130,9 @@ def _partial_faults(structure: Structure, styled: Mapping[str, Styled], name: st
             below = above[: above.index(name)] if name in above else []
             if name in above and not any(one in styled for one in below) and not (owner == name and summed):
                 yield (
-                    f"{parameter} stays whole inside {name or 'the root'}, which works on this rank's heads; "
-                    f"give {owner or 'the root'} the style 'sum_gradients' if it works head by head, or "
-                    "'replicate' if it works on whole activations."
+                    f"{parameter} stays whole inside {name or 'the root'}, where each rank has only some "
+                    f"heads; give {owner or 'the root'} the style 'sum_gradients' if it works head by head, "
+                    "or 'replicate' if it works on whole activations."
                 )
 
 

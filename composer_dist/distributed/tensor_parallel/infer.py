@@ -2,7 +2,7 @@
 
 The structure shows attention (query, key and value projections, or GPT-2's fused one, and an output
 projection), pairs of matrices with elementwise operations in between, the token embedding and the head.
-Other modules are reported instead of guessed.
+All other modules are reported.
 """
 
 import re
@@ -15,30 +15,17 @@ from torch import nn
 from composer_dist.distributed.tensor_parallel.matrices import base_of, features, is_conv1d, is_matrix
 from composer_dist.distributed.tensor_parallel.styles import STYLES, TRANSFORMERS, Styled
 from composer_dist.structure.families import is_a
-from composer_dist.structure.names import ancestors
+from composer_dist.structure.names import ancestors, child_name
 from composer_dist.structure.structure import Structure
 
 _QUERY = {"q_proj", "query", "wq", "q_lin", "to_q", "q"}
 _KEY = {"k_proj", "key", "wk", "k_lin", "to_k", "k"}
 _VALUE = {"v_proj", "value", "wv", "v_lin", "to_v", "v"}
-_OUTPUT = {
-    "o_proj",
-    "out_proj",
-    "output_proj",
-    "wo",
-    "to_out",
-    "out_lin",
-    "dense",
-    "c_proj",
-    "proj",
-    "o",
-    "out",
-}
+_OUTPUT = {"o_proj", "out_proj", "output_proj", "wo", "to_out", "out_lin", "dense", "c_proj"}
+_OUTPUT |= {"proj", "o", "out"}
 _FUSED = {"c_attn", "qkv_proj", "qkv", "query_key_value", "Wqkv", "in_proj"}
 _UP = {"gate_proj", "up_proj", "w1", "w3", "fc1", "c_fc", "fc_in", "lin1", "linear1", "dense_h_to_4h"}
 _UP |= {"wi", "wi_0", "wi_1", "up", "gate"}
-
-
 _DOWN = {"down_proj", "w2", "fc2", "c_proj", "fc_out", "lin2", "linear2", "dense_4h_to_h", "wo", "down"}
 _TOKENS = {"embed_tokens", "tok_embeddings", "token_embedding", "wte", "embed", "embedding", "embed_in"}
 _HEAD = {"lm_head", "head", "output", "embed_out", "unembed", "out"}
@@ -49,7 +36,7 @@ _ELEMENTWISE = (
 
 
 def infer_styles(structure: Structure) -> tuple[dict[str, Styled], dict[str, str]]:
-    """The styles of a model's modules, and why the other modules could not be placed."""
+    """The styles of a model's modules, and why other modules get none."""
     styled: dict[str, Styled] = {}
     unplaced: dict[str, str] = {}
     planned = _with_own_plan(structure)
@@ -65,15 +52,15 @@ def infer_styles(structure: Structure) -> tuple[dict[str, Styled], dict[str, str
             continue
         wide = [key for key, value in module._parameters.items() if value is not None and value.ndim > 1]
         if wide and not isinstance(module, nn.Embedding):
-            why = f"a {type(module).__name__}, in no attention or pair of matrices that the structure shows"
+            why = f"a {type(module).__name__}, not part of a known attention or pair of matrices"
             unplaced.setdefault(name, why)
     if not styled and not unplaced:
-        unplaced[""] = "nothing in the model is a matrix, so there is nothing to cut"
+        unplaced[""] = "the model has no matrix to cut"
     return styled, unplaced
 
 
 def _with_own_plan(structure: Structure) -> list[str]:
-    """The outermost transformers models that bring a plan."""
+    """The outermost transformers models with a plan of their own."""
     found: list[str] = []
     for name, module in structure.modules.items():
         own = is_a(module, "PreTrainedModel") and getattr(module, "_tp_plan", None)
@@ -86,10 +73,9 @@ def _read_own_plan(
     name: str, structure: Structure, styled: dict[str, Styled], unplaced: dict[str, str]
 ) -> None:
     model: Any = structure.modules[name]
-    reason = f"{type(model).__name__} plans it so"
+    reason = f"it is in the plan of {type(model).__name__}"
     for pattern, style in model._tp_plan.items():
-        path = f"{name}.{pattern}" if name else pattern
-        regex = re.compile(re.escape(path).replace(r"\*", r"\d+"))
+        regex = re.compile(re.escape(child_name(name, pattern)).replace(r"\*", r"\d+"))
         matched = [one for one in structure.modules if regex.fullmatch(one)]
         if style in TRANSFORMERS:
             styled.update({one: Styled(TRANSFORMERS[style], reason) for one in matched})
@@ -97,35 +83,34 @@ def _read_own_plan(
             unplaced[matched[0]] = f"transformers' style {style!r} ({pattern}) is not supported"
         tensors = [one for one in structure.parameters if regex.fullmatch(one)]
         if tensors and not matched:
-            unplaced[tensors[0]] = f"transformers cuts a parameter of no matrix ({pattern}: {style!r})"
+            unplaced[tensors[0]] = f"transformers cuts a parameter that is no matrix's ({pattern}: {style!r})"
 
 
 def _attention(name: str, module: nn.Module, unplaced: dict[str, str]) -> Iterator[tuple[str, Styled]]:
-    """Query, key, value and output projections that are children of one module."""
     children = _matrices(module)
     output = [key for key in children if key in _OUTPUT]
     inputs = [[key for key in children if key in known] for known in (_QUERY, _KEY, _VALUE)]
     fused = [key for key in children if key in _FUSED]
-    why = f"{_path(name)} is an attention"
+    why = f"{name or 'the root'} is an attention"
     if len(output) == 1 and all(len(keys) == 1 for keys in inputs):
         for (key,) in inputs:
-            yield _child(name, key), Styled(STYLES["colwise"], why)
+            yield child_name(name, key), Styled(STYLES["colwise"], why)
     elif len(output) == 1 and len(fused) == 1 and not any(inputs):
         groups = _fused_groups(module, children[fused[0]])
         if groups is None:
-            unplaced[_child(name, fused[0])] = (
-                "it holds query, key and value in an order that the structure does not show: 'colwise:3' if "
-                "they lie one after the other, 'colwise' if each head's lie together, 'colwise_gather' (and "
-                f"'rowwise_split' for {output[0]}) if neither"
+            unplaced[child_name(name, fused[0])] = (
+                "it fuses query, key and value in an unknown order: 'colwise:3' if they follow one another, "
+                "'colwise' if each head's are together, 'colwise_gather' (and 'rowwise_split' for "
+                f"{output[0]}) otherwise"
             )
             return
-        yield _child(name, fused[0]), Styled(replace(STYLES["colwise"], groups=groups), why)
+        yield child_name(name, fused[0]), Styled(replace(STYLES["colwise"], groups=groups), why)
     else:
         return
-    yield _child(name, output[0]), Styled(STYLES["rowwise"], why)
+    yield child_name(name, output[0]), Styled(STYLES["rowwise"], why)
     for key, child in module._modules.items():
         if child is not None and key not in children and any(True for _ in child.parameters()):
-            path, size = _child(name, key), getattr(module, "head_dim", None)
+            path, size = child_name(name, key), getattr(module, "head_dim", None)
             if all(tuple(parameter.shape) == (size,) for parameter in child.parameters()):
                 yield path, Styled(STYLES["sum_gradients"], "it works head by head")
             else:
@@ -133,16 +118,16 @@ def _attention(name: str, module: nn.Module, unplaced: dict[str, str]) -> Iterat
 
 
 def _fused_groups(module: nn.Module, matrix: nn.Module) -> int | None:
-    """How many matrices lie one after the other in a fused projection, where that is known."""
+    """How many matrices follow one another in a fused projection; None if unknown."""
     width = getattr(module, "split_size", None)
     out, _ = features(matrix)
     if is_conv1d(matrix) and isinstance(width, int) and out == 3 * width:
-        return 3  # transformers' GPT2Attention, and what is made after it
+        return 3  # transformers' GPT2Attention and its copies
     return None
 
 
 def _pair(name: str, module: nn.Module) -> Iterator[tuple[str, Styled]]:
-    """Matrices into a wider space and one out of it, elementwise operations between."""
+    """Matrices into a wider space and one out of it, with elementwise operations in between."""
     children = _matrices(module)
     if isinstance(module, nn.Sequential):
         yield from _sequential_pairs(name, module)
@@ -159,21 +144,21 @@ def _pair(name: str, module: nn.Module) -> Iterator[tuple[str, Styled]]:
     ]
     if inner != {features(children[down[0]])[1]} or any(True for o in others for _ in o.parameters()):
         return
-    why = f"{_path(name)} is a pair of matrices"
+    why = f"{name or 'the root'} is a pair of matrices"
     for key in up:
-        yield _child(name, key), Styled(STYLES["colwise"], why)
-    yield _child(name, down[0]), Styled(STYLES["rowwise"], why)
+        yield child_name(name, key), Styled(STYLES["colwise"], why)
+    yield child_name(name, down[0]), Styled(STYLES["rowwise"], why)
 
 
 def _sequential_pairs(name: str, module: nn.Sequential) -> Iterator[tuple[str, Styled]]:
     waiting: str | None = None
-    why = f"{_path(name)} has a pair of matrices"
+    why = f"{name or 'the root'} has a pair of matrices"
     for key, child in module._modules.items():
         if child is None or (waiting and isinstance(child, _ELEMENTWISE)):
             continue
         if waiting and is_matrix(base_of(child)):
-            yield _child(name, waiting), Styled(STYLES["colwise"], why)
-            yield _child(name, key), Styled(STYLES["rowwise"], why)
+            yield child_name(name, waiting), Styled(STYLES["colwise"], why)
+            yield child_name(name, key), Styled(STYLES["rowwise"], why)
             waiting = None
         else:
             waiting = key if is_matrix(base_of(child)) else None
@@ -182,7 +167,6 @@ def _sequential_pairs(name: str, module: nn.Sequential) -> Iterator[tuple[str, S
 def _ends(
     structure: Structure, styled: Mapping[str, Styled], planned: list[str]
 ) -> Iterator[tuple[str, Styled]]:
-    """The embedding of tokens and the head."""
     lists = [name for name, module in structure.modules.items() if isinstance(module, nn.ModuleList)]
     for name, module in structure.modules.items():
         inside = any(above in {*planned, *lists, *styled} for above in ancestors(name))
@@ -196,14 +180,6 @@ def _ends(
 
 
 def _matrices(module: nn.Module) -> dict[str, nn.Module]:
-    """The children of a module that are matrices, adapters aside."""
+    """The children of a module that are matrices, without their adapters."""
     children = {key: base_of(child) for key, child in module._modules.items() if child is not None}
     return {key: child for key, child in children.items() if is_matrix(child)}
-
-
-def _child(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
-
-
-def _path(name: str) -> str:
-    return name or "the root"

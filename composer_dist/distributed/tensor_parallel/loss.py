@@ -1,8 +1,8 @@
 """Cross-entropy of logits that are cut over the vocabulary.
 
-The logits of a language model are its largest activation. Cut, they need not be gathered: each rank takes
-the maximum and the sum of exponentials over its part, and two all-reduces of a number per position make
-the loss (Megatron's vocab-parallel cross-entropy; Shoeybi et al., 2019, arXiv:1909.08053).
+The logits of a language model are its largest activation. If they are cut, they need not be gathered: each
+rank computes the maximum and the sum of exponentials over its part, and two all-reduces of one number per
+position give the loss (Megatron's vocab-parallel cross-entropy; Shoeybi et al., 2019, arXiv:1909.08053).
 """
 
 import sys
@@ -19,31 +19,29 @@ from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.parts import chunk
 
+Reduction = Literal["mean", "sum", "none"]
+
 
 def parallel_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    reduction: Literal["mean", "sum", "none"] = "mean",
+    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: Reduction = "mean"
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` for class indices, of logits that may be cut over the classes.
+    """`torch.nn.functional.cross_entropy` for class indices, with logits that may be cut over the classes.
 
     Args:
-        logits: `(..., classes)`: a DTensor cut along its last dimension over the tensor-parallel ranks, as
-            a model gives with `TPConfig(loss_parallel=True)`, or a plain tensor.
+        logits: `(..., classes)`: a plain tensor, or a DTensor cut along its last dimension over the
+            tensor-parallel ranks, which models return with `TPConfig(loss_parallel=True)`.
         labels: `(...)`, equal on those ranks.
-        ignore_index: label of positions that do not count.
-        reduction: "mean" over the positions that count, "sum", or "none" `(...)`.
+        ignore_index: the label of positions to ignore.
+        reduction: "mean" over the positions that are not ignored, "sum", or "none" `(...)`.
 
     Returns:
         A plain tensor, equal on all tensor-parallel ranks; float32 for logits of lower precision.
 
     Raises:
-        ParallelismValueError: an unknown reduction.
+        ParallelismValueError: `reduction` is none of these.
     """
     if reduction not in ("mean", "sum", "none"):
-        raise ParallelismValueError(f'reduction is "mean", "sum" or "none", not {reduction!r}.')
+        raise ParallelismValueError(f'reduction must be "mean", "sum" or "none", not {reduction!r}.')
     flat = labels.reshape(-1)
     if not isinstance(logits, DTensor):
         rows = logits.reshape(-1, logits.shape[-1])
@@ -62,7 +60,7 @@ def parallel_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each row of logits `(rows, part of the classes)`, 0 where it is ignored."""
+    """The loss of each row of logits `(rows, part of the classes)`; 0 for ignored rows."""
 
     @staticmethod
     def forward(
@@ -91,7 +89,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def give_loss(structure: Structure, head: str) -> None:
-    """Let the Hugging Face causal language model around `head`, if it is one, take cut logits in its loss."""
+    """Make the loss of the Hugging Face causal language model that contains `head` accept cut logits."""
     losses = sys.modules.get("transformers.loss.loss_utils")
     for name in ancestors(head):
         model: Any = structure.modules[name]
@@ -109,9 +107,9 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Transformers' `ForCausalLMLoss`, of logits `(batch, positions, vocabulary)` that may be cut.
+    """Transformers' `ForCausalLMLoss`, for logits `(batch, positions, vocabulary)` that may be cut.
 
-    Each position's label is the next token, unless `shift_labels` gives it.
+    The label of each position is the next token, unless `shift_labels` are given.
     """
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]

@@ -1,4 +1,4 @@
-"""The matrices that tensor parallelism can cut, and along which dimension."""
+"""Which matrices tensor parallelism can cut, and along which dimension."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ class Cut:
 
     dim: int
     groups: int = 1
-    """Equal groups in that dimension, each of which is cut."""
+    """The number of equal groups in that dimension, each of which is cut separately."""
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Whether it multiplies by a matrix that can be cut: a Linear, or GPT-2's Conv1D, in full precision."""
+    """Whether `module` multiplies by a matrix that can be cut: an unquantized Linear or GPT-2's Conv1D."""
     weight = module._parameters.get("weight")
     if weight is None or not weight.is_floating_point():
         return False
@@ -29,29 +29,29 @@ def is_matrix(module: nn.Module) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D: a Linear whose matrix is `(in, out)`."""
+    """Whether `module` is transformers' Conv1D, a linear layer with a weight of `(in, out)`."""
     return is_a(module, "Conv1D")
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """The layer that peft adapters are added to, or the module itself."""
+    """The layer inside a peft adapter layer, or the module itself."""
     base = module._modules.get("base_layer") if hasattr(module, "adapter_layer_names") else None
     return module if base is None else base
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """Output and input features of a matrix; columns and rows of an embedding."""
+    """The numbers of output and input features of a matrix; of columns and rows of an embedding."""
     first, second = module._parameters["weight"].shape  # type: ignore[union-attr]
     return (first, second) if isinstance(module, nn.Linear) else (second, first)
 
 
 def out_dim(module: nn.Module) -> int:
-    """The dimension of the matrix that holds the output features."""
+    """The weight's dimension of output features."""
     return 0 if isinstance(module, nn.Linear) else 1
 
 
 def cuts_of(module: nn.Module, style: Style) -> Iterator[tuple[str, Cut]]:
-    """Each parameter of the module that the style cuts, by its key there, and how."""
+    """The key of each parameter that the style cuts, and how it is cut."""
     if style.cut is None:
         return
     along_out = style.cut == "out"

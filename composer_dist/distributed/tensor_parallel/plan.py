@@ -1,4 +1,4 @@
-"""Which module gets which tensor-parallel style, and why: pure data, before anything is touched."""
+"""The plan of tensor parallelism: which module gets which style, and why. The model is not changed."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -34,15 +34,15 @@ class TensorParallelPlan(FeaturePlan):
     modules: Mapping[str, Styled]
     """The styled modules, in the order of the model."""
     cuts: Mapping[str, Cut]
-    """Parameters, by their first names, that are cut."""
+    """The cut parameters, by first name."""
     parameters: tuple[str, ...]
-    """Parameters that lie on the tensor-parallel mesh: the cut ones, and what torch's styles replicate."""
+    """Parameters on the tensor-parallel mesh: cut ones, and those that torch's styles replicate."""
     of_torch: frozenset[str]
-    """Those of them that torch's own style objects put there."""
+    """Those of `parameters` that torch's own style objects put there."""
     divisions: tuple[Division, ...]
-    """Sizes that modules keep of their own, to be divided."""
+    """Sizes that modules store and that are divided."""
     logits: str | None = None
-    """The module whose output stays cut, for a loss that takes it so."""
+    """The module whose output stays cut, for a loss that accepts cut logits."""
 
     def explain(self, module: str) -> str:
         """The style of a module, and the sizes that it divides, in words."""
@@ -68,12 +68,11 @@ class TensorParallelPlan(FeaturePlan):
 
 
 def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> TensorParallelPlan | None:
-    """Decide every module's style; None where there is one tensor-parallel rank.
+    """Decide every module's style; None for one tensor-parallel rank.
 
     Raises:
-        ParallelismValueError: all that is wrong at once: names that match nothing, modules that cannot
-            have their style or that nothing places, sizes and heads that do not divide, ties cut in two
-            ways.
+        ParallelismValueError: lists names that match nothing, modules that cannot have their style or that
+            get none, sizes and numbers of heads that cannot be divided, and ties cut in two ways.
     """
     asked, size = wishes.ruled("tp"), sizes["tp"]
     options = wishes.config.tp or TPConfig(plan={})
@@ -81,18 +80,13 @@ def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> Tens
         return None
     if wishes.config.tp is None and not asked:
         raise ParallelismValueError(
-            f"The mesh has {size} tensor-parallel ranks, but nothing says which modules they share; add "
+            f"The mesh has {size} tensor-parallel ranks, but no module has a tensor-parallel style; add "
             "tp=TPConfig(plan='auto'), or styles by TPConfig(plan={...}) or Rule(tp=...)."
         )
-    styled = _choose(structure, options, asked)
-    styled = _with_ties(structure, styled)
+    styled = _with_ties(structure, _choose(structure, options, asked))
     if options.sequence_parallel:
         styled = with_sequence_parallel(structure, styled)
-    logits = _find_logits(structure, styled) if options.loss_parallel else None
-    if logits is not None:
-        one = styled[logits]
-        assert isinstance(one.style, Style)
-        styled[logits] = replace(one, style=replace(one.style, name="colwise_logits", after="logits"))
+    logits = _keep_logits_cut(structure, styled) if options.loss_parallel else None
     divisions: tuple[Division, ...] = ()
     cuts: dict[str, Cut] = {}
     of_torch: frozenset[str] = frozenset()
@@ -115,10 +109,10 @@ def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> Tens
 
 
 def idle_styles(wishes: Wishes, sizes: Mapping[str, int]) -> list[str]:
-    """Tensor-parallel options where there is one tensor-parallel rank.
+    """Warnings about tensor-parallel options for a mesh with one tensor-parallel rank.
 
     Raises:
-        ParallelismValueError: there are some, and `strict`.
+        ParallelismValueError: there are some, and the configuration is `strict`.
     """
     asked = [f"Rule({spell(rule.match)})" for rule in wishes.config.rules if rule.tp is not None]
     asked += ["tp=TPConfig(...)"] if wishes.config.tp is not None else []
@@ -133,7 +127,7 @@ def idle_styles(wishes: Wishes, sizes: Mapping[str, int]) -> list[str]:
 def _choose(
     structure: Structure, options: TPConfig, asked: Mapping[str, tuple[Any, str]]
 ) -> dict[str, Styled]:
-    """The rules' word first, then the configuration's."""
+    """The styles of the configuration, and those of the rules, which take precedence."""
     modules = structure.modules
     styled: dict[str, Styled] = {}
     unplaced: dict[str, str] = {}
@@ -151,14 +145,14 @@ def _choose(
             raise ParallelismValueError("\n".join(unmatched))
     for name, (value, source) in asked.items():
         style = as_style(value, source)
-        if style == STYLES["replicate"]:  # of all that lies below
+        if style == STYLES["replicate"]:  # with everything inside
             styled = {n: one for n, one in styled.items() if name not in ancestors(n)}
         styled[name] = Styled(style, source)
     unplaced = {n: why for n, why in unplaced.items() if not any(above in styled for above in ancestors(n))}
     if unplaced:
         listed = "\n".join(f"  {name}: {why}" for name, why in unplaced.items())
         raise ParallelismValueError(
-            f"TPConfig(plan='auto') cannot place these modules:\n{listed}\nGive each a style: by "
+            f"TPConfig(plan='auto') cannot place these modules:\n{listed}\nGive each one a style with "
             "Rule(name, tp='colwise'), or tp='replicate' to leave it whole on every rank; or list all "
             "modules in TPConfig(plan={...})."
         )
@@ -166,11 +160,11 @@ def _choose(
 
 
 def _with_ties(structure: Structure, styled: dict[str, Styled]) -> dict[str, Styled]:
-    """The embedding and the head that share a matrix get styles that agree, where one of them has one."""
+    """The styles, with one that agrees for each module that shares its matrix with a styled one."""
     found = dict(styled)
     for held in structure.parameters.values():
         owners = [structure.first[name] for name in held.info.owners]
-        having = [name for name in owners if name in styled and not _is_whole(styled[name])]
+        having = [name for name in owners if name in styled and getattr(styled[name].style, "cut", True)]
         for owner in owners if having else ():
             if owner not in styled:
                 embedding = isinstance(structure.modules[owner], nn.Embedding)
@@ -180,7 +174,7 @@ def _with_ties(structure: Structure, styled: dict[str, Styled]) -> dict[str, Sty
 
 
 def _share_inputs(styled: dict[str, Styled]) -> dict[str, Styled]:
-    """Modules with several projections of one input, as query, key and value, sum its gradient once."""
+    """The styles, with one for parents of several projections of one input, to sum its gradient once."""
     parents = Counter(
         name.rpartition(".")[0]
         for name, one in styled.items()
@@ -190,28 +184,20 @@ def _share_inputs(styled: dict[str, Styled]) -> dict[str, Styled]:
     return styled | {name: share for name, count in parents.items() if count > 1 and name not in styled}
 
 
-def _is_whole(one: Styled) -> bool:
-    return isinstance(one.style, Style) and one.style.cut is None
-
-
-def _find_logits(structure: Structure, styled: Mapping[str, Styled]) -> str:
-    """The module that makes the logits: the last whose cut output is gathered."""
+def _keep_logits_cut(structure: Structure, styled: dict[str, Styled]) -> str:
+    """Change the style of the module that makes the logits: the last whose cut output is gathered."""
     for name in reversed(structure.modules):
         one = styled.get(name)
         if one and isinstance(one.style, Style) and one.style.after == "gather":
+            styled[name] = replace(one, style=replace(one.style, name="colwise_logits", after="logits"))
             return name
     raise ParallelismValueError(
-        "loss_parallel leaves the logits cut, but no module has the style 'colwise_gather' that makes them; "
-        "give it to the model's head, or leave loss_parallel out."
+        "loss_parallel needs a module with the style 'colwise_gather' that makes the logits; give it to the "
+        "model's head, or leave loss_parallel out."
     )
 
 
 def _cuts(structure: Structure, styled: Mapping[str, Styled], size: int) -> dict[str, Cut]:
-    """Every cut parameter.
-
-    Raises:
-        ParallelismValueError: what cannot be cut.
-    """
     names = {place.key_of: name for name, held in structure.parameters.items() for place in held.places}
     found: dict[str, tuple[Cut, str]] = {}
     with Faults() as faults:
@@ -225,8 +211,8 @@ def _cuts(structure: Structure, styled: Mapping[str, Styled], size: int) -> dict
                 info = structure.tensors[first].info
                 if first in found and found[first][0] != cut:
                     faults.append(
-                        f"{' and '.join(info.names)} are one parameter, which {found[first][1]} and {name} "
-                        "would cut in different ways; give both styles that agree ('vocab' and "
+                        f"{' and '.join(info.names)} are one parameter, but {found[first][1]} and {name} "
+                        "would cut it in different ways; give both styles that agree ('vocab' and "
                         "'colwise_gather')."
                     )
                 found[first] = cut, name
@@ -235,8 +221,8 @@ def _cuts(structure: Structure, styled: Mapping[str, Styled], size: int) -> dict
             others = {structure.first[one] for one in structure.tensors[name].info.owners} - styled.keys()
             if others:
                 faults.append(
-                    f"{name} is cut for {owner}, but {', '.join(sorted(others))} holds it too; give "
-                    "that a style."
+                    f"{owner} cuts {name}, but {', '.join(sorted(others))} holds it too and has no style; "
+                    "give it one."
                 )
     return {name: cut for name, (cut, _) in found.items()}
 
@@ -253,7 +239,6 @@ def _module_cuts(module: nn.Module, style: Any) -> Iterator[tuple[str, Cut]]:
 
 
 def _misfit(module: nn.Module, style: Any) -> str | None:
-    """Why a module cannot have a style."""
     kind = type(module).__name__
     if not isinstance(style, Style):
         torch_kinds = (ColwiseParallel, RowwiseParallel)
@@ -264,18 +249,18 @@ def _misfit(module: nn.Module, style: Any) -> str | None:
         return None
     if style.cut == "rows" or (isinstance(module, nn.Embedding) and style.cut == "out"):
         if not isinstance(module, nn.Embedding):
-            return f"that is for an embedding, not for {kind}."
+            return f"the style is for nn.Embedding, not for {kind}."
         odd = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, key)]
         return f"an embedding with {', '.join(odd)} needs all of its rows." if odd else None
     if not is_matrix(module):
-        return f"that is for nn.Linear (and GPT-2's Conv1D) in full precision, not for {kind}."
+        return f"the style is for unquantized nn.Linear (and GPT-2's Conv1D), not for {kind}."
     return None
 
 
 def _size_faults(name: str, shape: tuple[int, ...], cut: Cut, size: int, ours: bool) -> Iterator[str]:
     length = shape[cut.dim]
     if length % cut.groups:
-        yield f"{name} has {length} features, which are not {cut.groups} equal groups."
+        yield f"{name} has {length} features, which cannot be divided into {cut.groups} equal groups."
         return
     first, last = chunk(length // cut.groups, size, size - 1)
     if first == last:
@@ -283,16 +268,12 @@ def _size_faults(name: str, shape: tuple[int, ...], cut: Cut, size: int, ours: b
     elif length % size and not ours:
         yield (
             f"{name} has {length} features along dimension {cut.dim}, which tp={size} does not divide; "
-            "torch's styles need that, styles by name ('colwise', 'rowwise') do not."
+            "torch's styles require it, styles by name ('colwise', 'rowwise') do not."
         )
 
 
 def _of_torch(structure: Structure, styled: Mapping[str, Styled]) -> Iterator[str]:
-    """Parameters that torch's style objects make DTensors of: all that lie below the module.
-
-    Raises:
-        ParallelismValueError: modules with buffers, which the styles would make DTensors too.
-    """
+    """Parameters that torch's style objects turn into DTensors: all those inside the module."""
     with Faults() as faults:
         for name, one in styled.items():
             if isinstance(one.style, Style) or type(one.style).__name__.startswith("PrepareModule"):
@@ -305,7 +286,7 @@ def _of_torch(structure: Structure, styled: Mapping[str, Styled]) -> Iterator[st
             buffers = [info.name for info in below if info.kind == "buffer"]
             if buffers and not isinstance(one.style, SequenceParallel):
                 faults.append(
-                    f"{name} has buffers ({', '.join(buffers)}), which torch's {one.label} would make "
-                    "DTensors; give it a style by name."
+                    f"{name} has buffers ({', '.join(buffers)}), which torch's {one.label} would turn into "
+                    "DTensors; give the module a style by name."
                 )
             yield from (info.name for info in below if info.kind == "parameter")

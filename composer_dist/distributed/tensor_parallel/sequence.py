@@ -1,9 +1,9 @@
-"""Sequence parallelism: between attention and feed-forward, each rank has its part of the positions.
+"""Sequence parallelism: outside attention and feed-forward, each rank has its part of the positions.
 
 Without it, every tensor-parallel rank repeats all work outside the cut matrices (norms, dropout, residual
 sums). With it, each rank does this work for its own positions: the first block splits the sequence,
-attention and feed-forward gather it, add up and scatter it again (an all-gather and a reduce-scatter in
-place of an all-reduce, the same bytes), and the last block gathers it.
+attention and feed-forward gather it and then reduce and scatter it again (which moves as many bytes as the
+all-reduce that it replaces), and the last block gathers it.
 """
 
 from collections.abc import Mapping
@@ -20,11 +20,10 @@ _REGION = Style("gather_sequence", before="gather_sequence")
 
 
 def with_sequence_parallel(structure: Structure, styled: Mapping[str, Styled]) -> dict[str, Styled]:
-    """The styles, with the repeated blocks that hold cut matrices made sequence parallel.
+    """The styles, with sequence parallelism in the repeated blocks that hold cut matrices.
 
     Raises:
-        ParallelismValueError: there are no such blocks, or some parts of them cannot be made sequence
-            parallel; it names all of them.
+        ParallelismValueError: there are no such blocks, or lists the parts of them that do not support it.
     """
     found = dict(styled)
     lists = [
@@ -47,7 +46,7 @@ def with_sequence_parallel(structure: Structure, styled: Mapping[str, Styled]) -
             found.update({block: Styled(style, f"an end of {name}") for block, style in ends.items()})
         if not lists:
             faults.append(
-                "sequence_parallel splits the sequence in repeated blocks, but no ModuleList holds cut "
+                "sequence_parallel splits the sequence in repeated blocks, but no ModuleList has cut "
                 f"matrices; give styles by name ({', '.join(key for key in STYLES if 'sequence' in key)}) "
                 "instead."
             )
@@ -57,7 +56,7 @@ def with_sequence_parallel(structure: Structure, styled: Mapping[str, Styled]) -
 def _block(
     structure: Structure, block: str, styled: Mapping[str, Styled]
 ) -> tuple[dict[str, Styled], list[str]]:
-    """Styles within one block, and what is wrong: regions gather and scatter, norms take their part."""
+    """The styles within one block (regions gather and scatter, norms get a part), and what is wrong."""
     found: dict[str, Styled] = {}
     faults: list[str] = []
     regions: dict[str, set[str]] = {}
@@ -82,11 +81,11 @@ def _block(
             continue
         if any(_below(name, region) for region in regions) or "Norm" not in type(module).__name__:
             faults.append(
-                f"sequence_parallel does not know what {name} ({type(module).__name__}) does along the "
-                "sequence; give it the style 'sequence' if it treats every position alike, or leave "
+                f"sequence_parallel does not know whether {name} ({type(module).__name__}) mixes positions; "
+                "give it the style 'sequence' if it works on each position separately, or leave "
                 "sequence_parallel out."
             )
-        found[name] = Styled(STYLES["sequence"], "it treats every position alike")
+        found[name] = Styled(STYLES["sequence"], "it works on each position separately")
     return found, faults
 
 

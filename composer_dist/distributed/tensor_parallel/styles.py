@@ -1,7 +1,7 @@
-"""What tensor parallelism does to one module: the styles, as data.
+"""The styles: what tensor parallelism does to one module, as data.
 
-A style says how the module's matrix is cut among the tensor-parallel ranks, what happens to its input
-before and to its output after the forward, and whether the gradients of what stays whole are partial.
+A style says how the module's matrix is cut among the tensor-parallel ranks, which collectives its input and
+output go through, and whether the gradients of parameters that stay whole are summed.
 
 ====================  ==============================  =========================  =======================
 style                 matrix                          input                      output
@@ -40,13 +40,13 @@ After = Literal["sum", "gather", "scatter_sequence", "gather_sequence", "logits"
 
 @dataclass(frozen=True)
 class Style:
-    """A style; see the table above. None means that nothing is done."""
+    """A style; see the table above."""
 
     name: str
     cut: Literal["out", "in", "rows"] | None = None
-    """Which features of the module's matrix are cut; "rows" are those of an embedding."""
+    """Which features of the module's matrix are cut; "rows" are an embedding's."""
     groups: int = 1
-    """Equal matrices that lie one after the other in the output features, each cut by itself."""
+    """The number of equal matrices in the output features, each of which is cut separately."""
     before: Before | None = None
     """The input: "copy" sums its gradient, "split" takes this rank's features, "split_sequence" this
     rank's positions, "gather_sequence" all positions."""
@@ -54,9 +54,9 @@ class Style:
     """The output: "sum" over the ranks, "gather" all features, "scatter_sequence" sums and keeps this
     rank's positions, "gather_sequence" all positions, "logits" stay cut, as a DTensor."""
     sum_gradients: bool = False
-    """Whether ranks see different parts of the work of the module's whole parameters."""
+    """Whether the ranks' gradients of whole parameters are summed, because each does part of the work."""
     share: bool = False
-    """Whether modules inside that "copy" the same tensor do it once, so that its gradient is summed once."""
+    """Whether inner modules that "copy" the same tensor do so once, so that its gradient is summed once."""
 
     @property
     def idle(self) -> bool:
@@ -103,17 +103,17 @@ TRANSFORMERS: Mapping[str, Style] = {
 
 
 def as_style(value: Any, where: str) -> AnyStyle:
-    """A style from its name, or one of torch's objects as it is.
+    """The style of this name, or one of torch's style objects unchanged.
 
     Raises:
-        ParallelismValueError: no such name.
-        ParallelismTypeError: neither.
+        ParallelismValueError: there is no style of this name.
+        ParallelismTypeError: neither a name nor a style object.
     """
     if isinstance(value, (Style, ParallelStyle)):
         return value
     if not isinstance(value, str):
         raise ParallelismTypeError(
-            f"The tensor-parallel style of {where} is {type(value).__name__}; give one of "
+            f"The tensor-parallel style of {where} is of type {type(value).__name__}; use one of "
             f"{', '.join(STYLES)}, or a style object of torch.distributed.tensor.parallel."
         )
     name, _, groups = value.partition(":")

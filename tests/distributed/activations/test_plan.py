@@ -68,9 +68,9 @@ def test_wishes_without_effect_are_refused_or_warned_about() -> None:
         _plan(models.B(), lambda module: True)
     with pytest.raises(ParallelismValueError, match="check_fn chooses no module"):
         _plan(models.B(), lambda module: False, activation_checkpointing=True)
-    with pytest.raises(ParallelismValueError, match="no repeated block"):
+    with pytest.raises(ParallelismValueError, match="the model has no block"):
         _plan(models.Composers(), activation_checkpointing=True)
-    with pytest.warns(UserWarning, match="no repeated block"):
+    with pytest.warns(UserWarning, match="the model has no block"):
         assert _plan(models.Composers(), activation_checkpointing=True, strict=False) == ()
 
 
@@ -89,7 +89,7 @@ def test_an_unknown_mode_lists_the_modes() -> None:
         _plan(models.B(), activation_checkpointing="partial")
     with pytest.raises(ParallelismValueError, match="Did you mean 'wrapped'"):
         _plan(models.B(), activation_checkpointing=("wraped", {}))
-    with pytest.warns(UserWarning, match="'partial'.*Taking 'composable'"):
+    with pytest.warns(UserWarning, match="'partial'.*Using 'composable'"):
         found = _plan(models.B(), activation_checkpointing=("partial", {"a": 1}), strict=False)
     assert [(one.mode, dict(one.options)) for one in found] == [("composable", {})] * 3
 
@@ -108,7 +108,7 @@ def test_the_plan_is_carried_out() -> None:
 @pytest.mark.promise(26)
 def test_every_nth_block_beginning_with_the_first() -> None:
     found = _plan(models.B(), activation_checkpointing=("composable", {"every": 2, "early_stop": False}))
-    reason = "it is a block, every 2 of which the first is taken"
+    reason = "it is a block, the first of every 2"
     assert found == tuple(
         Checkpointed(name, "composable", reason, {"early_stop": False}) for name in ("layers.0", "layers.2")
     )
@@ -137,10 +137,10 @@ def test_the_plan_explains_what_becomes_of_activations() -> None:
     ]
     plan = plan_parallelism(models.B(), ParallelismConfig(rules=rules))
     for name, said in {
-        "layers.0": "recomputed (composable) but for the results of matrix products, attention and "
+        "layers.0": "recomputed (composable) except for the results of matrix products, attention and "
         "collectives",
-        "layers.1": "recomputed (wrapped) but for the results of aten.mm, aten.tanh; what is kept lies on "
-        "the host",
+        "layers.1": "recomputed (wrapped) except for the results of aten.mm, aten.tanh; saved tensors are "
+        "kept on the host",
         "layers.2": "offloaded to the host",
     }.items():
         assert plan.explain(name).endswith(f"Its activations are {said}, because rule '{name}'.")
@@ -164,9 +164,9 @@ def test_functions_among_the_options_have_one_spelling_on_every_rank() -> None:
 @pytest.mark.promise(27)
 def test_what_cannot_be_checkpointed_is_named_when_planned() -> None:
     model = models.B()
-    with pytest.raises(ParallelismValueError, match="the root cannot be wrapped, for nothing holds it"):
+    with pytest.raises(ParallelismValueError, match="the root cannot be wrapped, because no module"):
         _plan(model, rules=[Rule("", act_ckpt="wrapped")])
-    with pytest.raises(ParallelismValueError, match="no option 'svae'; it has .*save"):
+    with pytest.raises(ParallelismValueError, match="no option 'svae'; valid options: .*save"):
         _plan(model, rules=[Rule("layers.1", act_ckpt=("selective", {"svae": []}))])
     apply_ac(model, True, False, lambda module: module is model.layers[1])
     with pytest.raises(ParallelismValueError, match="'layers.1' is checkpointed already"):

@@ -257,16 +257,16 @@ def test_a_call_that_draws_random_numbers_is_repeated(dropout_p: float, again: i
 @pytest.mark.parametrize(
     ("save", "says"),
     [
-        (["aten.mmm"], r"'aten.mmm', for there is no such operation. Did you mean 'aten.mm'"),
-        (["aten.mm.default", "aten.mm.defalt"], "save 'aten.mm.defalt', for there is no such"),
-        (["mm"], "'mm', for there is no such operation"),
-        (["aten.linear"], "'aten.linear', which torch takes apart.*'aten.addmm' for a linear layer"),
-        (["aten.scaled_dot_product_attention"], "takes apart before it runs; .* or 'default'"),
+        (["aten.mmm"], r"'aten.mmm', because there is no such operation. Did you mean 'aten.mm'"),
+        (["aten.mm.default", "aten.mm.defalt"], "save 'aten.mm.defalt', because there is no such"),
+        (["mm"], "'mm', because there is no such operation"),
+        (["aten.linear"], "'aten.linear', which torch decomposes.*'aten.addmm' for a linear layer"),
+        (["aten.scaled_dot_product_attention"], "decomposes before it runs; .* or 'default'"),
         (["aten.relu_"], "'aten.relu_', which changes a tensor in place; leave it out"),
         (["composer_dist_test.drawn"], "draws random numbers; leave it out"),
         (["aten.native_dropout", "aten.matmul"], "'aten.native_dropout', which draws .*; 'aten.matmul'"),
-        ("aten.mm", r"takes as save 'default' or a list of operations .*, not 'aten.mm'"),
-        ([], "takes as save 'default' or a list"),
+        ("aten.mm", r"needs save to be 'default' or a list of operations .*, not 'aten.mm'"),
+        ([], "needs save to be 'default' or a list"),
     ],
 )
 def test_what_cannot_be_saved_is_named_when_planned(save: Any, says: str) -> None:

@@ -157,13 +157,16 @@ def test_compile_comes_from_yaml() -> None:
     ("value", "says"),
     [
         ({"fulgraph": True}, "has no option 'fulgraph'.*Did you mean 'fullgraph'"),
-        ({"backend": "inducter"}, "no backend 'inducter' here; it has .*inductor"),
-        ({"mode": "fast"}, "no mode 'fast'; it has default, .*max-autotune"),
-        ({"mode": "max-autotune", "backend": "aot_eager"}, "'inductor' only, not 'aot_eager'; leave them"),
+        ({"backend": "inducter"}, "no backend 'inducter' here; valid backends: .*inductor"),
+        ({"mode": "fast"}, "no mode 'fast'; valid modes: default, .*max-autotune"),
+        (
+            {"mode": "max-autotune", "backend": "aot_eager"},
+            "only with backend 'inductor', not 'aot_eager'; leave",
+        ),
         ({"mode": "default", "options": {}}, "mode or options, not both"),
         ({"options": {"max_autotun": True}}, "inductor option 'max_autotun'.*'max_autotune'"),
         ({"options": ["max_autotune"]}, "a mapping of inductor's options"),
-        ({"dynamic": "yes"}, "as dynamic True or False, not 'yes'"),
+        ({"dynamic": "yes"}, "needs dynamic to be True or False, not 'yes'"),
     ],
 )
 def test_bad_options_are_named_when_planned(value: Any, says: str) -> None:
@@ -186,13 +189,13 @@ BUDGET = ("memory_budget", {"budget": 0.5})
         (
             models.B,
             {"compile": True, "rules": [Rule("head", compile=False)]},
-            "rule 'head' sets compile=False, but nothing there",
+            "rule 'head' sets compile=False, but would not be",
         ),
         (models.B, {"activation_checkpointing": BUDGET}, "budget of layers.0, .* set compile=True"),
         (
             models.B,
             {"activation_checkpointing": BUDGET, "compile": {"backend": "eager"}},
-            "layers.0, layers.1, layers.2: backend 'eager' knows no memory budget; inductor",
+            "layers.0, layers.1, layers.2: backend 'eager' does not support a memory budget; inductor",
         ),
         (
             models.B,
@@ -202,7 +205,7 @@ BUDGET = ("memory_budget", {"budget": 0.5})
         (
             models.B,
             {"activation_checkpointing": ("selective", {"offload": True}), "compile": AOT},
-            "stays on the device; leave out save, or offload",
+            "saved results here; leave out save, or offload",
         ),
         (
             models.B,
@@ -213,23 +216,23 @@ BUDGET = ("memory_budget", {"budget": 0.5})
         (
             llama,
             {"compile": AOT, "mesh": MeshConfig(cp=2), "activation_checkpointing": True},
-            r"(?s)\(cp=2\) takes attention out of the graphs, which activation.*which fullgraph=True does",
+            r"(?s)\(cp=2\) breaks the graph at attention, which activation.*which fullgraph=True does",
         ),
         (
             llama,
             {"compile": AOT, "tp": TPConfig(), "mesh": MeshConfig(tp=2), "activation_checkpointing": True},
-            "model.layers.0, model.layers.1: .* repeat the collectives of .*='selective'",
+            "model.layers.0, model.layers.1: .* recompute the collectives of .*='selective'",
         ),
         (
             llama,
             {"compile": AOT, "tp": TPConfig(), "mesh": MeshConfig(tp=2), "activation_checkpointing": BUDGET},
-            "cannot repeat the collectives",
+            "cannot recompute the collectives",
         ),
         (models.dtypes, {"compile": AOT}, "layers.0, layers.1, layers.2: .*which fullgraph=True"),
         (
             models.dtypes,
             {"compile": True, "activation_checkpointing": True},
-            "which activation checkpointing does not allow",
+            "which activation checkpointing does not support",
         ),
     ],
 )
@@ -243,7 +246,7 @@ def test_what_does_not_go_together_is_refused_when_planned(
 def test_what_is_compiled_already_is_refused() -> None:
     model = models.B()
     model.layers[1].compile(backend="eager")
-    with pytest.raises(ParallelismValueError, match="compile layers.1: it is done already"):
+    with pytest.raises(ParallelismValueError, match="compile layers.1: it is compiled already"):
         plan_parallelism(model, ParallelismConfig(compile=True))
 
 

@@ -118,7 +118,7 @@ RIGHT, LEFT = [[1] * 8, [1] * 6 + [0] * 2], [[1] * 8, [0] * 2 + [1] * 6]
         ("Llama", masked(LEFT), "padding on the left .*tokenizer.padding_side='right'"),
         ("Llama", masked([[1] * 8, [1, 0] * 4]), "padding on the left or in between"),
         ("Llama", masked(RIGHT, labels=IDS), "labels at padded positions; set them to -100"),
-        ("Bert", masked(RIGHT), "padding, which attention in both directions would see"),
+        ("Bert", masked(RIGHT), "padding, which bidirectional attention would"),
         (
             "Llama",
             {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 8, 8)},
@@ -128,7 +128,7 @@ RIGHT, LEFT = [[1] * 8, [1] * 6 + [0] * 2], [[1] * 8, [0] * 2 + [1] * 6]
         (
             "Llama",
             {"input_ids": IDS, "pixels": torch.ones(2, 3)},
-            r"pixels \(2, 3\) has no 8 positions .*'pixels': ",
+            r"pixels \(2, 3\) does not have 8 positions .*'pixels': ",
         ),
         ("Llama", {"input_ids": torch.tensor(1), "x": 2}, None),
     ],
@@ -151,7 +151,7 @@ def test_unequal_labels_need_a_denominator_or_a_caller_that_weighs() -> None:
     labels[0, :3] = -100
     batch = {"ids": IDS, "labels": labels}
     with pytest.raises(
-        ParallelismValueError, match="parts have 5, 8 labels.*Identity.forward takes no num_items"
+        ParallelismValueError, match="parts have 5, 8 labels.*Identity.forward does not accept num_items"
     ):
         split(nn.Identity(), batch)
     assert split(nn.Identity(), batch, weighted=True)["labels"].tolist() == labels[:, :4].tolist()

@@ -83,19 +83,19 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (hf("Gemma3", head_dim=8), "has layers of type sliding_attention, which are not full attention"),
     (hf("Qwen2", use_sliding_window=True, max_window_layers=1), "has layers of type sliding_attention"),
     (hf("Mamba", state_size=4), "MambaForCausalLM has no scaled-dot-product attention"),
-    (hf("Qwen3Moe", output_router_logits=True), "adds its routers' loss, .*; set output_router_logits=False"),
-    (t5, "T5ForConditionalGeneration has an encoder and a decoder, with a sequence each"),
-    (llava, "LlavaForConditionalGeneration has parts with sequences of their own; take its text model alone"),
-    (prompted, r"the adapter 'default' \(PromptTuningConfig\) puts virtual tokens in front"),
+    (hf("Qwen3Moe", output_router_logits=True), "adds a router loss, .*; set output_router_logits=False"),
+    (t5, "T5ForConditionalGeneration has an encoder and a decoder with separate sequences"),
+    (llava, "LlavaForConditionalGeneration has parts with separate sequences; use only its text model"),
+    (prompted, r"the adapter 'default' \(PromptTuningConfig\) prepends virtual tokens"),
     (
         hf("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        r"model.rotary_emb: LlamaRotaryEmbedding \('dynamic' scaling\) turns by the sequence's length",
+        r"model.rotary_emb: LlamaRotaryEmbedding \('dynamic' scaling\) depends on the sequence's length",
     ),
     (below(nn.LSTM(8, 8)), "1: LSTM is recurrent"),
     (below(nn.Conv1d(8, 8, 3)), "1: Conv1d convolves neighboring positions"),
     (below(nn.BatchNorm1d(8)), "1: BatchNorm1d normalizes over all positions"),
     (models.mamba, "layers.0.conv1d, layers.1.conv1d, layers.2.conv1d: Conv1d convolves"),
-    (models.B, r"layers.2.attention: Attention computes a softmax of its own; let it call torch"),
+    (models.B, r"layers.2.attention: Attention computes its own softmax; let it call torch"),
 ]
 
 

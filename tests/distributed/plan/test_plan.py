@@ -78,7 +78,7 @@ def test_explain_says_what_and_why() -> None:
         "layers.1: unit, because it is one of 3 Block in layers. It gathers 10 parameters, 2,208 bytes; "
         "reshard_after_forward=True. Its activations are recomputed (composable), because it is a block."
     )
-    assert plan.explain("").startswith("The root: unit, because the root takes what no other unit has.")
+    assert plan.explain("").startswith("The root: unit, because the root manages what no other unit does.")
     assert plan.explain("head.decoder") == "head.decoder: part of unit root, because it lies inside it."
     assert plan.explain("head.decoder.bias") == (
         "head.decoder.bias, one parameter with head.bias: sharded in unit root."
@@ -214,11 +214,13 @@ def test_what_is_sharded_already_is_left_alone() -> None:
         ),
     )
     assert [unit.name for unit in plan.units] == ["", "layers.0", "layers.2"]
-    assert plan.warnings[1:] == ("Sharded already, left as it is: layers.1, layers.1.mlp.",)
-    assert plan.modules["layers.1"].reason == "it is sharded already, or lies inside a module that is"
-    assert plan.explain("layers.1.mlp.up.bias") == "layers.1.mlp.up.bias: sharded already, and left as it is."
+    assert plan.warnings[1:] == ("Already sharded, left unchanged: layers.1, layers.1.mlp.",)
+    assert plan.modules["layers.1"].reason == "it, or a module that contains it, is already sharded"
+    assert (
+        plan.explain("layers.1.mlp.up.bias") == "layers.1.mlp.up.bias: already sharded, and left unchanged."
+    )
     fully_shard(model, mesh=mesh)
-    with pytest.raises(ParallelismValueError, match="sharded already"):
+    with pytest.raises(ParallelismValueError, match="already sharded"):
         plan_parallelism(model, "fsdp")
 
 

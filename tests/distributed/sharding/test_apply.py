@@ -130,7 +130,7 @@ def _shard_first(model: nn.Module) -> None:
 
 def _already_sharded() -> list[str]:
     config = _rules(Rule(r"re:layers\.\d(\.mlp)?", shard=True), Rule("", shard=True))
-    with pytest.warns(UserWarning, match=r"Sharded already, left as it is: layers.1, layers.1.mlp\."):
+    with pytest.warns(UserWarning, match=r"Already sharded, left unchanged: layers.1, layers.1.mlp\."):
         done = assert_same_training(models.B, config, first=_shard_first)
     return [unit.name for unit in done.plan.units]
 
@@ -349,7 +349,7 @@ def test_pinning_without_an_accelerator_is_refused() -> None:
 def _twice() -> None:
     model = models.M()
     parallelize_model(model, "fsdp")
-    with pytest.raises(ParallelismValueError, match="sharded already"):
+    with pytest.raises(ParallelismValueError, match="already sharded"):
         parallelize_model(model, "fsdp")
     with warnings.catch_warnings():
         model(batch(model)).mean().backward()

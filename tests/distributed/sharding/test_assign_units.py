@@ -43,7 +43,7 @@ def test_fsdp1_is_refused_by_name() -> None:
     dist.init_process_group("fake", rank=0, world_size=2)
     model = models.B()
     model.layers[1] = FullyShardedDataParallel(model.layers[1], device_id=torch.device("cpu"))
-    with pytest.raises(ParallelismTypeError, match=r"layers.1 is wrapped in .*, FSDP1, which FSDP2 replaces"):
+    with pytest.raises(ParallelismTypeError, match=r"layers.1 is wrapped in FSDP1 .*, which FSDP2 replaces"):
         plan_parallelism(model, "fsdp")
 
 
@@ -138,7 +138,7 @@ def test_parameterless_modules_are_skipped_with_the_reason() -> None:
     assignment = _assign(models.M(), policy=lambda module: isinstance(module, (nn.ReLU, nn.Linear)))
     assert dict(assignment.skipped) == {"1": "it has no parameters"}
     assignment = _assign(models.tied(), Rule("", shard=True), Rule("head", shard=True))
-    assert assignment.skipped["head"] == "outer units hold all of its parameters, or they stay plain"
+    assert assignment.skipped["head"] == "its parameters stay plain or belong to outer units"
 
 
 def test_scalars_empty_parameters_and_ties_with_replicated_modules_stay_whole() -> None:

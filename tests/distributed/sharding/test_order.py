@@ -32,8 +32,8 @@ def _skips(who: list[int], mesh: MeshConfig, backward: bool = False) -> str:
 def test_a_tower_that_one_rank_skips_is_an_error_that_names_it(world2: World) -> None:
     text = (
         "The ranks run different units: rank 0 is about to gather vision.layers.0, rank 1 to gather layers.0."
-        " Every rank must run every unit, in the same order. Where some ranks skip a module (an image tower, "
-        "for a batch without images), say so: Rule(its name, skippable='replicate') or 'root'."
+        " Every rank must run every unit, in the same order. If some ranks skip a module (an image tower, "
+        "for a batch without images), mark it with Rule(its name, skippable='replicate') or 'root'."
     )
     assert world2(_skips, [1], MeshConfig()) == [text] * 2
 
@@ -73,7 +73,7 @@ def test_gradients_that_some_ranks_lack_are_an_error(world2: World) -> None:
     first, second = world2(_uses_another)
     assert first == second
     assert first.startswith("The ranks reduce different gradients of the root: rank 0 ")
-    assert first.endswith("let those modules be Rule(..., skippable='root').")
+    assert first.endswith("mark such modules with Rule(..., skippable='root').")
 
 
 def _counts(check: bool | str) -> int:

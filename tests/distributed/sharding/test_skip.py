@@ -127,7 +127,7 @@ def test_the_unit_around_is_the_nearest() -> None:
         ),
         (
             [Rule("layers.0", shard=True), Rule("vision", skippable="root")],
-            "in the unit around it, but there is none. Add Rule('', shard=True), or use skippable=",
+            "to the unit that contains it, but there is none. Add Rule('', shard=True), or use skippable=",
         ),
     ],
 )
@@ -141,7 +141,7 @@ def test_a_tower_of_another_dtype_is_replicated_or_refused() -> None:
     model = Multimodal()
     model.vision.to(torch.bfloat16)
     model.head = nn.Linear(WIDTH, 200)
-    with pytest.raises(ParallelismValueError, match="vision in it is a unit .*, because it trains bfloat16"):
+    with pytest.raises(ParallelismValueError, match="vision inside it is a unit, because it trains bfloat16"):
         plan_parallelism(model, ROOT, world_size=2)
 
 

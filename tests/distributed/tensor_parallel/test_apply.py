@@ -423,7 +423,7 @@ def twice() -> list[str]:
 
 def test_a_second_preparation_is_refused() -> None:
     for texts in run(twice, 2):
-        assert texts == ["The model is sharded already; prepare a model once, unsharded."] * 2
+        assert texts == ["The model is already sharded; prepare an unsharded model, once."] * 2
 
 
 def read_back() -> None:

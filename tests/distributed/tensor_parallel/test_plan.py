@@ -57,7 +57,7 @@ def test_a_plain_decoder_is_planned_by_its_structure() -> None:
     )
     text = "layers.0.mlp.0.weight, cut along dimension 0 among 2 tensor-parallel ranks."
     assert plan.explain("layers.0.mlp.0.weight") == text.replace(",", ":")
-    assert "tensor-parallel ranks alone share the model" in plan.explain("norm.weight")
+    assert "only tensor-parallel ranks share the model" in plan.explain("norm.weight")
     assert plan.units == ()
     assert "tensor parallel: 16 modules (1 vocab, 2 share_input, 8 colwise, 4 rowwise, 1" in str(plan)
 
@@ -84,7 +84,7 @@ def test_a_hugging_face_model_brings_its_plan() -> None:
     }
     assert found["model.embed_tokens"] == "vocab"
     assert found["lm_head"] == "colwise_gather"
-    assert "LlamaForCausalLM plans it so" in planned(meta(llama)).explain("lm_head")
+    assert "it is in the plan of LlamaForCausalLM" in planned(meta(llama)).explain("lm_head")
     assert styles(planned(meta(qwen3)))["model.layers.0.self_attn.q_norm"] == "sum_gradients"
     assert styles(planned(meta(phi3)))["model.layers.0.self_attn.qkv_proj"] == "colwise_gather"
 
@@ -192,14 +192,19 @@ def test_what_cannot_be_placed_is_listed_and_rules_place_it() -> None:
     model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4))
     with pytest.raises(ParallelismValueError) as error:
         planned(model)
-    for line in ("  0: a Conv1d, in no attention", "  1: a Linear", "  3: a Linear", "tp='replicate'"):
+    for line in (
+        "  0: a Conv1d, not part of a known attention",
+        "  1: a Linear",
+        "  3: a Linear",
+        "tp='replicate'",
+    ):
         assert line in str(error.value)
     rules = [Rule("0", tp="replicate"), Rule("1", tp="colwise"), Rule("3", tp="rowwise")]
     assert styles(planned(model, *rules)) == {"0": "replicate", "1": "colwise", "3": "rowwise"}
 
     fused = nn.ModuleDict({"qkv": nn.Linear(4, 12), "proj": nn.Linear(4, 4)})
     with pytest.raises(
-        ParallelismValueError, match="qkv: it holds query, key and value in an order.*'colwise:3'"
+        ParallelismValueError, match="qkv: it fuses query, key and value in an unknown order.*'colwise:3'"
     ):
         planned(fused)
 
@@ -215,7 +220,7 @@ def test_whole_parameters_among_heads_are_named() -> None:
     model = GroupedAttention()
     model.temperature = nn.Parameter(torch.ones(1))
     with pytest.raises(
-        ParallelismValueError, match="temperature stays whole inside the root, which works on"
+        ParallelismValueError, match="temperature stays whole inside the root, where each rank has only some"
     ):
         planned(model)
 
@@ -247,33 +252,33 @@ FAULTS: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (UnevenMlp, {"plan": {"upp": "colwise"}}, "no module matches 'upp'. Did you mean 'up'?"),
     (UnevenMlp, {"plan": {"up": "columns"}}, "no tensor-parallel style 'columns'.*Did you mean 'colwise'?"),
     (UnevenMlp, {"plan": {"up": "rowwise:3"}}, "no tensor-parallel style 'rowwise:3'"),
-    (UnevenMlp, {"plan": {"up": 3}}, "style of TPConfig.plan\\['up'\\] is int"),
+    (UnevenMlp, {"plan": {"up": 3}}, "style of TPConfig.plan\\['up'\\] is of type int"),
     (
         UnevenMlp,
         {"plan": {"norm": "colwise"}},
-        "norm cannot be colwise: that is for nn.Linear .*, not for LayerNorm",
+        "norm cannot be colwise: the style is for unquantized nn.Linear .*, not for LayerNorm",
     ),
-    (UnevenMlp, {"plan": {"up": "vocab"}}, "up cannot be vocab: that is for an embedding"),
-    (UnevenMlp, {"plan": {"up": "colwise:4"}}, "up.weight has 6 features, which are not 4 equal groups"),
+    (UnevenMlp, {"plan": {"up": "vocab"}}, "up cannot be vocab: the style is for nn.Embedding"),
+    (
+        UnevenMlp,
+        {"plan": {"up": "colwise:4"}},
+        "up.weight has 6 features, which cannot be divided into 4 equal groups",
+    ),
     (
         lambda: UnevenMlp(1),
         {"plan": {"up": "colwise"}},
         "up.weight has 1 features along dimension 0, too few for tp=2",
     ),
-    (lambda: UnevenMlp(5), {"plan": {"up": ColwiseParallel()}}, "5 features.*torch's styles need that"),
+    (lambda: UnevenMlp(5), {"plan": {"up": ColwiseParallel()}}, "5 features.*torch's styles require it"),
     (lambda: nn.Embedding(8, 2, sparse=True), {"plan": {"": "vocab"}}, "an embedding with sparse needs all"),
-    (
-        tied,
-        {"plan": {"embed": "colwise", "head": "colwise"}},
-        "one parameter, which embed and head would cut",
-    ),
+    (tied, {"plan": {"embed": "colwise", "head": "colwise"}}, "one parameter, but embed and head would cut"),
     (
         UnevenMlp,
         {"plan": {"up": "colwise"}, "loss_parallel": True},
-        "no module has the style 'colwise_gather'",
+        "needs a module with the style 'colwise_gather'",
     ),
-    (UnevenMlp, {"plan": {"up": "colwise"}, "sequence_parallel": True}, "no ModuleList holds cut matrices"),
-    (nn.LayerNorm, {}, "nothing in the model is a matrix"),
+    (UnevenMlp, {"plan": {"up": "colwise"}, "sequence_parallel": True}, "no ModuleList has cut matrices"),
+    (nn.LayerNorm, {}, "the model has no matrix"),
 ]
 
 
@@ -296,13 +301,13 @@ def test_sequence_parallel_cuts_between_the_regions() -> None:
     assert found["layers.0.attention"] == found["layers.0.mlp"] == "gather_sequence"
     assert found["layers.1.mlp_norm"] == "sequence"
     with pytest.raises(
-        ParallelismValueError, match=r"what layers\.0\.attention\.q_proj \(Linear\) does along"
+        ParallelismValueError, match=r"whether layers\.0\.attention\.q_proj \(Linear\) mixes positions"
     ):
         planned(meta(Decoder), Rule("layers.0.attention", tp="replicate"), sequence_parallel=True)
 
 
 def test_options_without_tensor_parallel_ranks_and_ranks_without_options_are_refused() -> None:
-    with pytest.raises(ParallelismValueError, match="2 tensor-parallel ranks, but nothing says"):
+    with pytest.raises(ParallelismValueError, match="2 tensor-parallel ranks, but no module"):
         plan_parallelism(UnevenMlp(), ParallelismConfig(mesh=MeshConfig(tp=2)), world_size=2)
     config = ParallelismConfig(tp=TPConfig(), rules=[Rule("up", tp="colwise")])
     with pytest.raises(ParallelismValueError, match=r"Rule\('up'\), tp=TPConfig.* but the mesh has tp=1"):
@@ -316,7 +321,7 @@ def test_options_without_tensor_parallel_ranks_and_ranks_without_options_are_ref
 def test_a_cut_parameter_in_no_unit_is_refused_where_gradients_differ() -> None:
     rules = [Rule("up", shard=False)]
     plan = {"up": "colwise", "down": "rowwise"}
-    with pytest.raises(ParallelismValueError, match="up.weight, up.bias would be cut by tensor parallelism"):
+    with pytest.raises(ParallelismValueError, match="Tensor parallelism would cut up.weight, up.bias"):
         planned(UnevenMlp(), *rules, plan=plan, world=4)
     assert planned(UnevenMlp(), *rules, plan=plan).units == ()
 
