@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 
@@ -13,6 +14,7 @@ from composer_dist.models import ComposerClassifier
 from composer_dist.trainer import Callback, FineTuningPhases, InMemoryLogger, Phase, Trainer
 from tests.kit.compare import weights
 from tests.kit.training import quiet
+from tests.kit.world import World
 
 BATCHES = 8
 PER_BATCH = 4
@@ -70,19 +72,25 @@ class Recorder(Callback):
         self.weights: list[dict[str, Tensor]] = []
         self.rates: list[list[float]] = []
         self.before: list[dict[str, Tensor]] = []
+        self.sharded = False
 
     def before_train_batch(self, state: Any, logger: Any) -> None:
         self.before.append(weights(state.model))
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in state.model.parameters())
 
     def batch_end(self, state: Any, logger: Any) -> None:
         self.weights.append(weights(state.model))
         self.rates.append([float(g["lr"]) for o in state.optimizers for g in o.param_groups])
 
+    def moved(self, batch: int) -> set[str]:
+        """The parameters that batch number `batch` changed, by any bit."""
+        before = self.weights[batch - 1] if batch else weights(net())
+        return {name for name in before if not torch.equal(before[name], self.weights[batch][name])}
+
 
 def phased(
     phases: FineTuningPhases | Sequence[Phase] = PHASES,
     config: Any = None,
-    make_optimizer: Callable[[nn.Module], Optimizer] = adamw,
     model: ComposerClassifier | None = None,
     callbacks: Sequence[Callback] = (),
     **options: Any,
@@ -91,18 +99,27 @@ def phased(
     model = net() if model is None else model
     phases = phases if isinstance(phases, FineTuningPhases) else FineTuningPhases(phases)
     recorder = Recorder()
-    options = {"max_duration": "1ep"} | options
+    options = {"optimizers": adamw, "max_duration": "1ep", "device": "cpu"} | options
     if "train_dataloader" not in options:
         options["train_dataloader"] = mine(config)
-    trainer, log = quiet(
-        model,
-        optimizers=make_optimizer(model),
-        parallelism_config=config,
-        device="cpu",
-        callbacks=[*callbacks, phases, recorder],
-        **options,
-    )
+    callbacks = [*callbacks, phases, recorder]
+    trainer, log = quiet(model, parallelism_config=config, callbacks=callbacks, **options)
     return trainer, phases, recorder, log
+
+
+def recorded(*args: Any, **options: Any) -> Recorder:
+    """What `phased` records in its fit."""
+    trainer, _, recorder, _ = phased(*args, **options)
+    trainer.fit()
+    trainer.close()
+    return recorder
+
+
+def everywhere(world2: World, config: Any, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """What `fn(*args, config=config)` gives on two ranks, or in this process without a configuration."""
+    if config is None:
+        return [fn(*args, config=None, **options)]
+    return world2(fn, *args, config=config, **options)
 
 
 def by_hand(

@@ -10,8 +10,8 @@ from composer_dist.distributed.moving.whole import gather
 from composer_dist.distributed.prepare import parallelize_composer_model
 from composer_dist.errors import CheckpointKeyError
 from composer_dist.trainer.finetuning.best import put_back, take_snapshot
-from tests.kit.compare import close, weights
-from tests.kit.phases import DDP, FSDP, TP, adamw, data, net
+from tests.kit.compare import close, same, weights
+from tests.kit.phases import DDP, FSDP, TP, adamw, data, everywhere, net
 from tests.kit.world import World
 
 
@@ -31,22 +31,18 @@ def step(model: Any, optimizer: Any, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def whole(value: Any) -> Any:
-    """The same with full tensors in place of shards, as a checkpoint gives it on other ranks."""
+def replicated(tensor: DTensor) -> DTensor:
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
+FORMS: dict[str, Any] = {"same": lambda tensor: tensor, "whole": gather, "replicated": replicated}
+"""A checkpoint may give full tensors in place of shards, or tensors that are placed in another way."""
+
+
+def in_form(value: Any, form: str) -> Any:
     if isinstance(value, dict):
-        return {key: whole(one) for key, one in value.items()}
-    return gather(value) if isinstance(value, DTensor) else value
-
-
-def resharded(value: Any) -> Any:
-    """The same, replicated over the mesh."""
-    if isinstance(value, dict):
-        return {key: resharded(one) for key, one in value.items()}
-    return value.redistribute(placements=_replicated(value)) if isinstance(value, DTensor) else value
-
-
-def _replicated(tensor: DTensor) -> Any:
-    return [Replicate()] * tensor.device_mesh.ndim
+        return {key: in_form(one, form) for key, one in value.items()}
+    return FORMS[form](value) if isinstance(value, DTensor) else value
 
 
 def back_and_forth(config: Any, form: str) -> None:
@@ -56,9 +52,8 @@ def back_and_forth(config: Any, form: str) -> None:
     step(model, optimizer, 3)
     after = weights(model)
     assert not torch.equal(before["module.up.weight"], after["module.up.weight"])
-    put_back({"whole": whole, "resharded": resharded, "same": dict}[form](best), model, [optimizer])
-    for name, value in weights(model).items():
-        assert torch.equal(value, before[name])
+    put_back(in_form(best, form), model, [optimizer])
+    same(weights(model), before)
     assert torch.equal(model.get_buffer("module.norm.running_mean"), mean)
     step(model, optimizer, 3)  # moments and step counts are those of then too
     close(weights(model), after)
@@ -67,19 +62,11 @@ def back_and_forth(config: Any, form: str) -> None:
 @pytest.mark.promise(75)
 @pytest.mark.parametrize(
     ("config", "forms"),
-    [
-        (None, ["same"]),
-        (FSDP, ["same", "whole", "resharded"]),
-        (DDP, ["same", "whole"]),
-        (TP, ["same", "whole"]),
-    ],
+    [(None, ["same"]), (FSDP, [*FORMS]), (DDP, ["same", "whole"]), (TP, ["same", "whole"])],
 )
 def test_what_is_trained_returns_with_its_moments(world2: World, config: Any, forms: list[str]) -> None:
     for form in forms:
-        if config is None:
-            back_and_forth(None, form)
-        else:
-            world2(back_and_forth, config, form)
+        everywhere(world2, config, back_and_forth, form=form)
 
 
 def test_state_that_came_later_goes() -> None:

@@ -1,6 +1,6 @@
 """Optimizer groups and learning-rate schedules while phases come."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,54 +12,41 @@ from torch.optim import lr_scheduler as schedules
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.finetuning.groups import PhaseGroups
 
-
-def parameters() -> dict[str, nn.Parameter]:
-    torch.manual_seed(0)
-    return {name: nn.Parameter(torch.randn(2)) for name in ("a.weight", "a.bias", "b.weight", "b.bias")}
-
-
+Named = dict[str, nn.Parameter]
 A, B = ("a.weight", "a.bias"), ("b.weight", "b.bias")
 
 
-def part(all_of_them: dict[str, nn.Parameter], names: tuple[str, ...]) -> dict[str, nn.Parameter]:
-    return {name: all_of_them[name] for name in names}
+@pytest.fixture
+def named() -> Named:
+    return {name: nn.Parameter(torch.randn(2)) for name in A + B}
 
 
-def groups_of(
-    optimizers: Optimizer | list[Optimizer],
-    named: dict[str, nn.Parameter],
-    schedulers: list[Any] | None = None,
+def part(named: Named, names: tuple[str, ...]) -> Named:
+    return {name: named[name] for name in names}
+
+
+def withdrawn(
+    optimizers: list[Optimizer],
+    named: Named,
+    schedulers: Sequence[Any] = (),
     no_decay: tuple[str, ...] = (),
     apply_lambdas: bool = False,
 ) -> PhaseGroups:
-    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-    return PhaseGroups(optimizers, schedulers or [], named, no_decay, apply_lambdas)
-
-
-def grown(
-    optimizers: Optimizer | list[Optimizer], named: dict[str, nn.Parameter], lr: float | None, **options: Any
-) -> PhaseGroups:
-    """And B with phase 1 at `lr`."""
-    groups = begun(optimizers, named, **options)
-    groups.add(1, part(named, B), lr)
+    groups = PhaseGroups(optimizers, list(schedulers), named, no_decay, apply_lambdas)
+    groups.withdraw(named.values())
     return groups
 
 
 def begun(
-    optimizers: Optimizer | list[Optimizer],
-    named: dict[str, nn.Parameter],
-    lr: float | None = None,
-    names: tuple[str, ...] = A,
-    **options: Any,
+    optimizer: Optimizer, named: Named, lr: float | None = None, names: tuple[str, ...] = A, **options: Any
 ) -> PhaseGroups:
     """All are withdrawn; A comes with phase 0."""
-    groups = groups_of(optimizers, named, **options)
-    groups.withdraw(named.values())
+    groups = withdrawn([optimizer], named, **options)
     groups.add(0, part(named, names), lr)
     return groups
 
 
-def names_in(optimizer: Optimizer, named: dict[str, nn.Parameter]) -> list[list[str]]:
+def names_in(optimizer: Optimizer, named: Named) -> list[list[str]]:
     names = {parameter: name for name, parameter in named.items()}
     return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 
@@ -72,8 +59,7 @@ def step(optimizer: Optimizer) -> None:
 
 
 @pytest.mark.promise(72)
-def test_an_optimizer_of_all_parameters_is_reduced_to_phase_0_and_grows() -> None:
-    named = parameters()
+def test_an_optimizer_of_all_parameters_is_reduced_to_phase_0_and_grows(named: Named) -> None:
     optimizer = AdamW(named.values(), lr=0.1, betas=(0.8, 0.9), weight_decay=0.3)
     group = optimizer.param_groups[0]
     groups = begun(optimizer, named)
@@ -88,8 +74,7 @@ def test_an_optimizer_of_all_parameters_is_reduced_to_phase_0_and_grows() -> Non
 
 
 @pytest.mark.promise(72)
-def test_replaying_a_phase_adds_nothing() -> None:
-    named = parameters()
+def test_replaying_a_phase_adds_nothing(named: Named) -> None:
     optimizer = SGD(named.values(), lr=0.1)
     groups = begun(optimizer, named, 0.2)
     for _ in range(2):
@@ -100,34 +85,27 @@ def test_replaying_a_phase_adds_nothing() -> None:
 
 
 @pytest.mark.promise(72)
-def test_no_decay_makes_two_groups() -> None:
-    named = parameters()
+def test_no_decay_makes_two_groups(named: Named) -> None:
     optimizer = AdamW(named.values(), lr=0.1, weight_decay=0.3)
-    grown(optimizer, named, 0.01, no_decay=("a.bias", "b.bias"))
+    begun(optimizer, named, no_decay=("a.bias", "b.bias")).add(1, part(named, B), 0.01)
     assert names_in(optimizer, named) == [["a.weight"], ["a.bias"], ["b.weight"], ["b.bias"]]
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0, 0.3, 0.0]
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.1, 0.01, 0.01]
 
 
 @pytest.mark.promise(72)
-def test_an_empty_side_makes_no_group() -> None:
-    named = parameters()
+def test_an_empty_side_makes_no_group(named: Named) -> None:
     optimizer = AdamW(named.values(), lr=0.1, weight_decay=0.3)
-    grown(optimizer, named, 0.01, no_decay=("b.weight", "b.bias"))
+    begun(optimizer, named, no_decay=("b.weight", "b.bias")).add(1, part(named, B), 0.01)
     assert names_in(optimizer, named) == [[*A], [*B]]
     without = SGD(named.values(), lr=0.1)  # has no weight decay: one group does for both
     begun(without, named, no_decay=("a.bias",))
     assert names_in(without, named) == [[*A]]
 
 
-def test_parameters_return_to_the_group_that_they_left() -> None:
-    named = parameters()
-    optimizer = SGD(
-        [
-            {"params": [named["a.weight"], named["b.weight"]], "lr": 0.1},
-            {"params": [named["a.bias"], named["b.bias"]], "lr": 0.2},
-        ]
-    )
+def test_parameters_return_to_the_group_that_they_left(named: Named) -> None:
+    pairs = [named["a.weight"], named["b.weight"]], [named["a.bias"], named["b.bias"]]
+    optimizer = SGD([{"params": pair, "lr": lr} for pair, lr in zip(pairs, (0.1, 0.2), strict=True)])
     groups = begun(optimizer, named, names=("a.weight",))
     assert names_in(optimizer, named) == [["a.weight"], []]
     step(optimizer)
@@ -138,8 +116,7 @@ def test_parameters_return_to_the_group_that_they_left() -> None:
 
 @pytest.mark.parametrize("make", [SGD, Adam, AdamW, Adagrad])
 @pytest.mark.parametrize("foreach", [False, True])
-def test_optimizers_step_with_an_emptied_group(make: Any, foreach: bool) -> None:
-    named = parameters()
+def test_optimizers_step_with_an_emptied_group(named: Named, make: Any, foreach: bool) -> None:
     optimizer = make([{"params": list(part(named, A).values())}, {"params": list(part(named, B).values())}])
     for group in optimizer.param_groups:
         group["foreach"] = foreach
@@ -150,13 +127,11 @@ def test_optimizers_step_with_an_emptied_group(make: Any, foreach: bool) -> None
     assert optimizer.state_dict()["param_groups"][0]["params"] == []
 
 
-def test_state_waits_with_its_parameters() -> None:
-    named = parameters()
+def test_state_waits_with_its_parameters(named: Named) -> None:
     optimizer = Adagrad(named.values(), lr=0.1, initial_accumulator_value=0.5)  # makes state at once
     step(optimizer)
     held = optimizer.state[named["b.bias"]]["sum"]
-    groups = groups_of(optimizer, named)
-    groups.withdraw(named.values())
+    groups = withdrawn([optimizer], named)
     assert not optimizer.state
     groups.add(0, part(named, A), None)
     optimizer.state_dict()  # torch fails here where a parameter has state and no group
@@ -165,27 +140,26 @@ def test_state_waits_with_its_parameters() -> None:
     step(optimizer)
 
 
-def test_named_groups_stay_named() -> None:
-    named = parameters()
+def test_named_groups_stay_named(named: Named) -> None:
     optimizer = SGD(list(named.items()), lr=0.1)
-    grown(optimizer, named, 0.5)
+    begun(optimizer, named).add(1, part(named, B), 0.5)
     assert [group["param_names"] for group in optimizer.param_groups] == [[*A], [*B]]
 
 
-def test_parameters_of_no_optimizer_join_the_only_one() -> None:
-    named = parameters()
+def test_parameters_of_no_optimizer_join_the_only_one(named: Named) -> None:
     optimizer = SGD(part(named, A).values(), lr=0.1, momentum=0.9)
     groups = begun(optimizer, named, 0.3)
     groups.add(1, part(named, B), None)
     assert [(g["lr"], g["momentum"]) for g in optimizer.param_groups] == [(0.3, 0.9), (0.1, 0.9)]
-    other = SGD([named["a.weight"]], lr=0.1)
+    two = [SGD([named[name]], lr=0.1) for name in A]
     with pytest.raises(ParallelismValueError, match=r"b\.weight, b\.bias: in a phase, but in none of the 2"):
-        groups_of([SGD([named["a.bias"]], lr=0.1), other], named)
+        withdrawn([*two], named)
 
 
-def scheduled(make: Callable[[Optimizer], Any], **options: Any) -> tuple[Optimizer, Any, list[str]]:
+def scheduled(
+    named: Named, make: Callable[[Optimizer], Any], **options: Any
+) -> tuple[Optimizer, Any, list[str]]:
     """Two steps of phase 0, then phase 1 with a rate of its own."""
-    named = parameters()
     optimizer = SGD(named.values(), lr=1.0, momentum=0.9)
     scheduler = make(optimizer)
     groups = begun(optimizer, named, schedulers=[scheduler], **options)
@@ -216,8 +190,8 @@ def rates(optimizer: Optimizer) -> list[float]:
         ),
     ],
 )
-def test_schedulers_learn_of_new_groups(make: Any) -> None:
-    optimizer, scheduler, unmoved = scheduled(make)
+def test_schedulers_learn_of_new_groups(named: Named, make: Any) -> None:
+    optimizer, scheduler, unmoved = scheduled(named, make)
     assert not unmoved
     assert rates(optimizer)[1] == 0.1
     for _ in range(3):
@@ -230,23 +204,24 @@ def test_schedulers_learn_of_new_groups(make: Any) -> None:
 
 
 @pytest.mark.promise(77)
-def test_base_rates_are_extended_and_move_in_step() -> None:
-    optimizer, scheduler, _ = scheduled(lambda o: schedules.StepLR(o, 3, 0.5))
+def test_base_rates_are_extended_and_move_in_step(named: Named) -> None:
+    optimizer, scheduler, _ = scheduled(named, lambda o: schedules.StepLR(o, 3, 0.5))
     assert scheduler.base_lrs == [1.0, 0.1]
     scheduler.step()
     assert rates(optimizer) == [0.5, 0.05]
 
 
 @pytest.mark.promise(77)
-def test_functions_of_time_leave_new_groups_alone_unless_asked() -> None:
-    def halves(count: int) -> float:
-        return 0.5**count
+def test_functions_of_time_leave_new_groups_alone_unless_asked(named: Named) -> None:
+    def halves(optimizer: Optimizer) -> Any:
+        return schedules.LambdaLR(optimizer, lambda count: 0.5**count)
 
-    optimizer, scheduler, unmoved = scheduled(lambda o: schedules.LambdaLR(o, halves))
+    optimizer, scheduler, unmoved = scheduled(named, halves)
     assert unmoved == ["LambdaLR"]
     scheduler.step()
     assert rates(optimizer) == [0.125, 0.1]
-    optimizer, scheduler, unmoved = scheduled(lambda o: schedules.LambdaLR(o, halves), apply_lambdas=True)
+    again = {name: nn.Parameter(torch.randn(2)) for name in named}
+    optimizer, scheduler, unmoved = scheduled(again, halves, apply_lambdas=True)
     assert not unmoved
     assert rates(optimizer) == [0.25, 0.025]  # as if it had followed from the start
     scheduler.step()
@@ -254,12 +229,10 @@ def test_functions_of_time_leave_new_groups_alone_unless_asked() -> None:
 
 
 @pytest.mark.promise(77)
-def test_phase_0_keeps_its_schedule_and_starts_from_its_own_rate() -> None:
-    named = parameters()
+def test_phase_0_keeps_its_schedule_and_starts_from_its_own_rate(named: Named) -> None:
     optimizer = SGD(named.values(), lr=1.0)
     scheduler = schedules.LambdaLR(optimizer, lambda count: (count + 1) / 4)  # a warm-up
-    groups = groups_of(optimizer, named, [scheduler])
-    groups.withdraw(named.values())
+    groups = withdrawn([optimizer], named, [scheduler])
     assert groups.add(0, part(named, A), 0.2) == []
     assert rates(optimizer) == [pytest.approx(0.05)]
     step(optimizer)
@@ -268,10 +241,11 @@ def test_phase_0_keeps_its_schedule_and_starts_from_its_own_rate() -> None:
 
 
 @pytest.mark.promise(77)
-def test_two_optimizers_have_their_own_schedulers() -> None:
-    named = parameters()
+def test_two_optimizers_have_their_own_schedulers(named: Named) -> None:
     one, two = SGD(part(named, A).values(), lr=1.0), SGD(part(named, B).values(), lr=2.0)
     pair = [schedules.ExponentialLR(one, 0.5), schedules.ExponentialLR(two, 0.5)]
-    grown([one, two], named, 0.1, schedulers=pair)
+    groups = withdrawn([one, two], named, pair)
+    groups.add(0, part(named, A), None)
+    groups.add(1, part(named, B), 0.1)
     assert [len(o.param_groups) for o in (one, two)] == [1, 2]
     assert [scheduler.base_lrs for scheduler in pair] == [[1.0], [2.0, 0.1]]
