@@ -171,6 +171,10 @@ def same_training(found: Result, expected: Result) -> None:
     close(found[1], expected[1])
 
 
+def momentum(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
 class At(Callback):
     """Calls functions of the state at events: `At(batch_end=lambda state: ...)`."""
 
@@ -190,6 +194,21 @@ def raising(error: BaseException, batch: int | None = None) -> Callable[[State],
             raise error
 
     return fail
+
+
+def short_of_memory(model: nn.Module, place: str, fits: int) -> None:
+    """From now on more than `fits` samples are too many at a place such as "body.head backward"."""
+
+    def refuse(tensor: Tensor) -> None:
+        if len(tensor) > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. (injected)")
+
+    name, _, when = place.partition(" ")
+    module = model.get_submodule(name)
+    if when == "forward":
+        module.register_forward_pre_hook(lambda module, args: refuse(args[0]))
+    else:
+        module.register_forward_hook(lambda module, args, out: out.register_hook(refuse) and None)
 
 
 class Scores(Callback):

@@ -7,22 +7,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.optim import SGD
 
 from composer_dist.models import ComposerModel
 from composer_dist.trainer import EMA, CheckpointSaver, FineTuningPhases, NoImprovement, Phase
-from tests.kit.compare import close, weights
+from tests.kit.compare import close, same, weights
 from tests.kit.training import (
     PER_BATCH,
     At,
     Result,
     Scores,
     batches,
+    fitted_on_parts,
     language_model,
+    momentum,
     on_parts,
     result_of,
     same_training,
     sentences,
+    short_of_memory,
     tagger,
 )
 from tests.kit.world import World
@@ -66,10 +68,8 @@ def trained(config: Any, model: ComposerModel | None = None, **options: Any) -> 
     if "compile" in (config or {}):
         torch._dynamo.reset()  # another test's compilations of the same code
         counters.clear()
-    model = in_blocks() if model is None else model
-    options = {"optimizers": SGD(model.parameters(), lr=0.5, momentum=0.9)} | options
-    trainer, log = on_parts([], config, model, **{"train_dataloader": parts(config)} | options)
-    trainer.fit()
+    options = {"optimizers": momentum, "train_dataloader": parts(config)} | options
+    trainer, log = fitted_on_parts([], config, in_blocks() if model is None else model, **options)
     trainer.close()
     return result_of(trainer, log)
 
@@ -88,10 +88,7 @@ def test_phases_thaw_compiled_blocks(world2: World, config: Any) -> None:
 
 
 def whole(ema: EMA) -> dict[str, Tensor]:
-    holder = nn.ParameterDict(
-        {name.replace(".", "/"): nn.Parameter(one) for name, one in ema.averages.items()}
-    )
-    return weights(holder)
+    return weights(nn.ParameterDict({n.replace(".", "/"): nn.Parameter(p) for n, p in ema.averages.items()}))
 
 
 def averaged(config: Any) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
@@ -131,49 +128,29 @@ def test_averages_return_to_the_best_with_the_weights(world2: World) -> None:
             close(one, other)
 
 
-def short_of_memory(layer: nn.Module) -> None:
-    """From now on more than `FITS` samples are too many there."""
-
-    def refuse(module: nn.Module, args: Any) -> None:
-        if len(args[0]) > FITS:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. (injected)")
-
-    layer.register_forward_pre_hook(refuse)
-
-
-def fitted(config: Any) -> tuple[Any, Any, int]:
-    """A run that finds the size, one that is given it, and what the first one has compiled."""
+def given_and_found(config: Any, make: Any, place: str, **options: Any) -> tuple[Any, Any, int]:
+    """A run that is given the size, one that finds it, and what the second one has compiled."""
     results = []
     for size in (FITS, "auto"):
-        model = in_blocks()
+        model = make()
         if size == "auto" and dist.get_rank() == 1:
-            short_of_memory(model.get_submodule("body.layers.1"))
-        results.append(trained(config, model, device_train_microbatch_size=size))
+            short_of_memory(model, place, FITS)
+        results.append(trained(config, model, device_train_microbatch_size=size, **options))
     return results[0], results[1], counters["stats"]["unique_graphs"]
 
 
 @compiles
 def test_auto_finds_the_size_of_compiled_blocks_and_they_are_compiled_then(world2: World) -> None:
-    for given, found, graphs in world2(fitted, COMPILED | {"fsdp2": {}}):
+    config = COMPILED | {"fsdp2": {}}
+    for given, found, graphs in world2(given_and_found, config, in_blocks, "body.layers.1 forward"):
         same_training(found, given)
         assert graphs > 0
 
 
-def fitted_on_parts_of_sentences() -> list[Any]:
-    results = []
-    for size in (FITS, "auto"):
-        model = language_model()
-        if size == "auto" and dist.get_rank() == 1:
-            short_of_memory(model.get_submodule("model.model.layers.1"))
-        batch = [sentences(5)] * 4
-        results.append(
-            trained({"mesh": {"cp": 2}}, model, train_dataloader=batch, device_train_microbatch_size=size)
-        )
-    return results
-
-
 def test_auto_finds_the_size_under_context_parallelism(world2: World) -> None:
-    for given, found in world2(fitted_on_parts_of_sentences):
+    config, place = {"mesh": {"cp": 2}}, "model.model.layers.1 forward"
+    data = [sentences(5)] * 4
+    for given, found, _ in world2(given_and_found, config, language_model, place, train_dataloader=data):
         same_training(found, given)
 
 
@@ -183,9 +160,8 @@ def resumed(folder: Any) -> None:
     def run(duration: str, **options: Any) -> dict[str, Tensor]:
         model, ema = tagger(), EMA("2ba")
         saver = CheckpointSaver(folder, "1ba", asynchronous=False)
-        options["optimizers"] = SGD(model.parameters(), lr=0.5, momentum=0.9)
-        callbacks = [ema, FineTuningPhases(PHASES), saver]
-        trainer, _ = on_parts([4, 2], "fsdp", model, callbacks=callbacks, **options)
+        options |= {"optimizers": momentum, "callbacks": [ema, FineTuningPhases(PHASES), saver]}
+        trainer, _ = on_parts([4, 2], "fsdp", model, **options)
         trainer.fit(duration=duration)
         trainer.close()
         return whole(ema) | weights(model)
@@ -194,8 +170,7 @@ def resumed(folder: Any) -> None:
     assert len(first) == 7 + 2
     found = run("3ba", resume=True)
     folder = folder.with_name("whole")
-    for name, value in run("4ba").items():
-        assert torch.equal(found[name], value), name
+    same(found, run("4ba"))
 
 
 def test_averages_in_phases_resume_bit_for_bit(world2: World, tmp_path: Any) -> None:

@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
 from composer_dist.trainer import Evaluator
-from tests.kit.training import At, classifier, joined, loader, points, quiet, sgd, tagged, tagger
+from tests.kit.training import At, classifier, fitted, joined, loader, points, quiet, tagged, tagger
 from tests.kit.world import World
 
 
@@ -40,18 +40,15 @@ def test_the_loss_is_a_mean_over_its_terms() -> None:
     assert results == {"loss/held_out/total": pytest.approx(expected, rel=1e-6)}
 
 
-def test_the_loss_can_be_left_out() -> None:
-    trainer, _ = quiet(classifier(), eval_loss=False, eval_dataloader=loader())
+def test_the_loss_can_be_left_out_and_metrics_of_several_values_have_several_names() -> None:
+    trainer, _ = quiet(eval_loss=False, eval_dataloader=loader())
     assert list(trainer.eval()) == ["metrics/eval/MulticlassAccuracy"]
-
-
-def test_metrics_of_several_values_have_several_names() -> None:
     metric = MulticlassAccuracy(num_classes=4, average=None)
     trainer, _ = quiet(classifier(val_metrics={"hits": metric}), eval_loss=False)
     assert list(trainer.eval(loader())) == [f"metrics/eval/hits/{index}" for index in range(4)]
 
 
-def test_each_evaluation_starts_anew_and_leaves_the_models_metrics_alone() -> None:
+def test_each_evaluation_starts_over_and_leaves_the_models_metrics_alone() -> None:
     model = classifier()
     trainer, _ = quiet(model)
     assert trainer.eval(loader()) == trainer.eval(loader())
@@ -87,40 +84,22 @@ def test_predict_gives_what_eval_forward_does() -> None:
     assert trainer.predict(loader(), return_outputs=False) == []
 
 
-def test_fit_evaluates_at_intervals_and_at_its_end() -> None:
-    for interval, batches in [("1ep", [3, 6, 7]), ("2ba", [2, 4, 6, 7]), ("0.5dur", [4, 7]), (None, [])]:
-        trainer, log = quiet(
-            classifier(),
-            train_dataloader=loader(),
-            eval_dataloader=loader(),
-            eval_interval=interval,
-            max_duration="7ba",
-        )
-        trainer.fit()
-        at = [time.batch for time, _ in log.data.get("loss/eval/total", [])]
-        assert at == batches, interval
-
-
-def test_a_fit_does_not_repeat_the_last_evaluation() -> None:
-    model = classifier()
-    trainer, log = quiet(
-        model, optimizers=sgd(model), train_dataloader=loader(), eval_dataloader=loader(), eval_interval="3ba"
-    )
-    for _ in range(2):
-        trainer.fit(duration="1ep")
-    assert [time.batch for time, _ in log.data["loss/eval/total"]] == [3, 6]
-
-
-def test_there_must_be_something_to_evaluate() -> None:
-    trainer, _ = quiet(classifier())
-    with pytest.raises(ParallelismValueError, match="needs an eval_dataloader"):
-        trainer.eval()
+@pytest.mark.parametrize(
+    ("interval", "batches"),
+    [("1ep", [3, 6, 7]), ("2ba", [2, 4, 6, 7]), ("0.5dur", [4, 7]), (None, []), ("3ba", [3, 6, 7])],
+)
+def test_fit_evaluates_at_intervals_and_once_at_its_end(interval: str | None, batches: list[int]) -> None:
+    options = {"eval_dataloader": loader(), "eval_interval": interval, "max_duration": "7ba"}
+    trainer, log = quiet(train_dataloader=loader(), **options)
+    for duration in ("6ba", None) if interval == "3ba" else (None,):
+        trainer.fit(duration=duration)
+    assert [time.batch for time, _ in log.data.get("loss/eval/total", [])] == batches
 
 
 def predictions() -> list[Tensor]:
     data = points()
     mine = [[[0, 1], [2], [3]], [[4, 5, 6]]][dist.get_rank()]
-    trainer, _ = quiet(classifier(), parallelism_config="fsdp")
+    trainer, _ = quiet(parallelism_config="fsdp")
     with pytest.warns(UserWarning, match="predict dataloader of rank 1"):
         return trainer.predict([data[indices] for indices in mine])
 
@@ -141,10 +120,7 @@ def test_several_evaluators_each_with_its_interval_metrics_and_share() -> None:
         Evaluator("all", loader(12), interval="1ep"),
         Evaluator("some", loader(12), interval="2ba", subset=1, metrics=()),
     ]
-    trainer, log = quiet(
-        classifier(), train_dataloader=loader(), eval_dataloader=evaluators, max_duration="2ep"
-    )
-    trainer.fit()
+    trainer, log = fitted(eval_dataloader=evaluators, max_duration="2ep")
     assert [time.batch for time, _ in log.data["loss/all/total"]] == [3, 6]
     assert [time.batch for time, _ in log.data["loss/some/total"]] == [2, 4, 6]
     assert "metrics/all/MulticlassAccuracy" in log.data
@@ -164,10 +140,12 @@ def test_evaluators_that_cannot_be_told_apart_or_do_nothing_are_refused() -> Non
     ]
     for text, given in refused:
         with pytest.raises(ParallelismError, match=text):
-            quiet(classifier(), eval_dataloader=given)
+            quiet(eval_dataloader=given)
     for options in ({"label": "train"}, {"label": "a/b"}, {"subset": 0}, {"interval": "0ba"}):
         with pytest.raises(ParallelismError):
             Evaluator(**({"label": "one", "dataloader": loader()} | options))
-    trainer, _ = quiet(classifier(), eval_dataloader=Evaluator("one", loader(), metrics=["Recall"]))
+    trainer, _ = quiet(eval_dataloader=Evaluator("one", loader(), metrics=["Recall"]))
     with pytest.raises(ParallelismError, match="one: the model has no metric Recall; it has MulticlassAcc"):
         trainer.eval()
+    with pytest.raises(ParallelismValueError, match="needs an eval_dataloader"):
+        quiet()[0].eval()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from composer_dist.trainer import Callback, Event
-from tests.kit.training import classifier, loader, quiet
+from tests.kit.training import fitted, loader
 
 
 class Recorder(Callback):
@@ -25,23 +25,10 @@ def test_the_callback_has_exactly_one_method_for_each_event() -> None:
     assert sorted(methods) == sorted([*(event.value for event in Event), *others])
 
 
-MICROBATCH = [
-    "BEFORE_FORWARD",
-    "AFTER_FORWARD",
-    "BEFORE_LOSS",
-    "AFTER_LOSS",
-    "BEFORE_BACKWARD",
-    "AFTER_BACKWARD",
-]
+STEPS = "FORWARD", "LOSS", "BACKWARD"
+MICROBATCH = [f"{when}_{step}" for step in STEPS for when in ("BEFORE", "AFTER")]
 EVAL_BATCH = ["EVAL_BATCH_START", "EVAL_BEFORE_FORWARD", "EVAL_AFTER_FORWARD", "EVAL_BATCH_END"]
-PREDICTION = [
-    "PREDICT_START",
-    "PREDICT_BATCH_START",
-    "PREDICT_BEFORE_FORWARD",
-    "PREDICT_AFTER_FORWARD",
-    "PREDICT_BATCH_END",
-    "PREDICT_END",
-]
+PREDICTION = ["PREDICT_START", *(name.replace("EVAL", "PREDICT") for name in EVAL_BATCH), "PREDICT_END"]
 
 
 @pytest.mark.promise(98)
@@ -49,16 +36,9 @@ PREDICTION = [
 def test_events_come_in_order(interval: str) -> None:
     """Two epochs of two batches of two microbatches; an evaluation of two batches after each, none twice."""
     recorder = Recorder()
-    trainer, _ = quiet(
-        classifier(),
-        callbacks=recorder,
-        train_dataloader=loader(8),
-        eval_dataloader=loader(8),
-        eval_interval=interval,
-        device_train_microbatch_size=2,
-        max_duration="2ep",
-    )
-    trainer.fit()
+    options = {"callbacks": recorder, "eval_interval": interval, "device_train_microbatch_size": 2}
+    data = {"train_dataloader": loader(8), "eval_dataloader": loader(8)}
+    trainer, _ = fitted(max_duration="2ep", **data, **options)
     evaluation = ["EVAL_BEFORE_ALL", "EVAL_START", *EVAL_BATCH * 2, "EVAL_END", "EVAL_AFTER_ALL"]
     after_batch, after_epoch = (evaluation, []) if interval == "1ba" else ([], evaluation)
     batch = ["BEFORE_DATALOADER", "AFTER_DATALOADER", "BATCH_START", "BEFORE_TRAIN_BATCH", *MICROBATCH * 2]

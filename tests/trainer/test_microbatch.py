@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Adam
 
@@ -13,11 +12,24 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.errors import ParallelismError
-from composer_dist.trainer import Callback
-from tests.kit.compare import close, weights
-from tests.kit.training import BATCHES, Tagger, joined, quiet, tagged
+from tests.kit.compare import weights
+from tests.kit.training import (
+    BATCHES,
+    At,
+    Tagger,
+    fitted_on_parts,
+    joined,
+    my_rank,
+    on_parts,
+    quiet,
+    raising,
+    same_training,
+    short_of_memory,
+    tagged,
+)
 from tests.kit.world import World
 
+pytestmark = pytest.mark.promise(99)
 FITS = 2
 """Samples that fit into the memory of the rank that is short of it."""
 CONFIGS: dict[str, ParallelismConfig] = {
@@ -54,31 +66,6 @@ class Model(Tagger):
         return self.counting(super().forward(batch))
 
 
-def short_of_memory(model: Model, place: str, fits: int) -> None:
-    """From now on more than `fits` samples are too many there."""
-
-    def refuse(tensor: Tensor) -> None:
-        if len(tensor) > fits:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. (injected)")
-
-    name, _, when = place.partition(" ")
-    module = model.get_submodule(name)
-    if when == "forward":
-        module.register_forward_pre_hook(lambda module, args: refuse(args[0]))
-    else:
-        module.register_forward_hook(lambda module, args, out: out.register_hook(refuse) and None)
-
-
-class Sizes(Callback):
-    """The samples of each microbatch that was begun, and every batch's gradients."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def before_forward(self, state: Any, logger: Any) -> None:
-        self.sizes.append(len(state.batch["input_ids"]))
-
-
 def train(
     kind: str | None,
     size: Any,
@@ -87,28 +74,24 @@ def train(
     parts: tuple[int, ...] = (4, 4),
     **options: Any,
 ) -> tuple[list[float], dict[str, Tensor], list[int]]:
-    """Losses, weights and the microbatches of a run."""
+    """Losses, weights and the sizes of all microbatches that were begun."""
     torch.manual_seed(0)
-    model = Model()
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    sizes = Sizes()
-    trainer, log = quiet(
+    model, sizes = Model(), list[int]()
+    options |= {"gradient_clipping": 1.0, "seed": 3, "device_train_microbatch_size": size}
+    trainer, log = on_parts(
+        [],
+        CONFIGS[kind] if kind else None,
         model,
         optimizers=Adam(model.parameters(), lr=0.1),
-        train_dataloader=samples(parts, rank, kind),
-        max_duration="1ep",
-        parallelism_config=CONFIGS[kind] if kind else None,
-        device_train_microbatch_size=size,
-        gradient_clipping=1.0,
-        callbacks=sizes,
-        seed=3,
+        train_dataloader=samples(parts, my_rank(), kind),
+        callbacks=At(before_forward=lambda state: sizes.append(len(state.batch["input_ids"]))),
         **options,
     )
-    if place is not None and rank == who:
+    if place is not None and my_rank() == who:
         short_of_memory(model, place, FITS)
     trainer.fit()
     assert trainer.state.device_train_microbatch_size == FITS
-    return log.values("loss/train/total"), weights(model), sizes.sizes
+    return log.values("loss/train/total"), weights(model), sizes
 
 
 def samples(parts: tuple[int, ...], rank: int, kind: str | None) -> list[dict[str, Tensor]]:
@@ -127,7 +110,6 @@ def found_and_given(kind: str, places: list[str], who: int, **options: Any) -> l
 PLACES = ["body.embed backward", "body.layers.1 forward", "body.layers.0 backward", "body.head backward"]
 
 
-@pytest.mark.promise(99)
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -142,29 +124,22 @@ def test_auto_is_the_size_that_fits_whichever_rank_is_short(world2: World, kind:
     for who in (0, 1):
         for results in world2(found_and_given, kind, PLACES if who else PLACES[:1], who, accumulate=how):
             for found, given in results:
-                assert found[0] == given[0]
-                close(found[1], given[1])
+                same_training(found[:2], given[:2])
                 assert found[2][-2 * BATCHES :] == given[2] == [FITS] * 2 * BATCHES
                 assert len(found[2]) > len(given[2])
 
 
-@pytest.mark.promise(99)
 @pytest.mark.parametrize("place", PLACES[:2])
 def test_auto_under_hsdp_whose_groups_do_not_all_meet(world4: World, place: str) -> None:
     """Rank 3 is short; ranks 0 and 2 share no group with it, or enter collectives before they hear of it."""
-    for (((losses, found, _), (expected, given, _)),) in world4(
-        found_and_given, "hsdp", [place], 3, parts=(4, 4, 4, 4)
-    ):
-        assert losses == expected
-        close(found, given)
+    for ((found, given),) in world4(found_and_given, "hsdp", [place], 3, parts=(4, 4, 4, 4)):
+        same_training(found[:2], given[:2])
 
 
-@pytest.mark.promise(99)
 def test_auto_in_one_process_counts_the_optimizers_memory_too() -> None:
     """Ranks of other sizes, and a batch that fits only until the optimizer has its state."""
     found, given = train(None, "auto", PLACES[0], 0, parts=(8,)), train(None, FITS, parts=(8,))
-    assert found[0] == given[0]
-    close(found[1], given[1])
+    same_training(found[:2], given[:2])
     assert found[2][:3] == [8, 4, 2]
 
     model = Model()
@@ -182,25 +157,14 @@ def nothing_fits(kind: str) -> tuple[str, str]:
     for error in (torch.OutOfMemoryError("out of memory"), ValueError("the labels are wrong")):
         torch.manual_seed(0)
         model = Model()
-        trainer, _ = quiet(
-            model,
-            train_dataloader=samples((2, 1), dist.get_rank(), kind),
-            parallelism_config=CONFIGS[kind],
-            device_train_microbatch_size="auto",
-        )
-        if dist.get_rank() == 1:
-            model.body.head.register_forward_pre_hook(lambda module, args, error=error: raise_(error))
+        fails = At(before_loss=raising(error) if my_rank() == 1 else lambda state: None)
+        options = {"train_dataloader": samples((2, 1), my_rank(), kind), "callbacks": fails}
         with pytest.raises(ParallelismError) as caught:
-            trainer.fit(duration="1ba")
+            fitted_on_parts([], CONFIGS[kind], model, device_train_microbatch_size="auto", **options)
         texts.append(str(caught.value))
     return texts[0], texts[1]
 
 
-def raise_(error: Exception) -> None:
-    raise error
-
-
-@pytest.mark.promise(99)
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_where_not_even_one_sample_fits_all_ranks_say_so(world2: World, kind: str) -> None:
     first, second = world2(nothing_fits, kind)

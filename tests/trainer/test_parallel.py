@@ -1,5 +1,6 @@
 """The Trainer on several ranks gives what it gives on one with the whole batch."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
-from torch.optim import SGD
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.parallelism import ParallelismConfig
@@ -20,13 +20,14 @@ from tests.kit.training import (
     PER_BATCH,
     Result,
     batches,
-    classifier,
-    language_model,
+    fitted_on_parts,
+    momentum,
     on_parts,
+    on_sentences,
     quiet,
     result_of,
     same_training,
-    sentences,
+    sgd,
     tagger,
 )
 from tests.kit.world import World
@@ -34,21 +35,12 @@ from tests.kit.world import World
 DDP = {"ddp": {}}
 
 
-def made(parts: list[int], config: Any = None, **options: Any) -> tuple[Any, Any]:
-    model = tagger()
-    optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
-    return on_parts(parts, config, model, optimizers=optimizer, **options)
-
-
 def train(parts: list[int], config: Any = None, **options: Any) -> Result:
     """A run on this rank's parts of the batches."""
-    trainer, log = made(parts, config, **options)
-    model = trainer.state.model
-    trainer.fit()
+    trainer, log = fitted_on_parts(parts, config, optimizers=momentum, **options)
     assert (trainer.preparation is not None) == (config is not None)
-    assert all(isinstance(p, DTensor) for p in model.parameters()) == (
-        config == "fsdp" or "fsdp2" in (config or "")
-    )
+    sharded = config == "fsdp" or "fsdp2" in (config or "")
+    assert all(isinstance(p, DTensor) for p in trainer.state.model.parameters()) == sharded
     trainer.close()
     return result_of(trainer, log)
 
@@ -84,7 +76,8 @@ def test_hsdp_trains_as_one_process_on_the_whole_batch(world4: World) -> None:
 
 def in_pieces(config: Any = None) -> Result:
     """The same run as `train`, cut into pieces, with an evaluation in between."""
-    trainer, log = made([3, 3] if config else [PER_BATCH], config, max_duration=None)
+    parts = [3, 3] if config else [PER_BATCH]
+    trainer, log = on_parts(parts, config, optimizers=momentum, max_duration=None)
     for duration in ("1ba", "2ba", "1ep"):
         trainer.fit(duration=duration)
         trainer.eval(trainer.state.train_dataloader)
@@ -93,14 +86,14 @@ def in_pieces(config: Any = None) -> Result:
 
 
 @pytest.mark.promise(98)
-def test_fit_goes_on_where_it_ended_with_evaluations_in_between(world2: World) -> None:
+def test_fit_continues_where_it_ended_with_evaluations_in_between(world2: World) -> None:
     for found in [in_pieces(), *world2(in_pieces, "fsdp"), *world2(in_pieces, DDP)]:
         same_training(found, train([PER_BATCH]))
 
 
 def no_config() -> None:
     with pytest.raises(ParallelismValueError, match="2 ranks, but neither a parallelism_config"):
-        quiet(classifier())
+        quiet()
 
 
 def test_several_ranks_need_a_config_or_a_prepared_model(world2: World) -> None:
@@ -109,11 +102,9 @@ def test_several_ranks_need_a_config_or_a_prepared_model(world2: World) -> None:
 
 def prepared_before(config: Any) -> Result:
     model = tagger()
-    optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
+    optimizer = momentum(model)
     parallelize_composer_model(model, optimizer, config)
-    trainer, log = on_parts([3, 3], None, model, optimizers=optimizer, device=None)
-    trainer.fit()
-    return result_of(trainer, log)
+    return result_of(*fitted_on_parts([3, 3], None, model, optimizers=optimizer, device=None))
 
 
 def test_a_model_that_is_prepared_already_is_trained_as_it_is(world2: World) -> None:
@@ -122,21 +113,8 @@ def test_a_model_that_is_prepared_already_is_trained_as_it_is(world2: World) -> 
 
 
 def trained_llama(parts: list[int], config: Any = None, size: int | None = None, peers: int = 1) -> Result:
-    """`peers` ranks after one another have the same part."""
-    model, batch = language_model(), sentences(sum(parts))
-    rank = dist.get_rank() // peers if dist.is_initialized() else 0
-    rows = slice(sum(parts[:rank]), sum(parts[: rank + 1]))
-    trainer, log = quiet(
-        model,
-        optimizers=SGD(model.parameters(), lr=0.5),
-        train_dataloader=[{key: value[rows] for key, value in batch.items()}] * 3,
-        max_duration="1ep",
-        parallelism_config=config,
-        device_train_microbatch_size=size,
-        gradient_clipping=1.0,
-        device="cpu",
-    )
-    trainer.fit()
+    options = {"optimizers": partial(sgd, lr=0.5), "gradient_clipping": 1.0}
+    trainer, log = on_sentences(parts, config, peers, device_train_microbatch_size=size, **options)
     assert trainer.state.timestamp.token == 3 * sum(parts) * 8
     return result_of(trainer, log)
 
@@ -153,9 +131,8 @@ def tagger_on_parts_of_sentences(config: Any = None) -> Result:
         {"input_ids": pad(one["input_ids"], (0, 1)), "labels": pad(one["labels"], (0, 1), value=IGNORED)}
         for one in batches([PER_BATCH], 0)
     ]
-    trainer, log = made([], config, train_dataloader=data, device_train_microbatch_size=4)
-    trainer.fit()
-    return result_of(trainer, log)
+    options = {"train_dataloader": data, "device_train_microbatch_size": 4, "optimizers": momentum}
+    return result_of(*fitted_on_parts([], config, **options))
 
 
 def both_on_parts_of_sentences() -> list[Result]:
@@ -180,9 +157,8 @@ def test_context_parallelism_beside_data_parallelism_trains_as_one_process(world
 def on_a_mesh_of_the_users(alias: bool) -> tuple[tuple[int, ...], Result]:
     mesh = init_device_mesh("cpu", (2, 2))
     config = FSDP2Config(device_mesh=mesh) if alias else ParallelismConfig(mesh=mesh)
-    trainer, log = made([2, 1, 2, 1], config, device=None)
+    trainer, log = fitted_on_parts([2, 1, 2, 1], config, optimizers=momentum, device=None)
     assert trainer.preparation is not None
-    trainer.fit()
     return tuple(trainer.preparation.mesh.shape), result_of(trainer, log)
 
 
@@ -195,11 +171,9 @@ def test_a_mesh_of_the_users_stays_what_it_is(world4: World, alias: bool) -> Non
 
 
 def with_evaluations(reshard: bool | int) -> tuple[list[float], list[float]]:
-    mine = batches([3, 3], dist.get_rank())
     config = {"fsdp2": {"reshard_after_forward": reshard}}
-    options = {"device_train_microbatch_size": 1, "gradient_clipping": 0.1}
-    trainer, log = on_parts([3, 3], config, eval_dataloader=mine, eval_interval="1ba", **options)
-    trainer.fit()
+    options = {"device_train_microbatch_size": 1, "gradient_clipping": 0.1, "eval_interval": "1ba"}
+    _, log = fitted_on_parts([3, 3], config, eval_dataloader=batches([3, 3], dist.get_rank()), **options)
     return log.values("loss/train/total"), log.values("loss/eval/total")
 
 

@@ -1,19 +1,20 @@
-"""The Trainer on one process: durations, schedulers, seeds, refusals, interruptions."""
+"""The Trainer on one process: durations, schedulers, seeds, arguments, interruptions."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import Adam
-from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
 from composer_dist.trainer import Callback, LossScaling, Time, Trainer
 from tests.kit.compare import close, weights
-from tests.kit.training import At, classifier, joined, loader, on_parts, points, quiet, sgd, tagged, tagger
+from tests.kit.training import At, classifier, fitted, joined, loader, points, quiet, sgd, tagged, tagger
 
 
 def by_hand(epochs: int) -> dict[str, torch.Tensor]:
@@ -28,12 +29,16 @@ def by_hand(epochs: int) -> dict[str, torch.Tensor]:
     return weights(model)
 
 
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from (points()[index] for index in range(12))
+
+
 @pytest.mark.promise(98)
-def test_fit_is_plain_training() -> None:
-    model = classifier()
-    trainer, _ = quiet(model, train_dataloader=loader(), max_duration="2ep", device="cpu")
-    trainer.fit()
-    close(weights(model), by_hand(2))
+@pytest.mark.parametrize("data", [loader(), DataLoader(Stream(), 4)])
+def test_fit_is_plain_training_on_data_of_any_kind(data: Any) -> None:
+    trainer, _ = fitted(train_dataloader=data, max_duration="2ep", device="cpu")
+    close(weights(trainer.state.model), by_hand(2))
     at = trainer.state.timestamp
     assert (at.epoch, at.batch, at.sample, at.batch_in_epoch) == (2, 6, 24, 0)
 
@@ -41,7 +46,7 @@ def test_fit_is_plain_training() -> None:
 @pytest.mark.promise(98)
 @pytest.mark.parametrize(("duration", "batches"), [("1ep", 3), (2, 6), ("4ba", 4), ("9sp", 3), ("0.5dur", 5)])
 def test_durations(duration: str | int, batches: int) -> None:
-    trainer, _ = quiet(classifier(), train_dataloader=loader(), max_duration="10ba")
+    trainer, _ = quiet(train_dataloader=loader(), max_duration="10ba")
     trainer.fit(duration=duration)
     assert trainer.state.timestamp.batch == batches
 
@@ -56,44 +61,26 @@ def test_durations_in_tokens_and_seconds() -> None:
 
 
 @pytest.mark.promise(98)
-def test_fit_goes_on_in_the_middle_of_an_epoch() -> None:
-    model = classifier()
-    trainer, _ = quiet(model, train_dataloader=loader())
+def test_fit_continues_in_the_middle_of_an_epoch() -> None:
+    trainer, _ = quiet(train_dataloader=loader())
     seen = []
     for duration in ("2ba", "2ba", "1ep"):
         trainer.fit(duration=duration)
         seen.append((trainer.state.timestamp.epoch, trainer.state.timestamp.batch))
     assert seen == [(0, 2), (1, 4), (2, 6)]
-    close(weights(model), by_hand(2))
+    close(weights(trainer.state.model), by_hand(2))
 
 
-def test_an_epoch_that_a_fit_ends_with_is_over() -> None:
-    trainer, _ = quiet(classifier(), train_dataloader=loader())
-    trainer.fit(duration="3ba")
+def test_an_epoch_ends_with_its_last_batch_and_another_dataloader_starts_at_its_beginning() -> None:
+    trainer, _ = fitted(max_duration="3ba")
     assert (trainer.state.timestamp.epoch, trainer.state.timestamp.batch_in_epoch) == (1, 0)
-
-
-def test_another_dataloader_starts_at_its_beginning() -> None:
-    trainer, _ = quiet(classifier(), train_dataloader=loader())
-    trainer.fit(duration="2ba")
+    trainer, _ = fitted(max_duration="2ba")
     trainer.fit(duration="1ep", train_dataloader=loader(8))
     assert (trainer.state.timestamp.epoch, trainer.state.timestamp.batch) == (1, 4)
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        yield from (points()[index] for index in range(12))
-
-
-def test_a_stream_without_a_length_trains() -> None:
-    model = classifier()
-    trainer, _ = quiet(model, train_dataloader=DataLoader(Stream(), 4), max_duration="2ep")
-    trainer.fit()
-    close(weights(model), by_hand(2))
-
-
 def test_a_fit_needs_a_duration_data_and_optimizers() -> None:
-    trainer, _ = quiet(classifier())
+    trainer, _ = quiet()
     with pytest.raises(ParallelismValueError, match="needs a train_dataloader"):
         trainer.fit(duration="1ba")
     with pytest.raises(ParallelismValueError, match="No training length given"):
@@ -102,17 +89,14 @@ def test_a_fit_needs_a_duration_data_and_optimizers() -> None:
         trainer.fit(duration="0.5dur")
     with pytest.raises(ParallelismValueError, match="duration must be positive, not '0ba'"):
         trainer.fit(duration="0ba")
-    idle, _ = quiet(classifier(), optimizers=None, train_dataloader=loader())
     with pytest.raises(ParallelismValueError, match="Training needs optimizers"):
-        idle.fit(duration="1ba")
-    done, _ = quiet(classifier(), train_dataloader=loader(), max_duration="1ba")
-    done.fit()
+        fitted(optimizers=None)
+    done, _ = fitted(max_duration="1ba")
     with pytest.raises(ParallelismValueError, match="already reached max_duration='1ba'"):
         done.fit()
 
 
 def test_arguments_that_cannot_work_are_refused() -> None:
-    model = classifier()
     refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ParallelismTypeError, "needs a ComposerModel, not Linear", {"model": nn.Linear(2, 2)}),
         (ParallelismTypeError, "optimizers takes a Optimizer .* not str", {"optimizers": "adam"}),
@@ -131,7 +115,7 @@ def test_arguments_that_cannot_work_are_refused() -> None:
     ]
     for kind, text, options in refused:
         with pytest.raises(kind, match=text):
-            Trainer(**{"model": model, "progress_bar": False} | options)
+            Trainer(**{"model": classifier(), "progress_bar": False} | options)
 
 
 def test_a_model_without_values_is_refused() -> None:
@@ -142,25 +126,17 @@ def test_a_model_without_values_is_refused() -> None:
 
 
 def test_parameters_that_no_optimizer_has_are_named() -> None:
-    model = classifier()
-    trainer, _ = quiet(model, optimizers=sgd(model.module[0]), train_dataloader=loader())
     with pytest.warns(UserWarning, match=r"module.2.weight, module.2.bias are trainable but in no"):
-        trainer.fit(duration="1ba")
+        fitted(optimizers=lambda model: sgd(model.module[0]))
 
 
 def rates(every_batch: bool | None, duration: str) -> list[float]:
-    model = classifier()
-    optimizer = sgd(model, lr=1.0)
-    schedulers: list[LRScheduler] = [StepLR(optimizer, 1, gamma=0.5)]
-    trainer, log = quiet(
-        model,
-        optimizers=optimizer,
-        schedulers=schedulers,
+    _, log = fitted(
+        optimizers=partial(sgd, lr=1.0),
+        schedulers=lambda optimizer: [StepLR(optimizer, 1, gamma=0.5)],
         step_schedulers_every_batch=every_batch,
-        train_dataloader=loader(),
         max_duration=duration,
     )
-    trainer.fit()
     return log.values("lr-SGD/group0")
 
 
@@ -181,8 +157,7 @@ def test_several_optimizers_all_step() -> None:
     model = classifier()
     first, second = sgd(model.module[0]), Adam(model.module[2].parameters())
     before = weights(model)
-    trainer, log = quiet(model, optimizers=[first, second], train_dataloader=loader())
-    trainer.fit(duration="1ba")
+    _, log = fitted(model, optimizers=[first, second], max_duration="1ba")
     assert all(not torch.equal(before[name], value) for name, value in weights(model).items())
     assert {name for name in log.data if name.startswith("lr-")} == {"lr-SGD/group0", "lr-Adam/group0"}
 
@@ -191,9 +166,7 @@ def test_a_seed_repeats_a_run_with_dropout() -> None:
     def run(seed: int) -> list[float]:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4))
-        model = ComposerClassifier(module, num_classes=4)
-        trainer, log = quiet(model, seed=seed, train_dataloader=loader(), max_duration="1ep")
-        trainer.fit()
+        _, log = fitted(ComposerClassifier(module, num_classes=4), seed=seed)
         return log.values("loss/train/total")
 
     assert run(1) == run(1)
@@ -202,14 +175,11 @@ def test_a_seed_repeats_a_run_with_dropout() -> None:
 
 def test_bf16_computes_low_and_keeps_float32_weights() -> None:
     dtypes = []
-
     seen = At(after_forward=lambda state: dtypes.append(state.outputs.dtype))
     for precision, dtype in [("amp_bf16", torch.bfloat16), ("fp32", torch.float32)]:
-        model = classifier()
-        trainer, _ = quiet(model, precision=precision, callbacks=seen, train_dataloader=loader())
-        trainer.fit(duration="1ba")
+        trainer, _ = fitted(precision=precision, callbacks=seen)
         assert dtypes.pop() is dtype
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert {parameter.dtype for parameter in trainer.state.model.parameters()} == {torch.float32}
 
 
 class Interrupted(Callback):
@@ -226,10 +196,9 @@ class Interrupted(Callback):
         self.closed += 1
 
 
-def test_ctrl_c_closes_callbacks_and_leaves_a_trainer_that_goes_on() -> None:
+def test_ctrl_c_closes_callbacks_and_leaves_a_trainer_that_can_continue() -> None:
     callback = Interrupted()
-    model = classifier()
-    trainer, log = quiet(model, callbacks=callback, train_dataloader=loader())
+    trainer, log = quiet(callbacks=callback, train_dataloader=loader())
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(duration="1ep")
     assert callback.closed == 1
@@ -239,31 +208,16 @@ def test_ctrl_c_closes_callbacks_and_leaves_a_trainer_that_goes_on() -> None:
 
 def test_leaving_the_context_closes() -> None:
     callback = Interrupted()
-    with quiet(classifier(), callbacks=callback)[0]:
+    with quiet(callbacks=callback)[0]:
         assert callback.closed == 0
     assert callback.closed == 1
 
 
-def test_stopping_ends_the_fit_and_the_next_one_goes_on() -> None:
-    def stop(state: Any) -> None:
-        if state.timestamp.batch == 2:
-            state.stop_training()
-
-    model = classifier()
-    stopping = At(batch_end=stop)
-    trainer, _ = quiet(model, train_dataloader=loader(), callbacks=stopping, max_duration="2ep")
-    trainer.fit()
-    assert trainer.state.timestamp.batch == 2
-    trainer.fit()
-    close(weights(model), by_hand(2))
-
-
 @pytest.mark.promise(98)
 def test_a_config_prepares_the_model_in_a_world_of_one() -> None:
-    model = classifier()
-    trainer, log = on_parts([], "fsdp", model, train_dataloader=loader(), max_duration=Time.of("2ep"))
+    model, duration = classifier(), Time.of("2ep")
+    trainer, log = fitted(model, parallelism_config="fsdp", max_duration=duration, device="cpu")
     assert trainer.preparation is not None
     assert trainer.preparation.model is model
-    trainer.fit()
     close(weights(model), by_hand(2))
     assert len(log.values("loss/train/total")) == 6

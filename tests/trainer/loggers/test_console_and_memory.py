@@ -8,15 +8,11 @@ import torch
 from composer_dist.errors import ParallelismKeyError
 from composer_dist.trainer import ConsoleLogger, InMemoryLogger, Logger, State
 from composer_dist.trainer.clock import Time, Timestamp
-from tests.kit.training import classifier, loader, quiet
-
-
-def state(rank: int = 0) -> State:
-    return State(model=classifier(), device=torch.device("cpu"), rank=rank)
+from tests.kit.training import At, classifier, fitted
 
 
 def test_the_logger_reaches_every_destination_and_the_state() -> None:
-    now = state()
+    now = State(model=classifier(), device=torch.device("cpu"))
     destinations = [InMemoryLogger(), InMemoryLogger()]
     logger = Logger(now, destinations)
     logger.log_metrics({"loss": torch.tensor(0.5)})
@@ -24,61 +20,41 @@ def test_the_logger_reaches_every_destination_and_the_state() -> None:
     logger.log_metrics({"loss": 0.25})
     logger.log_hyperparameters({"seed": 3})
     for destination in destinations:
-        assert destination.data == {
-            "loss": [(Timestamp(), 0.5), (Timestamp(batch=1, batch_in_epoch=1), 0.25)]
-        }
+        assert destination.data == {"loss": [(Timestamp(), 0.5), (now.timestamp, 0.25)]}
         assert destination.values("loss") == [0.5, 0.25]
         assert destination.hyperparameters == {"seed": 3}
     assert now.metric_values == {"loss": 0.25}
-
-
-def test_what_was_never_logged_is_named() -> None:
-    log = InMemoryLogger()
     with pytest.raises(ParallelismKeyError, match="'loss' was never logged; there is: nothing"):
-        log.values("loss")
+        InMemoryLogger().values("loss")
 
 
 def test_the_console_prints_every_interval() -> None:
     stream = io.StringIO()
-    now = state()
+    now = State(model=classifier(), device=torch.device("cpu"))
     console = ConsoleLogger("2ba", stream=stream)
     logger = Logger(now, [console])
     for batch in range(1, 5):
         now.timestamp = Timestamp(batch=batch)
         logger.log_metrics({"loss": torch.tensor(1.0 / batch), "lr": 0.1})
         console.batch_end(now, logger)
-    assert stream.getvalue().splitlines() == [
-        "[epoch 0, batch 2]",
-        "  loss  0.5",
-        "  lr    0.1",
-        "[epoch 0, batch 4]",
-        "  loss  0.25",
-        "  lr    0.1",
-    ]
+    first, second = ["[epoch 0, batch 2]", "  loss  0.5"], ["[epoch 0, batch 4]", "  loss  0.25"]
+    assert stream.getvalue().splitlines() == [*first, "  lr    0.1", *second, "  lr    0.1"]
 
 
 def test_the_console_prints_once_per_epoch_and_on_rank_0_only() -> None:
     for rank, lines in ((0, 3), (1, 0)):
         stream = io.StringIO()
-        console = ConsoleLogger("1ep", stream=stream)
-        trainer, _ = quiet(classifier(), loggers=console, eval_interval=None)
-        stream.truncate(0)
-        trainer.state.rank = rank
-        trainer.fit(duration="3ep", train_dataloader=loader())
+        on_rank = At(init=lambda state, rank=rank: setattr(state, "rank", rank))
+        fitted(loggers=ConsoleLogger("1ep", stream=stream), callbacks=on_rank, max_duration="3ep")
         assert stream.getvalue().count("loss/train/total") == lines
 
 
 @pytest.mark.promise(98)
 def test_loss_rate_and_speed_are_logged() -> None:
-    _, log = trained = quiet(classifier(), max_duration="1ep", train_dataloader=loader())
-    trained[0].fit()
+    _, log = fitted()
     assert log.values("lr-SGD/group0") == [0.1] * 3
-    assert {name for name in log.data if name.startswith("throughput/")} == {
-        "throughput/batches_per_sec",
-        "throughput/samples_per_sec",
-        "throughput/device/batches_per_sec",
-        "throughput/device/samples_per_sec",
-    }
+    rates = "batches_per_sec", "samples_per_sec", "device/batches_per_sec", "device/samples_per_sec"
+    assert {name for name in log.data if "throughput" in name} == {f"throughput/{rate}" for rate in rates}
     times = [time for time, _ in log.data["loss/train/total"]]
     assert [time.get("sp") for time in times] == [Time.of(f"{n}sp") for n in (4, 8, 12)]
     assert log.hyperparameters["max_duration"] == "1ep"

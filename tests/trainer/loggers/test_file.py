@@ -12,7 +12,7 @@ import torch
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.trainer import FileLogger, Logger, State, Trainer
 from composer_dist.trainer.clock import Timestamp
-from tests.kit.training import At, classifier, loader, on_parts, quiet, raising
+from tests.kit.training import At, classifier, fitted_on_parts, loader, quiet, raising
 from tests.kit.world import World
 
 
@@ -20,14 +20,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def logged(path: Path, name: str = "loss/train/total") -> list[tuple[int, float]]:
-    return [(line["batch"], line[name]) for line in lines(path) if name in line]
+def logged(path: Path) -> list[int]:
+    """The batches whose loss is in the file."""
+    return [line["batch"] for line in lines(path) if "loss/train/total" in line]
 
 
 def trainer_of(path: Path, **options: Any) -> tuple[Trainer, FileLogger]:
     file = FileLogger(path)
-    options = {"train_dataloader": loader(), "max_duration": "3ep"} | options
-    trainer, _ = quiet(classifier(), loggers=file, **options)
+    trainer, _ = quiet(loggers=file, train_dataloader=loader(), max_duration="3ep", **options)
     return trainer, file
 
 
@@ -44,33 +44,32 @@ def test_each_moment_is_a_line(tmp_path: Path) -> None:
     assert "metrics/eval/MulticlassAccuracy" in rest[3]
 
 
-def state(batch: int = 0, rank: int = 0) -> State:
-    now = State(model=classifier(), device=torch.device("cpu"), rank=rank)
-    now.timestamp = Timestamp(batch=batch)
-    return now
+def started(path: Path, batch: int = 0, **options: Any) -> tuple[FileLogger, State, Logger]:
+    """A file in a run that has begun."""
+    file = FileLogger(path, **options)
+    now = State(model=classifier(), device=torch.device("cpu"), timestamp=Timestamp(batch=batch))
+    logger = Logger(now, [file])
+    file.fit_start(now, logger)
+    return file, now, logger
 
 
 def test_values_are_read_when_they_are_written_and_all_kinds_are_written(tmp_path: Path) -> None:
-    file, now = FileLogger(tmp_path / "a.jsonl", interval="3ba"), state()
-    logger = Logger(now, [file])
-    file.fit_start(now, logger)
+    file, now, logger = started(path := tmp_path / "a.jsonl", interval="3ba")
     values = {"a": math.nan, "b": torch.tensor(math.inf), "c": torch.tensor(3), "d": -math.inf, "e": 0.5}
     for _ in range(3):
-        assert lines(tmp_path / "a.jsonl") == []
+        assert lines(path) == []
         now.timestamp = now.timestamp.next_batch()
         logger.log_metrics(values)
         logger.log_metrics({"e": torch.tensor(2.5)})
         file.batch_end(now, logger)
-    assert [line["batch"] for line in lines(tmp_path / "a.jsonl")] == [1, 2, 3]
-    line = lines(tmp_path / "a.jsonl")[0]
+    assert [line["batch"] for line in lines(path)] == [1, 2, 3]
+    line = lines(path)[0]
     assert {name: line[name] for name in values} == {"a": "nan", "b": "inf", "c": 3, "d": "-inf", "e": 2.5}
     assert math.isnan(float(line["a"]))
 
 
 def test_tables_have_a_line_of_their_own(tmp_path: Path) -> None:
-    file, now = FileLogger(tmp_path / "a.jsonl"), state(batch=7)
-    logger = Logger(now, [file])
-    file.fit_start(now, logger)
+    file, now, logger = started(tmp_path / "a.jsonl", batch=7)
     logger.log_table("generations", ["prompt", "text"], [["a", "b"], ["c", "d\n"]])
     file.close(now, logger)
     (line,) = lines(tmp_path / "a.jsonl")
@@ -78,11 +77,7 @@ def test_tables_have_a_line_of_their_own(tmp_path: Path) -> None:
     assert line["rows"] == [{"prompt": "a", "text": "b"}, {"prompt": "c", "text": "d\n"}]
 
 
-def kill(batch: int) -> At:
-    return At(batch_checkpoint=raising(KeyboardInterrupt(), batch))
-
-
-def test_a_resumed_run_goes_on_without_lines_missing_or_twice(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_without_lines_missing_or_twice(tmp_path: Path) -> None:
     whole, path = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     trainer_of(whole)[0].fit()
     saved: dict[str, Any] = {}
@@ -91,33 +86,31 @@ def test_a_resumed_run_goes_on_without_lines_missing_or_twice(tmp_path: Path) ->
         if state.timestamp.batch == 5:
             saved.update(first.state_dict(), weights=copy.deepcopy(first.state.model.state_dict()))
             # What is saved is in the file, whatever the interval.
-            assert [batch for batch, _ in logged(path)] == [1, 2, 3, 4, 5]
+            assert logged(path) == [1, 2, 3, 4, 5]
 
-    first, _ = trainer_of(path, callbacks=[At(batch_checkpoint=save), kill(7)])
+    kill = At(batch_checkpoint=raising(KeyboardInterrupt(), 7))
+    first, _ = trainer_of(path, callbacks=[At(batch_checkpoint=save), kill])
     with pytest.raises(KeyboardInterrupt):
         first.fit()
-    assert [batch for batch, _ in logged(path)] == [1, 2, 3, 4, 5, 6, 7]  # closed by Ctrl-C
+    assert logged(path) == [1, 2, 3, 4, 5, 6, 7]  # closed by Ctrl-C
     path.write_text(path.read_text() + '{"batch": 8, "loss/tr')  # and cut off
 
-    second, _ = trainer_of(path, train_dataloader=loader())
+    second, _ = trainer_of(path)
     second.state.model.load_state_dict(saved.pop("weights"))
     second.load_state_dict(saved)
     second.fit()
-    assert [batch for batch, _ in logged(path)] == [*range(1, 10)]
+    assert logged(path) == [*range(1, 10)]
     assert sum("hyperparameters" in line for line in lines(path)) == 1
     assert {one.name for one in tmp_path.iterdir()} == {"cut.jsonl", "whole.jsonl"}
 
 
-def test_a_run_that_starts_anew_leaves_the_old_file_beside_it(tmp_path: Path) -> None:
+def test_a_run_that_starts_over_leaves_the_old_file_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for _ in range(3):
         trainer_of(path)[0].fit(duration="1ba")
-    assert sorted(one.name for one in tmp_path.iterdir()) == [
-        "metrics.1.jsonl",
-        "metrics.2.jsonl",
-        "metrics.jsonl",
-    ]
-    assert [batch for batch, _ in logged(path)] == [1]
+    names = {one.name for one in tmp_path.iterdir()}
+    assert names == {"metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"}
+    assert logged(path) == [1]
 
 
 def test_several_fits_of_one_trainer_are_one_run(tmp_path: Path) -> None:
@@ -127,18 +120,10 @@ def test_several_fits_of_one_trainer_are_one_run(tmp_path: Path) -> None:
         trainer.fit(duration="1ba")
     trainer.close()
     trainer.fit(duration="1ba")
-    assert [batch for batch, _ in logged(path)] == [1, 2, 3]
+    assert logged(path) == [1, 2, 3]
 
 
-def test_an_error_leaves_what_was_logged(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    trainer, _ = trainer_of(path, callbacks=kill(2))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.fit()
-    assert [batch for batch, _ in logged(path)] == [1, 2]
-
-
-def test_a_full_disk_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_warning_and_training_continues(tmp_path: Path) -> None:
     trainer, file = trainer_of(tmp_path / "metrics.jsonl")
 
     def full(objects: Any) -> None:
@@ -151,14 +136,13 @@ def test_a_full_disk_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
 
 
 def on_two_ranks(path: Path) -> list[str]:
-    trainer, _ = on_parts([3, 3], "fsdp", loggers=FileLogger(path))
-    trainer.fit()
+    trainer, _ = fitted_on_parts([3, 3], "fsdp", loggers=FileLogger(path))
     return [*trainer.state_dict()["callbacks"]]
 
 
 def test_rank_0_writes_for_all(world2: World, tmp_path: Path) -> None:
     assert world2(on_two_ranks, tmp_path / "a.jsonl") == [["FileLogger/0"]] * 2
-    assert [batch for batch, _ in logged(tmp_path / "a.jsonl")] == [1, 2, 3, 4]
+    assert logged(tmp_path / "a.jsonl") == [1, 2, 3, 4]
     assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from composer_dist.trainer import Callback, MLflowLogger, Trainer
-from tests.kit.training import At, Table, classifier, loader, quiet, raising
+from tests.kit.training import At, Table, loader, quiet, raising
 
 # mlflow 3.17 with SQLAlchemy 2.1: its own models use a loader that is deprecated there.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -27,8 +27,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def trainer_of(uri: str, name: str, *callbacks: Callback, **options: Any) -> Trainer:
     logger = MLflowLogger(name, "name", uri, {"who": "us"})
     options = {"max_duration": "1ep", "train_dataloader": loader()} | options
-    trainer, _ = quiet(classifier(), loggers=logger, callbacks=callbacks, **options)
-    return trainer
+    return quiet(loggers=logger, callbacks=callbacks, **options)[0]
 
 
 def only_run(uri: str, name: str) -> tuple[Any, Any]:
@@ -42,14 +41,9 @@ def only_run(uri: str, name: str) -> tuple[Any, Any]:
 
 
 def test_metrics_tables_and_parameters_reach_the_run_and_it_is_resumed(uri: str) -> None:
-    saved: dict[str, Any] = {}
-
-    def save(state: Any) -> None:
-        if state.timestamp.batch == 2:
-            saved.update(trainer.state_dict())
-
-    callbacks = Table("a", "b"), At(batch_checkpoint=save)
-    with trainer_of(uri, "whole", *callbacks, eval_dataloader=loader()) as trainer:
+    with trainer_of(uri, "whole", Table("a", "b"), eval_dataloader=loader()) as trainer:
+        trainer.fit(duration="2ba")
+        saved = trainer.state_dict()
         trainer.fit()
     client, run = only_run(uri, "whole")
     history = client.get_metric_history(run.info.run_id, "loss/train/total")

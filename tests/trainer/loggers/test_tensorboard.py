@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from composer_dist.trainer import TensorBoardLogger
+from composer_dist.trainer import InMemoryLogger, TensorBoardLogger, Trainer
 from composer_dist.trainer.loggers.tensorboard import markdown
-from tests.kit.training import At, Table, classifier, loader, on_parts, quiet
+from tests.kit.training import Table, fitted, fitted_on_parts, loader, quiet
 from tests.kit.world import World
 
 
@@ -20,24 +20,13 @@ def events(path: Path) -> Any:
 
 
 def test_scalars_hyperparameters_and_tables(tmp_path: Path) -> None:
-    trainer, _ = quiet(
-        classifier(),
-        loggers=TensorBoardLogger(tmp_path),
-        callbacks=Table("a|b", "c\nd"),
-        train_dataloader=loader(),
-        eval_dataloader=loader(),
-        max_duration="1ep",
-    )
-    values: list[float] = []
-    trainer.callbacks.append(
-        At(batch_end=lambda state: values.append(float(state.metric_values["loss/train/total"])))
-    )
-    with trainer:
-        trainer.fit()
+    log = InMemoryLogger()
+    options = {"loggers": [TensorBoardLogger(tmp_path), log], "callbacks": Table("a|b", "c\nd")}
+    fitted(eval_dataloader=loader(), **options)[0].close()
     found = events(tmp_path)
     losses = found.Scalars("loss/train/total")
     assert [one.step for one in losses] == [1, 2, 3]
-    assert [one.value for one in losses] == pytest.approx(values)
+    assert [one.value for one in losses] == pytest.approx(log.values("loss/train/total"))
     assert [one.step for one in found.Scalars("metrics/eval/MulticlassAccuracy")] == [3]
     (table,) = found.Tensors("generations/text_summary")
     assert table.step == 3
@@ -47,28 +36,21 @@ def test_scalars_hyperparameters_and_tables(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_hides_what_it_repeats(tmp_path: Path) -> None:
-    saved: dict[str, Any] = {}
+    def trainer() -> Trainer:
+        return quiet(loggers=TensorBoardLogger(tmp_path), train_dataloader=loader(24), max_duration="1ep")[0]
 
-    def save(state: Any) -> None:
-        if state.timestamp.batch == 2:
-            saved.update(first.state_dict())
-
-    options: dict[str, Any] = {"train_dataloader": loader(24), "max_duration": "1ep"}
-    first, _ = quiet(
-        classifier(), loggers=TensorBoardLogger(tmp_path), callbacks=At(batch_checkpoint=save), **options
-    )
-    with first:
-        first.fit(duration="4ba")
-    second, _ = quiet(classifier(), loggers=TensorBoardLogger(tmp_path), **options)
-    second.load_state_dict(saved)
-    with second:
+    with trainer() as first:
+        first.fit(duration="2ba")
+        saved = first.state_dict()
+        first.fit(duration="2ba")
+    with trainer() as second:
+        second.load_state_dict(saved)
         second.fit()
     assert [one.step for one in events(tmp_path).Scalars("loss/train/total")] == [1, 2, 3, 4, 5, 6]
 
 
 def on_two_ranks(path: Path) -> None:
-    with on_parts([3, 3], "fsdp", loggers=TensorBoardLogger(path))[0] as trainer:
-        trainer.fit()
+    fitted_on_parts([3, 3], "fsdp", loggers=TensorBoardLogger(path))[0].close()
 
 
 def test_rank_0_writes_for_all(world2: World, tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from composer_dist.trainer import Callback, Trainer, WandBLogger
-from tests.kit.training import At, Table, classifier, loader, quiet, raising
+from tests.kit.training import At, Table, fitted, loader, raising
 
 
 def records(directory: Path) -> Iterator[Any]:
@@ -49,17 +50,9 @@ def history(directory: Path) -> list[dict[str, Any]]:
 
 def trained(directory: Path, *callbacks: Callback) -> Trainer:
     logger = WandBLogger("project", "name", mode="offline", dir=str(directory))
-    trainer, _ = quiet(
-        classifier(),
-        loggers=logger,
-        callbacks=callbacks,
-        train_dataloader=loader(),
-        eval_dataloader=loader(),
-        max_duration="1ep",
-    )
-    with trainer:
-        trainer.fit()
-        assert list(trainer.state_dict()["callbacks"]["WandBLogger/0"]) == ["id"]
+    trainer, _ = fitted(loggers=logger, callbacks=callbacks, eval_dataloader=loader())
+    assert list(trainer.state_dict()["callbacks"]["WandBLogger/0"]) == ["id"]
+    trainer.close()
     return trainer
 
 
@@ -86,29 +79,19 @@ def test_an_interrupted_run_is_ended_as_such_with_its_values(tmp_path: Path) -> 
     assert [r.exit.exit_code for r in records(tmp_path) if r.HasField("exit")] == [1]
 
 
-def test_a_resumed_run_goes_on_in_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_continues_in_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
 
-    class Run:
-        id = "abc"
+    run = Mock(id="abc", log=lambda values, step: given.append({"step": step}))
 
-        def log(self, values: Any, step: int) -> None:
-            given.append({"step": step})
-
-        def finish(self, exit_code: int) -> None:
-            pass
-
-        config: Any = type("Config", (), {"update": lambda *args, **options: None})()
-
-    def start(**options: Any) -> Run:
+    def start(**options: Any) -> Mock:
         given.append(options)
-        return Run()
+        return run
 
     monkeypatch.setattr("wandb.init", start)
     logger = WandBLogger("project", entity="us")
     logger.load_state_dict({"id": "abc"})
-    trainer, _ = quiet(classifier(), loggers=logger, train_dataloader=loader())
-    trainer.fit(duration="1ba")
+    fitted(loggers=logger, max_duration="1ba")
     assert given == [
         {"project": "project", "name": None, "mode": None, "entity": "us", "id": "abc", "resume": "allow"},
         {"step": 1},
