@@ -103,10 +103,10 @@ def fails(kind: type[BaseException], *texts: str) -> Iterator[pytest.ExceptionIn
 
 
 @contextmanager
-def fails_alike(kind: type[BaseException], *texts: str) -> Iterator[None]:
+def fails_alike(kind: type[BaseException], *texts: str) -> Iterator[pytest.ExceptionInfo[BaseException]]:
     """Every rank fails with the same message, which contains the texts."""
     with fails(kind, *texts) as caught:
-        yield
+        yield caught
     shown: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shown, str(caught.value))
     assert shown == shown[:1] * len(shown)

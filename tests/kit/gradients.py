@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_dist import _torch
+from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.distributed.training.averaging import average_plain_gradients
 from tests.kit import compare
 from tests.kit.compare import Tensors, close
@@ -90,7 +91,9 @@ def assert_grads(model: nn.Module, expected: Tensors) -> None:
     close(grads(model), expected, rtol=1.3e-6, atol=1e-5)
 
 
-def prepared(kind: str, reshard: bool | int = True) -> tuple[nn.Module, nn.Module]:
+def prepared(
+    kind: str, reshard: bool | int = True, *, recompute: bool = False
+) -> tuple[nn.Module, nn.Module]:
     """A toy model prepared in some way, and its unsharded copy."""
     torch.manual_seed(3)
     model = Toy()
@@ -102,6 +105,8 @@ def prepared(kind: str, reshard: bool | int = True) -> tuple[nn.Module, nn.Modul
     mesh = mesh_of(2 if kind == "hsdp" else 1)
     plain = {name: p for name, p in model.named_parameters() if is_plain(name)}
     for block in model.blocks:
+        if recompute:
+            checkpoint_modules(block, [""], "composable", {})
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params={*plain.values()})
     fully_shard(model, mesh=mesh, ignored_params={*plain.values()})
     average_plain_gradients(model, plain, mesh)

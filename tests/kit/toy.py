@@ -88,6 +88,10 @@ def tokens(start: int = 0) -> Tensor:
     return torch.arange(start, start + 4) % 16
 
 
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def train(model: nn.Module, optimizers: Any, steps: int = 2, first: int = 0, whole: bool = False) -> None:
     """Steps on a batch that is split over the ranks, or the whole of it for a reference."""
     optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
@@ -170,7 +174,7 @@ def sharded(model: M, *, replicas: int = 1, reshard_after_forward: bool | int = 
 
 def train_step(model: nn.Module) -> None:
     """One SGD step, the same on every rank."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD(trainable(model), lr=0.1)
     model(six_tokens()).logsumexp(-1).mean().backward()
     optimizer.step()
 
@@ -199,28 +203,3 @@ class Buffers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)
-
-
-EXPECTED = {
-    "single_auto_sync": [[-1, None, None], [-1.5, -1.5, None], [-1.5, -1.5, None]],
-    "multi_auto_sync": [[-1.5, None, None], [-1.5, -1.5, None], [-1.5, -1.5, None]],
-    "forced_sync": [[-1, None, None], [-1, -1, None], [-1.5, -1.5, None]],
-}
-
-
-class Choices(nn.Module):
-    """Each input uses one of three weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.choices = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
-        for choice in self.choices:
-            nn.init.zeros_(choice.weight)
-
-    def forward(self, which: int) -> torch.Tensor:
-        return self.choices[which](torch.ones(1))
-
-
-def choice_gradients(model: nn.Module) -> list[float | None]:
-    """Each choice's gradient; untouched ones, None or zero, as None."""
-    return [float(p.grad) if p.grad is not None and p.grad.any() else None for p in model.parameters()]

@@ -14,7 +14,7 @@ from composer_dist.distributed.moving.transfer import deliver, take_part
 from composer_dist.tensors.fingerprint import fingerprint
 from tests.kit.measure import profiled
 from tests.kit.meshes import awkward_tensors, cargoes_of, mesh_of
-from tests.kit.world import run
+from tests.kit.world import on_ranks, run
 
 MIB = 1 << 20
 
@@ -31,11 +31,8 @@ def check(cargoes: list[Cargo], everything: list[tuple[str, torch.Tensor]], mesh
 
 @pytest.mark.parametrize(("size", "replicas"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 30])
+@on_ranks("size")
 def test_every_element_arrives_from_any_source(size: int, replicas: int, bucket_bytes: int) -> None:
-    run(arrives, size, replicas, bucket_bytes)
-
-
-def arrives(replicas: int, bucket_bytes: int) -> None:
     mesh, everything = mesh_of(replicas), awkward_tensors() if bucket_bytes > 1 else awkward_tensors()[:3]
     for source in range(dist.get_world_size()):
         cargoes = cargoes_of(everything, mesh, source)
@@ -82,11 +79,8 @@ def all_at_once(replicas: int) -> None:
         check(cargoes[source], lot, mesh)
 
 
+@on_ranks(2)
 def test_every_dtype_travels() -> None:
-    run(dtypes_travel, 2)
-
-
-def dtypes_travel() -> None:
     names = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float64 complex64 float8_e4m3fn"
     mesh = mesh_of(1)
     everything = awkward_tensors([getattr(torch, name) for name in names.split()])
@@ -97,11 +91,8 @@ def dtypes_travel() -> None:
     check(cargoes, [(n, v.float() if "float8" in n else v) for n, v in everything], mesh)
 
 
+@on_ranks(2)
 def test_a_source_of_another_dtype_is_converted_on_its_way() -> None:
-    run(converted, 2)
-
-
-def converted() -> None:
     mesh = mesh_of(1)
     everything = [(name, value.to(torch.bfloat16)) for name, value in awkward_tensors()]
     cargoes = cargoes_of(everything, mesh, 0)

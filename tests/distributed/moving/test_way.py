@@ -26,7 +26,7 @@ from tests.kit.measure import profiled
 from tests.kit.meshes import awkward_tensors, cargoes_of, config
 from tests.kit.toy import built
 from tests.kit.worker import HOST
-from tests.kit.world import _host_store, run
+from tests.kit.world import _host_store, on_ranks, run
 
 MIB = 1 << 20
 
@@ -119,11 +119,8 @@ MESHES = ["dp_shard", "dp_replicate", "dp_replicate dp_shard", "dp_shard tp", "d
 
 
 @pytest.mark.parametrize("asked", ["memory", "messages"])
+@on_ranks(4)
 def test_every_element_arrives_from_one_source_and_from_several_at_once(asked: str) -> None:
-    run(arrives, 4, asked)
-
-
-def arrives(asked: str) -> None:
     """Awkward shapes and dtypes, tensor-parallel windows, and what has no address."""
     everything = awkward_tensors((torch.float32, torch.bfloat16, torch.bool))
     for names in MESHES:

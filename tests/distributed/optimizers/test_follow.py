@@ -15,10 +15,10 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.optimizers.check import check_optimizers, forgotten_optimizers
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.structure import read_structure
-from tests.kit.compare import close, full, same, values
+from tests.kit.compare import close, fails, fails_alike, full, same, values
 from tests.kit.meshes import config
-from tests.kit.toy import Toy, built, tokens, train
-from tests.kit.world import run
+from tests.kit.toy import Toy, built, tokens, train, trainable
+from tests.kit.world import on_ranks
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1),
@@ -36,42 +36,17 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "Muon": lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], 0.01),
 }
 
-
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-@pytest.mark.promise(25)
-@pytest.mark.parametrize("before", [0, 1], ids=["fresh", "after-a-step"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_goes_on_as_if_nothing_had_been_sharded(name: str, before: int) -> None:
-    model = built()
-    optimizer = OPTIMIZERS[name](trainable(model))
-    train(model, optimizer, before + 3)
-    expected = values(model), state_of(model, optimizer)
-    for found in run(goes_on, 2, name, before):
-        assert found["types"] == {"row": DTensor, "scale": nn.Parameter}
-        # Muon orthogonalizes in bfloat16, where another order of sums is another result.
-        atol = 1e-3 if name == "Muon" else 1e-6
-        close(found["values"], expected[0], atol=atol)
-        close(found["state"], expected[1], rtol=1e-4, atol=atol)
+REFUSED: dict[str, Callable[[Any], Optimizer]] = {
+    "LBFGS": lambda p: torch.optim.LBFGS(p),
+    "SparseAdam": lambda p: torch.optim.SparseAdam(p),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+}
 
 
-def goes_on(name: str, before: int) -> dict[str, Any]:
-    model = built()
-    optimizer = OPTIMIZERS[name](trainable(model))
-    train(model, optimizer, before, whole=True)
-    old = {id(p) for p in trainable(model)}
-    parallelize_model(model, config(), optimizer)
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert held.isdisjoint(old - {id(model.scale)})
-    assert held <= {id(p) for p in model.parameters()}
-    train(model, optimizer, 3, first=before)
-    return {
-        "types": {"row": type(model.row.data), "scale": type(model.scale)},
-        "values": values(model),
-        "state": state_of(model, optimizer),
-    }
+def start(name: str = "AdamW", device: str = "cpu") -> tuple[Any, Optimizer]:
+    model = built(device=device)
+    return model, (OPTIMIZERS | REFUSED)[name](trainable(model))
 
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
@@ -83,6 +58,37 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     }
 
 
+def refused(model: nn.Module, optimizer: Any, *texts: str, **options: Any) -> None:
+    """Every rank refuses with the same message, and leaves the model as it was."""
+    before = [id(p) for p in model.parameters()]
+    with fails_alike(ParallelismValueError, *texts):
+        parallelize_model(model, config(**options), optimizer)
+    assert [id(p) for p in model.parameters()] == before
+    assert type(model) is Toy
+
+
+@pytest.mark.promise(25)
+@pytest.mark.parametrize("before", [0, 1], ids=["fresh", "after-a-step"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(2)
+def test_every_optimizer_goes_on_as_if_nothing_had_been_sharded(name: str, before: int) -> None:
+    (model, optimizer), (single, other) = start(name), start(name)
+    train(model, optimizer, before, whole=True)
+    train(single, other, before + 3, whole=True)
+    old = {id(p) for p in trainable(model)}
+    parallelize_model(model, config(), optimizer)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held.isdisjoint(old - {id(model.scale)})
+    assert held <= {id(p) for p in model.parameters()}
+    train(model, optimizer, 3, first=before)
+    assert type(model.row.data) is DTensor
+    assert type(model.scale) is nn.Parameter
+    # Muon orthogonalizes in bfloat16, where another order of sums is another result.
+    atol = 1e-3 if name == "Muon" else 1e-6
+    close(values(model), values(single), atol=atol)
+    close(state_of(model, optimizer), state_of(single, other), rtol=1e-4, atol=atol)
+
+
 def test_every_optimizer_of_torch_is_either_followed_or_refused() -> None:
     public = {
         name
@@ -92,63 +98,25 @@ def test_every_optimizer_of_torch_is_either_followed_or_refused() -> None:
     assert public == {name.split("-")[0] for name in OPTIMIZERS} | set(REFUSED)
 
 
-REFUSED: dict[str, Callable[[Any], Optimizer]] = {
-    "LBFGS": lambda p: torch.optim.LBFGS(p),
-    "SparseAdam": lambda p: torch.optim.SparseAdam(p),
-    "Rprop": lambda p: torch.optim.Rprop(p),
-    "Adafactor": lambda p: torch.optim.Adafactor(p),
-}
-
-
 @pytest.mark.promise(25)
 @pytest.mark.parametrize("name", REFUSED)
+@on_ranks(2)
 def test_optimizers_that_cannot_step_on_shards_are_refused_by_name(name: str) -> None:
-    results = run(refused, 2, name)
-    assert results[0] == results[1]
-    assert results[0].startswith(
-        f"{name} cannot step on sharded parameters (embed.weight, layers.0.up.weight"
-    )
-
-
-def refused(name: str) -> str:
-    model = built()
-    before = list(model.parameters())
-    text = refusal(parallelize_model, model, config(), REFUSED[name](trainable(model)))
-    assert [id(p) for p in model.parameters()] == [id(p) for p in before]
-    assert type(model) is Toy
-    return text
+    text = f"{name} cannot step on sharded parameters (embed.weight, layers.0.up.weight"
+    refused(*start(name), text)
 
 
 @pytest.mark.promise(25)
 @pytest.mark.parametrize("name", ["Rprop", "Adafactor"])
+@on_ranks(2)
 def test_they_may_hold_replicated_parameters(name: str) -> None:
-    model = built()
-    optimizer = REFUSED[name](model.layers[0].parameters())
-    train(model, optimizer, 3)
-    for found in run(holds_replicated, 2, name):
-        close(found, values(model))
-
-
-def holds_replicated(name: str) -> dict[str, torch.Tensor]:
-    model = built()
-    optimizer = REFUSED[name](model.layers[0].parameters())
+    model, single = built(), built()
+    optimizer, other = (REFUSED[name](each.layers[0].parameters()) for each in (model, single))
     train(model, optimizer, 1, whole=True)
     parallelize_model(model, config(rules=[Rule("layers.0", shard=False)]), optimizer)
     train(model, optimizer, 2, first=1)
-    return values(model)
-
-
-@pytest.mark.promise(83)
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_groups_schedulers_and_several_optimizers(replicas: int) -> None:
-    model = built()
-    optimizers, schedulers = two_optimizers(model)
-    for step in range(4):
-        train(model, optimizers, 1, first=step)
-        for scheduler in schedulers:
-            scheduler.step()
-    for found in run(grouped, 4, replicas):
-        close(found, values(model))
+    train(single, other, 3, whole=True)
+    close(values(model), values(single))
 
 
 def two_optimizers(model: Any) -> tuple[list[Optimizer], list[Any]]:
@@ -163,197 +131,140 @@ def two_optimizers(model: Any) -> tuple[list[Optimizer], list[Any]]:
     return [adam, sgd], [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (adam, sgd)]
 
 
-def grouped(replicas: int) -> dict[str, torch.Tensor]:
-    model = built()
-    optimizers, schedulers = two_optimizers(model)
-    for step in range(2):
-        train(model, optimizers, 1, first=step, whole=True)
+def scheduled(model: nn.Module, optimizers: Any, schedulers: list[Any], steps: range, **options: Any) -> None:
+    for step in steps:
+        train(model, optimizers, 1, first=step, **options)
         for scheduler in schedulers:
             scheduler.step()
+
+
+@pytest.mark.promise(83)
+@pytest.mark.parametrize("replicas", [1, 2])
+@on_ranks(4)
+def test_groups_schedulers_and_several_optimizers(replicas: int) -> None:
+    model, single = built(), built()
+    optimizers, schedulers = two_optimizers(model)
+    scheduled(model, optimizers, schedulers, range(2), whole=True)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     lists = [group["params"] for group in groups]
-    options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    names = {id(p): name for name, p in model.named_parameters()}
-    held = [[names[id(p)] for p in params] for params in lists]
+
+    def options() -> list[dict[str, Any]]:
+        """Of each group; the parameters by name."""
+        names = {id(p): name for name, p in model.named_parameters()}
+        return [group | {"params": [names[id(p)] for p in group["params"]]} for group in groups]
+
+    before = options()
     parallelize_model(model, config(replicas=replicas), optimizers)
     after = [group for optimizer in optimizers for group in optimizer.param_groups]
     assert [id(g) for g in after] == [id(g) for g in groups]
     assert [id(g["params"]) for g in after] == [id(one) for one in lists]
-    assert [{k: v for k, v in group.items() if k != "params"} for group in after] == options
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert [[names[id(p)] for p in params] for params in lists] == held
+    assert options() == before
     assert set(optimizers[0].state) == {p for group in groups[:2] for p in group["params"]}
-    for step in range(2, 4):
-        train(model, optimizers, 1, first=step)
-        for scheduler in schedulers:
-            scheduler.step()
-    return values(model)
+    scheduled(model, optimizers, schedulers, range(2, 4))
+    scheduled(single, *two_optimizers(single), range(4), whole=True)
+    close(values(model), values(single))
 
 
 @pytest.mark.promise(83)
+@on_ranks(2)
 def test_an_optimizer_of_another_model_on_one_rank_is_refused_on_all() -> None:
-    results = run(foreign, 2)
-    assert results[0] == results[1]
-    assert results[0].startswith("Rank 1: AdamW holds 12 parameters (of 12) that are not this model's")
-
-
-def foreign() -> str:
-    model, other = built(), built()
-    before = list(model.parameters())
-    optimizer = torch.optim.AdamW(trainable(other if dist.get_rank() else model))
-    text = refusal(parallelize_model, model, config(), optimizer)
-    assert [id(p) for p in model.parameters()] == [id(p) for p in before]
-    assert type(model) is Toy
-    return text
+    (model, own), (_, other) = start(), start()
+    text = "Rank 1: AdamW holds 12 parameters (of 12) that are not this model's"
+    refused(model, other if dist.get_rank() else own, text)
 
 
 @pytest.mark.promise(83)
-@pytest.mark.parametrize("what", ["class", "lr", "order", "missing"])
-def test_optimizers_that_differ_between_ranks_are_refused(what: str) -> None:
-    expected = {
-        "class": "optimizer 0: Adam on rank 0, AdamW on rank 1",
-        "lr": "optimizer 0 group 0 lr: 0.1 on rank 0, 0.2 on rank 1",
-        "order": "optimizer 0 group 0 scale: 0 on rank 0, 11 on rank 1",
-        "missing": "optimizer 0: rank 0 has it, rank 1 does not",
-    }[what]
-    results = run(differing, 2, what)
-    assert results[0] == results[1]
-    assert expected in results[0]
-
-
-def differing(what: str) -> str:
-    model, other = built(), dist.get_rank() == 1
-    params = trainable(model)
-    optimizer: Any = torch.optim.Adam(params, 0.1)
-    if other and what == "class":
-        optimizer = torch.optim.AdamW(params, 0.1)
-    elif other and what == "lr":
-        optimizer = torch.optim.Adam(params, 0.2)
-    elif other and what == "order":
-        optimizer = torch.optim.Adam(params[::-1], 0.1)
-    elif other:
-        optimizer = None
-    text = refusal(parallelize_model, model, config(), optimizer)
-    assert type(model) is Toy
-    return text
+@on_ranks(2)
+def test_optimizers_that_differ_between_ranks_are_refused() -> None:
+    adam, adam_w = torch.optim.Adam, torch.optim.AdamW
+    for make, text in (
+        (lambda p: adam_w(p, 0.1), "optimizer 0: Adam on rank 0, AdamW on rank 1"),
+        (lambda p: adam(p, 0.2), "optimizer 0 group 0 lr: 0.1 on rank 0, 0.2 on rank 1"),
+        (lambda p: adam(p[::-1], 0.1), "optimizer 0 group 0 scale: 0 on rank 0, 11 on rank 1"),
+        (lambda p: None, "optimizer 0: rank 0 has it, rank 1 does not"),
+    ):
+        model = built()
+        own = adam(trainable(model), 0.1)
+        refused(model, make(trainable(model)) if dist.get_rank() else own, text)
 
 
 @pytest.mark.promise(25)
-@pytest.mark.parametrize("where", ["outside", "inside"])
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+@on_ranks(2)
 def test_adagrads_first_state_is_made_anew_on_meta(where: str) -> None:
-    for found in run(adagrad_on_meta, 2, where):
-        assert found["embed.weight/sum"].unique().tolist() == [0.25]
-        assert {v.item() for k, v in found.items() if k.endswith("step")} == {0.0}
-        assert found["embed.weight/sum"].shape == (16, 8)
-
-
-def adagrad_on_meta(where: str) -> dict[str, torch.Tensor]:
     model = built(device="meta")
-    with torch.device("meta" if where == "inside" else "cpu"):
+    with torch.device(where):
         optimizer = OPTIMIZERS["Adagrad"](trainable(model))
     parallelize_model(model, config(), optimizer)
-    state = state_of(model, optimizer)
+    found = state_of(model, optimizer)
     train(model, optimizer, 1)
-    return state
+    assert torch.equal(found["embed.weight/sum"], torch.full((16, 8), 0.25))
+    assert {v.item() for k, v in found.items() if k.endswith("step")} == {0.0}
 
 
 @pytest.mark.promise(80)
 @pytest.mark.parametrize("name", ["Adagrad", "AdamW", "NAdam"])
 @pytest.mark.parametrize("before", [0, 2])
+@on_ranks(2)
 def test_rank_0s_state_reaches_ranks_that_hold_the_model_on_meta(name: str, before: int) -> None:
-    model = built()
-    optimizer = OPTIMIZERS[name](trainable(model))
-    train(model, optimizer, before + 2)
-    for found in run(state_from_rank0, 2, name, before):
-        close(found[0], values(model))
-        close(found[1], state_of(model, optimizer), rtol=1e-4)
-
-
-def state_from_rank0(name: str, before: int) -> Any:
     here = dist.get_rank() == 0
-    model = built(device="cpu" if here else "meta")
-    optimizer = OPTIMIZERS[name](trainable(model))
+    (model, optimizer), (single, other) = start(name, "cpu" if here else "meta"), start(name)
     if here:
         train(model, optimizer, before, whole=True)
     parallelize_model(model, config(), optimizer)
     train(model, optimizer, 2, first=before)
-    return values(model), state_of(model, optimizer)
+    train(single, other, before + 2, whole=True)
+    close(values(model), values(single))
+    close(state_of(model, optimizer), state_of(single, other), rtol=1e-4)
 
 
 @pytest.mark.promise(81)
+@on_ranks(2)
 def test_state_follows_sync() -> None:
-    model = built()
-    optimizer = OPTIMIZERS["AdamW"](trainable(model))
-    train(model, optimizer, 2)
-    for found in run(other_steps, 2, "rank0"):
-        same(found[0], values(model))
-        same(found[1], state_of(model, optimizer))
-    assert "different state" in run(other_steps, 2, "auto")[1]
-
-
-def other_steps(sync: Any) -> Any:
     """Rank 1 is a step behind."""
-    model = built()
-    optimizer = OPTIMIZERS["AdamW"](trainable(model))
+    (model, optimizer), (single, other) = start(), start()
+    train(single, other, 2, whole=True)
     train(model, optimizer, 2 - dist.get_rank(), whole=True)
-    if sync == "auto":
-        return refusal(parallelize_model, model, config(sync=sync), optimizer)
-    parallelize_model(model, config(sync=sync), optimizer)
-    return values(model), state_of(model, optimizer)
+    refused(model, optimizer, "different state")
+    parallelize_model(model, config(sync="rank0"), optimizer)
+    same(values(model), values(single))
+    same(state_of(model, optimizer), state_of(single, other))
 
 
-@pytest.mark.parametrize("sync", ["auto", "rank0"])
-def test_pending_gradients_are_kept(sync: str) -> None:
-    model = built()
-    torch.nn.functional.cross_entropy(model(tokens()), tokens()).backward()
-    expected = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    for found in run(pending, 2, sync, sync == "rank0"):
-        same(found, expected)
-
-
-def pending(sync: Any, differ: bool) -> Any:
-    model = built()
-    batch = tokens(3 if differ and dist.get_rank() else 0)
-    torch.nn.functional.cross_entropy(model(batch), batch).backward()
-    parallelize_model(model, config(sync=sync))
-    assert isinstance(model.embed.weight.grad, DTensor)
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_pending_gradients_that_differ_between_ranks_are_refused() -> None:
-    expected = "The ranks' optimizers hold different state, or their parameters diff"
-    for text in run(refusal, 2, pending, "auto", True):
-        assert text.startswith(expected)
+@on_ranks(2)
+def test_pending_gradients_are_kept_or_compared() -> None:
+    single = built()
+    torch.nn.functional.cross_entropy(single(tokens()), tokens()).backward()
+    for sync, batch in (("auto", tokens()), ("rank0", tokens(3 * dist.get_rank()))):
+        model = built()
+        torch.nn.functional.cross_entropy(model(batch), batch).backward()
+        if sync == "rank0":
+            refused(model, None, "The ranks' optimizers hold different state, or their parameters diff")
+        parallelize_model(model, config(sync=sync))
+        assert isinstance(model.embed.weight.grad, DTensor)
+        same(gradients(model), gradients(single))
 
 
-def refusal(function: Callable[..., object], *args: Any) -> str:
-    """The error of a call that must be refused."""
-    with pytest.raises(ParallelismValueError) as error:
-        function(*args)
-    return str(error.value)
-
-
+@on_ranks(2)
 def test_state_without_values_is_refused() -> None:
-    for text in run(refusal, 2, adam_on_meta):
-        assert text.startswith("Adam state 'step' of scale; Adam state 'exp_avg' of scale: its")
-        assert "Prepare the model before the first step" in text
-
-
-def adam_on_meta() -> None:
     model = built(device="meta")
     optimizer = torch.optim.Adam([model.scale], capturable=False)
     optimizer.state[model.scale] = {"step": torch.tensor(1.0), "exp_avg": torch.empty((), device="meta")}
-    parallelize_model(model, config(), optimizer)
+    text = "Adam state 'step' of scale; Adam state 'exp_avg' of scale: its"
+    refused(model, optimizer, text, "Prepare the model before the first step")
 
 
 def test_state_of_another_shape_is_refused_by_name() -> None:
-    model = built()
-    optimizer = torch.optim.Adam(trainable(model))
+    model, optimizer = start("Adam")
     optimizer.state[model.embed.weight]["odd"] = torch.zeros(3)
     optimizer.state[model.scale]["history"] = [torch.zeros(3)]
-    text = refusal(parallelize_model, model, config(), optimizer)
-    assert "Adam state 'odd' of embed.weight: shape (3,) does not follow from" in text
-    assert "Adam state 'history' of scale: a list cannot be sharded" in text
+    odd = "Adam state 'odd' of embed.weight: shape (3,) does not follow from"
+    with fails(ParallelismValueError, odd, "Adam state 'history' of scale: a list cannot be sharded"):
+        parallelize_model(model, config(), optimizer)
 
 
 @pytest.mark.promise(94)
@@ -366,13 +277,10 @@ def test_a_group_that_mixes_kinds_is_refused_where_kernels_are_joined(mode: str)
 
 
 @pytest.mark.promise(103)
-def test_attributes_and_hooks_are_carried_over() -> None:
-    assert run(with_hooks, 2) == [["post embed", "pre scale", "post scale"]] * 2
-    assert run(with_hooks, 2, on_meta=True) == [["post embed", "pre scale", "post scale"]] * 2
-
-
-def with_hooks(on_meta: bool = False) -> list[str]:
-    model = built(device="meta" if on_meta else "cpu")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@on_ranks(2)
+def test_attributes_and_hooks_are_carried_over(device: str) -> None:
+    model = built(device=device)
     calls: list[str] = []
     model.embed.weight.no_decay = True
     model.scale.tag = {"a": 1}
@@ -386,7 +294,8 @@ def with_hooks(on_meta: bool = False) -> list[str]:
     assert model.scale.tag == {"a": 1}
     assert model.layers[0].norm.weight.tag == "frozen"
     model(tokens()).sum().backward()
-    return sorted(calls, key=lambda call: ("embed" not in call, "pre" not in call))
+    assert [call for call in calls if "scale" in call] == ["pre scale", "post scale"]
+    assert sorted(calls) == ["post embed", "post scale", "pre scale"]
 
 
 @pytest.mark.promise(103)
@@ -396,12 +305,6 @@ def test_a_gradient_hook_that_would_be_lost_is_refused_by_name() -> None:
     with pytest.raises(ParallelismValueError, match=r"Gradient hooks .* on embed.weight cannot be kept"):
         parallelize_model(model, config())
     assert type(model) is Toy
-
-
-@pytest.mark.promise(93)
-def test_dtypes_and_frozen_parameters_in_one_unit() -> None:
-    for found in run(adapted, 2):
-        assert found == {"frozen": True, "moved": True, "dtypes": "bfloat16 float32", "state": "float32"}
 
 
 class Adapted(nn.Module):
@@ -418,7 +321,9 @@ class Adapted(nn.Module):
         return self.base(x.bfloat16()).float() + self.up(self.down(x))
 
 
-def adapted() -> dict[str, Any]:
+@pytest.mark.promise(93)
+@on_ranks(2)
+def test_dtypes_and_frozen_parameters_in_one_unit() -> None:
     model = built(Adapted)
     optimizer = torch.optim.AdamW(trainable(model), 0.1)
     before = values(model)
@@ -428,31 +333,21 @@ def adapted() -> dict[str, Any]:
         model(torch.ones(2, 8)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    after = values(model)
-    frozen = [name for name in before if name.startswith("base")]
-    return {
-        "frozen": all(torch.equal(before[name], after[name]) for name in frozen),
-        "moved": not any(torch.equal(before[n], after[n]) for n in before if n not in frozen),
-        "dtypes": f"{model.base.weight.dtype} {model.up.weight.dtype}".replace("torch.", ""),
-        "state": str(optimizer.state[model.up.weight]["exp_avg"].dtype).replace("torch.", ""),
-    }
+    for name, value in values(model).items():
+        assert torch.equal(before[name], value) == name.startswith("base"), name
+        assert value.dtype == (torch.bfloat16 if name.startswith("base") else torch.float32)
+    assert optimizer.state[model.up.weight]["exp_avg"].dtype == torch.float32
 
 
 @pytest.mark.promise(24)
-def test_training_equals_the_unsharded_model() -> None:
-    model = built()
-    train(model, torch.optim.AdamW(trainable(model), 0.01), 3)
-    for size, replicas in ((1, 1), (2, 1), (4, 1), (4, 2)):
-        for found in run(trained, size, replicas):
-            close(found, values(model))
-
-
-def trained(replicas: int) -> dict[str, torch.Tensor]:
-    model = built()
-    optimizer = torch.optim.AdamW(trainable(model), 0.01)
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+@on_ranks("ranks")
+def test_training_equals_the_unsharded_model(ranks: int, replicas: int) -> None:
+    (model, optimizer), (single, other) = start(), start()
     parallelize_model(model, config(replicas=replicas), optimizer)
     train(model, optimizer, 3)
-    return values(model)
+    train(single, other, 3, whole=True)
+    close(values(model), values(single))
 
 
 @pytest.mark.promise(25)

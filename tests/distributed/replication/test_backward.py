@@ -12,19 +12,25 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from composer_dist.distributed import clip_grad_norm, no_sync, parallelize_model
-from composer_dist.distributed.replication.apply import DDPSyncStrategy, ddp_sync_context
 from composer_dist.distributed.replication.reducer import replica_of
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.compare import alike, close, fails, same_parameters, values
 from tests.kit.meshes import ddp, mine
 from tests.kit.models import M
-from tests.kit.toy import EXPECTED, Choices, built, choice_gradients
-from tests.kit.world import World
+from tests.kit.toy import built
+from tests.kit.world import on_ranks
+
+
+def inputs(steps: int) -> list[Tensor]:
+    return [torch.randn(8, 8, generator=torch.Generator().manual_seed(step)) for step in range(steps)]
+
 
 # Gradients
 
 
-def accumulates() -> None:
+@pytest.mark.promise(33)
+@on_ranks(2)
+def test_accumulation_and_clipping_equal_the_full_batch() -> None:
     torch.manual_seed(3)
     model, single = M(), M()
     single.load_state_dict(model.state_dict())
@@ -52,11 +58,6 @@ def accumulates() -> None:
     same_parameters(model, single, gradients=True)
 
 
-@pytest.mark.promise(33)
-def test_accumulation_and_clipping_equal_the_full_batch(world2: World) -> None:
-    world2(accumulates)
-
-
 class Stepping(nn.Sequential):
     """Has a method of its own beside forward."""
 
@@ -64,40 +65,18 @@ class Stepping(nn.Sequential):
         return self(x).square().mean()
 
 
-def by_method(**options: Any) -> None:
+@pytest.mark.promise(35)
+@pytest.mark.parametrize("static_graph", [False, True])
+@on_ranks(2)
+def test_forward_methods_average_as_forward_does(static_graph: bool) -> None:
     torch.manual_seed(0)
     model, single = Stepping(nn.Linear(8, 4)), nn.Linear(8, 4)
     single.load_state_dict(model[0].state_dict())
-    parallelize_model(model, ddp(forward_methods=["training_step"], **options))
-    for step in range(2):
-        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+    parallelize_model(model, ddp(forward_methods=["training_step"], static_graph=static_graph))
+    for x in inputs(2):
         model.training_step(mine(x)).backward()
         single(x).square().mean().backward()
         same_parameters(model[0], single, gradients=True)
-
-
-@pytest.mark.promise(35)
-def test_forward_methods_average_as_forward_does(world2: World) -> None:
-    world2(by_method)
-    world2(by_method, static_graph=True)
-
-
-def composers_table() -> dict[str, Any]:
-    found = {}
-    for strategy in DDPSyncStrategy:
-        model = Choices()
-        parallelize_model(model, ddp(find_unused_parameters=True))
-        seen = []
-        for microbatch in range(2):
-            with ddp_sync_context(model, microbatch == 1, strategy):
-                (model(microbatch) - (dist.get_rank() + 1)).square().sum().div(2).backward()
-                seen.append(choice_gradients(model))
-        found[str(strategy)] = [*seen, choice_gradients(model)]
-    return found
-
-
-def test_composers_table_of_gradients_holds_for_a_prepared_model(world2: World) -> None:
-    assert world2(composers_table)[0] == EXPECTED
 
 
 class Branches(nn.Module):
@@ -112,14 +91,19 @@ class Branches(nn.Module):
         return out + self.second(x) if both else out
 
 
-def unused() -> None:
+@pytest.mark.promise(64)
+@on_ranks(2)
+def test_unused_parameters_are_named() -> None:
     torch.manual_seed(0)
     model = Branches()
     parallelize_model(model, ddp())
     x = torch.randn(4, 8)
     model(x).sum().backward()
-    with fails(RuntimeError, "second.weight, second.bias", "find_unused_parameters=True", "2 of 4"):
+    with pytest.raises(RuntimeError, match=r"2 of 4.*find_unused_parameters=True") as caught:
         model(x)
+    assert "second.weight, second.bias" in str(caught.value)
+    assert type(caught.value.__cause__) is RuntimeError
+    assert "Expected to have finished reduction in the prior iteration" in str(caught.value.__cause__)
     model = Branches()
     single = copy.deepcopy(model)
     parallelize_model(model, ddp(find_unused_parameters=True))
@@ -132,58 +116,29 @@ def unused() -> None:
         assert (model.second.weight.grad is None) == (not both)
 
 
-@pytest.mark.promise(64)
-def test_unused_parameters_are_named(world2: World) -> None:
-    world2(unused)
-
-
-def chained() -> tuple[type, type | None, str]:
-    model = Branches()
-    parallelize_model(model, ddp())
-    model(torch.ones(4, 8)).sum().backward()
-    try:
-        model(torch.ones(4, 8))
-    except RuntimeError as error:
-        return type(error), type(error.__cause__), str(error.__cause__)
-    raise AssertionError
-
-
-@pytest.mark.promise(64)
-def test_the_original_error_is_chained_and_its_type_kept(world2: World) -> None:
-    for kind, cause, text in world2(chained):
-        assert issubclass(kind, RuntimeError)
-        assert cause is RuntimeError
-        assert "Expected to have finished reduction in the prior iteration" in text
-
-
-def hints() -> list[list[str]]:
-    found: list[list[str]] = []
+@pytest.mark.promise(65)
+@on_ranks(2)
+def test_a_constant_graph_is_hinted_at_once_when_training_ends() -> None:
+    hints: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: found[-1].append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: hints.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("composer_dist").addHandler(handler)
-    for options, pattern in (
-        ({}, (True, True, True)),
-        ({"find_unused_parameters": True}, (False, False, False)),
-        ({"find_unused_parameters": True}, (False, True, False)),
-        ({"static_graph": True}, (True, True, True)),
-        ({}, (True,)),
+    for options, pattern, expected in (
+        ({}, (True, True, True), 1),
+        ({"find_unused_parameters": True}, (False, False, False), 1),
+        ({"find_unused_parameters": True}, (False, True, False), 0),
+        ({"static_graph": True}, (True, True, True), 0),
+        ({}, (True,), 0),
     ):
-        found.append([])
+        hints.clear()
         done = parallelize_model(built(Branches), ddp(**options))
         for both in pattern:
             done.model(torch.ones(4, 8), both).sum().backward()
         done.close()
         done.close()
+        assert len(hints) == (expected if dist.get_rank() == 0 else 0), (options, pattern)
+        assert all("static_graph=True" in hint for hint in hints)
     logging.getLogger("composer_dist").removeHandler(handler)
-    return found
-
-
-@pytest.mark.promise(65)
-def test_a_constant_graph_is_hinted_at_once_when_training_ends(world2: World) -> None:
-    first, second = world2(hints)
-    assert [len(texts) for texts in first] == [1, 1, 0, 0, 0]
-    assert "static_graph=True" in first[0][0]
-    assert second == [[]] * 5
 
 
 # Manual optimization
@@ -203,8 +158,7 @@ class Manual(nn.Module):
         for head in (self.left, self.right):
             loss = head(self.trunk(x).tanh()).square().mean()
             loss.backward()
-            if dist.is_initialized():
-                self.checks.append(alike(self, lambda p: p.grad))
+            self.checks.append(alike(self, lambda p: p.grad))
             if self.optimizer is not None:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -212,33 +166,20 @@ class Manual(nn.Module):
         return torch.stack(losses)
 
 
-def steps(single: Manual, x: Tensor) -> None:
-    """What `Manual` does, without its checks."""
-    assert single.optimizer is not None
-    for head in (single.left, single.right):
-        head(single.trunk(x).tanh()).square().mean().backward()
-        single.optimizer.step()
-        single.optimizer.zero_grad()
-
-
-def manual(**options: Any) -> None:
+@pytest.mark.promise(66)
+@pytest.mark.parametrize("static_graph", [False, True])
+@on_ranks(2)
+def test_two_backwards_and_steps_inside_of_a_forward(static_graph: bool) -> None:
     torch.manual_seed(5)
     model = Manual()
     single = copy.deepcopy(model)
     single.optimizer, model.optimizer = SGD(single.parameters(), 0.5), SGD(model.parameters(), 0.5)
-    parallelize_model(model, ddp(**options), model.optimizer)
-    for step in range(3):
-        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+    parallelize_model(model, ddp(static_graph=static_graph), model.optimizer)
+    for x in inputs(3):
         model(mine(x))
-        steps(single, x)
+        single(x)
         close(values(model), values(single), rtol=1e-4)
     assert model.checks == [True] * 6
-
-
-@pytest.mark.promise(66)
-@pytest.mark.parametrize("static_graph", [False, True])
-def test_two_backwards_and_steps_inside_of_a_forward(world2: World, static_graph: bool) -> None:
-    world2(manual, static_graph=static_graph)
 
 
 class Heads(nn.Module):
@@ -262,7 +203,8 @@ class Opaque(nn.Linear):
         return SimpleNamespace(loss=super().forward(x).square().mean())
 
 
-def opaque() -> None:
+@on_ranks(2)
+def test_outputs_of_any_kind_are_averaged_by_the_reducer() -> None:
     model = Opaque(8, 4)
     parallelize_model(model, ddp())
     for step in range(3):
@@ -272,47 +214,37 @@ def opaque() -> None:
     assert replica_of(model).could_be_static  # type: ignore[union-attr]  # the reducer has averaged
 
 
-def test_outputs_of_any_kind_are_averaged_by_the_reducer(world2: World) -> None:
-    world2(opaque)
-
-
-def two_losses(kind: str, **options: Any) -> list[bool]:
+def two_losses(kind: str, between: bool = True, **options: Any) -> None:
+    """Whether the gradients are averaged after the first of two backwards; after the second, they are."""
     torch.manual_seed(5)
     model = Heads(kind)
     single = copy.deepcopy(model)
     parallelize_model(model, ddp(**options))
-    between = []
-    for step in range(3):
+    for x in inputs(3):
         model.zero_grad()
         single.zero_grad()
-        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
         first, second = model(mine(x))
         first.square().mean().backward(retain_graph=True)
-        between.append(alike(model, lambda p: p.grad))
+        assert alike(model, lambda p: p.grad) == between
         second.square().mean().backward()
         assert alike(model, lambda p: p.grad)
         for output in single(x):
             output.square().mean().backward(retain_graph=True)
         same_parameters(model, single, gradients=True)
-    return between
 
 
 @pytest.mark.promise(66)
 @pytest.mark.parametrize("static_graph", [False, True])
-def test_two_backwards_after_one_forward(world2: World, static_graph: bool) -> None:
-    for kind in ("alike", "apart", "shared"):
-        options = {"static_graph": True} if static_graph else {"find_unused_parameters": kind != "alike"}
-        assert world2(two_losses, kind, **options) == [[True] * 3] * 2
-
-
-def partly() -> None:
-    with fails(
-        ParallelismRuntimeError, "A second backward began", "right.weight, right.bias no gradient (2 of 6"
-    ):
-        two_losses("shared")
+@pytest.mark.parametrize("kind", ["alike", "apart", "shared"])
+@on_ranks(2)
+def test_two_backwards_after_one_forward(kind: str, static_graph: bool) -> None:
+    two_losses(kind, static_graph=static_graph, find_unused_parameters=not static_graph and kind != "alike")
 
 
 @pytest.mark.promise(66)
-def test_two_partial_backwards_are_refused_by_name_where_ddp_was_not_told(world2: World) -> None:
-    world2(partly)
-    assert world2(two_losses, "apart") == [[False] * 3] * 2  # they become one average when all is there
+@on_ranks(2)
+def test_two_partial_backwards_are_refused_by_name_where_ddp_was_not_told() -> None:
+    two_losses("apart", between=False)  # they become one average when all is there
+    missing = "right.weight, right.bias no gradient (2 of 6"
+    with fails(ParallelismRuntimeError, "A second backward began", missing):
+        two_losses("shared", between=False)

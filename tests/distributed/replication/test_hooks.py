@@ -13,53 +13,42 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.replication.hooks import plan_comm_hook, reduced_in
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit import models
-from tests.kit.world import World
+from tests.kit.compare import alike
+from tests.kit.meshes import mine
+from tests.kit.world import on_ranks
 
 POWER = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "min_compression_rate": 1}
+POWERED = ("powersgd", "fp16(powersgd)", "bf16(powersgd)", "fp16( bf16(powersgd) )")
 
 
-def compressed(hook: Any, options: dict[str, Any], precision: str | None = None) -> float:
-    """Four steps beside one process; the largest relative distance of a parameter at their end."""
+@pytest.mark.promise(62)
+@pytest.mark.parametrize(
+    ("ranks", "hook", "options", "precision", "limit"),
+    [
+        *[(2, hook, {}, None, 1e-2) for hook in ("fp16", "bf16", "fp16(bf16)")],
+        *[(2, hook, POWER, None, 5e-2) for hook in POWERED],
+        (4, "bf16", {}, "amp_bf16", 1e-2),
+    ],
+)
+@on_ranks("ranks")
+def test_compressed_gradients_keep_ranks_equal_and_close_to_one_process(
+    ranks: int, hook: str, options: dict[str, Any], precision: str | None, limit: float
+) -> None:
     torch.manual_seed(1)
     model = models.M()
     single = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, single)]
-    config = DDPConfig(comm_hook=hook, comm_hook_options=options)
-    parallelize_model(model, config, optimizers[0], precision)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    parallelize_model(model, DDPConfig(comm_hook=hook, comm_hook_options=options), optimizers[0], precision)
     for step in range(4):
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
-        model(x.chunk(world)[rank]).square().mean().backward()
+        model(mine(x)).square().mean().backward()
         single(x).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-    others = [torch.empty_like(flat) for _ in range(world)]
-    dist.all_gather(others, flat)
-    assert all(torch.equal(other, flat) for other in others)
-    expected = torch.cat([p.detach().flatten() for p in single.parameters()])
-    return float((flat - expected).norm() / expected.norm())
-
-
-@pytest.mark.promise(62)
-@pytest.mark.parametrize("hook", ["fp16", "bf16", "fp16(bf16)"])
-def test_half_precision_hooks_stay_in_sync_and_close(world2: World, hook: str) -> None:
-    for distance in world2(compressed, hook, {}):
-        assert 0 < distance < 1e-2
-
-
-@pytest.mark.promise(62)
-@pytest.mark.parametrize("hook", ["powersgd", "fp16(powersgd)", "bf16(powersgd)", "fp16( bf16(powersgd) )"])
-def test_powersgd_and_wrappers_run_on_cpu(world2: World, hook: str) -> None:
-    for distance in world2(compressed, hook, POWER):
-        assert 0 < distance < 5e-2
-
-
-@pytest.mark.promise(62)
-def test_on_four_ranks_and_under_autocast(world4: World) -> None:
-    for distance in world4(compressed, "bf16", {}, "amp_bf16"):
-        assert distance < 1e-2
+    assert alike(model)
+    found, expected = (nn.utils.parameters_to_vector(one.parameters()).detach() for one in (model, single))
+    assert 0 < (found - expected).norm() / expected.norm() < limit
 
 
 def own(state: list[int], bucket: dist.GradBucket) -> Any:  # type: ignore[name-defined]
@@ -70,7 +59,8 @@ def own(state: list[int], bucket: dist.GradBucket) -> Any:  # type: ignore[name-
 del own.__annotations__["bucket"], own.__annotations__["return"]  # deferred ones, which DDP refuses
 
 
-def function() -> None:
+@on_ranks(2)
+def test_a_function_is_a_hook_as_well() -> None:
     state: list[int] = []
     model = models.M()
     parallelize_model(model, DDPConfig(comm_hook=own, comm_hook_state=state))
@@ -83,19 +73,14 @@ def function() -> None:
     assert state == [0, 0]
 
 
-def test_a_function_is_a_hook_as_well(world2: World) -> None:
-    world2(function)
-
-
-@pytest.mark.promise(62)
-def test_unknown_names_list_those_there_are() -> None:
-    with pytest.raises(ParallelismValueError, match="no comm_hook 'powersdg'.*fp16, bf16, p.*'powersgd'"):
-        plan_comm_hook(DDPConfig(comm_hook="powersdg"), None)
-
-
 @pytest.mark.parametrize(
     ("config", "text"),
     [
+        pytest.param(
+            {"comm_hook": "powersdg"},
+            "no comm_hook 'powersdg'.*fp16, bf16, p.*'powersgd'",
+            marks=pytest.mark.promise(62),
+        ),
         ({"comm_hook": "fp16(powersgd"}, "must have the form"),
         ({"comm_hook": "powersgd(fp16)"}, "'powersgd' in .* cannot be put around"),
         ({"comm_hook": "fp16", "comm_hook_options": {"rank": 1}}, "'rank', which comm_hook='fp16'"),
@@ -121,9 +106,6 @@ def test_a_hook_beside_a_reduce_dtype_and_other_kinds_are_refused() -> None:
 
 def test_the_innermost_hook_communicates() -> None:
     local = plan_comm_hook(DDPConfig(comm_hook="fp16(post_local_sgd)", averaging_period=2), None)
-    custom = plan_comm_hook(DDPConfig(comm_hook=nn.Identity()), None)
-    assert local is not None
-    assert custom is not None
     assert local.is_local_sgd
-    assert not custom.is_local_sgd
     assert local.options == {"averaging_period": 2}
+    assert not plan_comm_hook(DDPConfig(comm_hook=nn.Identity()), None).is_local_sgd

@@ -7,17 +7,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import no_sync, parallelize_model, plan_parallelism
 from composer_dist.errors import ParallelismValueError
 from tests.kit import models
-from tests.kit.world import World
+from tests.kit.compare import fails
+from tests.kit.world import World, on_ranks
+
+pytestmark = pytest.mark.promise(63)
 
 
-def flat(model: torch.nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
 def batch(step: int) -> Tensor:
@@ -28,7 +35,7 @@ def local_steps(steps: int, period: int, microbatches: int = 1, **options: Any) 
     """This rank's parameters after each step."""
     torch.manual_seed(1)
     model = models.M()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = sgd(model)
     config = DDPConfig(
         comm_hook="post_local_sgd", averaging_period=period, comm_hook_options={"group_size": 1, **options}
     )
@@ -36,8 +43,7 @@ def local_steps(steps: int, period: int, microbatches: int = 1, **options: Any) 
     rank, world = dist.get_rank(), dist.get_world_size()
     seen = []
     for step in range(steps):
-        parts = batch(step).chunk(world)[rank].chunk(microbatches)
-        for index, x in enumerate(parts):
+        for index, x in enumerate(batch(step).chunk(world)[rank].chunk(microbatches)):
             with no_sync(model, enabled=index < microbatches - 1):
                 (model(x).square().mean() / microbatches).backward()
         optimizer.step()
@@ -51,7 +57,7 @@ def expected(steps: int, period: int, start: int, world: int) -> list[list[Tenso
     torch.manual_seed(1)
     copies = [models.M()]
     copies += [copy.deepcopy(copies[0]) for _ in range(world - 1)]
-    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in copies]
+    optimizers = [sgd(model) for model in copies]
     seen = []
     for step in range(steps):
         for model, x in zip(copies, batch(step).chunk(world), strict=True):
@@ -74,7 +80,6 @@ def expected(steps: int, period: int, start: int, world: int) -> list[list[Tenso
     return seen
 
 
-@pytest.mark.promise(63)
 @pytest.mark.parametrize(("start", "microbatches"), [(0, 1), (2, 1), (0, 2)])
 def test_parameters_differ_after_an_odd_local_step_and_agree_after_an_even_one(
     world2: World, start: int, microbatches: int
@@ -88,45 +93,40 @@ def test_parameters_differ_after_an_odd_local_step_and_agree_after_an_even_one(
         assert torch.equal(first, second) != is_odd_local_step
 
 
-@pytest.mark.promise(63)
 def test_groups_go_on_averaging_their_gradients(world4: World) -> None:
-    found = world4(local_steps, 1, 2, group_size=2)
-    assert (
-        torch.equal(found[0], found[1])
-        if isinstance(found[0], Tensor)
-        else torch.equal(found[0][0], found[1][0])
-    )
-    assert torch.equal(found[2][0], found[3][0])
-    assert not torch.equal(found[0][0], found[2][0])
+    found = [after for (after,) in world4(local_steps, 1, 2, group_size=2)]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], found[3])
+    assert not torch.equal(found[0], found[2])
 
 
-def refusals() -> list[str]:
+def zero_redundancy(model: nn.Module) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it is imported
         from torch.distributed.optim import ZeroRedundancyOptimizer
-    texts = []
-    for options, make in (
-        ({}, lambda m: ZeroRedundancyOptimizer(m.parameters(), torch.optim.SGD, lr=0.1)),
-        ({}, lambda m: None),
-        ({"group_size": 3}, lambda m: torch.optim.SGD(m.parameters(), 0.1)),
-    ):
-        model = models.M()
-        config = DDPConfig(comm_hook="post_local_sgd", averaging_period=2, comm_hook_options=options)
-        with pytest.raises(ParallelismValueError) as error:
-            parallelize_model(model, config, make(model))
-        texts.append(str(error.value))
-    return texts
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
 
 
-@pytest.mark.promise(63)
-def test_what_cannot_be_averaged_is_refused(world2: World) -> None:
-    zero, none, groups = world2(refusals)[0]
-    assert "cannot average the parameters of a ZeroRedundancyOptimizer" in zero
-    assert "pass optimizer=" in none
-    assert "group_size=3 does not divide the 2 ranks" in groups
+def no_optimizer(model: nn.Module) -> None:
+    return None
 
 
-@pytest.mark.promise(63)
+@pytest.mark.parametrize(
+    ("options", "optimizer", "text"),
+    [
+        ({}, zero_redundancy, "cannot average the parameters of a ZeroRedundancyOptimizer"),
+        ({}, no_optimizer, "pass optimizer="),
+        ({"group_size": 3}, sgd, "group_size=3 does not divide the 2 ranks"),
+    ],
+)
+@on_ranks(2)
+def test_what_cannot_be_averaged_is_refused(options: dict[str, int], optimizer: Any, text: str) -> None:
+    model = models.M()
+    config = DDPConfig(comm_hook="post_local_sgd", averaging_period=2, comm_hook_options=options)
+    with fails(ParallelismValueError, text):
+        parallelize_model(model, config, optimizer(model))
+
+
 def test_a_period_is_needed_and_needs_local_steps() -> None:
     model = models.M()
     with pytest.raises(ParallelismValueError, match="needs averaging_period"):
@@ -135,12 +135,8 @@ def test_a_period_is_needed_and_needs_local_steps() -> None:
     assert "averaging_period=2 is ignored" in plan.warnings[0]
 
 
-def warned() -> list[str]:
+@on_ranks(2)
+def test_a_period_without_post_local_sgd_warns() -> None:
     with pytest.warns(UserWarning, match="averaging_period=2 is ignored") as caught:
         parallelize_model(models.M(), DDPConfig(averaging_period=2, comm_hook="fp16"))
-    return [str(one.message) for one in caught]
-
-
-@pytest.mark.promise(63)
-def test_a_period_without_post_local_sgd_warns(world2: World) -> None:
-    assert [len(texts) for texts in world2(warned)] == [1, 1]
+    assert len(caught) == 1

@@ -39,7 +39,6 @@ def test_the_plan_says_what_every_module_and_tensor_gets() -> None:
     text = "layers.1.norm: replicated, because DDPConfig.ignored='layers.1' leaves it to each rank"
     assert text in plan.explain("layers.1.norm")
     assert plan.explain("layers.0.norm.running_mean").endswith("a buffer, whole on every rank.")
-    assert plan.replication is not None
     assert "layers.0.table" in plan.replication.ignored
     assert "layers.1.norm.num_batches_tracked" in plan.replication.ignored
     assert "DDP averages the gradients of 8 parameters" in str(plan)
@@ -112,10 +111,8 @@ def test_autocast_does_not_go_up() -> None:
 def test_a_tie_is_ignored_only_where_all_of_its_owners_are() -> None:
     model = models.tied()
     plan = plan_parallelism(model, DDPConfig(ignored="head"), world_size=2)
-    assert plan.replication is not None
     assert plan.replication.ignored == ()
     plan = plan_parallelism(model, DDPConfig(ignored=["head.weight"]), world_size=2)
-    assert plan.replication is not None
     assert plan.replication.ignored == ("embed.weight",)
 
 
@@ -130,7 +127,6 @@ def test_it_goes_to_yaml_and_back() -> None:
     plan = plan_parallelism(
         Toy(), DDPConfig.from_dict(plain | {"ignored": plain["ignored"][:1]}), world_size=2
     )
-    assert plan.replication is not None
     assert "layers.0.norm.weight" in plan.replication.ignored
     with pytest.raises(ParallelismTypeError, match="or a list of these, not 3"):
         plan_parallelism(Toy(), DDPConfig(ignored=3), world_size=2)
@@ -165,5 +161,4 @@ def test_a_plan_is_made_on_meta() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1 << 16, 1 << 16), nn.ReLU())
     plan = plan_parallelism(model, DDPConfig(), world_size=512)
-    assert plan.replication is not None
     assert plan.replication.nbytes == 4 * ((1 << 32) + (1 << 16))

@@ -1,7 +1,6 @@
 """Mixed precision under DDP in place."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -13,17 +12,19 @@ from tests.kit import models
 from tests.kit.compare import alike, close
 from tests.kit.meshes import ddp, mine
 from tests.kit.models import M
-from tests.kit.world import World
-
-# Mixed precision
+from tests.kit.world import on_ranks
 
 
-def half(precision: str, **options: Any) -> None:
+@pytest.mark.promise(61)
+@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
+@pytest.mark.parametrize("mixed_precision", ["DEFAULT", "PURE"])
+@on_ranks(2)
+def test_mixed_precision_is_autocast_with_full_parameters(precision: str, mixed_precision: str) -> None:
     torch.manual_seed(2)
     model = models.tied()
     single = copy.deepcopy(model)
     optimizers = [Adam(one.parameters(), 0.01) for one in (model, single)]
-    parallelize_model(model, ddp(**options), optimizers[0], precision)
+    parallelize_model(model, ddp(mixed_precision=mixed_precision), optimizers[0], precision)
     dtypes: set[torch.dtype] = set()
     model.layers[0].mlp.up.register_forward_hook(lambda m, args, out: dtypes.add(out.dtype))
     low = torch.float16 if "fp16" in precision else torch.bfloat16
@@ -34,36 +35,21 @@ def half(precision: str, **options: Any) -> None:
             expected = single(x)
         output.float().square().mean().backward()
         expected.float().square().mean().backward()
-        close(
-            {name: p.grad for name, p in model.named_parameters()},
-            {name: p.grad for name, p in single.named_parameters()},
-            rtol=0.1,
-            atol=4e-3,
-        )
+        found, wanted = ({n: p.grad for n, p in one.named_parameters()} for one in (model, single))
+        close(found, wanted, rtol=0.1, atol=4e-3)
         assert alike(model, lambda p: p.grad)
+        rounded = all(torch.equal(p.grad, p.grad.to(low).float()) for p in model.parameters())
+        assert rounded == (mixed_precision == "PURE")
         for optimizer in optimizers:
             optimizer.step()
-        if options.get("mixed_precision") == "PURE":
-            assert all(torch.equal(p.grad, p.grad.to(low).float()) for p in model.parameters())
-        else:
-            assert not all(torch.equal(p.grad, p.grad.to(low).float()) for p in model.parameters())
-        for optimizer in optimizers:
             optimizer.zero_grad()
     assert dtypes == {low}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.promise(61)
-@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
-@pytest.mark.parametrize("mixed_precision", ["DEFAULT", "PURE"])
-def test_mixed_precision_is_autocast_with_full_parameters(
-    world2: World, precision: str, mixed_precision: str
-) -> None:
-    world2(half, precision, mixed_precision=mixed_precision)
-
-
-def outputs_and_failures() -> None:
+@on_ranks(2)
+def test_outputs_are_cast_and_half_gradients_reduced_in_float32() -> None:
     model = M()
     mixed = {"param_dtype": "bf16", "output_dtype": "fp32"}
     parallelize_model(model, ddp(mixed_precision=mixed, activation_checkpointing=None))
@@ -84,7 +70,3 @@ def outputs_and_failures() -> None:
         total = q.grad.float()
         dist.all_reduce(total)
         torch.testing.assert_close(p.grad, (total / 2).bfloat16(), rtol=0, atol=0)
-
-
-def test_outputs_are_cast_and_half_gradients_reduced_in_float32(world2: World) -> None:
-    world2(outputs_and_failures)

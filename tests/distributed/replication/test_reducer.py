@@ -2,9 +2,9 @@
 
 import copy
 from collections.abc import Callable
-from functools import wraps
 from inspect import signature
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,69 +22,54 @@ from tests.kit import models
 from tests.kit.compare import alike, assert_same_training, close, fails, same, values
 from tests.kit.meshes import ddp, mine
 from tests.kit.models import M
-from tests.kit.toy import Toy, built, train
-from tests.kit.world import World
+from tests.kit.toy import Toy, built, train, trainable
+from tests.kit.world import on_ranks
 
 # The same training
 
 
-def same_training(builds: list[Callable[[], nn.Module]], config: Any) -> None:
-    for build in builds:
-        done = assert_same_training(build, config)
-        assert set(done.plan.plain) == {
-            name for tie in [[n] for n, _ in done.model.named_parameters()] for name in tie
-        }
-        assert not done.plan.units
-
-
 BUILDS = [models.M, models.tied, models.bert, models.scalar, models.dtypes]
-
-
-@pytest.mark.promise(61)
-def test_three_steps_equal_one_process_on_two_ranks(world2: World) -> None:
-    world2(same_training, [*BUILDS, models.non_contiguous, models.parent_child], DDPConfig())
-
-
-@pytest.mark.promise(61)
-def test_three_steps_equal_one_process_on_four_ranks(world4: World) -> None:
-    world4(same_training, [models.tied], {"mesh": {"dp_replicate": 4, "dp_shard": 1}, "ddp": {}})
-
-
-@pytest.mark.promise(102)
-def test_by_the_strategy_s_name(world2: World) -> None:
-    world2(same_training, [models.M], "ddp")
-
-
-@pytest.mark.promise(61)
-def test_one_rank_is_enough(world1: World) -> None:
-    world1(same_training, [models.tied], DDPConfig())
+OPTIONS: list[dict[str, Any]] = [
+    {"static_graph": True},
+    {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001},
+    {"activation_checkpointing": "composable"},
+    {"activation_checkpointing": "composable", "static_graph": True},
+    {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+]
 
 
 @pytest.mark.promise(61)
 @pytest.mark.parametrize(
-    "options",
+    ("ranks", "builds", "config"),
     [
-        {"static_graph": True},
-        {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001},
-        {"activation_checkpointing": "composable"},
-        {"activation_checkpointing": "composable", "static_graph": True},
-        {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+        (2, [*BUILDS, models.non_contiguous, models.parent_child], DDPConfig()),
+        (4, [models.tied], {"mesh": {"dp_replicate": 4, "dp_shard": 1}, "ddp": {}}),
+        (1, [models.tied], DDPConfig()),
+        pytest.param(2, [models.M], "ddp", marks=pytest.mark.promise(102)),
+        *[(2, [models.tied], ddp(**options)) for options in OPTIONS],
     ],
-    ids=str,
 )
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
-def test_whatever_the_options(world2: World, options: dict[str, Any]) -> None:
-    world2(same_training, [models.tied], ddp(**options))
+@on_ranks("ranks")
+def test_three_steps_equal_one_process(
+    ranks: int, builds: list[Callable[[], nn.Module]], config: Any
+) -> None:
+    for build in builds:
+        done = assert_same_training(build, config)
+        assert set(done.plan.plain) == set(dict(done.model.named_parameters()))
+        assert not done.plan.units
 
 
-def in_place() -> None:
+@pytest.mark.promise(61)
+@on_ranks(2)
+def test_nothing_is_replaced_or_renamed() -> None:
     model = built()
     names, keys = list(dict(model.named_parameters())), list(model.state_dict())
     objects = [*model.parameters(), *model.buffers()]
     model.embed.weight.no_decay = True
     seen: list[Tensor] = []
     model.layers[0].up.weight.register_hook(seen.append)
-    optimizer = SGD([p for p in model.parameters() if p.requires_grad], 0.1, momentum=0.9)
+    optimizer = SGD(trainable(model), 0.1, momentum=0.9)
     done = parallelize_model(model, ddp(), optimizer)
     assert done.model is model
     assert isinstance(model, Toy)
@@ -98,86 +83,63 @@ def in_place() -> None:
     assert len(seen) == 1
 
 
-@pytest.mark.promise(61)
-def test_nothing_is_replaced_or_renamed(world2: World) -> None:
-    world2(in_place)
-
-
 # Weights
 
 
-def filled(where: str, **options: Any) -> dict[str, Tensor]:
+@pytest.mark.promise(61)
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [
+        ("rank 0", {"transport": "memory"}),
+        ("rank 0", {"transport": "messages"}),
+        ("different", {"sync": "rank0"}),
+        ("nowhere", {}),
+    ],
+)
+@on_ranks(2)
+def test_rank_0_s_weights_or_those_of_one_process_s_meta_init_count(
+    where: str, options: dict[str, Any]
+) -> None:
     rank = dist.get_rank()
-    device = "meta" if where == "meta" or (where == "rank0" and rank) else "cpu"
-    model = built(seed=rank if where == "different" else 0, device=device)
-    optimizer = Adam([p for p in model.parameters() if p.requires_grad], 0.1)
+    on_meta = where == "nowhere" or (where == "rank 0" and rank > 0)
+    model = built(seed=rank if where == "different" else 0, device="meta" if on_meta else "cpu")
+    single = built(device="meta" if where == "nowhere" else "cpu")
+    optimizer = Adam(trainable(model), 0.1)
     group = optimizer.param_groups[0]
+    torch.manual_seed(0)
+    meta_init(single)
     torch.manual_seed(0)
     parallelize_model(model, ddp(**options), optimizer)
     assert optimizer.param_groups[0] is group
-    assert [id(p) for p in group["params"]] == [id(p) for p in model.parameters() if p.requires_grad]
+    assert [id(p) for p in group["params"]] == [id(p) for p in trainable(model)]
     assert model.head.weight is model.embed.weight
-    start = values(model)
+    same(values(model), values(single))
     train(model, optimizer, 2)
-    return start | {f"after {name}": value for name, value in values(model).items()}
-
-
-def reference(model: nn.Module) -> dict[str, Tensor]:
-    start = values(model)
-    train(model, Adam([p for p in model.parameters() if p.requires_grad], 0.1), 2)
-    return start | {f"after {name}": value for name, value in values(model).items()}
+    train(single, Adam(trainable(single), 0.1), 2, whole=True)
+    close(values(model), values(single))
 
 
 @pytest.mark.promise(61)
-@pytest.mark.parametrize("transport", ["memory", "messages"])
-def test_rank_0_s_weights_reach_ranks_on_meta(world2: World, transport: str) -> None:
-    for found in world2(filled, "rank0", transport=transport):
-        close(found, reference(built()))
+@on_ranks(2)
+def test_real_weights_are_compared() -> None:
+    with fails(ParallelismError, "hold different values of embed.weight"):
+        parallelize_model(built(seed=dist.get_rank()), ddp())
 
 
-@pytest.mark.promise(61)
-def test_real_weights_are_compared_or_rank_0_s_count(world2: World) -> None:
-    for found in world2(filled, "different", sync="rank0"):
-        close(found, reference(built()))
-    for text in world2(refused, "different"):
-        assert "hold different values of embed.weight" in text
-
-
-def refused(where: str) -> str:
-    with pytest.raises(ParallelismError) as error:
-        filled(where)
-    return str(error.value)
-
-
-@pytest.mark.promise(61)
-def test_meta_everywhere_is_initialized_as_in_one_process(world2: World) -> None:
-    model = built(device="meta")
-    torch.manual_seed(0)
-    meta_init(model)
-    start = values(model)
-    for found in world2(filled, "meta"):
-        same({name: value for name, value in found.items() if name in start}, start)
-
-
-def follows(steps: int) -> tuple[dict[str, Tensor], list[Any]]:
-    model = built()
-    optimizer = Adam([p for p in model.parameters() if p.requires_grad], 0.05)
-    train(model, optimizer, steps, whole=True)
+@pytest.mark.promise(25, 83)
+@on_ranks(2)
+def test_the_optimizer_goes_on_with_its_state() -> None:
+    model, single = built(), built()
+    optimizer = Adam(trainable(model), 0.05)
+    train(model, optimizer, 1, whole=True)
     groups = list(optimizer.param_groups)
     groups[0]["initial_lr"] = 0.05
     parallelize_model(model, ddp(), optimizer)
     assert all(a is b for a, b in zip(optimizer.param_groups, groups, strict=True))
-    train(model, optimizer, 2, first=steps)
-    return values(model), [float(optimizer.state[p]["step"]) for p in groups[0]["params"]]
-
-
-@pytest.mark.promise(25, 83)
-def test_the_optimizer_goes_on_with_its_state(world2: World) -> None:
-    model = built()
-    train(model, Adam([p for p in model.parameters() if p.requires_grad], 0.05), 3)
-    for found, steps in world2(follows, 1):
-        close(found, values(model))
-        assert set(steps) == {3.0}
+    train(model, optimizer, 2, first=1)
+    train(single, Adam(trainable(single), 0.05), 3, whole=True)
+    close(values(model), values(single))
+    assert {float(optimizer.state[p]["step"]) for p in groups[0]["params"]} == {3.0}
 
 
 # Buffers
@@ -192,12 +154,14 @@ class Counting(nn.Module):
         self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.count[dist.get_rank() if dist.is_initialized() else 0] += 1
+        self.count[dist.get_rank()] += 1
         out: Tensor = self.norm(self.up(x))
         return out
 
 
-def buffers_as_in_ddp(broadcast: bool) -> None:
+@pytest.mark.parametrize("broadcast", [True, False])
+@on_ranks(2)
+def test_buffers_are_broadcast_each_forward_as_in_ddp(broadcast: bool) -> None:
     model = built(Counting)
     theirs = DistributedDataParallel(copy.deepcopy(model))
     theirs.broadcast_buffers = broadcast
@@ -218,15 +182,12 @@ def buffers_as_in_ddp(broadcast: bool) -> None:
     assert (model.norm.running_mean == 0).sum() == 0
 
 
-@pytest.mark.parametrize("broadcast", [True, False])
-def test_buffers_are_broadcast_each_forward_as_in_ddp(world2: World, broadcast: bool) -> None:
-    world2(buffers_as_in_ddp, broadcast)
-
-
 # Frozen and thawed parameters
 
 
-def thaws(**options: Any) -> None:
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True, "static_graph": True}])
+@on_ranks(2)
+def test_parameters_frozen_and_thawed_later_are_followed(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = M()
     model[0].requires_grad_(False)
@@ -248,31 +209,18 @@ def thaws(**options: Any) -> None:
         assert alike(model)
 
 
-def test_parameters_frozen_and_thawed_later_are_followed(world2: World) -> None:
-    world2(thaws)
-    world2(thaws, gradient_as_bucket_view=True, static_graph=True)
-
-
 # What is left to each rank, and evaluation
 
 
-def left_alone(**options: Any) -> tuple[dict[str, Tensor], dict[str, bool], str]:
-    model = built(seed=dist.get_rank())
-    model._ddp_params_and_buffers_to_ignore = ["layers.1.down.weight"]
-    ignored = ["row", nn.BatchNorm1d, "re:.*shift"]
-    done = parallelize_model(model, ddp(ignored=ignored, sync="rank0", **options))
-    with torch.set_grad_enabled(not options.get("evaluate_only")):
-        output = model(torch.arange(4) + dist.get_rank())
-    if output.requires_grad:
-        output.square().mean().backward()
-    averaged = {name: alike_one(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return values(model), averaged, done.plan.explain("layers.0.norm.weight")
-
-
-def alike_one(tensor: Tensor) -> bool:
-    both = [torch.empty_like(tensor) for _ in range(2)]
-    dist.all_gather(both, tensor)
-    return torch.equal(*both)
+def differing(tensors: dict[str, Tensor | None]) -> set[str]:
+    """The names of the tensors that are not the same on both ranks."""
+    found = set()
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            both = [torch.empty_like(tensor) for _ in range(2)]
+            dist.all_gather(both, tensor)
+            found |= set() if torch.equal(*both) else {name}
+    return found
 
 
 IGNORED = {"row", "shift", "layers.1.down.weight"}
@@ -280,58 +228,49 @@ IGNORED = {"row", "shift", "layers.1.down.weight"}
 
 @pytest.mark.promise(60)
 @pytest.mark.parametrize("evaluate_only", [False, True])
-def test_the_ignore_list_is_honored(world2: World, evaluate_only: bool) -> None:
-    (first, averaged, text), (second, *_) = world2(left_alone, evaluate_only=evaluate_only)
-    different = {name for name, value in first.items() if not torch.equal(value, second[name])}
-    norms = {name for name in first if ".norm." in name}
-    assert IGNORED < different <= IGNORED | norms
-    assert "DDPConfig.ignored=BatchNorm1d leaves it to each rank" in text
-    if evaluate_only:
-        assert averaged == {}
-    else:
-        assert {name for name, equal in averaged.items() if not equal} == {
-            name for name in averaged if name in IGNORED | norms
-        }
-
-
-def kwargs_reach_ddp() -> None:
-    options = {
-        "find_unused_parameters": True,
-        "bucket_cap_mb": 3.0,
-        "gradient_as_bucket_view": True,
-        "broadcast_buffers": False,
-        "skip_all_reduce_unused_params": True,
-    }
-    newer = {"batched_grad_copy": True}  # since torch 2.13
-    newer = {k: v for k, v in newer.items() if k in signature(DistributedDataParallel).parameters}
-    seen = []
-    init = DistributedDataParallel.__init__
-
-    @wraps(init)
-    def record(self: Any, *args: Any, **given: Any) -> None:
-        seen.append(given)
-        init(self, *args, **given)
-
-    DistributedDataParallel.__init__ = record  # type: ignore[method-assign]
-    try:
-        model = M()
-        parallelize_model(model, ddp(options=newer, **options))
-        model(torch.ones(2, 8)).sum().backward()
-    finally:
-        DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
-    (given,) = seen
-    wanted = options | newer | {"init_sync": False}
-    del wanted["broadcast_buffers"]  # has another name since torch 2.13
-    assert {key: given[key] for key in wanted} == wanted
+@on_ranks(2)
+def test_the_ignore_list_is_honored(evaluate_only: bool) -> None:
+    model = built(seed=dist.get_rank())
+    model._ddp_params_and_buffers_to_ignore = ["layers.1.down.weight"]
+    ignored = ["row", nn.BatchNorm1d, "re:.*shift"]
+    done = parallelize_model(model, ddp(ignored=ignored, sync="rank0", evaluate_only=evaluate_only))
+    with torch.set_grad_enabled(not evaluate_only):
+        output = model(torch.arange(4) + dist.get_rank())
+    if output.requires_grad:
+        output.square().mean().backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    left_alone = IGNORED | {name for name in values(model) if ".norm." in name}
+    assert IGNORED < differing(values(model)) <= left_alone
+    assert bool(grads) != evaluate_only
+    assert differing(grads) == grads.keys() & left_alone
+    explained = done.plan.explain("layers.0.norm.weight")
+    assert "DDPConfig.ignored=BatchNorm1d leaves it to each rank" in explained
 
 
 @pytest.mark.promise(60)
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
-def test_it_wraps_once_with_the_given_options(world2: World) -> None:
-    world2(kwargs_reach_ddp)
+@on_ranks(2)
+def test_it_wraps_once_with_the_given_options() -> None:
+    options = {
+        "find_unused_parameters": True,
+        "bucket_cap_mb": 3.0,
+        "gradient_as_bucket_view": True,
+        "skip_all_reduce_unused_params": True,
+    }
+    newer = {"batched_grad_copy": True}  # since torch 2.13
+    newer = {k: v for k, v in newer.items() if k in signature(DistributedDataParallel).parameters}
+    init, model = DistributedDataParallel.__init__, M()
+    with mock.patch.object(DistributedDataParallel, "__init__", autospec=True, side_effect=init) as made:
+        parallelize_model(model, ddp(options=newer, broadcast_buffers=False, **options))
+        model(torch.ones(2, 8)).sum().backward()
+    made.assert_called_once()
+    wanted = options | newer | {"init_sync": False}
+    assert {key: made.call_args.kwargs[key] for key in wanted} == wanted
 
 
-def evaluates() -> None:
+@pytest.mark.promise(60)
+@on_ranks(2)
+def test_evaluation_only_synchronizes() -> None:
     model = built(seed=dist.get_rank())
     cls = type(model)
     done = parallelize_model(model, ddp(evaluate_only=True, sync="rank0"))
@@ -343,7 +282,7 @@ def evaluates() -> None:
     with fails(ParallelismRuntimeError, "scale would get a gradient", "evaluate_only"):
         model(torch.arange(4))
     assert parallelize_model(model, ddp()).plan.replication.idle is None  # type: ignore[union-attr]
-    train(model, SGD([p for p in model.parameters() if p.requires_grad], 0.1), 1)
+    train(model, SGD(trainable(model), 0.1), 1)
     assert alike(model)
     torch.manual_seed(0)
     frozen = M().requires_grad_(False)
@@ -354,29 +293,22 @@ def evaluates() -> None:
         frozen(torch.ones(2, 8))
 
 
-@pytest.mark.promise(60)
-def test_evaluation_only_synchronizes(world2: World) -> None:
-    world2(evaluates)
-
-
-def twice() -> None:
-    model = M()
+@pytest.mark.promise(61)
+@on_ranks(2)
+def test_a_second_preparation_is_a_type_error() -> None:
+    model, sharded = M(), M()
     parallelize_model(model, ddp())
     hooks = len(model._forward_hooks)
-    for config in (ddp(), "fsdp"):
-        with fails(TypeError, "The model is already replicated by DDP; prepare a model only once"):
-            parallelize_model(model, config)
-    assert len(model._forward_hooks) == hooks
-    with fails(ParallelismTypeError, "0 is already replicated by DDP"):
-        parallelize_model(nn.Sequential(model, nn.Linear(4, 4)), ddp())
-    with fails(ParallelismTypeError, "The model is already wrapped in DistributedDataParallel", ".module"):
-        parallelize_model(DistributedDataParallel(M()), ddp())
-    sharded = M()
     parallelize_model(sharded, FSDP2Config())
-    with fails(ParallelismTypeError, "is already sharded by FSDP2"):
-        parallelize_model(sharded, ddp())
-
-
-@pytest.mark.promise(61)
-def test_a_second_preparation_is_a_type_error(world2: World) -> None:
-    world2(twice)
+    again = "The model is already replicated by DDP; prepare a model only once"
+    wrapped = "The model is already wrapped in DistributedDataParallel; pass the wrapped module (.module)"
+    for given, config, text in (
+        (model, ddp(), again),
+        (model, "fsdp", again),
+        (nn.Sequential(model, nn.Linear(4, 4)), ddp(), "0 is already replicated by DDP"),
+        (DistributedDataParallel(M()), ddp(), wrapped),
+        (sharded, ddp(), "is already sharded by FSDP2"),
+    ):
+        with fails(ParallelismTypeError, text):
+            parallelize_model(given, config)
+    assert len(model._forward_hooks) == hooks

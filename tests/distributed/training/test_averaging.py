@@ -1,7 +1,6 @@
 """Means over ranks in few collectives; plain parameters against one process on the full batch."""
 
 import copy
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.distributed.training import averaging
 from composer_dist.distributed.training.averaging import average_plain_gradients
 from composer_dist.distributed.training.gradients import no_sync
@@ -21,43 +19,31 @@ from tests.kit.gradients import (
     batch,
     collectives,
     grads,
-    is_plain,
     loss_of,
     mine,
     prepared,
     reference,
 )
-from tests.kit.meshes import mesh_of
-from tests.kit.world import World
+from tests.kit.world import on_ranks
 
 
-def averages() -> int:
-    rank = dist.get_rank()
-    tensors = [torch.full((3, 2), float(rank)), torch.full((), 2.0 * rank), torch.ones(5).double() * rank]
-    tensors.append(torch.arange(4.0).reshape(2, 2).t() + rank)
+@on_ranks(2)
+def test_tensors_of_any_layout_and_dtype_in_buckets() -> None:
+    turned = torch.arange(4.0).reshape(2, 2).t()
+    own = [torch.ones(3, 2), torch.tensor(2.0), torch.ones(5).double()]
+    tensors = [*(dist.get_rank() * value for value in own), turned + dist.get_rank()]
     with (
         mock.patch.object(averaging, "_BUCKET", 24),
         mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls,
     ):
         averaging.average(tensors, None)
-    assert [tensor.dtype for tensor in tensors] == [
-        torch.float32,
-        torch.float32,
-        torch.float64,
-        torch.float32,
-    ]
-    torch.testing.assert_close(tensors[0], torch.full((3, 2), 0.5))
-    torch.testing.assert_close(tensors[1], torch.tensor(1.0))
-    torch.testing.assert_close(tensors[2], torch.full((5,), 0.5).double())
-    torch.testing.assert_close(tensors[3], torch.arange(4.0).reshape(2, 2).t() + 0.5)
-    return int(calls.call_count)
+    for found, expected in zip(tensors, [*(value / 2 for value in own), turned + 0.5], strict=True):
+        torch.testing.assert_close(found, expected)
+    assert calls.call_count == 4
 
 
-def test_tensors_of_any_layout_and_dtype_in_buckets(world2: World) -> None:
-    assert world2(averages) == [4, 4]
-
-
-def gradients() -> list[Any]:
+@on_ranks(2)
+def test_unused_parameters_count_as_zero_where_any_rank_used_them() -> None:
     rank = dist.get_rank()
     everywhere, somewhere, nowhere = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     table = nn.Embedding(3, 2, sparse=True)
@@ -66,41 +52,29 @@ def gradients() -> list[Any]:
         somewhere.grad = torch.ones(2)
     table(torch.tensor([rank])).sum().backward()
     averaging.average_gradients([everywhere, somewhere, nowhere, table.weight])
-    return [
-        None if p.grad is None else p.grad.tolist() for p in (everywhere, somewhere, nowhere, table.weight)
-    ]
+    assert everywhere.grad.tolist() == [1.5, 1.5]
+    assert somewhere.grad.tolist() == [0.5, 0.5]
+    assert nowhere.grad is None
+    assert table.weight.grad.tolist() == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]]
 
 
-def test_unused_parameters_count_as_zero_where_any_rank_used_them(world2: World) -> None:
-    table = [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]]
-    assert world2(gradients) == [[[1.5, 1.5], [0.5, 0.5], None, table]] * 2
-
-
-def average_each_backward(kind: str) -> None:
+@pytest.mark.promise(94)
+@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), ("hsdp", 2), ("hsdp", 4)])
+@on_ranks("ranks")
+def test_scalars_and_unsharded_parameters_are_averaged_once_a_backward(kind: str, ranks: int) -> None:
     model, single = prepared(kind)
-    batches = batch(3)
-    for count in (1, 2, 3):  # each backward synchronizes what is accumulated so far
-        x = batches[count - 1]
+    for x in batch(3):  # each backward synchronizes what is accumulated so far
         with collectives() as calls:
             loss_of(model(mine(x))).backward()
-        dims = 1 if kind == "fsdp" or dist.get_world_size() == 2 else 2
+        dims = 1 if kind == "fsdp" or ranks == 2 else 2
         hsdp_units = 3 if kind == "hsdp" else 0
         assert calls.count("all_reduce") == dims + hsdp_units
         assert_grads(model, reference(single, [x]))
 
 
 @pytest.mark.promise(94)
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
-def test_scalars_and_unsharded_parameters_are_averaged_once_a_backward(world2: World, kind: str) -> None:
-    world2(average_each_backward, kind)
-
-
-@pytest.mark.promise(94)
-def test_averaging_spans_both_dimensions_of_a_two_by_two_mesh(world4: World) -> None:
-    world4(average_each_backward, "hsdp")
-
-
-def uneven_use() -> None:
+@on_ranks(2)
+def test_unused_here_counts_as_zero_and_unused_everywhere_stays_none() -> None:
     """Rank 1 does not use the adapter, and no rank the gains."""
     model, single = prepared("fsdp")
     (x,) = batch()
@@ -115,11 +89,8 @@ def uneven_use() -> None:
 
 
 @pytest.mark.promise(94)
-def test_unused_here_counts_as_zero_and_unused_everywhere_stays_none(world2: World) -> None:
-    world2(uneven_use)
-
-
-def several_passes() -> None:
+@on_ranks(2)
+def test_several_forwards_one_backward_and_the_reverse() -> None:
     first, second = batch(2)
     model, single = prepared("fsdp")
     outputs = [model(mine(first)), model(mine(second))]
@@ -136,21 +107,10 @@ def several_passes() -> None:
 
 
 @pytest.mark.promise(94)
-def test_several_forwards_one_backward_and_the_reverse(world2: World) -> None:
-    world2(several_passes)
-
-
-def checkpointed(reshard: bool | int) -> None:
-    torch.manual_seed(3)
-    model = Toy()
-    single = copy.deepcopy(model)
-    plain = {name: p for name, p in model.named_parameters() if is_plain(name)}
-    mesh = mesh_of(1)
-    for block in model.blocks:
-        checkpoint_modules(block, [""], "composable", {})
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params={*plain.values()})
-    fully_shard(model, mesh=mesh, ignored_params={*plain.values()})
-    average_plain_gradients(model, plain, mesh)
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_averaging_next_to_activation_checkpointing(reshard: bool) -> None:
+    model, single = prepared("fsdp", reshard, recompute=True)
     batches = batch(2)
     with no_sync(model):
         loss_of(model(mine(batches[0]))).backward()
@@ -159,12 +119,8 @@ def checkpointed(reshard: bool | int) -> None:
 
 
 @pytest.mark.promise(94)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_averaging_next_to_activation_checkpointing(world2: World, reshard: bool) -> None:
-    world2(checkpointed, reshard)
-
-
-def after_an_error() -> None:
+@on_ranks(2)
+def test_a_failed_backward_does_not_stop_the_next_one_and_remove_does() -> None:
     torch.manual_seed(3)
     model = Toy()
     single = copy.deepcopy(model)
@@ -188,12 +144,13 @@ def after_an_error() -> None:
     assert_grads(model, grads(single))  # this rank's own again
 
 
+def _bare_forward(self: Toy, x: torch.Tensor) -> torch.Tensor:
+    return self.blocks[0].gain * x
+
+
 @pytest.mark.promise(94)
-def test_a_failed_backward_does_not_stop_the_next_one_and_remove_does(world2: World) -> None:
-    world2(after_an_error)
-
-
-def dtypes_and_plain_world() -> None:
+@on_ranks(2)
+def test_one_all_reduce_per_dtype_and_none_for_frozen_parameters() -> None:
     torch.manual_seed(3)
     model = Toy().to(torch.bfloat16)
     model.head.double()
@@ -214,16 +171,9 @@ def dtypes_and_plain_world() -> None:
     assert model.adapter.weight.grad is None
 
 
-def _bare_forward(self: Toy, x: torch.Tensor) -> torch.Tensor:
-    return self.blocks[0].gain * x
-
-
-@pytest.mark.promise(94)
-def test_one_all_reduce_per_dtype_and_none_for_frozen_parameters(world2: World) -> None:
-    world2(dtypes_and_plain_world)
-
-
-def bypassing() -> None:
+@pytest.mark.promise(85)
+@on_ranks(2)
+def test_a_gradient_that_bypasses_the_root_is_an_error() -> None:
     model, _ = prepared("fsdp")
     x = mine(batch()[0])
     with pytest.raises(ParallelismRuntimeError, match=r"'adapter.weight' but no output"):
@@ -232,17 +182,9 @@ def bypassing() -> None:
         model.adapter(x).sum().backward()
 
 
-@pytest.mark.promise(85)
-def test_a_gradient_that_bypasses_the_root_is_an_error(world2: World) -> None:
-    world2(bypassing)
-
-
 @pytest.mark.promise(94)
-def test_sharded_parameters_are_refused(world2: World) -> None:
-    world2(refuse_sharded)
-
-
-def refuse_sharded() -> None:
+@on_ranks(2)
+def test_sharded_parameters_are_refused() -> None:
     model = fully_shard(nn.Linear(4, 4))
     with pytest.raises(ParallelismTypeError, match="weight, bias are DTensors"):
         average_plain_gradients(model, dict(model.named_parameters()), None)

@@ -16,10 +16,15 @@ from tests.kit.gradients import (
     prepared,
     reference,
 )
-from tests.kit.world import World
+from tests.kit.world import on_ranks
+
+pytestmark = pytest.mark.promise(33)
+KINDS = ["fsdp", "hsdp", "ddp", "replicate"]
 
 
-def accumulate(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 2) for kind in KINDS), ("hsdp", 4)])
+@on_ranks("ranks")
+def test_accumulation_without_communication_equals_the_full_batch(kind: str, ranks: int) -> None:
     model, single = prepared(kind)
     batches = batch(3)
     expected = reference(single, batches)
@@ -32,18 +37,9 @@ def accumulate(kind: str) -> None:
     assert_grads(model, expected)
 
 
-@pytest.mark.promise(33)
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "ddp", "replicate"])
-def test_accumulation_without_communication_equals_the_full_batch(world2: World, kind: str) -> None:
-    world2(accumulate, kind)
-
-
-@pytest.mark.promise(33)
-def test_accumulation_on_a_two_by_two_mesh(world4: World) -> None:
-    world4(accumulate, "hsdp")
-
-
-def sync_forced(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_enabled_false_synchronizes_and_leaves_sync_on(kind: str) -> None:
     model, single = prepared(kind)
     batches = batch(2)
     before = flags(model)
@@ -60,13 +56,9 @@ def sync_forced(kind: str) -> None:
     assert_grads(model, reference(single, batches[:1]))
 
 
-@pytest.mark.promise(33)
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "ddp", "replicate"])
-def test_enabled_false_synchronizes_and_leaves_sync_on(world2: World, kind: str) -> None:
-    world2(sync_forced, kind)
-
-
-def nested_and_interrupted(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_restores_each_modules_own_state(kind: str) -> None:
     model, _ = prepared(kind)
     if kind in {"fsdp", "hsdp"}:
         model.blocks[0].set_requires_gradient_sync(False)  # a state of the user's own
@@ -87,13 +79,6 @@ def nested_and_interrupted(kind: str) -> None:
     assert flags(model) == before
 
 
-@pytest.mark.promise(33)
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "ddp", "replicate"])
-def test_restores_each_modules_own_state(world2: World, kind: str) -> None:
-    world2(nested_and_interrupted, kind)
-
-
-@pytest.mark.promise(33)
 def test_does_nothing_to_a_model_of_one_process() -> None:
     model = Toy()
     with no_sync(model):

@@ -13,14 +13,32 @@ from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_v
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import full
 from tests.kit.gradients import assert_grads, batch, grads, loss_of, mine, prepared, reference
-from tests.kit.world import World
+from tests.kit.world import on_ranks
 
 
-def clip_prepared(kind: str, norm_type: float, max_norm: float) -> None:
-    model, single = prepared(kind)
+def both_with_gradients(reshard: bool | int = True, kind: str = "fsdp") -> tuple[nn.Module, nn.Module]:
+    """A prepared model and its unsharded copy, after the backward of one batch."""
+    model, single = prepared(kind, reshard)
     (x,) = batch()
     reference(single, [x])
     loss_of(model(mine(x))).backward()
+    return model, single
+
+
+@pytest.mark.promise(32)
+@pytest.mark.parametrize(
+    ("ranks", "kind", "norm_type", "max_norm"),
+    [
+        *[(2, kind, p, 0.05) for kind in ("fsdp", "hsdp", "ddp") for p in (1.0, 2.0, 3.5, math.inf)],
+        (2, "fsdp", 2.0, 1e6),  # small gradients are left alone
+        (4, "hsdp", 2.0, 0.05),
+    ],
+)
+@on_ranks("ranks")
+def test_norm_over_sharded_and_plain_gradients(
+    ranks: int, kind: str, norm_type: float, max_norm: float
+) -> None:
+    model, single = both_with_gradients(kind=kind)
     expected = nn.utils.clip_grad_norm_(single.parameters(), max_norm, norm_type)
     norm = clip_grad_norm(model, max_norm, norm_type)
     assert type(norm) is torch.Tensor
@@ -28,29 +46,15 @@ def clip_prepared(kind: str, norm_type: float, max_norm: float) -> None:
     assert norm.dtype == torch.float32
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
     assert_grads(model, grads(single))
-    norms = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
+    norms = [torch.empty_like(norm) for _ in range(ranks)]
     dist.all_gather(norms, norm)
     assert all(torch.equal(norm, other) for other in norms)
 
 
 @pytest.mark.promise(32)
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "ddp"])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
-def test_norm_over_sharded_and_plain_gradients(world2: World, kind: str, norm_type: float) -> None:
-    world2(clip_prepared, kind, norm_type, 0.05)
-
-
-@pytest.mark.promise(32)
-def test_small_gradients_are_left_alone(world2: World) -> None:
-    world2(clip_prepared, "fsdp", 2.0, 1e6)
-
-
-@pytest.mark.promise(32)
-def test_norm_on_a_two_by_two_mesh(world4: World) -> None:
-    world4(clip_prepared, "hsdp", 2.0, 0.05)
-
-
-def several_meshes(norm_type: float) -> None:
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@on_ranks(4)
+def test_several_meshes_frozen_and_missing_gradients(norm_type: float) -> None:
     """FSDP2's mesh, another mesh, both dimensions of a 2-D mesh, replicated, plain, frozen."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     generator = torch.Generator().manual_seed(1)
@@ -93,58 +97,36 @@ def several_meshes(norm_type: float) -> None:
 
 @pytest.mark.promise(32)
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_several_meshes_frozen_and_missing_gradients(world4: World, norm_type: float) -> None:
-    world4(several_meshes, norm_type)
-
-
-def non_finite(bad: float, norm_type: float) -> float:
-    model, _ = prepared("fsdp")
-    loss_of(model(mine(batch()[0]))).backward()
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@on_ranks(2)
+def test_non_finite_norms_are_returned_on_every_rank(bad: float, norm_type: float) -> None:
+    model, _ = both_with_gradients()
     if dist.get_rank() == 1:
         grad = model.head.weight.grad
         assert isinstance(grad, DTensor)
         grad.to_local()[0, 0] = bad
-    return clip_grad_norm(model, 1.0, norm_type).item()
+    torch.testing.assert_close(clip_grad_norm(model, 1.0, norm_type), torch.tensor(bad), equal_nan=True)
 
 
-@pytest.mark.promise(32)
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_non_finite_norms_are_returned_on_every_rank(world2: World, norm_type: float) -> None:
-    assert world2(non_finite, math.inf, norm_type) == [math.inf, math.inf]
-    assert all(math.isnan(norm) for norm in world2(non_finite, math.nan, norm_type))
-
-
-def between_forward_and_reshard(reshard: bool | int) -> None:
-    model, single = prepared("fsdp", reshard)
-    (x,) = batch()
-    reference(single, [x])
-    loss_of(model(mine(x))).backward()
+@pytest.mark.promise(103)
+@pytest.mark.parametrize("reshard", [True, False, 1])
+@on_ranks(2)
+def test_clipping_after_an_evaluation(reshard: bool | int) -> None:
+    model, single = both_with_gradients(reshard)
     with torch.no_grad():
-        model.eval()(mine(x))  # leaves gathered parameters registered
+        model.eval()(mine(batch()[0]))  # leaves gathered parameters registered
     expected = nn.utils.clip_grad_norm_(single.parameters(), 0.05)
     torch.testing.assert_close(clip_grad_norm(model, 0.05), expected, rtol=1e-6, atol=0)
     assert_grads(model, grads(single))
 
 
-@pytest.mark.promise(103)
-@pytest.mark.parametrize("reshard", [True, False, 1])
-def test_clipping_after_an_evaluation(world2: World, reshard: bool | int) -> None:
-    world2(between_forward_and_reshard, reshard)
-
-
-def clip_values() -> None:
-    model, single = prepared("fsdp")
-    (x,) = batch()
-    reference(single, [x])
-    loss_of(model(mine(x))).backward()
+@pytest.mark.promise(32)
+@on_ranks(2)
+def test_clipping_by_value() -> None:
+    model, single = both_with_gradients()
     nn.utils.clip_grad_value_(single.parameters(), 0.01)
     clip_grad_value(model, 0.01)
     assert_grads(model, grads(single))
-
-
-@pytest.mark.promise(32)
-def test_clipping_by_value(world2: World) -> None:
-    world2(clip_values)
 
 
 @pytest.mark.promise(32)

@@ -2,9 +2,10 @@
 
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
-from composer_dist import DDPConfig, MeshConfig, ParallelismConfig, TPConfig
+from composer_dist import DDPConfig
 from composer_dist.checkpoint import load_pretrained
 from composer_dist.distributed import parallelize_composer_model, parallelize_model
 from composer_dist.distributed.mesh.layout import Layout
@@ -39,57 +40,77 @@ from composer_dist.files.safetensors import read_index
 from composer_dist.models import HuggingFaceModel
 from composer_dist.structure.structure import read_structure
 from composer_dist.tensors.blueprint import Blueprint
-from tests.kit.compare import same, values
+from tests.kit.compare import close, fails_alike, same, values
 from tests.kit.files import saved
 from tests.kit.huggingface import gpt2, llama, phi3, qwen3, tied_llama
 from tests.kit.measure import profiled
-from tests.kit.meshes import config
+from tests.kit.meshes import config, mesh
 from tests.kit.toy import Toy, built, tokens, train
-from tests.kit.world import run
+from tests.kit.world import on_ranks, run
 
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
-def test_every_rank_reads_its_parts_and_nothing_else(tmp_path: Path, ranks: int, replicas: int) -> None:
-    run(reads_its_parts, ranks, saved(built(seed=3), tmp_path), replicas)
+def shared_file(directory: Path, make: Callable[[], nn.Module] = Toy, **changes: Any) -> Path:
+    """What rank 0 saves of a model; None leaves a name out."""
+    if dist.get_rank() == 0:
+        saved(built(make, seed=3), directory, **changes)
+    dist.barrier()
+    return directory / "toy.safetensors"
 
 
-def reads_its_parts(path: Path, replicas: int) -> None:
-    pretrained._SMALL = 64  # so that replicas share
+def same_start_and_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     expected = built(seed=3)
+    same(values(model), values(expected))
+    train(model, optimizer)
+    train(expected, torch.optim.SGD(expected.parameters(), lr=0.1), whole=True)
+    close(values(model), values(expected))
+
+
+@pytest.mark.parametrize("start", ["meta", "cpu"])
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+@on_ranks("ranks")
+def test_every_rank_reads_its_parts_and_nothing_else(
+    tmp_path: Path, ranks: int, replicas: int, start: str
+) -> None:
+    pretrained._SMALL = 64  # so that replicas share
+    path = shared_file(tmp_path)
     header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    for start in ("meta", "cpu"):
-        model = built(seed=7 + dist.get_rank(), device=start)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        done = parallelize_model(model, config(replicas=replicas), optimizer, weights=path)
-        same(values(model), values(expected))
-        sharded = [p.to_local().nbytes for n, p in model.named_parameters() if n != "scale"]
-        whole = expected.scale.nbytes + sum(b.nbytes for n, b in expected.named_buffers() if "table" not in n)
-        own = sum(size / replicas if size >= 64 else size for size in sharded)
-        read = done.bytes_read - (header if dist.get_rank() == 0 else 0)
-        assert own <= read + 64 <= own + whole + 64 + 3 * replicas * len(sharded) * 4
-        assert replicas == 1 or done.bytes_moved > 0
-        assert "bytes read by this rank" in str(done)
-        train(model, optimizer)
-        reference = built(seed=3)
-        train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), whole=True)
-        for name, value in values(reference).items():
-            torch.testing.assert_close(values(model)[name], value, rtol=1e-5, atol=1e-6)
+    model = built(seed=7 + dist.get_rank(), device=start)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    done = parallelize_model(model, config(replicas=replicas), optimizer, weights=path)
+    sharded = [p.to_local().nbytes for n, p in model.named_parameters() if n != "scale"]
+    buffers = sum(b.nbytes for n, b in model.named_buffers() if "table" not in n)
+    whole = model.scale.nbytes + buffers
+    own = sum(size / replicas if size >= 64 else size for size in sharded)
+    read = done.bytes_read - (header if dist.get_rank() == 0 else 0)
+    assert own <= read + 64 <= own + whole + 64 + 3 * replicas * len(sharded) * 4
+    assert replicas == 1 or done.bytes_moved > 0
+    assert "bytes read by this rank" in str(done)
+    same_start_and_training(model, optimizer)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@on_ranks("ranks")
+def test_replicas_read_a_share_each(tmp_path: Path, ranks: int) -> None:
+    pretrained._SMALL = 64
+    model = built(device="meta" if dist.get_rank() else "cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    done = parallelize_model(model, DDPConfig(), optimizer, weights=shared_file(tmp_path))
+    same_start_and_training(model, optimizer)
+    whole = sum(tensor.nbytes for tensor in model.state_dict().values()) - 2 * model.head.weight.nbytes
+    assert dist.get_rank() == 0 or done.bytes_read <= 1.5 * whole / ranks + 500
+
+
+def linears() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(256, 300) for _ in range(4)))
+
+
+@on_ranks(4)
 def test_bytes_read_are_the_shards_and_the_headers(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    path = saved(nn.Sequential(*(nn.Linear(256, 300) for _ in range(4))), tmp_path)
-    for rank, read in enumerate(run(reads_few, 4, path)):
-        shard = 4 * (257 * 75 * 4)
-        assert shard <= read <= shard * 1.02, rank
-
-
-def reads_few(path: Path) -> int:
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(256, 300) for _ in range(4)))
-    return parallelize_model(model, config(), weights=path).bytes_read
+    path, model = shared_file(tmp_path, linears), built(linears, device="meta")
+    shard = 4 * (257 * 75 * 4)
+    assert shard <= parallelize_model(model, config(), weights=path).bytes_read <= shard * 1.02
 
 
 # transformers
@@ -146,20 +167,18 @@ def as_from_pretrained(directory: Path) -> None:
             assert any(len(each) == 2 for each in names)  # still tied
 
 
+@on_ranks(2)
 def test_a_base_checkpoint_and_new_adapters(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    llama().save_pretrained(tmp_path)
-    run(new_adapters, 2, tmp_path)
-
-
-def new_adapters(directory: Path) -> None:
+    if dist.get_rank() == 0:
+        llama().save_pretrained(tmp_path)
+    dist.barrier()
     warnings.simplefilter("ignore")
     with torch.device("meta"):
         model = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=3))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    parallelize_model(model, config(), optimizer, weights=directory)
+    parallelize_model(model, config(), optimizer, weights=tmp_path)
     found = values(model)
-    reference = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    reference = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     plain = {name.replace(".base_layer", ""): value for name, value in found.items() if "lora_" not in name}
     same({name.removeprefix("base_model.model."): value for name, value in plain.items()}, values(reference))
     for name, value in found.items():
@@ -168,106 +187,79 @@ def new_adapters(directory: Path) -> None:
     torch.testing.assert_close(model(input_ids=ids).logits, reference(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_replicas_read_a_share_each(tmp_path: Path, ranks: int) -> None:
-    reads = run(replicated, ranks, saved(built(seed=3), tmp_path))
-    whole = sum(tensor.nbytes for tensor in built().state_dict().values()) - 2 * built().head.weight.nbytes
-    assert all(read <= 1.5 * whole / ranks + 500 for read in reads[1:])
-
-
-def replicated(path: Path) -> int:
-    pretrained._SMALL = 64
-    expected = built(seed=3)
-    model = built(device="meta" if dist.get_rank() else "cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    done = parallelize_model(model, DDPConfig(), optimizer, weights=path)
-    same(values(model), values(expected))
-    train(model, optimizer)
-    train(expected, torch.optim.SGD(expected.parameters(), lr=0.1), whole=True)
-    for name, value in values(expected).items():
-        torch.testing.assert_close(values(model)[name], value, rtol=1e-5, atol=1e-6)
-    return done.bytes_read
-
-
+@pytest.mark.parametrize("make", [phi3, qwen3, gpt2, tied_llama])
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 1), (4, 2)])
-def test_tensor_parallel_models_read_their_windows(tmp_path: Path, ranks: int, replicas: int) -> None:
-    for make in (phi3, qwen3, gpt2, tied_llama):
-        model = built(make, seed=3)
-        model.save_pretrained(tmp_path / make.__name__)
-    run(windows, ranks, tmp_path, replicas)
-
-
-def windows(directory: Path, replicas: int) -> None:
+@on_ranks("ranks")
+def test_tensor_parallel_models_read_their_windows(
+    tmp_path: Path, ranks: int, replicas: int, make: Callable[[], Any]
+) -> None:
     pretrained._SMALL = 64
-    for make in (phi3, qwen3, gpt2, tied_llama):
-        expected = {name: parameter.detach() for name, parameter in built(make, seed=3).named_parameters()}
-        settings = ParallelismConfig(
-            mesh=MeshConfig(dp_replicate=replicas, tp=2), tp=TPConfig(), bucket_bytes=4096
-        )
-        for start in ("meta", "cpu"):
-            model = built(make, seed=4, device=start)
-            done = parallelize_model(model, settings, weights=directory / make.__name__)
-            same({name: gather(p) for name, p in named_parameters_canonical(model)}, expected)
-            whole = sum(parameter.nbytes for parameter in expected.values())
-            assert done.bytes_read < whole
-        for parameter in model.parameters():
-            torch.nn.init.zeros_(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
-        assert load_pretrained(model, directory / make.__name__) == ([], [])
+    if dist.get_rank() == 0:
+        built(make, seed=3).save_pretrained(tmp_path)
+    dist.barrier()
+    expected = {name: parameter.detach() for name, parameter in built(make, seed=3).named_parameters()}
+    for start in ("meta", "cpu"):
+        model = built(make, seed=4, device=start)
+        done = parallelize_model(model, mesh(dp_replicate=replicas, tp=2), weights=tmp_path)
         same({name: gather(p) for name, p in named_parameters_canonical(model)}, expected)
+        assert done.bytes_read < sum(parameter.nbytes for parameter in expected.values())
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+    assert load_pretrained(model, tmp_path) == ([], [])
+    same({name: gather(p) for name, p in named_parameters_canonical(model)}, expected)
 
 
 # What the files lack, and what they have too much
 
 
-def test_what_does_not_fit_is_named_on_all_ranks_before_anything_changes(tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    model = Toy()
-    wrong = torch.zeros(3, 8)
-    cases = [
-        ({"head.bias": torch.zeros(16)}, CheckpointKeyError, "unexpected: head.bias"),
-        ({"layers.0.up.weight": None, "row": None}, CheckpointKeyError, "missing: row, layers.0.up.weight"),
-        ({"row": wrong}, CheckpointValueError, r"row is (3, 8) in the checkpoint, (1, 8) in the model"),
-        ({"row": model.row.detach().long()}, CheckpointValueError, "row is int64 in the checkpoint, float32"),
-        ({"head.weight": wrong}, CheckpointValueError, "differ in the checkpoint, but are one tensor, embed"),
-    ]
-    paths = []
-    for number, (changes, kind, text) in enumerate(cases):
-        (tmp_path / str(number)).mkdir()
-        paths.append((saved(model, tmp_path / str(number), **changes), kind, text))
-    run(refused, 2, paths)
-
-
-def refused(cases: Sequence[tuple[Path, type[Exception], str]]) -> None:
+def refused(kind: type[Exception], *texts: str, weights: Any, **options: Any) -> None:
+    """On all ranks, before anything changes."""
     model = built(device="meta")
     before = [id(parameter) for parameter in model.parameters()]
-    for path, kind, text in cases:
-        with pytest.raises(kind) as caught:
-            parallelize_model(model, config(), weights=path)
-        assert text in str(caught.value)
-        shown = [None] * dist.get_world_size()
-        dist.all_gather_object(shown, str(caught.value))
-        assert len(set(shown)) == 1
-    with pytest.raises(ParallelismValueError, match="weights= .* sync='rank0'"):
-        parallelize_model(model, config(sync="rank0"), weights=cases[0][0])
-    with pytest.raises(CheckpointValueError, match=r"There is no file or directory /nowhere here"):
-        parallelize_model(model, config(), weights="/nowhere")
+    with fails_alike(kind, *texts):
+        parallelize_model(model, config(**options), weights=weights)
     assert [id(parameter) for parameter in model.parameters()] == before
-    own = cases[0][0].parent / f"rank{dist.get_rank()}"
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+WRONG = torch.zeros(3, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"head.bias": torch.zeros(16)}, CheckpointKeyError, "unexpected: head.bias"),
+        ({"layers.0.up.weight": None, "row": None}, CheckpointKeyError, "missing: row, layers.0.up.weight"),
+        ({"row": WRONG}, CheckpointValueError, r"row is (3, 8) in the checkpoint, (1, 8) in the model"),
+        ({"row": WRONG[:1].long()}, CheckpointValueError, "row is int64 in the checkpoint, float32"),
+        ({"head.weight": WRONG}, CheckpointValueError, "differ in the checkpoint, but are one tensor, embed"),
+    ],
+)
+@on_ranks(2)
+def test_what_does_not_fit_is_named(
+    tmp_path: Path, changes: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    refused(kind, text, weights=shared_file(tmp_path, **changes))
+
+
+@on_ranks(2)
+def test_ranks_that_are_given_something_else_are_told(tmp_path: Path) -> None:
+    path, rank = shared_file(tmp_path), dist.get_rank()
+    refused(ParallelismValueError, "weights= ", "sync='rank0'", weights=path, sync="rank0")
+    refused(CheckpointValueError, "There is no file or directory /nowhere here", weights="/nowhere")
+    own = tmp_path / f"rank{rank}"
     own.mkdir()
-    save_file({"row": torch.zeros(1 + dist.get_rank(), 8)}, own / "model.safetensors")
-    with pytest.raises(CheckpointValueError, match=r"rank1.* has 136 bytes here, but 104 where"):
-        parallelize_model(model, config(strict=False), weights=own)
-    with pytest.raises(ParallelismRuntimeError, match="Rank 1 is at 'the plan' while rank 0"):
-        parallelize_model(model, config(), weights=None if dist.get_rank() else cases[0][0])
+    save_file({"row": torch.zeros(1 + rank, 8)}, own / "model.safetensors")
+    other = "has 136 bytes here, but 104 where"
+    refused(CheckpointValueError, "rank1", other, weights=own, strict=False)
+    elsewhere = "Rank 1 is at 'the plan' while rank 0"
+    refused(ParallelismRuntimeError, elsewhere, weights=None if rank else path)
 
 
+@on_ranks(2)
 def test_lenient_what_the_files_lack_comes_from_where_it_would(tmp_path: Path) -> None:
-    torch.manual_seed(3)
     extra = {"row": None, "layers.1.up.weight": None, "other": torch.zeros(2)}
-    run(lenient, 2, saved(Toy(), tmp_path, **extra))
-
-
-def lenient(path: Path) -> None:
+    path = shared_file(tmp_path, **extra)
     expected, initial = values(built(seed=3)), values(built(seed=5))
     lacking = {"row", "layers.1.up.weight"}
     rank = dist.get_rank()
@@ -306,11 +298,9 @@ class Scaled(nn.Module):
             self.total.copy_(self.weight.sum(0))
 
 
+@on_ranks(2)
 def test_initializers_see_what_the_files_have(tmp_path: Path) -> None:
-    run(sees_the_files, 2, saved(built(Scaled, seed=3), tmp_path))
-
-
-def sees_the_files(path: Path) -> None:
+    path = shared_file(tmp_path, Scaled)
     model, expected = built(Scaled, device="meta"), built(Scaled, seed=3)
     parallelize_model(model, config(), weights=path)
     same(values(model), values(expected))
@@ -325,36 +315,29 @@ def opened(path: Path) -> Pretrained:
     return Pretrained(index, path.parent, Match(made, keys={name: [name] for name in made}), Agreement())
 
 
-NAMES = {
-    1: [("dp_shard",), ("tp",), ("dp_replicate",)],
-    2: [("dp_replicate", "dp_shard"), ("dp_shard", "tp"), ("dp_replicate", "tp")],
-}
+ONE, TWO = ["dp_shard", "tp", "dp_replicate"], ["dp_replicate dp_shard", "dp_shard tp", "dp_replicate tp"]
 
 
-def test_any_layout_on_any_mesh_shared_in_windows(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    path = tmp_path / "all.safetensors"
-    state = {str(s): torch.randn(s) for s in [(12, 8), (7, 6), (3, 12), (5,), (4, 6, 4), (2, 0), ()]}
-    save_file(state | {"half": torch.randn(40, 30).bfloat16()}, path)
-    run(any_layout, 4, path)
-
-
-def any_layout(path: Path) -> None:
+@pytest.mark.parametrize("names", [*ONE, *TWO])
+@on_ranks(4)
+def test_any_layout_on_any_mesh_shared_in_windows(tmp_path: Path, names: str) -> None:
     pretrained._SMALL = 16
-    disk = opened(path)
-    everything = load_file(path)
-    for shape in ((4,), (2, 2)):
-        for names in NAMES[len(shape)]:
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-            at, targets = Mesh(mesh).here, []
-            for name, value in everything.items():
-                for layout in layouts(value):
-                    local = torch.full(layout.local_shape(at), -1.0)
-                    targets.append(UnfilledPart(name, layout, local, Mesh(mesh)))
-            disk.fill(targets, 64)
-            for target in targets:
-                expected = target.layout.part(at).of(everything[target.name].float())
-                assert torch.equal(target.local.view(-1), expected), (names, target.name, target.layout)
+    path = tmp_path / "all.safetensors"
+    if dist.get_rank() == 0:
+        state = {str(s): torch.randn(s) for s in [(12, 8), (7, 6), (3, 12), (5,), (4, 6, 4), (2, 0), ()]}
+        save_file(state | {"half": torch.randn(40, 30).bfloat16()}, path)
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (4,) if names in ONE else (2, 2), mesh_dim_names=tuple(names.split()))
+    everything, at = load_file(path), Mesh(mesh).here
+    targets = [
+        UnfilledPart(name, layout, torch.full(layout.local_shape(at), -1.0), Mesh(mesh))
+        for name, value in everything.items()
+        for layout in layouts(value)
+    ]
+    opened(path).fill(targets, 64)
+    for target in targets:
+        expected = target.layout.part(at).of(everything[target.name].float())
+        assert torch.equal(target.local.view(-1), expected), (target.name, target.layout)
 
 
 def layouts(value: torch.Tensor) -> list[Layout]:
@@ -370,12 +353,16 @@ def layouts(value: torch.Tensor) -> list[Layout]:
 # Memory
 
 
+def giant_and_small() -> dict[str, torch.Tensor]:
+    """In float32, 64 MiB in one tensor and as many in others."""
+    giant = torch.arange(1 << 24).remainder_(251).to(torch.uint8).reshape(4096, 4096)
+    return {"giant": giant, **{f"small.{i}": part.clone() for i, part in enumerate(giant.split(64))}}
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_memory_is_bounded_by_the_buckets(tmp_path: Path, stored: torch.dtype) -> None:
     path = tmp_path / "big.safetensors"
-    giant = torch.arange(1 << 24).remainder_(251).reshape(4096, 4096).to(stored)  # 64 MiB in float32
-    small = {f"small.{i}": part.clone() for i, part in enumerate(giant.split(64))}
-    save_file({"giant": giant, **small}, path)
+    save_file({name: value.to(stored) for name, value in giant_and_small().items()}, path)
     for kind in ("cut", "whole", "columns"):
         extra = max(run(fill_peak, 2, path, kind))
         assert extra <= 2 * 8 * MIB + 16 * MIB
@@ -399,65 +386,43 @@ def fill_peak(path: Path, kind: str) -> int:
         gathered.append(sum(part.nbytes for part in parts))
         return gather(parts, *arguments, **options)
 
-    dist.all_gather = watched
-    try:
+    with mock.patch.object(dist, "all_gather", watched):
         extra = profiled(lambda: disk.fill(targets, 8 * MIB))
-    finally:
-        dist.all_gather = gather
     assert len(gathered) > 1 or kind != "whole"
-    numbers = torch.arange(1 << 24).remainder_(251).reshape(4096, 4096).float()
+    everything = giant_and_small()
     for target in targets[:3]:
-        rows = slice(None) if target.name == "giant" else slice(*part_of(target.name))
-        value = numbers[rows].t() if kind == "columns" else numbers[rows]
+        value = everything[target.name].float()
+        value = value.t() if kind == "columns" else value
         assert torch.equal(target.local.view(-1), target.layout.part(at).of(value))
     return extra + max(gathered)  # gloo gathers into a buffer of that size
-
-
-def part_of(name: str) -> tuple[int, int]:
-    number = int(name.split(".")[1])
-    return number * 64, number * 64 + 64
 
 
 # Failures while reading
 
 
+@on_ranks(2)
 def test_a_file_cut_short_meanwhile_is_an_error_everywhere_and_marks_the_model(tmp_path: Path) -> None:
-    run(cut_short, 2, saved(built(seed=3), tmp_path))
-
-
-def cut_short(path: Path) -> None:
-    model, read = built(device="meta"), Files.read
+    path, model, read = shared_file(tmp_path), built(device="meta"), Files.read
 
     def short(self: Files, number: int, offset: int, memory: Any) -> None:
         read(self, number, offset + dist.get_rank() * path.stat().st_size, memory)
 
-    Files.read = short  # type: ignore[method-assign]
-    try:
-        with pytest.raises(CheckpointRuntimeError, match="Rank 1: .*toy.safetensors was truncated") as caught:
-            parallelize_model(model, config(), weights=path)
-    finally:
-        Files.read = read  # type: ignore[method-assign]
-    shown = [None] * 2
-    dist.all_gather_object(shown, str(caught.value))
-    assert shown[0] == shown[1]
+    with (
+        fails_alike(CheckpointRuntimeError, "Rank 1: ", "toy.safetensors was truncated"),
+        mock.patch.object(Files, "read", short),
+    ):
+        parallelize_model(model, config(), weights=path)
     with pytest.raises(ParallelismRuntimeError, match="unusable.*was truncated"):
         model(tokens())
 
 
+@on_ranks(2)
 def test_corrupt_files_are_refused_alike_on_all_ranks(tmp_path: Path) -> None:
-    path = saved(built(seed=3), tmp_path)
-    header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
-    header["row"]["data_offsets"] = header["embed.weight"]["data_offsets"]
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4000))
-    run(corrupt, 2, path)
-
-
-def corrupt(path: Path) -> None:
-    model = built(device="meta")
-    with pytest.raises(CheckpointValueError, match=r"toy.safetensors is corrupt: 'row'") as caught:
-        parallelize_model(model, config(), weights=path)
-    shown = [None] * 2
-    dist.all_gather_object(shown, str(caught.value))
-    assert shown[0] == shown[1]
-    assert all(parameter.is_meta for parameter in model.parameters())
+    path = shared_file(tmp_path)
+    if dist.get_rank() == 0:
+        header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
+        header["row"]["data_offsets"] = header["embed.weight"]["data_offsets"]
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4000))
+    dist.barrier()
+    refused(CheckpointValueError, "toy.safetensors is corrupt: 'row'", weights=path)

@@ -1,20 +1,23 @@
 """Filling a sharded model: who initializes what, in which rounds, and how much memory it takes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from composer_dist.config.rule import Rule
-from composer_dist.distributed import init_context, parallelize_model
+from composer_dist.distributed import init_context, meta_init, parallelize_model
 from composer_dist.distributed.weights.fill import deal_out
 from composer_dist.distributed.weights.initialize import Component
 from composer_dist.distributed.weights.trace import Initializer
 from tests.kit.compare import same, values
 from tests.kit.measure import profiled
 from tests.kit.meshes import config
-from tests.kit.toy import Toy, built
-from tests.kit.world import run
+from tests.kit.toy import built
+from tests.kit.world import on_ranks
 
 MIB = 1 << 20
 
@@ -31,27 +34,17 @@ def test_components_are_dealt_out_by_size() -> None:
     assert "f" in {c.tensors[0] for c in dealt[4]}
 
 
+@pytest.mark.parametrize("on_meta", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20])
-def test_the_size_of_the_buckets_does_not_show(bucket_bytes: int) -> None:
-    expected = values(built())
-    for found in run(delivered, 2, bucket_bytes):
-        same(found, expected)
-    expected = run(initialized, 1, 1 << 20)[0]
-    for found in run(initialized, 2, bucket_bytes):
-        same(found, expected)
-
-
-def delivered(bucket_bytes: int) -> dict[str, torch.Tensor]:
-    model = built(device="cpu" if dist.get_rank() == 0 else "meta")
-    parallelize_model(model, config(bucket_bytes=bucket_bytes))
-    return values(model)
-
-
-def initialized(bucket_bytes: int) -> dict[str, torch.Tensor]:
-    model = built(device="meta")
+@on_ranks(2)
+def test_the_size_of_the_buckets_does_not_show(bucket_bytes: int, on_meta: bool) -> None:
+    model = built(device="meta" if on_meta or dist.get_rank() else "cpu")
+    single = built(device="meta" if on_meta else "cpu")
+    torch.manual_seed(3)
+    meta_init(single)
     torch.manual_seed(3)
     parallelize_model(model, config(bucket_bytes=bucket_bytes))
-    return values(model)
+    same(values(model), values(single))
 
 
 class Big(nn.Module):
@@ -71,28 +64,21 @@ SHARD, WHOLE, BUFFERS, BUCKET = 32 * MIB, 64 * MIB, 8 * MIB, 4 * MIB
 
 @pytest.mark.promise(80)
 @pytest.mark.parametrize(("sync", "others"), [("auto", "meta"), ("rank0", "cpu"), ("auto", "cpu")])
+@on_ranks(2)
 def test_memory_is_the_shard_and_two_buckets(sync: str, others: str) -> None:
-    for rank, peak in enumerate(run(memory, 2, sync, others)):
-        new_buffers = BUFFERS if rank and others == "meta" else 0
-        assert peak <= SHARD + new_buffers + 2 * BUCKET + 16 * MIB
-        assert peak >= SHARD
-
-
-def memory(sync: str, others: str) -> int:
-    model = built(Big, device="cpu" if dist.get_rank() == 0 else others)
+    rank = dist.get_rank()
+    model = built(Big, device="cpu" if rank == 0 else others)
     for layer in model.layers[:1]:
         layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
-    return profiled(lambda: parallelize_model(model, config(sync=sync, bucket_bytes=BUCKET)))
+    peak = profiled(lambda: parallelize_model(model, config(sync=sync, bucket_bytes=BUCKET)))
+    new_buffers = BUFFERS if rank and others == "meta" else 0
+    assert SHARD <= peak <= SHARD + new_buffers + 2 * BUCKET + 16 * MIB
 
 
 @pytest.mark.promise(36)
+@on_ranks(2)
 def test_initialization_needs_a_component_and_its_buckets() -> None:
     component = 8 * MIB
-    for peak in run(memory_of_initialization, 2):
-        assert peak <= SHARD + BUFFERS + component + 3 * BUCKET + 16 * MIB
-
-
-def memory_of_initialization() -> int:
     with init_context():
         model = Big()
 
@@ -100,47 +86,37 @@ def memory_of_initialization() -> int:
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             tensor.fill_(1)
 
-    return profiled(lambda: parallelize_model(model, config(bucket_bytes=BUCKET), param_init_fn=init))
+    peak = profiled(lambda: parallelize_model(model, config(bucket_bytes=BUCKET), param_init_fn=init))
+    assert peak <= SHARD + BUFFERS + component + 3 * BUCKET + 16 * MIB
 
 
+@on_ranks(2)
 def test_full_tensors_are_not_kept() -> None:
     """What the caller no longer holds is gone once the model is sharded."""
-    assert run(kept, 2) == [0, 0]
-
-
-def kept() -> int:
-    import gc
-    import weakref
-
     model = built()
     storages = [weakref.ref(p) for n, p in model.named_parameters() if n != "scale"]
     done = parallelize_model(model, config(), torch.optim.AdamW(model.parameters()))
     gc.collect()
     assert done.model is model
-    return sum(ref() is not None for ref in storages)
+    assert not any(ref() is not None for ref in storages)
 
 
-def test_buffers_and_plain_parameters_stay_the_objects_that_they_were() -> None:
-    for found in run(objects, 2, "auto") + run(objects, 2, "rank0"):
-        assert found == [True, True, True]
-
-
-def objects(sync: str) -> list[bool]:
+@pytest.mark.parametrize("sync", ["auto", "rank0"])
+@on_ranks(2)
+def test_buffers_and_plain_parameters_stay_the_objects_that_they_were(sync: str) -> None:
     model = built(seed=dist.get_rank() if sync == "rank0" else 0)
     shift, scale, up = model.shift, model.scale, model.layers[0].up.weight
     parallelize_model(model, config(sync=sync, rules=[Rule("layers.0.up", shard=False)]))
     same({"shift": model.shift}, {"shift": built().shift})
-    return [model.shift is shift, model.scale is scale, model.layers[0].up.weight is up]
+    assert model.shift is shift
+    assert model.scale is scale
+    assert model.layers[0].up.weight is up
 
 
+@on_ranks(2)
 def test_a_frozen_random_state_is_left_alone() -> None:
-    assert isinstance(built(), Toy)
-    assert run(random_state, 2) == [True, True]
-
-
-def random_state() -> bool:
     model = built(device="meta")
     torch.manual_seed(11)
     before = torch.get_rng_state()
     parallelize_model(model, config())
-    return torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), before)

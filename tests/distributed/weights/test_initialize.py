@@ -11,15 +11,11 @@ from composer_dist.config.rule import Rule
 from composer_dist.distributed import init_context, meta_init, parallelize_model
 from composer_dist.distributed.weights.initialize import assert_no_meta
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from tests.kit.compare import same, values
+from tests.kit.compare import fails_alike, same, values
 from tests.kit.meshes import config
 from tests.kit.toy import Kinds, Toy, built, tokens
-from tests.kit.world import run
+from tests.kit.world import on_ranks
 from tests.zoo import toy
-
-WORLDS = [(1, 1), (2, 1), (4, 1), (4, 2)]
-"""Ranks, and replicas among them."""
-ARCHITECTURES = ["llama", "t5", "mamba", "bert", "mixtral"]
 
 
 def on_meta(name: str, dtype: torch.dtype | None = None) -> nn.Module:
@@ -37,32 +33,27 @@ def alone(name: str, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor
     return values(model)
 
 
-def sharded(name: str, replicas: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    model = on_meta(name, dtype)
+@pytest.mark.promise(36)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, None) for name in ("Toy", "Kinds", "llama", "t5", "mamba", "bert", "mixtral")),
+        ("Kinds", torch.bfloat16),
+        ("llama", torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+@on_ranks("ranks")
+def test_the_same_bits_on_any_number_of_ranks(
+    name: str, dtype: torch.dtype | None, ranks: int, replicas: int
+) -> None:
+    expected, model = alone(name, dtype), on_meta(name, dtype)
+    assert dtype is None or dtype in {v.dtype for v in expected.values()}
     torch.manual_seed(7 if dist.get_rank() == 0 else 100)  # rank 0's seed counts
     state = torch.get_rng_state()
     parallelize_model(model, config(replicas=replicas, bucket_bytes=5000))
     assert torch.equal(torch.get_rng_state(), state)
-    return values(model)
-
-
-@pytest.mark.promise(36)
-@pytest.mark.parametrize("name", ["Toy", "Kinds", *ARCHITECTURES])
-def test_the_same_bits_on_any_number_of_ranks(name: str) -> None:
-    expected = alone(name)
-    for size, replicas in WORLDS:
-        for found in run(sharded, size, name, replicas):
-            same(found, expected)
-
-
-@pytest.mark.promise(36)
-@pytest.mark.parametrize("name", ["Kinds", "llama"])
-def test_the_same_bits_in_bfloat16(name: str) -> None:
-    expected = alone(name, torch.bfloat16)
-    assert {v.dtype for v in expected.values() if v.is_floating_point()} >= {torch.bfloat16}
-    for size in (2, 4):
-        for found in run(sharded, size, name, 1, torch.bfloat16):
-            same(found, expected)
+    same(values(model), expected)
 
 
 @pytest.mark.promise(36)
@@ -96,26 +87,28 @@ def test_nothing_stays_on_meta() -> None:
 
 
 @pytest.mark.promise(38)
-@pytest.mark.parametrize("size", [1, 2])
-def test_partly_meta_models_keep_what_is_real_and_stay_tied(size: int) -> None:
-    reference = built()
-    for found in run(partly, size):
-        expected = values(reference)
-        kept = [name for name in expected if name.startswith(("layers.0", "shift", "layers.1.norm.running"))]
-        same({name: found[0][name] for name in kept}, {name: expected[name] for name in kept})
-        same(found[0], run(partly, 1)[0][0])
-        assert found[1:] == (True, True)
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_partly_meta_models_keep_what_is_real_and_stay_tied(ranks: int) -> None:
+    def partly() -> Any:
+        model = built()
+        model.embed.weight = model.head.weight = nn.Parameter(torch.empty(16, 8, device="meta"))
+        for module in (model.layers[1].up, model.layers[1].down):
+            module.to("meta")
+        return model
 
-
-def partly() -> Any:
-    model = built()
-    model.embed.weight = model.head.weight = nn.Parameter(torch.empty(16, 8, device="meta"))
-    for module in (model.layers[1].up, model.layers[1].down):
-        module.to("meta")
+    model, single, expected = partly(), partly(), values(built())
+    torch.manual_seed(0)
+    meta_init(single)
+    torch.manual_seed(0)
     parallelize_model(model, config())
-    tied = model.head.weight is model.embed.weight
     model.eval()(tokens())
-    return values(model), tied, model.embed.weight.full_tensor().unique().numel() == 128
+    found = values(model)
+    same(found, values(single))
+    kept = [name for name in expected if name.startswith(("layers.0", "shift", "layers.1.norm.running"))]
+    same({name: found[name] for name in kept}, {name: expected[name] for name in kept})
+    assert model.head.weight is model.embed.weight
+    assert found["embed.weight"].unique().numel() == 128
 
 
 class Reader(nn.Module):
@@ -135,42 +128,33 @@ class Reader(nn.Module):
 
 
 @pytest.mark.promise(38)
+@on_ranks(2)
 def test_initializers_see_real_values_but_cannot_change_them() -> None:
-    for found in run(reads_real, 2):
-        assert torch.equal(found["table"], torch.arange(6.0))
-        assert torch.equal(found["proj.weight"], torch.arange(6.0).outer(torch.ones(6)))
-
-
-def reads_real() -> dict[str, torch.Tensor]:
     with init_context():
         model = Reader()
         model.extra = nn.Parameter(torch.empty(2))
-    meta = model
 
-    def init(module: nn.Module) -> None:
+    def init(module: Any) -> None:
         if isinstance(module, Reader):
             nn.init.ones_(module.extra)
-            module.reset_parameters()
-        else:
-            module.reset_parameters()  # type: ignore[operator]
+        module.reset_parameters()
 
-    parallelize_model(meta, config(), param_init_fn=init)
-    return values(meta)
+    parallelize_model(model, config(), param_init_fn=init)
+    found = values(model)
+    assert torch.equal(found["table"], torch.arange(6.0))
+    assert torch.equal(found["proj.weight"], torch.arange(6.0).outer(torch.ones(6)))
 
 
 @pytest.mark.promise(39)
-def test_param_init_fn_is_used_when_given() -> None:
-    for found in run(by_function, 2, "argument") + run(by_function, 2, "attribute"):
-        assert found == {"linear": [3.0], "norm": [3.0, 1.0], "calls": 2}
-
-
-def by_function(how: str) -> dict[str, Any]:
+@pytest.mark.parametrize("how", ["argument", "attribute"])
+@on_ranks(2)
+def test_param_init_fn_is_used_when_given(how: str) -> None:
     with init_context():
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.BatchNorm1d(4))
-    called: list[str] = []
+    called: set[str] = set()
 
     def init(module: nn.Module) -> None:
-        called.append(type(module).__name__)
+        called.add(type(module).__name__)
         for parameter in module.parameters(recurse=False):
             nn.init.constant_(parameter, 3.0)
         if isinstance(module, nn.BatchNorm1d):
@@ -178,15 +162,11 @@ def by_function(how: str) -> dict[str, Any]:
 
     if how == "attribute":
         model.param_init_fn = init
-        parallelize_model(model, config())
-    else:
-        parallelize_model(model, config(), param_init_fn=init)
+    parallelize_model(model, config(), param_init_fn=init if how == "argument" else None)
     found = values(model)
-    return {
-        "linear": found["0.weight"].unique().tolist(),
-        "norm": [found["2.weight"].unique().item(), found["2.running_var"].unique().item()],
-        "calls": len(set(called)),  # the ReLU holds nothing, and is left alone
-    }
+    constants = {name: found[name].unique().item() for name in ("0.weight", "2.weight", "2.running_var")}
+    assert constants == {"0.weight": 3.0, "2.weight": 3.0, "2.running_var": 1.0}
+    assert len(called) == 2  # the ReLU holds nothing, and is left alone
 
 
 class Bare(nn.Module):
@@ -202,25 +182,19 @@ class Bare(nn.Module):
 
 
 @pytest.mark.promise(39, 87)
+@on_ranks(2)
 def test_a_tensor_without_initializer_is_refused_by_class() -> None:
-    results = run(uninitialized, 2)
-    assert results[0] == results[1]
-    assert "Bare: 1.table, 1.weight" in results[0]
-    assert "Linear" not in results[0].split("Give")[0]
-    assert "Sequential" not in results[0]
-
-
-def uninitialized() -> str:
     with init_context():
         model = nn.Sequential(nn.Linear(4, 4), Bare())
-    before = list(model.parameters())
-    with pytest.raises(ParallelismValueError) as error:
+    before = [id(p) for p in model.parameters()]
+    with fails_alike(ParallelismValueError, "Bare: 1.table, 1.weight") as error:
         parallelize_model(model, config())
-    assert [id(p) for p in model.parameters()] == [id(p) for p in before]
+    assert "Linear" not in str(error.value).split("Give")[0]
+    assert "Sequential" not in str(error.value)
+    assert [id(p) for p in model.parameters()] == before
     assert type(model) is nn.Sequential
     with pytest.raises(ParallelismValueError):
         meta_init(model)
-    return str(error.value)
 
 
 @pytest.mark.promise(79)
@@ -241,25 +215,16 @@ def test_init_context() -> None:
 
 
 @pytest.mark.promise(79)
+@on_ranks(2)
 def test_hugging_face_models_from_the_context_can_be_prepared() -> None:
-    for found in run(from_context, 2):
-        assert found == {"torch.bfloat16"}
-
-
-def from_context() -> set[str]:
     model = on_meta("llama", torch.bfloat16)
     parallelize_model(model, config())
     model(input_ids=torch.ones(1, 4, dtype=torch.long))
-    return {str(p.dtype) for p in model.parameters()}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
+@on_ranks(2)
 def test_initializers_that_differ_between_ranks_are_refused() -> None:
-    results = run(other_initializers, 2)
-    assert results[0] == results[1]
-    assert "The initializers differ between ranks" in results[0]
-
-
-def other_initializers() -> str:
     with init_context():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
@@ -268,22 +233,16 @@ def other_initializers() -> str:
         for other in model if dist.get_rank() else [module]:
             other.reset_parameters()  # type: ignore[operator]
 
-    with pytest.raises(ParallelismValueError) as error:
+    with fails_alike(ParallelismValueError, "The initializers differ between ranks"):
         parallelize_model(model, config(), param_init_fn=together)
     assert type(model) is nn.Sequential
-    return str(error.value)
 
 
+@on_ranks(2)
 def test_recurrent_weights_that_stay_whole_are_the_ones_it_computes_with() -> None:
-    expected = alone("Kinds")
-    for found in run(whole_lstm, 2):
-        same(found[0], expected)
-        assert found[1]
-
-
-def whole_lstm() -> Any:
-    model = on_meta("Kinds")
+    expected, model = alone("Kinds"), on_meta("Kinds")
     torch.manual_seed(7)
     parallelize_model(model, config(rules=[Rule("lstm", shard=False)]))
     model.eval()(torch.ones(2, 4, dtype=torch.long)).sum().backward()
-    return values(model), all(p.grad is not None for p in model.lstm.parameters())
+    same(values(model), expected)
+    assert all(p.grad is not None for p in model.lstm.parameters())
