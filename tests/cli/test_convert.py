@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,21 @@ from composer_dist.models import HuggingFaceModel
 from composer_dist.progress import Progress
 from tests.kit.compare import same
 from tests.kit.files import tensors
-from tests.kit.huggingface import logits, mixtral, pretrained_llama, random, tokenizer
+from tests.kit.huggingface import llama, logits, mixtral, pretrained_llama, random, tokenizer
 from tests.kit.measure import profiled
 from tests.kit.world import run
 
 
-def convert(*arguments: object) -> str:
-    result = CliRunner().invoke(app, ["convert", *map(str, arguments)])
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def refused(*arguments: object) -> tuple[int, str]:
+def called(*arguments: object) -> tuple[int, str]:
+    """The exit status of a conversion, and what it prints."""
     result = CliRunner().invoke(app, ["convert", *map(str, arguments)])
     assert "Traceback" not in result.output
-    return result.exit_code, " ".join(result.stderr.replace("│", " ").split())
+    return result.exit_code, " ".join(result.output.replace("│", " ").split())
+
+
+def convert(*arguments: object) -> None:
+    status, told = called(*arguments)
+    assert status == 0, told
 
 
 def write(model: Any, path: Path, **options: Any) -> None:
@@ -121,47 +122,47 @@ def test_what_cannot_be_converted_is_said_in_a_statement(tmp_path: Path) -> None
     write(pretrained_llama(), tmp_path / "model")
     (tmp_path / "there.pt").write_bytes(b"torn")
     model, there, target, other = (tmp_path / name for name in ("model", "there.pt", "target", "other"))
-    assert refused(model, target)[0] == 2  # into what?
-    status, text = refused(tmp_path / "nowhere", tmp_path / "target.pt")
-    assert (status, "does not exist" in text) == (2, True), text
-    status, text = refused(model, there)
-    assert (status, "--overwrite" in text) == (2, True), text
-    status, text = refused(there, target, "--to", "sharded")
-    assert (status, text.startswith("composer-dist convert: ")) == (1, True), text
+    into = ["--to", "huggingface"]
+
+    def refused(*arguments: object, status: int = 1) -> str:
+        found, told = called(*arguments)
+        assert found == status, told
+        return told
+
+    refused(model, target, status=2)  # into what?
+    assert "does not exist" in refused(tmp_path / "nowhere", tmp_path / "target.pt", status=2)
+    assert "--overwrite" in refused(model, there, status=2)
+    assert refused(there, target, "--to", "sharded").startswith("composer-dist convert: ")
     assert not target.exists()
     convert(model, there, "--overwrite")
     write(mixtral(), other)
-    for options, expected in (
-        ([], "pass --like"),
-        (["--like", model, "--key", "x"], "has no 'x'; pass --key with one of model"),
-        (["--like", other], "does not match the model"),
-    ):
-        status, text = refused(there, target, "--to", "huggingface", *options)
-        assert (status, expected in text) == (1, True), text
+    assert "pass --like" in refused(there, target, *into)
+    told = refused(there, target, *into, "--like", model, "--key", "x")
+    assert "has no 'x'; pass --key with one of model" in told
+    assert "does not match the model" in refused(there, target, *into, "--like", other)
     assert not target.exists()
 
 
 # Memory
 
 
-def large(path: Path, width: int) -> tuple[int, int]:
-    """Write a Hugging Face model; returns its bytes, and those of its largest tensor."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def large(folder: Path, width: int) -> tuple[int, int]:
+    """Write a Hugging Face model, and its pieces by two ranks; its bytes, and those of its largest tensor."""
     sizes = {"hidden_size": width, "intermediate_size": 3 * width, "vocab_size": 4096}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, num_attention_heads=8, **sizes))
-    model.save_pretrained(path, max_shard_size="80MB")
+    model = llama(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8, **sizes)
+    model.save_pretrained(folder / "model", max_shard_size="80MB")
+    run(save_pieces, 2, folder)
     nbytes = [parameter.nbytes for parameter in model.parameters()]
     return sum(nbytes), max(nbytes)
 
 
-def save_large(path: Path, model: Path) -> None:
+def save_pieces(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     warnings.simplefilter("ignore")
-    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "model")
     parallelize_model(loaded, FSDP2Config())
-    save_checkpoint(path, {"model": loaded})
+    save_checkpoint(folder / "pieces", {"model": loaded})
 
 
 WAYS = [
@@ -204,29 +205,21 @@ print(peak - start)
 
 
 def test_torch_allocates_next_to_nothing(tmp_path: Path) -> None:
-    whole, _ = large(tmp_path / "model", 256)
-    assert whole > 18e6
-    run(save_large, 2, tmp_path / "pieces", tmp_path / "model")
+    assert large(tmp_path, 256)[0] > 18e6
     for source, target, form in WAYS:
-
-        def convert_one(source: str = source, target: str = target, form: Any = form) -> None:
-            paths = tmp_path / source, tmp_path / target
-            convert_checkpoint(*paths, form, like=tmp_path / "model", progress=Progress(shown=False))
-
+        paths, like = (tmp_path / source, tmp_path / target), tmp_path / "model"
+        convert_one = partial(convert_checkpoint, *paths, form, like=like, progress=Progress(shown=False))
         assert profiled(convert_one) < 1 << 20, (source, target)
 
 
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     """Memory of its own: pages of mapped files are the system's, which takes them back when it likes."""
-    whole, largest = large(tmp_path / "model", 1024)
+    whole, largest = large(tmp_path, 1024)
     assert whole > 180e6
-    run(save_large, 2, tmp_path / "pieces", tmp_path / "model")
     for source, target, form in WAYS:
-        arguments = [str(tmp_path / source), str(tmp_path / target), form, str(tmp_path / "model")]
-        done = subprocess.run(
-            [sys.executable, "-c", CONVERSION, *arguments], capture_output=True, text=True, check=True
-        )
+        command = [sys.executable, "-c", CONVERSION, source, target, form, "model"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
         used = int(done.stdout.split()[-1])
         print(f"{source} -> {target}: {used / 1e6:.0f} MB of {whole / 1e6:.0f}")
         assert used <= 2 * largest + (32 << 20), (source, target)

@@ -34,20 +34,14 @@ def test_what_is_wrong_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) 
     found = _by_name()
     assert found["torch"].verdict == "fault"
     assert found["torch"].remedy == "Install torch >= 2.11, < 2.14."
-    assert (found["open files"].verdict, found["open files"].remedy) == (
-        "warning",
-        "Raise it: ulimit -n 8192.",
-    )
+    files = found["open files"]
+    assert (files.verdict, files.remedy) == ("warning", "Raise it: ulimit -n 8192.")
     assert found["interface"].found == "GLOO_SOCKET_IFNAME=nowhere0, but this host has no such interface"
     assert found["launcher"].verdict == "fault"
 
 
-def _measured() -> SelfTest:
-    return self_test(1 << 12)
-
-
 def test_ranks_measure_what_lies_between_them(world2: World) -> None:
-    first, second = world2(_measured)
+    first, second = world2(self_test, 1 << 12)
     assert first == second
     assert (first.backend, first.device, first.right) == ("gloo", "cpu", True)
     assert first.pairs[0][0] == first.pairs[1][1] == 0
@@ -63,15 +57,8 @@ def test_ranks_measure_what_lies_between_them(world2: World) -> None:
     ],
 )
 def test_the_self_test_is_judged(changed: dict[str, object], verdicts: list[str]) -> None:
-    sound = {
-        "backend": "gloo",
-        "device": "cpu",
-        "hosts": ["a", "a"],
-        "pairs": [[0, 2e9], [1e9, 0]],
-        "all_reduce": 1e9,
-        "right": True,
-        "memory": [True, False],
-    }
+    sound = {"backend": "gloo", "device": "cpu", "hosts": ["a", "a"], "pairs": [[0, 2e9], [1e9, 0]]}
+    sound |= {"all_reduce": 1e9, "right": True, "memory": [True, False]}
     found = doctor.described(SelfTest(**(sound | changed)))
     assert [finding.verdict for finding in found] == verdicts
     assert found[2].found == "weights go through sockets"
@@ -79,9 +66,8 @@ def test_the_self_test_is_judged(changed: dict[str, object], verdicts: list[str]
 
 def test_one_screen_one_verdict_and_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "talk", lambda n: [doctor.Finding("self-test", f"{n} ranks")])
-    monkeypatch.setattr(
-        doctor, "survey", lambda: iter([doctor.Finding("/dev/shm", "64 MiB", "warning", "More.")])
-    )
+    small = doctor.Finding("/dev/shm", "64 MiB", "warning", "More.")
+    monkeypatch.setattr(doctor, "survey", lambda: iter([small]))
     done = CliRunner().invoke(app, ["doctor", "-n", "3"])
     assert done.exit_code == 0
     assert [line.rstrip() for line in done.stdout.splitlines()] == [

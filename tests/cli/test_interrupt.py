@@ -1,5 +1,6 @@
 """Ctrl-C: a run ends, all of it, says so in one sentence, and goes on later."""
 
+import contextlib
 import json
 import os
 import signal
@@ -23,16 +24,9 @@ LONG = ["trainer.max_duration=100000ba", "checkpoints.interval=5ba", "trainer.ev
 
 def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
     """A run in a session of its own, as in a terminal."""
+    command = [sys.executable, "-m", "composer_dist", "train", PRESETS / "vision.yaml", f"out={out}"]
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "composer_dist",
-            "train",
-            str(PRESETS / "vision.yaml"),
-            f"out={out}",
-            *arguments,
-        ],
+        [*map(str, command), *LONG, *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -53,10 +47,8 @@ def left(out: Path) -> list[str]:
     """The processes of a run: they have its folder among their arguments."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
+        with contextlib.suppress(OSError):  # it has just ended
             found += [file.parent.name] if f"out={out}".encode() in file.read_bytes() else []
-        except OSError:  # it has just ended
-            continue
     return found
 
 
@@ -67,7 +59,7 @@ def test_a_run_is_interrupted_and_goes_on(
 ) -> None:
     """The signal comes from a terminal, to the process group, or from elsewhere, to one process."""
     out = tmp_path / "run"
-    run = start(out, *LONG, "-n", str(processes))
+    run = start(out, "-n", str(processes))
     wait_for("a checkpoint", (out / "checkpoints" / "latest").exists)
     to(run.pid, signal.SIGINT)
     printed, told = run.communicate(timeout=60)
@@ -75,7 +67,7 @@ def test_a_run_is_interrupted_and_goes_on(
     assert (told.count(TOLD), "Traceback" in printed + told) == (1, False), told
     assert not left(out)
     saved = int((out / "checkpoints" / "latest").resolve().name.partition("ba")[2])
-    again = start(out, *LONG, f"trainer.max_duration={saved + 3}ba", "-n", str(processes))
+    again = start(out, f"trainer.max_duration={saved + 3}ba", "-n", str(processes))
     _, told = again.communicate(timeout=240)
     assert again.returncode == 0, told
     rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
@@ -85,9 +77,8 @@ def test_a_run_is_interrupted_and_goes_on(
 def test_a_second_one_does_not_wait_for_ranks_that_do_not_listen(tmp_path: Path) -> None:
     out = tmp_path / "run"
     deaf = f"callbacks={{tests.kit.scripts.recipes.Deaf: {{sign: {tmp_path}/deaf}}}}"
-    run = start(out, *LONG, deaf, "-n", "2")
+    run = start(out, deaf, "-n", "2")
     wait_for("both ranks", lambda: len(list(tmp_path.glob("deaf.*"))) == 2)
-    assert run.stderr is not None
     run.send_signal(signal.SIGINT)
     while "Ctrl-C" not in run.stderr.readline():
         assert run.poll() is None
@@ -99,7 +90,7 @@ def test_a_second_one_does_not_wait_for_ranks_that_do_not_listen(tmp_path: Path)
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run = start(out, *LONG, "-n", "2")
+    run = start(out, "-n", "2")
     wait_for("a checkpoint", (out / "checkpoints" / "latest").exists)
     run.kill()
     run.communicate(timeout=60)

@@ -1,6 +1,7 @@
 """Local processes: when one ends badly the others end too, and the first to fail is told."""
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,50 +12,56 @@ from composer_dist.cli.launch import launch_local
 # The agent (torch 2.13) leaves its log files to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 
-HANGS_AS_RANK_0 = """\
+Launch = Callable[[str], int]
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """Runs a script on two local processes, in the test's folder; the exit status."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(code: str) -> int:
+        Path("script.py").write_text(IMPORTS + code)
+        return launch_local(2, ["script.py"])
+
+    return run
+
+
+IMPORTS = """\
 import os, signal, sys, time
-from pathlib import Path
-from composer_dist.cli.launch import report_failure
-spoken = Path(__file__).with_name("spoken")
-if os.environ["RANK"] == "0":
-    print("rank 0 speaks", flush=True)
-    spoken.touch()
-    time.sleep(600)
-while not spoken.exists():
-    time.sleep(0.01)
-print("rank 1 wrote this", file=sys.stderr)
-"""
-
-
-@pytest.mark.parametrize(
-    ("end", "status", "told"),
-    [
-        ("report_failure('rank 1: no such thing'); sys.exit(2)", 2, "rank 1: no such thing\n"),
-        (
-            "os.kill(os.getpid(), signal.SIGKILL)",
-            137,
-            "rank 1 wrote this\n"
-            "composer-dist: rank 1 failed first (killed by SIGKILL); the other ranks were terminated.\n",
-        ),
-    ],
-)
-def test_the_first_to_fail_is_told_and_the_others_end(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], end: str, status: int, told: str
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(HANGS_AS_RANK_0 + end)
-    assert launch_local(2, [str(script)]) == status
-    assert capfd.readouterr() == ("rank 0 speaks\n", told)
-
-
-FAIL_AT_ONCE = """\
-import os, sys, time
 from pathlib import Path
 from composer_dist.cli.launch import report_failure
 rank = int(os.environ["RANK"])
 def wait(file):
     while not Path(file).exists():
         time.sleep(0.001)
+"""
+HANGS_AS_RANK_0 = """\
+if rank == 0:
+    print("rank 0 speaks", flush=True)
+    Path("spoken").touch()
+    time.sleep(600)
+wait("spoken")
+print("rank 1 wrote this", file=sys.stderr)
+"""
+FAILED_FIRST = "composer-dist: rank 1 failed first (killed by SIGKILL); the other ranks were terminated.\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "told"),
+    [
+        ("report_failure('rank 1: no such thing'); sys.exit(2)", 2, "rank 1: no such thing\n"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, f"rank 1 wrote this\n{FAILED_FIRST}"),
+    ],
+)
+def test_the_first_to_fail_is_told_and_the_others_end(
+    launch: Launch, capfd: pytest.CaptureFixture[str], end: str, status: int, told: str
+) -> None:
+    assert launch(HANGS_AS_RANK_0 + end) == status
+    assert capfd.readouterr() == ("rank 0 speaks\n", told)
+
+
+FAIL_AT_ONCE = """\
 if rank == 0:
     wait("cause")
 report_failure(f"rank {rank} has failed")
@@ -65,30 +72,22 @@ sys.exit(1)
 
 
 def test_the_first_of_several_at_the_same_second_is_told(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    launch: Launch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "script.py").write_text(FAIL_AT_ONCE)
-    monkeypatch.chdir(tmp_path)
-    assert launch_local(2, ["script.py"]) == 1
+    assert launch(FAIL_AT_ONCE) == 1
     assert capfd.readouterr().err == "rank 1 has failed\n"
 
 
-def test_all_is_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'])")
-    assert launch_local(2, [str(script)]) == 0
+def test_all_is_well(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch("print(rank, os.environ['WORLD_SIZE'])") == 0
     assert capfd.readouterr() == ("0 2\n", "")
 
 
 IS_INTERRUPTED = """\
-import os, signal, time
-from pathlib import Path
-rank = int(os.environ["RANK"])
 try:
     Path(f"{rank}-began").touch()
-    while rank and not Path("0-began").exists():
-        time.sleep(0.01)
     if rank:
+        wait("0-began")
         os.kill(os.getppid(), signal.SIGINT)
     time.sleep(600)
 except KeyboardInterrupt:
@@ -98,15 +97,11 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_is_passed_on_and_told_once(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    launch: Launch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "script.py").write_text(IS_INTERRUPTED)
-    monkeypatch.chdir(tmp_path)
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored in what a shell starts with "&"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what "&" starts
     try:
-        assert launch_local(2, ["script.py"]) == interrupt.EXIT_STATUS == 130
+        assert launch(IS_INTERRUPTED) == interrupt.EXIT_STATUS == 130
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)

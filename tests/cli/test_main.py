@@ -12,14 +12,23 @@ from composer_dist import __version__
 from composer_dist.cli import main as cli
 from composer_dist.errors import CheckpointValueError
 
-FAILURES: dict[str, BaseException] = {
-    "ours": CheckpointValueError("the file is cut short"),
-    "os": FileNotFoundError(2, "No such file or directory", "there.pt"),
-    "bug": ZeroDivisionError("division by zero"),
-    "usage": typer.BadParameter("neither one nor two"),
-    "exit": typer.Exit(7),
-    "ctrl-c": KeyboardInterrupt(),
+FAILURES: dict[str, tuple[BaseException, int, str]] = {
+    "ours": (CheckpointValueError("the file is cut short"), 1, "composer-dist fail: the file is cut short\n"),
+    "os": (
+        FileNotFoundError(2, "No such file or directory", "there.pt"),
+        1,
+        "composer-dist fail: there.pt: No such file or directory\n",
+    ),
+    "bug": (
+        ZeroDivisionError("division by zero"),
+        1,
+        "ZeroDivisionError: division by zero (composer-dist --debug ... shows where)\n",
+    ),
+    "usage": (typer.BadParameter("neither one nor two"), 2, "neither one nor two"),
+    "exit": (typer.Exit(7), 7, ""),
+    "ctrl-c": (KeyboardInterrupt(), 130, ""),
 }
+"""What a command raises, its exit status, and what it prints to stderr."""
 
 
 @pytest.fixture
@@ -29,26 +38,15 @@ def app() -> typer.Typer:
 
     @made.command()
     def fail(how: str) -> None:
-        raise FAILURES[how]
+        raise FAILURES[how][0]
 
     return made
 
 
-@pytest.mark.parametrize(
-    ("how", "status", "text"),
-    [
-        ("ours", 1, "composer-dist fail: the file is cut short\n"),
-        ("os", 1, "composer-dist fail: there.pt: No such file or directory\n"),
-        ("bug", 1, "ZeroDivisionError: division by zero (composer-dist --debug ... shows where)\n"),
-        ("usage", 2, "neither one nor two"),
-        ("exit", 7, ""),
-        ("ctrl-c", 130, ""),
-    ],
-)
-def test_exit_statuses_and_errors_without_traceback(
-    app: typer.Typer, how: str, status: int, text: str
-) -> None:
+@pytest.mark.parametrize("how", FAILURES)
+def test_exit_statuses_and_errors_without_traceback(app: typer.Typer, how: str) -> None:
     result = CliRunner().invoke(app, ["fail", how])
+    _, status, text = FAILURES[how]
     assert (result.exit_code, text in result.stderr) == (status, True), result.stderr
     assert "Traceback" not in result.stderr
 
@@ -66,9 +64,8 @@ def test_help_and_version_import_nothing_heavy() -> None:
         "print(*sys.modules)"
     )
     for option, expected in (("--help", "--debug"), ("--version", __version__)):
-        shown = subprocess.run(
-            [sys.executable, "-c", code, option], capture_output=True, text=True, check=True
-        )
+        command = [sys.executable, "-c", code, option]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True)
         assert expected in shown.stdout
         assert "status 0" in shown.stdout
         assert {"torch", "transformers", "peft", "pydantic"}.isdisjoint(shown.stdout.split())

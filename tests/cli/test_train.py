@@ -34,17 +34,10 @@ def call(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def process(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "composer_dist", "train", *map(str, arguments)]
-    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ)
-
-
 def test_a_dry_run_prints_the_plan_for_any_number_of_ranks_and_starts_none(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    status, printed, _ = call(
-        PRESETS / "lora.yaml", "--dry-run", "-n", 64, f"out={out}", "data.batch_size=64"
-    )
+    options = ["--dry-run", "-n", 64, f"out={out}", "data.batch_size=64"]
+    status, printed, _ = call(PRESETS / "lora.yaml", *options)
     assert status == 0
     for words in ("Plan for 64 ranks (dp_shard 64)", "64, 1 on each rank", "of which", "LlamaDecoderLayer"):
         assert words in printed
@@ -71,15 +64,10 @@ phases:
 """
 
 
-def phased(folder: Path, phases: str) -> Path:
-    assert CliRunner().invoke(app, ["init", "vision", str(folder / "run.yaml")]).exit_code == 0
-    file = folder / "run.yaml"
-    file.write_text(file.read_text() + phases)
-    return file
-
-
 def test_phases_that_do_not_fit_the_model_are_told_with_their_lines(tmp_path: Path) -> None:
-    file = phased(tmp_path, PHASES)
+    file = tmp_path / "run.yaml"
+    assert CliRunner().invoke(app, ["init", "vision", str(file)]).exit_code == 0
+    file.write_text(file.read_text() + PHASES)
     first = file.read_text().splitlines().index("phases:") + 1
     expected = [
         f"{file}:{first + 1}: phases.no_decay: 're:.*bais' matches no parameter, and no module that has any",
@@ -95,15 +83,12 @@ def test_phases_that_do_not_fit_the_model_are_told_with_their_lines(tmp_path: Pa
     (tmp_path / "phases.yaml").write_text("- {params: module.layers.7, until: 1ep}\n- params: rest\n")
     fixed = "phases.no_decay=re:.*bias"
     _, _, told = call(file, "--dry-run", fixed, f"phases.schedule={tmp_path / 'phases.yaml'}")
-    assert (
-        f"/phases.yaml': phases.schedule: {tmp_path}/phases.yaml: phase 0: 'module.layers.7' matches" in told
-    )
+    where = f"/phases.yaml': phases.schedule: {tmp_path}/phases.yaml: "
+    assert f"{where}phase 0: 'module.layers.7' matches" in told
     status, printed, _ = call(file, "--dry-run", fixed, "phases.schedule.1.params=module.layers.2")
     assert status == 0
-    assert "phase 0 adds" in printed
-    assert "5,130, for 1ep" in printed
-    assert "4,640, for 2ep" in printed
-    assert "160, to the end" in printed
+    for words in ("phase 0 adds", "5,130, for 1ep", "4,640, for 2ep", "160, to the end"):
+        assert words in printed
 
 
 def test_wrong_input_has_status_2_and_no_traceback(tmp_path: Path) -> None:
@@ -133,7 +118,9 @@ def test_an_error_on_one_of_two_processes_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(MINE)
     broken = CODE.replace("return [", "import os\n    return 1 / int(os.environ['RANK'] == '0') and [")
     (tmp_path / "mine.py").write_text(broken)
-    done = process("mine.yaml", "-n", 2, cwd=tmp_path)
+    command = [sys.executable, "-m", "composer_dist", "train", "mine.yaml", "-n", "2"]
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
     assert done.returncode == 1
     assert done.stderr.count("ZeroDivisionError: division by zero") >= 1, done.stderr
     assert done.stderr.count("composer-dist train:") == 1, done.stderr
