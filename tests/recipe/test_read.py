@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -79,55 +78,47 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
     ]
 
 
+REPLACED = [
+    ("model:\n  kind: causal_lm", "model:\n  kind: causal", ":1: model: unknown kind 'causal'."),
+    ("  kind: text\n", "", ":6: data: 'kind' is missing"),
+    ("model_type: llama", "model_type: lama", "no model 'lama'. Did you mean 'llama'?"),
+    ("    model_type: llama\n", "", ":3: model.config: 'model_type' is missing"),
+    ("name: adamw", "name: adamx", ":10: optimizer.name: There is no optimizer 'adamx'. Did you mean"),
+    ("data:\n", "\tdata:\n", ":6: not valid YAML: "),
+    ("  lr: 1e-3", "  lr: 1e-3\n  lr: 2e-3", ":12: optimizer.lr: duplicate key 'lr', first on line 11"),
+    ("trainer:", "precision: amp_bf16\ntrainer:", ":12: precision: unknown key 'precision'."),
+    ("max_duration: 2ba", "precision: bf16", ":13: trainer.precision: "),
+    ("optimizer:", "resume: 3\noptimizer: 3\nscheduler:", ":10: optimizer: expected a mapping, got 3"),
+]
+"""Text, what replaces it, and what the message says."""
+INSERTED = [
+    ("parallelism: fsdb", ":6: parallelism: There is no strategy 'fsdb'; valid names:"),
+    (
+        "parallelism: {fsdp2: {reshard_after_foward: true}}",
+        ":6: parallelism.fsdp2.reshard_after_foward: unknown key 'reshard_after_foward'. Did you mean "
+        "'reshard_after_forward'?",
+    ),
+    (
+        "parallelism:\n  mesh: {tp: 0}",
+        ":7: parallelism.mesh: Mesh sizes must be positive, or -1 for 'the rest', but got tp=0",
+    ),
+    ("  adapter: {method: lora, rank: 8}", ":6: model.adapter.rank: unknown key 'rank'."),
+    ("  adapter: {method: lorra}", ":6: model.adapter.method: peft has no method 'lorra'."),
+    ("  quantize: nf4", ":1: model: quantize freezes the weights, so there must be"),
+    ("  pretrained: x", ":1: model: give either config (a new model) or pretrained"),
+    ("callbacks: {progres_bar: {}}", ":6: callbacks.progres_bar: There is no callback"),
+    ("loggers: {console: {every: 1ba}}", ":6: loggers.console.every: unknown key 'every'."),
+    ("callbacks:\n- lr_monitor", ":6: callbacks: expected a mapping, got"),
+    ("callbacks: {ema: 3}", ":6: callbacks.ema: expected a mapping, got 3"),
+    ("callbacks: {ema: {}}", ":6: callbacks.ema.half_life: 'half_life' is missing"),
+    ("phases: {schedule: {}}", ":6: phases.schedule: A schedule needs at least one phase"),
+    ("phases: {schedule: no.yaml}", ":6: phases.schedule: no.yaml: No such file"),
+]
+"""What stands after the model, and what the message says."""
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ("model:\n  kind: causal_lm", "model:\n  kind: causal", ":1: model: unknown kind 'causal'."),
-        ("  kind: text\n", "", ":6: data: 'kind' is missing"),
-        ("model_type: llama", "model_type: lama", "no model 'lama'. Did you mean 'llama'?"),
-        ("    model_type: llama\n", "", ":3: model.config: 'model_type' is missing"),
-        ("name: adamw", "name: adamx", ":10: optimizer.name: There is no optimizer 'adamx'. Did you mean"),
-        ("data:\n", "\tdata:\n", ":6: not valid YAML: "),
-        ("  lr: 1e-3", "  lr: 1e-3\n  lr: 2e-3", ":12: optimizer.lr: duplicate key 'lr', first on line 11"),
-        ("trainer:", "precision: amp_bf16\ntrainer:", ":12: precision: unknown key 'precision'."),
-        ("max_duration: 2ba", "precision: bf16", ":13: trainer.precision: "),
-        ("data:", "parallelism: fsdb\ndata:", ":6: parallelism: There is no strategy 'fsdb'; valid names:"),
-        (
-            "data:",
-            "parallelism: {fsdp2: {reshard_after_foward: true}}\ndata:",
-            ":6: parallelism.fsdp2.reshard_after_foward: unknown key 'reshard_after_foward'. Did you mean "
-            "'reshard_after_forward'?",
-        ),
-        (
-            "data:",
-            "parallelism:\n  mesh: {tp: 0}\ndata:",
-            ":7: parallelism.mesh: Mesh sizes must be positive, or -1 for 'the rest', but got tp=0",
-        ),
-        ("data:", "  adapter: {method: lora, rank: 8}\ndata:", ":6: model.adapter.rank: unknown key 'rank'."),
-        (
-            "data:",
-            "  adapter: {method: lorra}\ndata:",
-            ":6: model.adapter.method: peft has no method 'lorra'.",
-        ),
-        ("data:", "  quantize: nf4\ndata:", ":1: model: quantize freezes the weights, so there must be"),
-        ("data:", "  pretrained: x\ndata:", ":1: model: give either config (a new model) or pretrained"),
-        ("data:", "callbacks: {progres_bar: {}}\ndata:", ":6: callbacks.progres_bar: There is no callback"),
-        (
-            "data:",
-            "loggers: {console: {every: 1ba}}\ndata:",
-            ":6: loggers.console.every: unknown key 'every'.",
-        ),
-        ("data:", "callbacks:\n- lr_monitor\ndata:", ":6: callbacks: expected a mapping, got"),
-        ("data:", "callbacks: {ema: 3}\ndata:", ":6: callbacks.ema: expected a mapping, got 3"),
-        ("optimizer:", "resume: 3\noptimizer: 3\nscheduler:", ":10: optimizer: expected a mapping, got 3"),
-        ("data:", "callbacks: {ema: {}}\ndata:", ":6: callbacks.ema.half_life: 'half_life' is missing"),
-        (
-            "data:",
-            "phases: {schedule: {}}\ndata:",
-            ":6: phases.schedule: A schedule needs at least one phase",
-        ),
-        ("data:", "phases: {schedule: no.yaml}\ndata:", ":6: phases.schedule: no.yaml: No such file"),
-    ],
+    ("old", "new", "expected"), [*REPLACED, *(("data:", f"{new}\ndata:", told) for new, told in INSERTED)]
 )
 def test_what_is_wrong_is_said_where_it_is(write: Write, old: str, new: str, expected: str) -> None:
     told = problems(write(GOOD.replace(old, new, 1)))
@@ -189,9 +180,7 @@ def test_a_strategy_is_named_in_the_file_or_on_the_command_line(
     assert isinstance(named.parallelism, ParallelismConfig)
     assert named.parallelism.activation_checkpointing is True
     register_strategy("two_by_two", {"mesh": {"dp_replicate": 2, "dp_shard": 2}})
-    own = read_configuration(file, ["parallelism=two_by_two"]).parallelism
-    assert own is not None
-    assert own.mesh.sizes()["dp_replicate"] == 2
+    assert read_configuration(file, ["parallelism=two_by_two"]).parallelism.mesh.sizes()["dp_replicate"] == 2
     assert "valid names: ddp, ddp_find_unused" in problems(file, "parallelism=zero3")[0]
 
 
@@ -225,6 +214,6 @@ def test_a_missing_file_says_how_to_get_one(tmp_path: Path) -> None:
 
 
 def test_reading_leaves_the_random_state_alone(write: Write) -> None:
-    before: Any = torch.get_rng_state()
+    before = torch.get_rng_state()
     read_configuration(write(GOOD))
     assert torch.equal(before, torch.get_rng_state())

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from composer_dist.cli.init import PRESETS
-from tests.kit.scripts.recipes import EVERY, failing, in_the_default_run, weights_of
+from tests.kit.compare import same
+from tests.kit.scripts.recipes import EVERY, in_the_default_run, trained
 from tests.kit.world import WorkerError, World
 
 RUN = ["trainer.max_duration=5ba", "trainer.eval_interval=2ba", "export=false", "checkpoints.interval=2ba"]
@@ -23,22 +23,20 @@ def test_killed_and_resumed_runs_are_bit_equal_to_uninterrupted_ones(
         pytest.importorskip("torchao", reason="NF4 is torchao's; it is an extra")
     file = PRESETS / f"{name}.yaml"
     run = [*RUN, *(TEXT if name != "vision" else [])]
-    (expected, began), _ = world2(weights_of, file, *run, f"out={tmp_path}/whole")
-    assert (len(expected) > 1, began) == (True, 0)
+    expected, _ = world2(trained, file, *run, f"out={tmp_path}/whole")
+    assert (len(expected["weights"]) > 1, expected["began"]) == (True, 0)
     # Written at once: else the end may come before the checkpoint is complete.
     killed = [*run, f"out={tmp_path}/killed", "checkpoints.asynchronous=false"]
     with pytest.raises(WorkerError):
-        world2(weights_of, file, *killed, "callbacks={tests.kit.scripts.recipes.KillAt: {batch: 3}}")
-    (found, began), _ = world2(weights_of, file, *killed)
-    assert began == 2
-    assert found.keys() == expected.keys()
-    different = [name for name in expected if not torch.equal(found[name], expected[name])]
-    assert not different
+        world2(trained, file, *killed, "callbacks={tests.kit.scripts.recipes.KillAt: {batch: 3}}")
+    found, _ = world2(trained, file, *killed)
+    assert found["began"] == 2
+    same(found["weights"], expected["weights"])
 
 
 def test_a_finished_run_is_not_begun_anew_in_the_same_folder(world1: World, tmp_path: Path) -> None:
     file = PRESETS / "vision.yaml"
     run = [f"out={tmp_path}", "trainer.max_duration=1ba", "trainer.eval_interval=null"]
-    world1(weights_of, file, *run)
-    (told,) = world1(failing, file, *run, "resume=false")
-    assert "has checkpoints of an earlier run; remove it, or choose another out" in told
+    world1(trained, file, *run)
+    with pytest.raises(WorkerError, match="has checkpoints of an earlier run; remove it, or choose another"):
+        world1(trained, file, *run, "resume=false")

@@ -28,16 +28,20 @@ def start(file: Path, *overrides: str) -> Session:
     return build(read_configuration(file, ["loggers.in_memory={}", "trainer.progress_bar=false", *overrides]))
 
 
-def logged(session: Session, name: str) -> list[float]:
+def logged(session: Session) -> dict[str, list[float]]:
+    """Everything that a run logged, by name."""
     (memory,) = (one for one in session.trainer.logger.destinations if hasattr(one, "values"))
-    return memory.values(name)
+    return {name: memory.values(name) for name in memory.data}
 
 
-def losses_of(file: Path, *overrides: str) -> list[float]:
-    """The losses of every step of a run."""
+def trained(file: Path, *overrides: str) -> dict[str, Any]:
+    """A run at its end: the batch it began with, its losses, its accuracies, and on rank 0 its weights."""
     session = start(file, *overrides)
+    began = session.trainer.state.timestamp.batch
     session.trainer.fit()
-    return logged(session, "loss/train/total")
+    log = logged(session)
+    found = {"began": began, "losses": log["loss/train/total"], "weights": full_model_state(session.model)}
+    return found | {"accuracies": log.get("metrics/eval/MulticlassAccuracy")}
 
 
 def trained_and_exported(file: Path, *overrides: str) -> tuple[list[float], Tensor, Tensor]:
@@ -54,23 +58,7 @@ def trained_and_exported(file: Path, *overrides: str) -> tuple[list[float], Tens
     finish(replace(session, run=session.run.model_copy(update={"export": "merged"})))
     with torch.no_grad():
         after = model.eval()({"input_ids": PROMPT}).logits
-    return logged(session, "loss/train/total"), before, after
-
-
-def accuracy_of(file: Path, *overrides: str) -> tuple[list[float], float]:
-    """The losses, and the last accuracy on what is held out."""
-    session = start(file, *overrides)
-    session.trainer.fit()
-    return logged(session, "loss/train/total"), logged(session, "metrics/eval/MulticlassAccuracy")[-1]
-
-
-def failing(file: Path, *overrides: str) -> Any:
-    """The error of a run that cannot be built."""
-    try:
-        start(file, *overrides)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    return logged(session)["loss/train/total"], before, after
 
 
 class KillAt(Callback):
@@ -83,14 +71,6 @@ class KillAt(Callback):
         if state.timestamp.batch == self._batch:
             finish_pending()
             os._exit(9)
-
-
-def weights_of(file: Path, *overrides: str) -> tuple[dict[str, Tensor], int]:
-    """The weights of a run at its end, on rank 0, and with which batch it began."""
-    session = start(file, *overrides)
-    began = session.trainer.state.timestamp.batch
-    session.trainer.fit()
-    return full_model_state(session.model), began
 
 
 class Deaf(Callback):
