@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.trainer import Callback, Trainer
-from tests.kit.training import classifier, loader, quiet, sgd
+from tests.kit.training import loader, quiet
 
 
 class Counter(Callback):
@@ -27,21 +28,17 @@ class Counter(Callback):
         self.count = state["count"]
 
 
-def trainer(*callbacks: Callback, scheduled: bool = True) -> Trainer:
-    model = classifier()
-    optimizer = sgd(model, lr=1.0)
-    return quiet(
-        model,
-        optimizers=optimizer,
-        schedulers=[StepLR(optimizer, 1, gamma=0.5)] if scheduled else None,
-        step_schedulers_every_batch=True,
-        train_dataloader=loader(),
-        callbacks=callbacks,
-    )[0]
+def halved(optimizer: Optimizer) -> StepLR:
+    return StepLR(optimizer, 1, gamma=0.5)
+
+
+def trainer(*callbacks: Callback, schedulers: Any = halved) -> Trainer:
+    options = {"callbacks": callbacks, "schedulers": schedulers, "step_schedulers_every_batch": True}
+    return quiet(train_dataloader=loader(), **options)[0]
 
 
 @pytest.mark.promise(100)
-def test_clock_schedulers_and_callbacks_go_on() -> None:
+def test_clock_schedulers_and_callbacks_resume() -> None:
     first = trainer(Counter(), Counter(10))
     first.fit(duration="4ba")
     saved = first.state_dict()
@@ -56,10 +53,10 @@ def test_clock_schedulers_and_callbacks_go_on() -> None:
     assert [second.state_dict()[name] for name in names] == [saved[name] for name in names]
 
 
-def test_a_state_that_does_not_fit_is_refused() -> None:
+def test_a_state_that_does_not_match_is_refused() -> None:
     saved = trainer(Counter()).state_dict()
     with pytest.raises(CheckpointValueError, match="had 1 of torch's schedulers, .* has 0: pass"):
-        trainer(Counter(), scheduled=False).load_state_dict(saved)
+        trainer(Counter(), schedulers=None).load_state_dict(saved)
     with pytest.raises(ParallelismValueError, match="a Trainer state: missing or unknown keys: callbacks"):
         trainer().load_state_dict({"state": {}, "schedulers": []})
     with pytest.raises(ParallelismValueError, match="Not a Trainer state: .* timestamp"):

@@ -56,7 +56,7 @@ def test_an_infinity_in_one_shard_counts_on_all_ranks(world2: World) -> None:
     assert world2(shards) == [[False, False, True]] * 2
 
 
-def test_factors_that_lead_nowhere_are_refused() -> None:
+def test_factors_that_cannot_work_are_refused() -> None:
     with pytest.raises(ParallelismValueError, match="growth_factor > 1"):
         LossScaling(growth_factor=1.0)
     with pytest.raises(ParallelismValueError, match="growth_interval must be positive"):

@@ -1,6 +1,7 @@
 """Learning rates by the clock, compared with Composer's formulas, in one fit and in several."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,15 +20,8 @@ BATCHES = 9  # three epochs of three
 
 
 def rates(schedulers: Any, fits: tuple[str | None, ...] = (None,), max_duration: str = "3ep") -> list[float]:
-    model = classifier()
-    trainer, log = quiet(
-        model,
-        optimizers=sgd(model, lr=2.0),
-        schedulers=schedulers,
-        step_schedulers_every_batch=True,
-        train_dataloader=loader(),
-        max_duration=max_duration,
-    )
+    options = {"optimizers": partial(sgd, lr=2.0), "schedulers": schedulers, "max_duration": max_duration}
+    trainer, log = quiet(train_dataloader=loader(), step_schedulers_every_batch=True, **options)
     for duration in fits:
         trainer.fit(duration=duration)
     return log.values("lr-SGD/group0")
@@ -71,8 +65,7 @@ def test_a_fit_beyond_max_duration_counts_to_its_own_end() -> None:
 
 
 def test_a_schedule_goes_with_torchs_schedulers_and_other_schedules() -> None:
-    model = classifier()
-    optimizer = sgd(model, lr=2.0)
+    optimizer = sgd(classifier())
     with pytest.raises(ParallelismValueError, match="give all of its times"):
         rates(LinearWithWarmupScheduler("5sp", "3ep"))
     two = [ConstantWithWarmupScheduler("2ba"), ConstantWithWarmupScheduler("0ba", alpha=0.5)]
@@ -81,7 +74,7 @@ def test_a_schedule_goes_with_torchs_schedulers_and_other_schedules() -> None:
     assert (len(torchs), ours) == (1, two)
 
 
-def test_times_that_make_no_schedule_are_refused() -> None:
+def test_times_that_cannot_make_a_schedule_are_refused() -> None:
     with pytest.raises(ParallelismValueError, match="t_max is '0ba'"):
         CosineAnnealingWithWarmupScheduler("1ba", "0ba")
     with pytest.raises(ParallelismValueError, match="'soon' is not a valid duration"):

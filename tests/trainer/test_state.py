@@ -1,5 +1,7 @@
 """What a state knows of its duration."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,28 +26,21 @@ def state(duration: str | None, **fields: int) -> State:
         ("2ep", {"epoch": 1, "batch_in_epoch": 5}, 0.75),
         ("2ep", {"epoch": 2}, 1.0),
         ("20ba", {"batch": 5}, 0.25),
+        ("20ba", {"batch": 19}, 0.95),
+        ("20ba", {"batch": 20}, 1.0),
         ("1e3tok", {"token": 300}, 0.3),
         ("1m", {"seconds": 15}, 0.25),
         (None, {"batch": 5}, None),
     ],
 )
-def test_the_share_of_the_duration_that_has_passed(
-    duration: str | None, fields: dict[str, int], share: float | None
-) -> None:
-    found = state(duration, **fields).elapsed_duration()
-    assert found == (None if share is None else pytest.approx(share))
-
-
-def test_a_run_is_finished_when_its_duration_is_reached() -> None:
-    assert not state("20ba", batch=19).finished
-    assert state("20ba", batch=20).finished
-    assert not state(None, batch=20).finished
+def test_the_share_of_the_duration_that_has_passed(duration: Any, fields: Any, share: float | None) -> None:
+    now = state(duration, **fields)
+    assert now.elapsed_duration() == pytest.approx(share)
+    assert now.finished is (share == 1.0)
 
 
 def test_intervals_are_counted_in_their_own_unit() -> None:
     now = state("20ba", batch=6, epoch=2, token=99)
-    assert now.intervals(Time.of("3ba")) == 2
-    assert now.intervals(Time.of("1ep")) == 2
-    assert now.intervals(Time.of("100tok")) == 0
-    assert now.intervals(Time.of("0.1dur")) == 3
+    counts = {"3ba": 2, "1ep": 2, "100tok": 0, "0.1dur": 3}
+    assert {every: now.intervals(Time.of(every)) for every in counts} == counts
     assert now.intervals(Time.of("0.1dur"), Timestamp(batch=5)) == 2

@@ -2,6 +2,8 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.trainer import GradientClipping
+from composer_dist.trainer import GradientClipping, State
 from composer_dist.trainer.step import total_loss
 from tests.kit.compare import close, weights
 from tests.kit.measure import Collectives
@@ -18,11 +20,9 @@ from tests.kit.training import (
     PER_BATCH,
     At,
     Tagger,
-    classifier,
+    fitted,
+    fitted_on_parts,
     joined,
-    loader,
-    on_parts,
-    quiet,
     sgd,
     tagged,
     tagger,
@@ -54,61 +54,50 @@ def reference(batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
 def test_microbatches_give_the_whole_batchs_gradients(size: int | None) -> None:
     batch = joined(tagged(7))
     loss, expected = reference(batch)
-    seen = Gradients()
-    options = {"device_train_microbatch_size": size, "callbacks": seen}
-    trainer, log = on_parts([], train_dataloader=[batch], **options)
-    trainer.fit()
+    options = {"device_train_microbatch_size": size, "callbacks": (seen := Gradients())}
+    _, log = fitted_on_parts([], train_dataloader=[batch], **options)
     close(seen.kept[0], expected)
     assert log.values("loss/train/total") == [pytest.approx(loss, rel=1e-6)]
 
 
 def test_gradients_start_from_zero_at_every_batch() -> None:
-    batch = joined(tagged(7))
-    seen = Gradients()
-    model = tagger()
-    trainer, _ = quiet(model, optimizers=sgd(model, lr=0.0), train_dataloader=[batch] * 2, callbacks=seen)
-    trainer.fit(duration="1ep")
+    options = {"optimizers": partial(sgd, lr=0.0), "callbacks": (seen := Gradients())}
+    fitted_on_parts([], train_dataloader=[joined(tagged(7))] * 2, **options)
     close(seen.kept[1], seen.kept[0])
+
+
+def clipped(clipping: Any) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
+    """The log of one clipped step of size 1, the step, and the gradients before they were clipped."""
+    batch = joined(tagged(7))
+    options = {"gradient_clipping": clipping, "optimizers": partial(sgd, lr=1.0)}
+    trainer, log = fitted_on_parts([], train_dataloader=[batch], **options)
+    after = weights(trainer.state.model)
+    step = {name: value - after[name] for name, value in weights(tagger()).items()}
+    return log, step, reference(batch)[1]
 
 
 @pytest.mark.promise(32)
 def test_norm_clipping_scales_the_step_and_logs_the_norm() -> None:
-    batch = joined(tagged(7))
-    _, gradients = reference(batch)
+    log, step, gradients = clipped(0.01)
     norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
-    before, model = weights(tagger()), tagger()
-    trainer, log = quiet(
-        model, train_dataloader=[batch], gradient_clipping=0.01, optimizers=sgd(model, lr=1.0)
-    )
-    trainer.fit(duration="1ba")
     assert log.values("l2_norm/grad/global") == [pytest.approx(norm.item(), rel=1e-6)]
-    close(weights(model), {k: before[k] - gradients[k] * 0.01 / norm for k in before})
+    close(step, {name: gradient * 0.01 / norm for name, gradient in gradients.items()})
 
 
 @pytest.mark.promise(32)
 def test_values_are_clipped_before_the_norm() -> None:
-    batch = joined(tagged(7))
-    _, gradients = reference(batch)
-    before, model = weights(tagger()), tagger()
+    log, step, gradients = clipped(GradientClipping(value=0.01, norm=100.0, norm_type=1))
     clamped = {name: gradient.clamp(-0.01, 0.01) for name, gradient in gradients.items()}
-    trainer, log = quiet(
-        model,
-        train_dataloader=[batch],
-        gradient_clipping=GradientClipping(value=0.01, norm=100.0, norm_type=1),
-        optimizers=sgd(model, lr=1.0),
-    )
-    trainer.fit(duration="1ba")
     size = sum(gradient.abs().sum().item() for gradient in clamped.values())
     assert log.values("norm/grad/global") == [pytest.approx(size, rel=1e-5)]
-    close(weights(model), {name: before[name] - clamped[name] for name in before})
+    close(step, clamped)
 
 
 def test_a_batch_without_any_label_is_refused() -> None:
     batch = joined(tagged(2))
     batch["labels"].fill_(IGNORED)
-    trainer, _ = quiet(tagger(), train_dataloader=[batch])
     with pytest.raises(ParallelismValueError, match="loss of batch 0 has no terms on any rank"):
-        trainer.fit(duration="1ba")
+        fitted_on_parts([], train_dataloader=[batch])
 
 
 class TwoLosses(Tagger):
@@ -122,9 +111,7 @@ class TwoLosses(Tagger):
 def test_losses_of_several_parts_are_summed() -> None:
     batch = joined(tagged(7))
     torch.manual_seed(0)
-    model = TwoLosses()
-    trainer, log = quiet(model, train_dataloader=[batch])
-    trainer.fit(duration="1ba")
+    _, log = fitted(TwoLosses(), train_dataloader=[batch])
     assert log.values("loss/train/total") == [pytest.approx(reference(batch)[0])]
     one = torch.tensor(1.5)
     assert total_loss([one, one.reshape(1)]).item() == 3.0
@@ -134,47 +121,36 @@ def test_losses_of_several_parts_are_summed() -> None:
 
 
 def test_training_metrics_are_those_of_the_batch() -> None:
-    model = classifier()
-    batches = list(loader())
     seen: list[float] = []
 
     def accuracy(state: Any) -> None:
         seen.append((state.outputs.argmax(1) == state.batch[1]).float().mean().item())
 
-    trainer, log = quiet(model, train_dataloader=batches, callbacks=At(after_forward=accuracy))
-    trainer.fit(duration="1ep")
+    _, log = fitted(callbacks=At(after_forward=accuracy))
     assert log.values("metrics/train/MulticlassAccuracy") == pytest.approx(seen)
 
 
+def noted(read: Callable[[State], Any], *events: str, **options: Any) -> list[tuple[str, Any]]:
+    """What `read` gives of the state at these events of one batch of 4 samples."""
+    notes: list[tuple[str, Any]] = []
+    seen = At(**{event: lambda state, at=event: notes.append((at, read(state))) for event in events})
+    fitted(callbacks=seen, max_duration="1ba", **options)
+    return notes
+
+
 def test_the_state_shows_microbatches_and_then_the_batch() -> None:
-    sizes: list[int] = []
-
-    def size(state: Any) -> None:
-        sizes.append(len(state.batch[0]))
-
-    seen = At(batch_start=size, after_loss=size, after_train_batch=size)
-    trainer, _ = quiet(
-        classifier(), train_dataloader=loader(), device_train_microbatch_size=3, callbacks=seen
-    )
-    trainer.fit(duration="1ba")
-    assert sizes == [4, 2, 2, 4]
+    events = "batch_start", "after_loss", "after_train_batch"
+    sizes = noted(lambda state: len(state.batch[0]), *events, device_train_microbatch_size=3)
+    assert sizes == [("batch_start", 4), ("after_loss", 2), ("after_loss", 2), ("after_train_batch", 4)]
 
 
 def test_outputs_are_let_go_before_backward() -> None:
-    held: list[bool] = []
-
-    def note(state: Any) -> None:
-        held.append(state.outputs is not None)
-
-    seen = At(before_backward=note, after_backward=note)
-    trainer, _ = quiet(classifier(), train_dataloader=loader(), callbacks=seen)
-    trainer.fit(duration="1ba")
-    assert held == [True, False]
+    held = noted(lambda state: state.outputs is not None, "before_backward", "after_backward")
+    assert held == [("before_backward", True), ("after_backward", False)]
 
 
 def clipped_norms(parts: list[int], config: Any = None) -> list[float]:
-    trainer, log = on_parts(parts, config, gradient_clipping=0.01)
-    trainer.fit()
+    _, log = fitted_on_parts(parts, config, gradient_clipping=0.01)
     return log.values("l2_norm/grad/global")
 
 
@@ -188,9 +164,8 @@ def test_the_norm_that_is_clipped_is_the_whole_models(world2: World) -> None:
 
 def collectives(microbatch_size: int | None, how: str = "sharded") -> Counter[str]:
     """What one batch of 3 samples sends."""
-    options = {"device_train_microbatch_size": microbatch_size, "accumulate": how}
-    trainer, _ = on_parts([3, 3], "fsdp", **options)
-    trainer.fit(duration="1ba")
+    options = {"device_train_microbatch_size": microbatch_size, "accumulate": how, "max_duration": "1ba"}
+    trainer, _ = fitted_on_parts([3, 3], "fsdp", **options)
     with Collectives() as counted:
         trainer.fit(duration="1ba")
     return counted.counts

@@ -20,7 +20,7 @@ def test_rates_are_those_of_the_window() -> None:
     assert found == [Rates(1, 6, 60), Rates(2 / 3, 4, 40), Rates(1 / 3, 2, 20)]
 
 
-def test_pauses_do_not_count() -> None:
+def test_pauses_do_not_count_and_start_forgets_what_was_before() -> None:
     clock = Clock()
     throughput = Throughput(clock=clock)
     throughput.start(Timestamp())
@@ -30,13 +30,5 @@ def test_pauses_do_not_count() -> None:
     clock.now = 101.0
     throughput.update(Timestamp(batch=1, sample=8))
     assert throughput.rates() == Rates(0.5, 4, 0)
-
-
-def test_start_forgets_what_was_before() -> None:
-    clock = Clock()
-    throughput = Throughput(clock=clock)
-    throughput.start(Timestamp())
-    clock.now = 1.0
-    throughput.update(Timestamp(batch=1))
     throughput.start(Timestamp(batch=1))
     assert throughput.rates() is None
