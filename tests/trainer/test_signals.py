@@ -133,8 +133,7 @@ def test_killed_and_resumed_is_bit_equal(tmp_path: Path) -> None:
 
 def torchrun(*arguments: str) -> Callable[[], subprocess.Popen[str]]:
     """Each call starts a torchrun of the script."""
-    run = sys.executable, "-m", "torch.distributed.run"
-    return partial(start, *run, *arguments)
+    return partial(start, sys.executable, "-m", "torch.distributed.run", *arguments)
 
 
 @pytest.fixture
