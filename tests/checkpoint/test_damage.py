@@ -2,11 +2,11 @@
 
 import multiprocessing
 import random
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,10 +22,10 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError
 from composer_dist.files import checked as checked_file
 from composer_dist.files.find import index_weights
-from tests.kit.compare import equal
+from tests.kit.compare import equal, fails_alike
 from tests.kit.runs import save_run
 from tests.kit.toy import stateful
-from tests.kit.world import PRELOAD, World
+from tests.kit.world import PRELOAD, World, on_ranks
 
 
 def is_refused(path: Path) -> str | None:
@@ -35,6 +35,16 @@ def is_refused(path: Path) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    damaged = bytearray(data)
+    damaged[bit // 8] ^= 1 << bit % 8
+    return bytes(damaged)
+
+
+def flip(file: Path, bit: int) -> None:
+    file.write_bytes(flipped(file.read_bytes(), bit))
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -53,10 +63,7 @@ def test_every_truncation_and_every_flipped_bit_is_noticed(
         cuts += [draw.randrange(len(whole)) for _ in range(5 if flips > 20 else 0)]
         damages = [whole[:cut] for cut in cuts]
         for _ in range(flips if flips > 20 else -(-flips // len(files))):
-            place = draw.randrange(8 * len(whole))
-            damaged = bytearray(whole)
-            damaged[place // 8] ^= 1 << place % 8
-            damages.append(bytes(damaged))
+            damages.append(flipped(whole, draw.randrange(8 * len(whole))))
         for number, damaged_bytes in enumerate(damages):
             file.write_bytes(damaged_bytes)
             why = is_refused(path)
@@ -69,65 +76,46 @@ def test_every_truncation_and_every_flipped_bit_is_noticed(
     assert is_refused(path) is None
 
 
-def as_weights(path: str) -> list[str]:
-    """What a damaged checkpoint gives as weights, while preparing and later, and unverified."""
-    texts = []
-    model = stateful(1)
-    with pytest.raises(CheckpointError) as caught:
-        parallelize_model(model, FSDP2Config(), weights=path)
-    texts.append(str(caught.value))
-    assert all(not isinstance(parameter, DTensor) for parameter in model.parameters()), "nothing changed"
-    parallelize_model(model, FSDP2Config())
-    before = full_model_state(model, ranks="all")
-    with pytest.raises(CheckpointError) as caught:
-        load_pretrained(model, path)
-    texts.append(str(caught.value))
-    equal(full_model_state(model, ranks="all"), before)
-    load_pretrained(model, path, verify=False)
-    return texts
-
-
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_flipped_bit_is_noticed_by_who_reads_weights(world2: World, tmp_path: Path, sharded: bool) -> None:
+@on_ranks(2)
+def test_a_flipped_bit_is_noticed_by_who_reads_weights(tmp_path: Path, sharded: bool) -> None:
     path = tmp_path / "c"
-    world2(save_run, str(path), "fsdp2", sharded=sharded)
+    save_run(str(path), "fsdp2", sharded=sharded)
     index, _ = index_weights(path)
     entry = next(one for name, one in index.entries.items() if name.startswith("layers.0.up.weight"))
     file = path / index.files[entry.file][0] if sharded else path
-    damaged = bytearray(file.read_bytes())
-    damaged[entry.offset + 5] ^= 8
-    file.write_bytes(damaged)
-    first, second = world2(as_weights, str(path))
-    assert first == second
-    assert all(str(file) in text and "is corrupt" in text for text in first)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        flip(file, 8 * (entry.offset + 5) + 3)
+    dist.barrier()
+    model = stateful(1)
+    with fails_alike(CheckpointError, str(file), "is corrupt"):
+        parallelize_model(model, FSDP2Config(), weights=path)
+    assert all(not isinstance(parameter, DTensor) for parameter in model.parameters()), "nothing changed"
+    parallelize_model(model, FSDP2Config())
+    before = full_model_state(model, ranks="all")
+    with fails_alike(CheckpointError, str(file), "is corrupt"):
+        load_pretrained(model, path)
+    equal(full_model_state(model, ranks="all"), before)
+    load_pretrained(model, path, verify=False)
 
 
-def save_series(directory: str) -> None:
+@on_ranks(2)
+def test_the_newest_that_is_whole(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "none") is None
     for number in range(3):
-        save_run(f"{directory}/{number}", "fsdp2")
-
-
-def newest(directory: str) -> tuple[str | None, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = latest_checkpoint(directory)
-    return found, [str(one.message) for one in caught]
-
-
-def test_the_newest_that_is_whole(world2: World, tmp_path: Path) -> None:
-    assert world2(newest, str(tmp_path / "none")) == [(None, [])] * 2
-    world2(save_series, str(tmp_path))
-    assert world2(newest, str(tmp_path)) == [(str(tmp_path / "2"), [])] * 2
+        save_run(f"{tmp_path}/{number}", "fsdp2")
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "2")
     data = next((tmp_path / "2").glob("__1_*"))
-    damaged = bytearray(data.read_bytes())
-    damaged[len(damaged) // 2] ^= 4
-    data.write_bytes(damaged)
-    (tmp_path / "1" / "checkpoint.json").unlink()
-    (tmp_path / "latest").symlink_to(tmp_path / "2")
-    for found, messages in world2(newest, str(tmp_path)):
-        assert found == str(tmp_path / "0")
-        assert len(messages) == 1
-        assert data.name in messages[0]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        flip(data, 4 * data.stat().st_size + 2)
+        (tmp_path / "1" / "checkpoint.json").unlink()
+        (tmp_path / "latest").symlink_to(tmp_path / "2")
+    dist.barrier()
+    with pytest.warns(UserWarning, match=data.name) as caught:
+        assert latest_checkpoint(tmp_path) == str(tmp_path / "0")
+    assert len(caught) == 1
 
 
 def save_for_ever(directory: str, number: int) -> None:

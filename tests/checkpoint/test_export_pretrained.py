@@ -16,6 +16,7 @@ from composer_dist.checkpoint import export_pretrained, full_model_state, load_p
 from composer_dist.distributed import init_context, parallelize_model
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, ParallelismTypeError
 from composer_dist.models import HuggingFaceModel
+from tests.kit.compare import fails_alike
 from tests.kit.files import files
 from tests.kit.huggingface import (
     ADAPTERS,
@@ -33,7 +34,7 @@ from tests.kit.huggingface import (
     tokenizer,
 )
 from tests.kit.meshes import BY_WORLD, PLACES
-from tests.kit.world import World, run
+from tests.kit.world import World, on_ranks, run
 
 pytestmark = [
     # peft 0.21 reads an attribute that transformers 5.23 deprecates.
@@ -110,28 +111,24 @@ def test_nothing_of_an_earlier_export_is_read(tmp_path: Path, first: str, second
     assert not [name for name in files(tmp_path) if ".export-" in name]
 
 
-def keeps_on_training(path: Path, strategy: str) -> tuple[str, bool]:
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@on_ranks(2)
+def test_a_model_is_as_before_after_its_export(tmp_path: Path, strategy: str) -> None:
     model = pretrained_llama()
     parallelize_model(model, strategy)
-    export_pretrained(model, path)
+    export_pretrained(model, tmp_path)
     model(input_ids=prompt(0), labels=prompt(0)).loss.backward()
-    return type(model).__name__, all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_a_model_is_as_before_after_its_export(world2: World, tmp_path: Path, strategy: str) -> None:
-    expected = f"{strategy.upper()}LlamaForCausalLM", True
-    assert world2(keeps_on_training, tmp_path, strategy) == [expected] * 2
+    assert type(model).__name__ == f"{strategy.upper()}LlamaForCausalLM"
+    assert all(p.grad is not None for p in model.parameters())
 
 
 # Adapters
 
 
-def export_adapter(kind: str, path: Path, place: str) -> None:
+def export_adapter(path: Path, kind: str) -> None:
     model = adapted(kind)
-    given = {"wrapper": model, "peft": model.model}[place]
-    parallelize_model(given, "fsdp")
-    export_pretrained(given, path)
+    parallelize_model(model, "fsdp")
+    export_pretrained(model, path)
 
 
 @pytest.mark.promise(95)
@@ -139,7 +136,7 @@ def export_adapter(kind: str, path: Path, place: str) -> None:
 def test_peft_loads_the_directory(world2: World, tmp_path: Path, kind: str) -> None:
     from peft import PeftModel
 
-    world2(export_adapter, kind, tmp_path, "wrapper")
+    world2(export_adapter, tmp_path, kind)
     reference = adapted(kind)
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= files(tmp_path)
     assert not {name for name in files(tmp_path) if name.startswith("model")}
@@ -151,7 +148,7 @@ def test_peft_loads_the_directory(world2: World, tmp_path: Path, kind: str) -> N
     torch.testing.assert_close(logits(loaded), logits(reference.model), rtol=0, atol=0)
 
 
-def reloaded(path: Path) -> Tensor:
+def reloads(path: Path, expected: Tensor) -> None:
     from peft import PeftConfig, PeftModel
 
     with init_context(empty=dist.get_rank() != 0):
@@ -162,28 +159,17 @@ def reloaded(path: Path) -> Tensor:
         model = HuggingFaceModel(base, peft_config=PeftConfig.from_pretrained(path))
     parallelize_model(model, "fsdp")
     with torch.no_grad():
-        result: Tensor = model.eval()({"input_ids": prompt(0)}).logits
-    return result
+        torch.testing.assert_close(model.eval()({"input_ids": prompt(0)}).logits, expected)
 
 
 @pytest.mark.promise(95)
 def test_an_adapter_reloads_into_any_number_of_ranks(
     world1: World, world2: World, world4: World, tmp_path: Path
 ) -> None:
-    world2(export_adapter, "lora", tmp_path, "wrapper")
+    world2(export_adapter, tmp_path, "lora")
     expected = logits(adapted("lora").model)
     for world in (world1, world2, world4):
-        for got in world(reloaded, tmp_path):
-            torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.promise(95)
-def test_from_a_peft_model_itself(world2: World, tmp_path: Path) -> None:
-    from peft import PeftModel
-
-    world2(export_adapter, "lora", tmp_path, "peft")
-    loaded = PeftModel.from_pretrained(base_for("lora"), tmp_path)
-    assert torch.equal(logits(loaded), logits(adapted("lora").model))
+        world(reloads, tmp_path, expected)
 
 
 def two_adapters() -> HuggingFaceModel:
@@ -193,6 +179,10 @@ def two_adapters() -> HuggingFaceModel:
     second = LoraConfig(r=2, target_modules=["o_proj"], bias="all", init_lora_weights=False)
     model.model.add_adapter("second", second)
     return model
+
+
+def lora_of_peft() -> Any:
+    return adapted("lora").model
 
 
 def injected() -> Any:
@@ -219,12 +209,13 @@ def test_several_adapters(world2: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.promise(95)
-def test_adapters_without_a_peft_model(world2: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [lora_of_peft, injected])
+def test_adapters_without_the_wrapper(world2: World, tmp_path: Path, make: Callable[[], Any]) -> None:
     from peft import PeftModel
 
-    world2(export_made, tmp_path, injected)
+    world2(export_made, tmp_path, make)
     loaded = PeftModel.from_pretrained(pretrained_llama(), tmp_path)
-    assert torch.equal(logits(loaded), logits(injected()))
+    assert torch.equal(logits(loaded), logits(make()))
 
 
 def seeded(kind: str, seed: int = 3) -> Any:
@@ -260,19 +251,12 @@ def test_an_adapter_from_every_mesh_loads_in_plain_peft(tmp_path: Path, ranks: i
 # Errors
 
 
-def export_fails(path: Path) -> tuple[str, str]:
-    with pytest.raises(CheckpointRuntimeError) as failure:
-        export_pretrained(sharded(pretrained_llama()), path)
-    return type(failure.value).__name__, str(failure.value)
-
-
-def test_what_rank_0_cannot_write_fails_everywhere(world2: World, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_what_rank_0_cannot_write_fails_everywhere(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("in the way")
-    first, second = world2(export_fails, file)
-    assert second[0] == first[0] == "CheckpointRuntimeError"
-    assert str(file) in first[1]
-    assert first[1] in second[1]
+    with fails_alike(CheckpointRuntimeError, f"export_pretrained cannot write {file}"):
+        export_pretrained(sharded(pretrained_llama()), file)
 
 
 @pytest.mark.promise(92)

@@ -19,6 +19,7 @@ from composer_dist.distributed import parallelize_model, prepare_fully_shard
 from composer_dist.distributed.moving.whole import gather
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
 from composer_dist.tensors.inner import dense, inner_tensors
+from tests.kit.compare import same
 from tests.kit.quantized import KINDS, NF4, Stack, adam, nf4_llama, quantize
 from tests.kit.toy import built
 from tests.kit.world import World
@@ -77,39 +78,33 @@ def test_a_checkpoint_holds_the_quantized_bits(
     loads = [(world, start) for world in (world1, world2, world4) for start in ("fsdp", "meta")]
     found = [one for world, start in loads for one in world(load, path, kind, start)]
     for state in [*found, load(path, kind, "plain")]:
-        assert state.keys() == expected.keys()
-        assert all(torch.equal(state[name], value) for name, value in expected.items())
+        same(state, expected)
 
 
 @pytest.mark.promise(46)
 def test_what_is_made_of_other_parts_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "c"
-    save_checkpoint(path, {"model": stack("int8", 0)})
-    with pytest.raises(
-        CheckpointValueError, match=r"weight\.data8 is \(8, 8\) in the checkpoint, \(16, 16\) in the model"
-    ):
-        load_checkpoint(path, {"model": stack("int8", 0, width=16)})
-    with pytest.raises(
-        CheckpointValueError, match=r"quantized parts of layers\.0.*Read it with load_checkpoint"
-    ):
-        load_pretrained(stack("int8", 0), path)
-    plain = stack("int8", 0)
+    paths = {name: tmp_path / name for name in ("c", "torn", "dense")}
+    model, plain = stack("int8", 1), stack("int8", 0)
+    save_checkpoint(paths["c"], {"model": plain})
+    save_checkpoint(paths["torn"], {"model": plain}, filter=lambda name, _: "scales" not in name)
+    wide = r"weight\.data8 is \(8, 8\) in the checkpoint, \(16, 16\) in the model"
+    with pytest.raises(CheckpointValueError, match=wide):
+        load_checkpoint(paths["c"], {"model": stack("int8", 0, width=16)})
+    with pytest.raises(CheckpointValueError, match=r"parts of layers\.0.*Read it with load_checkpoint"):
+        load_pretrained(model, paths["c"])
+    for strict in (True, False):
+        with pytest.raises(CheckpointValueError, match=r"base\.weight\.scales is not in the .*, but other"):
+            load_checkpoint(paths["torn"], {"model": model}, strict=strict)
     for name in BASES:
         layer = plain.get_submodule(name.removesuffix(".weight"))
         layer.weight = nn.Parameter(dense(layer.weight).clone(), requires_grad=False)
     with pytest.raises(CheckpointKeyError, match=r"missing: .*weight.*unexpected: .*weight\.data8"):
-        load_checkpoint(path, {"model": plain})
-    torn = tmp_path / "torn"
-    save_checkpoint(torn, {"model": stack("int8", 0)}, filter=lambda name, _: "scales" not in name)
-    for strict in (True, False):
-        with pytest.raises(CheckpointValueError, match=r"base\.weight\.scales is not in the .*, but other"):
-            load_checkpoint(torn, {"model": stack("int8", 1)}, strict=strict)
-    model = stack("int8", 1)
-    save_checkpoint(tmp_path / "dense", {"model": plain})
-    load_checkpoint(tmp_path / "dense", {"model": model})
+        load_checkpoint(paths["c"], {"model": plain})
+    save_checkpoint(paths["dense"], {"model": plain})
+    load_checkpoint(paths["dense"], {"model": model})
     for name in BASES:
-        weight = model.get_parameter(name)
-        assert torch.equal(dense(weight), dense(quantize(plain.get_parameter(name).detach(), "int8")))
+        expected = dense(quantize(plain.get_parameter(name).detach(), "int8"))
+        assert torch.equal(dense(model.get_parameter(name)), expected)
 
 
 def export(path: Path) -> None:
@@ -128,8 +123,7 @@ def test_nf4_is_exported_dense(world2: World, tmp_path: Path) -> None:
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     model = nf4_llama()
-    for name, value in model.state_dict(keep_vars=True).items():
-        assert torch.equal(loaded.state_dict()[name], dense(value)), name
+    same(loaded.state_dict(), {n: dense(v) for n, v in model.state_dict(keep_vars=True).items()})
     ids = torch.arange(8)[None]
     with torch.no_grad():
         found, expected = (one(input_ids=ids).logits for one in (loaded.eval(), model))

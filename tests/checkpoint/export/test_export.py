@@ -20,12 +20,12 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, ParallelismValueError
 from composer_dist.files.slabs import Slab
-from tests.kit.compare import same
+from tests.kit.compare import fails_alike, same
 from tests.kit.files import tensors
 from tests.kit.huggingface import gpt2, mixtral, phi3, qwen3, random, tied_llama
 from tests.kit.measure import profiled
 from tests.kit.meshes import BY_WORLD
-from tests.kit.world import run
+from tests.kit.world import on_ranks, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 MODELS = {"phi3": phi3, "gpt2": gpt2, "qwen3": qwen3, "tied": tied_llama, "mixtral": mixtral}
@@ -46,26 +46,28 @@ def expect(kind: str, path: Path, size: str) -> None:
     random(MODELS[kind]()).save_pretrained(path, max_shard_size=size)
 
 
-def export_all(directory: Path, kinds: dict[str, list[str]]) -> dict[str, bool]:
+def exported(directory: Path, name: str, kind: str, **options: Any) -> None:
     warnings.simplefilter("ignore")
-    wrote: dict[str, bool] = {}
-    write = export_model.write_slabs
+    model = random(MODELS[kind]())
+    parallelize_model(model, BY_WORLD[name]())
+    export_pretrained(model, directory / name / kind, **options)
+
+
+def export_all(directory: Path, kinds: dict[str, list[str]]) -> None:
+    write, written = export_model.write_slabs, []
 
     def watched(slabs: list[Slab], *rest: Any) -> int:
-        total = write(slabs, *rest)
-        wrote[key] = wrote.get(key, False) or total > 0
-        return total
+        written.append(write(slabs, *rest))
+        return written[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_model, "write_slabs", watched)
         patch.setattr(export_model, "_SMALL", 64)  # holders of the same part share the work
         for name, models in kinds.items():
             for kind in models:
-                key = f"{name} {kind}"
-                model = random(MODELS[kind]())
-                parallelize_model(model, BY_WORLD[name]())
-                export_pretrained(model, directory / name / kind, max_shard_size="6KB")
-    return wrote
+                written.clear()
+                exported(directory, name, kind, max_shard_size="6KB")
+                assert sum(written) > 0, f"this rank wrote nothing of {name} {kind}"
 
 
 @pytest.mark.promise(96)
@@ -82,12 +84,11 @@ def export_all(directory: Path, kinds: dict[str, list[str]]) -> dict[str, bool]:
 def test_every_mesh_writes_what_transformers_writes(
     tmp_path: Path, ranks: int, kinds: dict[str, list[str]]
 ) -> None:
-    wrote = run(export_all, ranks, tmp_path / "found", kinds)
+    run(export_all, ranks, tmp_path / "found", kinds)
     for name, models in kinds.items():
         for kind in models:
             expect(kind, tmp_path / "expected" / kind, "6KB")
             same_files(tmp_path / "found" / name / kind, tmp_path / "expected" / kind, kind)
-            assert all(one[f"{name} {kind}"] for one in wrote), f"a rank wrote nothing of {name} {kind}"
 
 
 def test_experts_are_written_from_the_shards() -> None:
@@ -125,20 +126,17 @@ def gathering() -> Iterator[None]:
 
 
 def export_gathered(directory: Path) -> None:
-    warnings.simplefilter("ignore")
-    for kind, name in (("mixtral", "fsdp"), ("phi3", "tp"), ("tied", "ddp")):
-        model = random(MODELS[kind]())
-        parallelize_model(model, BY_WORLD[name]())
-        with gathering():
-            export_pretrained(model, directory / kind)
+    with gathering():
+        for name, kind in (("fsdp", "mixtral"), ("tp", "phi3"), ("ddp", "tied")):
+            exported(directory, name, kind)
 
 
 @pytest.mark.promise(96)
 def test_what_is_gathered_is_the_same(tmp_path: Path) -> None:
     run(export_gathered, 2, tmp_path / "found")
-    for kind in ("mixtral", "phi3", "tied"):
+    for name, kind in (("fsdp", "mixtral"), ("tp", "phi3"), ("ddp", "tied")):
         expect(kind, tmp_path / "expected" / kind, "5GB")
-        same_files(tmp_path / "found" / kind, tmp_path / "expected" / kind, kind)
+        same_files(tmp_path / "found" / name / kind, tmp_path / "expected" / kind, kind)
 
 
 class Scaled(ConversionOps):
@@ -193,42 +191,41 @@ def big() -> Any:
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
 
 
-def export_peak(directory: Path, name: str) -> int:
+@pytest.mark.parametrize("name", ["fsdp", "tp"])
+@on_ranks(2)
+def test_memory_while_exporting_is_bounded(tmp_path: Path, name: str) -> None:
     warnings.simplefilter("ignore")
     model = big()
     parallelize_model(model, BY_WORLD[name]())
-    return profiled(lambda: export_pretrained(model, directory / name))
+    assert profiled(lambda: export_pretrained(model, tmp_path / name)) <= 2 << 20  # of 84 MiB
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tp"])
-def test_memory_while_exporting_is_bounded(tmp_path: Path, name: str) -> None:
-    assert max(run(export_peak, 2, tmp_path, name)) <= 2 << 20  # of 84 MiB
-
-
-def export_blind(directory: Path) -> list[str]:
+@on_ranks(2)
+def test_a_directory_that_a_rank_does_not_see_is_written_by_rank_0(tmp_path: Path) -> None:
     class Elsewhere(type(Path())):  # type: ignore[misc]
         def exists(self, **_: Any) -> bool:
             return False
 
-    model = random(tied_llama())
+    rank, model, found = dist.get_rank(), random(tied_llama()), tmp_path / "found"
     parallelize_model(model, FSDP2Config())
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
-        patch.setattr(export_model, "Path", Elsewhere if dist.get_rank() == 1 else Path)
-        export_pretrained(model, directory)
-    return [str(one.message) for one in caught if "do not see" in str(one.message)]
+        patch.setattr(export_model, "Path", Elsewhere if rank == 1 else Path)
+        export_pretrained(model, found)
+    texts = [str(one.message) for one in caught if "do not see" in str(one.message)]
+    assert len(texts) == 1 - rank
+    assert rank or texts[0].startswith(f"Ranks 1 do not see {found}, where rank 0 writes")
+    if rank == 0:
+        expect("tied", tmp_path / "expected", "5GB")
+        same_files(found, tmp_path / "expected", "tied")
 
 
-def test_a_directory_that_a_rank_does_not_see_is_written_by_rank_0(tmp_path: Path) -> None:
-    first, second = run(export_blind, 2, tmp_path / "found")
-    assert second == []
-    assert first[0].startswith(f"Ranks 1 do not see {tmp_path / 'found'}, where rank 0 writes")
-    expect("tied", tmp_path / "expected", "5GB")
-    same_files(tmp_path / "found", tmp_path / "expected", "tied")
-
-
-def export_to_a_full_disk(directory: Path, gathered: bool) -> str:
-    model = random(tied_llama())
+@pytest.mark.parametrize("gathered", [False, True])
+@on_ranks(2)
+def test_a_rank_that_cannot_write_fails_on_all_and_the_earlier_export_stays(
+    tmp_path: Path, gathered: bool
+) -> None:
+    model, directory = random(tied_llama()), tmp_path / "found"
     parallelize_model(model, FSDP2Config())
     export_pretrained(model, directory)
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
@@ -242,32 +239,16 @@ def export_to_a_full_disk(directory: Path, gathered: bool) -> str:
 
     with pytest.MonkeyPatch.context() as patch, gathering() if gathered else nullcontext():
         patch.setattr(os, "pwrite", fail)
-        with pytest.raises(CheckpointRuntimeError) as failure:
+        with fails_alike(CheckpointRuntimeError, "Rank 1: Cannot write ", ": No space left on device"):
             export_pretrained(model, directory)
-    dist.barrier()
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
-    return str(failure.value)
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-def test_a_rank_that_cannot_write_fails_on_all_and_the_earlier_export_stays(
-    tmp_path: Path, gathered: bool
-) -> None:
-    first, second = run(export_to_a_full_disk, 2, tmp_path / "found", gathered)
-    assert first == second
-    assert first.startswith("Rank 1: Cannot write ")
-    assert first.endswith("model.safetensors: No space left on device.")
-
-
-def export_different(directory: Path) -> None:
-    model = tied_llama()
-    with pytest.raises(ParallelismValueError, match="a different max_shard_size"):
-        export_pretrained(model, directory, max_shard_size=["1KB", "9KB"][dist.get_rank()])
-    dist.barrier()  # rank 0 looks after the directory
-    assert not list(directory.iterdir())
-    with pytest.raises(CheckpointValueError, match="on the meta device: model.embed_tokens.weight"):
-        export_pretrained(tied_llama().to("meta"), directory)
-
-
+@on_ranks(2)
 def test_what_cannot_be_exported(tmp_path: Path) -> None:
-    run(export_different, 2, tmp_path)
+    with pytest.raises(ParallelismValueError, match="a different max_shard_size"):
+        export_pretrained(tied_llama(), tmp_path, max_shard_size=["1KB", "9KB"][dist.get_rank()])
+    dist.barrier()  # rank 0 looks after the directory
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(CheckpointValueError, match="on the meta device: model.embed_tokens.weight"):
+        export_pretrained(tied_llama().to("meta"), tmp_path)

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from composer_dist.checkpoint import export_pretrained, full_model_state
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import CheckpointValueError
+from tests.kit.compare import equal, same
 from tests.kit.files import files, tensors
-from tests.kit.huggingface import LORA, adapted, logits, pretrained_llama
+from tests.kit.huggingface import LORA, adapted, logits, lora, pretrained_llama
 from tests.kit.meshes import BY_WORLD
-from tests.kit.world import run
+from tests.kit.world import on_ranks, run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
@@ -34,8 +36,7 @@ def check_merged(path: Path, reference: Any) -> None:
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
     merged = reference.merge_and_unload()
     assert type(loaded) is type(merged)
-    for name, value in merged.state_dict().items():
-        torch.testing.assert_close(loaded.state_dict()[name], value, rtol=0, atol=0, msg=name)
+    same(loaded.state_dict(), merged.state_dict())
 
 
 def export_merged(directory: Path, kinds: list[str]) -> None:
@@ -43,16 +44,16 @@ def export_merged(directory: Path, kinds: list[str]) -> None:
     for kind in kinds:
         model = adapted(kind)
         parallelize_model(model, "fsdp")
-        before = full_model_state(model.model, ranks="all")
-        held = {name: id(value) for name, value in model.named_parameters()}
-        attributes = [{key: repr(value) for key, value in vars(one).items()} for one in model.modules()]
+        before, held = full_model_state(model.model, ranks="all"), objects(model)
         export_pretrained(model, directory / kind, merge_adapters=True, max_shard_size="4KB")
-        assert held == {name: id(value) for name, value in model.named_parameters()}
-        assert attributes == [
-            {key: repr(value) for key, value in vars(one).items()} for one in model.modules()
-        ]
-        after = full_model_state(model.model, ranks="all")
-        assert all(torch.equal(after[name], value) for name, value in before.items())
+        assert objects(model) == held
+        equal(full_model_state(model.model, ranks="all"), before)
+
+
+def objects(model: nn.Module) -> list[Any]:
+    """Which parameters the model has, and what its modules' attributes are."""
+    attributes = [{key: repr(value) for key, value in vars(one).items()} for one in model.modules()]
+    return [{name: id(value) for name, value in model.named_parameters()}, *attributes]
 
 
 @pytest.mark.promise(96)
@@ -86,11 +87,11 @@ def test_merged_from_every_mesh(tmp_path: Path, ranks: int, names: list[str]) ->
         merged = make().merge_and_unload().state_dict()
         for name in names:
             found = tensors(tmp_path / name / kind)
-            for key, value in found.items():
-                torch.testing.assert_close(value, merged[key], rtol=0, atol=0)
+            same(found, {key: merged[key] for key in found})
 
 
-def refused() -> None:
+@on_ranks(2)
+def test_what_cannot_be_merged_is_refused_everywhere() -> None:
     warnings.simplefilter("ignore")
     for model, text in (
         (adapted("prompt"), "The adapters default of the model learn prompts instead of"),
@@ -101,25 +102,15 @@ def refused() -> None:
             export_pretrained(model, "/nowhere", merge_adapters=True)
 
 
-def test_what_cannot_be_merged_is_refused_everywhere() -> None:
-    run(refused, 2)
-
-
-def tied_with_an_adapted_embedding() -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules=["embed_tokens"], init_lora_weights=False)
-    return get_peft_model(pretrained_llama(tied=True), config).eval()
-
-
 @pytest.mark.promise(96)
 def test_a_tie_that_merging_undoes_is_undone_in_the_directory(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns of adapters on tied weights
-        model = tied_with_an_adapted_embedding()
+        model = lora(
+            pretrained_llama(tied=True), target_modules=["embed_tokens"], init_lora_weights=False
+        ).eval()
         export_pretrained(model, tmp_path, merge_adapters=True)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
