@@ -11,9 +11,12 @@ import torch
 from composer_dist.checkpoint import load_checkpoint
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.prepare import parallelize_model
-from tests.kit.runs import Snapshot, assert_same, snapshot, start, train
+from tests.kit.compare import full
+from tests.kit.runs import assert_same, snapshot, start, train
 from tests.kit.toy import stateful
-from tests.kit.world import World
+from tests.kit.world import on_ranks
+
+LIGHTNING = {"epoch", "global_step", "hyper_parameters", "lr_scheduler", "pytorch-lightning_version"}
 
 
 def lightning(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -37,37 +40,33 @@ def composer(model: Any, optimizer: Any) -> dict[str, Any]:
     return {"state": {**state, "timestamp": {"epoch": 2}}, "rng": [{"numpy": ("MT", np.arange(3), 1, 0.5)}]}
 
 
-def load_into(path: str) -> tuple[Snapshot, list[str]]:
-    model, optimizer = start("fsdp2", stateful, 1)
-    rest = load_checkpoint(path, {"model": model, "optimizer": optimizer})
-    return snapshot(model, optimizer), sorted(rest)
+@pytest.fixture
+def saved(tmp_path: Path, layout: Any) -> Path:
+    model, optimizer = trained()
+    torch.save(layout(model.state_dict(), optimizer.state_dict()), tmp_path / "other.ckpt")
+    return tmp_path / "other.ckpt"
 
 
-REST = {
-    lightning: ["epoch", "global_step", "hyper_parameters", "lr_scheduler", "pytorch-lightning_version"],
-    fabric: ["epoch"],
-    composer: ["rng", "run_name", "timestamp"],
-}
-
-
-@pytest.mark.parametrize("layout", [lightning, fabric, composer])
-def test_others_files(world2: World, tmp_path: Path, layout: Any) -> None:
+def trained() -> tuple[Any, Any]:
     model, optimizer = start("plain", stateful, 0)
     train(model, optimizer)
-    torch.save(layout(model.state_dict(), optimizer.state_dict()), tmp_path / "other.ckpt")
-    for after, rest in world2(load_into, str(tmp_path / "other.ckpt")):
-        assert rest == REST[layout]
-        assert_same(snapshot(model, optimizer), after)
+    return model, optimizer
 
 
-def as_weights(path: str) -> torch.Tensor:
+@pytest.mark.parametrize(
+    ("layout", "rest"),
+    [(lightning, LIGHTNING), (fabric, {"epoch"}), (composer, {"rng", "run_name", "timestamp"})],
+)
+@on_ranks(2)
+def test_others_files(saved: Path, layout: Any, rest: set[str]) -> None:
+    model, optimizer = start("fsdp2", stateful, 1)
+    assert set(load_checkpoint(saved, {"model": model, "optimizer": optimizer})) == rest
+    assert_same(snapshot(*trained()), snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("layout", [lightning])
+@on_ranks(2)
+def test_as_weights(saved: Path, layout: Any) -> None:
     model = stateful(4)
-    parallelize_model(model, FSDP2Config(), weights=path)
-    return model.scale.full_tensor()  # type: ignore[attr-defined,no-any-return]
-
-
-def test_as_weights(world2: World, tmp_path: Path) -> None:
-    model, optimizer = start("plain", stateful, 0)
-    torch.save(lightning(model.state_dict(), optimizer.state_dict()), tmp_path / "other.ckpt")
-    for scale in world2(as_weights, str(tmp_path / "other.ckpt")):
-        assert torch.equal(scale, model.scale)
+    parallelize_model(model, FSDP2Config(), weights=saved)
+    assert torch.equal(full(model.scale), trained()[0].scale)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from composer_dist.config.fully_shard import FSDP2Config
@@ -24,7 +23,7 @@ from tests.kit.huggingface import (
     tokenizer,
 )
 from tests.kit.meshes import BY_WORLD, PLACES
-from tests.kit.world import World, run
+from tests.kit.world import on_ranks
 
 OPTIONS = {
     "greedy": {"max_new_tokens": 8, "do_sample": False},
@@ -44,21 +43,6 @@ def build(kind: str) -> HuggingFaceModel:
     return HuggingFaceModel(BUILDS[kind]()).eval()
 
 
-def generated(kind: str, place: str, root: bool | None, mode: str) -> list[Tensor]:
-    model = build(kind)
-    if place == "prepared":
-        parallelize_composer_model(model, config=FSDP2Config(reshard_after_forward=root is not False))
-    else:
-        sharded(model if place == "wrapper" else model.model, root=root)
-    rank = dist.get_rank()
-    first = model.generate(prompt(rank), **OPTIONS[mode])
-    assert "generate" not in vars(model.model)
-    with torch.no_grad():
-        model({"input_ids": prompt(0), "labels": prompt(0)})  # an ordinary forward goes on working
-    again = model.generate(input_ids=prompt(rank), **OPTIONS[mode])
-    return [first, again]
-
-
 @pytest.mark.promise(97)
 @pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")  # peft's prompts
 @pytest.mark.parametrize(
@@ -72,49 +56,42 @@ def generated(kind: str, place: str, root: bool | None, mode: str) -> list[Tenso
     ],
 )
 @pytest.mark.parametrize("kind", BUILDS)
-def test_the_unsharded_models_tokens(
-    world2: World, kind: str, place: str, root: bool | None, mode: str
-) -> None:
-    for rank, results in enumerate(world2(generated, kind, place, root, mode)):
-        expected = build(kind).generate(prompt(rank), **OPTIONS[mode])
-        for tokens in results:
-            assert torch.equal(tokens, expected), rank
-
-
-def generated_on(names: list[str]) -> list[Tensor]:
-    warnings.simplefilter("ignore")
-    found = []
-    for name in names:
-        torch.manual_seed(3)
-        model = HuggingFaceModel(llama().eval())
-        parallelize_model(model, BY_WORLD[name]())
-        found.append(model.generate(prompt(0), **OPTIONS["greedy"]))
-    return found
+@on_ranks(2)
+def test_the_unsharded_models_tokens(kind: str, place: str, root: bool | None, mode: str) -> None:
+    model, given = build(kind), prompt(dist.get_rank())
+    expected = model.generate(given, **OPTIONS[mode])
+    if place == "prepared":
+        parallelize_composer_model(model, config=FSDP2Config(reshard_after_forward=root is not False))
+    else:
+        sharded(model if place == "wrapper" else model.model, root=root)
+    assert torch.equal(model.generate(given, **OPTIONS[mode]), expected)
+    assert "generate" not in vars(model.model)
+    with torch.no_grad():
+        model({"input_ids": prompt(0), "labels": prompt(0)})  # an ordinary forward goes on working
+    assert torch.equal(model.generate(input_ids=given, **OPTIONS[mode]), expected)
 
 
 @pytest.mark.promise(97)
 @pytest.mark.parametrize(("ranks", "names"), PLACES)
+@on_ranks("ranks", timeout=180)
 def test_the_unsharded_models_tokens_on_every_mesh(ranks: int, names: list[str]) -> None:
-    torch.manual_seed(3)
-    expected = llama().eval().generate(prompt(0), **OPTIONS["greedy"])
-    for found in run(generated_on, ranks, names, timeout=180):
-        assert all(torch.equal(tokens, expected) for tokens in found)
-
-
-def stops_early() -> tuple[Tensor, bool]:
-    model = build("llama")
-    sharded(model.model)
-    tokens = model.generate(prompt(0), max_new_tokens=2 + 10 * dist.get_rank(), do_sample=False)
-    sizes = [isinstance(module, FSDPModule) for module in model.model.modules()]
-    return tokens, any(sizes)
+    warnings.simplefilter("ignore")
+    for name in names:
+        torch.manual_seed(3)
+        model = HuggingFaceModel(llama().eval())
+        expected = model.generate(prompt(0), **OPTIONS["greedy"])
+        parallelize_model(model, BY_WORLD[name]())
+        assert torch.equal(model.generate(prompt(0), **OPTIONS["greedy"]), expected)
 
 
 @pytest.mark.promise(97)
-def test_ranks_may_stop_at_other_lengths(world2: World) -> None:
-    for rank, (tokens, still_sharded) in enumerate(world2(stops_early)):
-        expected = build("llama").generate(prompt(0), max_new_tokens=2 + 10 * rank, do_sample=False)
-        assert torch.equal(tokens, expected)
-        assert still_sharded
+@on_ranks(2)
+def test_ranks_may_stop_at_other_lengths() -> None:
+    model, options = build("llama"), {"max_new_tokens": 2 + 10 * dist.get_rank(), "do_sample": False}
+    expected = model.generate(prompt(0), **options)
+    sharded(model.model)
+    assert torch.equal(model.generate(prompt(0), **options), expected)
+    assert any(isinstance(module, FSDPModule) for module in model.model.modules())
 
 
 def test_generate_pads_with_the_tokenizers_token() -> None:

@@ -14,6 +14,7 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import init_context, parallelize_composer_model
 from composer_dist.errors import CheckpointError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerModel, HuggingFaceModel
+from tests.kit.compare import equal, same
 from tests.kit.huggingface import (
     ADAPTERS,
     adapter,
@@ -24,10 +25,15 @@ from tests.kit.huggingface import (
     sharded,
     tokenizer,
 )
-from tests.kit.world import World
+from tests.kit.world import on_ranks
 
 # peft 0.21 reads an attribute that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+
+def adapted_base(kind: str = "lora", **options: Any) -> HuggingFaceModel:
+    torch.manual_seed(1)
+    return HuggingFaceModel(base_for(kind), peft_config=adapter(kind), **options)
 
 
 def batch() -> dict[str, Tensor]:
@@ -106,7 +112,7 @@ def test_a_larger_tokenizer_needs_leave_to_resize() -> None:
 def test_the_state_dict_is_what_peft_would_save(kind: str) -> None:
     from peft import get_peft_model_state_dict
 
-    model = HuggingFaceModel(base_for(kind), peft_config=adapter(kind))
+    model = adapted_base(kind)
     state = model.state_dict()
     whole = dict(model.named_parameters(remove_duplicate=False))
     whole |= dict(model.named_buffers(remove_duplicate=False))
@@ -117,18 +123,16 @@ def test_the_state_dict_is_what_peft_would_save(kind: str) -> None:
         assert {tensor.data_ptr() for tensor in state.values()} == saved
     kept = {tensor.data_ptr() for tensor in state.values()}
     assert [n for n, p in model.named_parameters() if p.requires_grad and p.data_ptr() not in kept] == []
-    for name, tensor in state.items():
-        assert torch.equal(tensor, whole[name]), name
+    same(state, {name: whole[name] for name in state})
 
 
 @pytest.mark.promise(92)
 @pytest.mark.parametrize("kind", ["lora", "dora", "modules_to_save", "bias_all", "prompt"])
 def test_that_state_dict_loads_strictly(kind: str) -> None:
-    model = HuggingFaceModel(base_for(kind), peft_config=adapter(kind))
+    model = adapted_base(kind)
     state = {name: torch.full_like(tensor, 2) for name, tensor in model.state_dict().items()}
     assert model.load_state_dict(state) == ([], [])
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, state[name]), name
+    equal(dict(model.state_dict()), state)
     missing = next(iter(state))
     del state[missing]
     assert model.load_state_dict(state, strict=False).missing_keys == [missing]
@@ -139,8 +143,8 @@ class Outer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora"))
-        self.critic = nn.ModuleDict({"inner": HuggingFaceModel(base_for("ia3"), peft_config=adapter("ia3"))})
+        self.policy = adapted_base()
+        self.critic = nn.ModuleDict({"inner": adapted_base("ia3")})
         self.head = nn.Linear(2, 2)
 
 
@@ -160,7 +164,7 @@ def test_nested_anywhere() -> None:
 def test_several_adapters_of_any_name() -> None:
     from peft import LoraConfig
 
-    model = HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora"))
+    model = adapted_base()
     model.model.add_adapter("second", LoraConfig(r=2, target_modules=["o_proj"]))
     names = list(model.state_dict())
     assert len([n for n in names if ".default." in n]) == 8
@@ -178,7 +182,7 @@ def test_peft_without_a_peft_model() -> None:
 
 @pytest.mark.promise(92)
 def test_everything_on_request() -> None:
-    model = HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora"), should_save_peft_only=False)
+    model = adapted_base(should_save_peft_only=False)
     assert "model.base_model.model.lm_head.weight" in model.state_dict()
     with pytest.raises(RuntimeError, match=r"lm_head\.weight"):
         model.load_state_dict(full_model_state(model, select="adapters"))
@@ -188,7 +192,7 @@ def test_everything_on_request() -> None:
 
 @pytest.mark.promise(92)
 def test_an_empty_adapter_is_refused() -> None:
-    model = HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora"))
+    model = adapted_base()
     for module in model.modules():
         if hasattr(module, "lora_A"):
             del module.lora_A["default"], module.lora_B["default"]
@@ -203,7 +207,7 @@ def test_an_adapter_on_a_meta_base_is_on_meta_too(kind: str) -> None:
     with torch.device("meta"):
         base = base_for(kind)
     model = HuggingFaceModel(base, peft_config=adapter(kind))
-    real = HuggingFaceModel(base_for(kind), peft_config=adapter(kind))
+    real = adapted_base(kind)
     parameters = dict(model.named_parameters())
     assert [name for name, p in parameters.items() if not p.is_meta] == []
     assert list(model.state_dict()) == list(real.state_dict())
@@ -212,45 +216,31 @@ def test_an_adapter_on_a_meta_base_is_on_meta_too(kind: str) -> None:
         assert parameters[name].requires_grad == parameter.requires_grad, name
 
 
-def adapter_states(kind: str, wrapped: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    torch.manual_seed(1)
-    model = HuggingFaceModel(base_for(kind), peft_config=adapter(kind))
+@pytest.mark.promise(92)
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "dora", "modules_to_save", "bias_lora_only", "adalora"])
+@on_ranks(2)
+def test_the_same_from_shards(kind: str, wrapped: bool) -> None:
+    model, expected = adapted_base(kind), dict(adapted_base(kind).state_dict())
     if wrapped:
         layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == 2)
         for i in range(2):
             layers[i] = checkpoint_wrapper(layers[i])
     sharded(model)
-    return full_model_state(model), full_model_state(model, select="adapters")
+    for options in ({}, {"select": "adapters"}):
+        equal(full_model_state(model, ranks="all", **options), expected)
 
 
 @pytest.mark.promise(92)
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("kind", ["lora", "dora", "modules_to_save", "bias_lora_only", "adalora"])
-def test_the_same_from_shards(world2: World, kind: str, wrapped: bool) -> None:
-    torch.manual_seed(1)
-    reference = HuggingFaceModel(base_for(kind), peft_config=adapter(kind)).state_dict()
-    for state in world2(adapter_states, kind, wrapped)[0]:
-        assert list(state) == list(reference)
-        for name, tensor in reference.items():
-            assert torch.equal(state[name], tensor), name
-
-
-def loaded_adapters() -> tuple[Any, dict[str, Tensor]]:
-    torch.manual_seed(1)
-    state = HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora")).state_dict()
-    torch.manual_seed(2)
-    model = sharded(HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora")))
-    result = load_full_model_state(model, state if dist.get_rank() == 0 else {})
-    return result, full_model_state(model, ranks="all")
-
-
-@pytest.mark.promise(92)
-def test_adapters_load_into_shards_strictly(world2: World) -> None:
-    torch.manual_seed(1)
-    expected = HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora")).state_dict()
-    for result, state in world2(loaded_adapters):
-        assert result == ([], [])
-        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+@on_ranks(2)
+def test_adapters_load_into_shards_strictly() -> None:
+    expected, model = dict(adapted_base().state_dict()), adapted_base()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    sharded(model)
+    assert load_full_model_state(model, {} if dist.get_rank() else expected) == ([], [])
+    equal(full_model_state(model, ranks="all"), expected)
 
 
 # P93: prepared from rank 0's base and adapters
@@ -264,7 +254,7 @@ def base_of(rank: int, dtype: torch.dtype) -> Any:
 
 def trained_adapters(base: Any) -> tuple[HuggingFaceModel, torch.optim.Optimizer]:
     torch.manual_seed(1)
-    model = HuggingFaceModel(base, peft_config=adapter("lora"))
+    model = HuggingFaceModel(base, peft_config=adapter("lora"), should_save_peft_only=False)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model, torch.optim.AdamW(trainable, lr=1e-2)
 
@@ -280,31 +270,20 @@ def ten_steps(model: HuggingFaceModel, optimizer: torch.optim.Optimizer) -> list
     return losses
 
 
-def finetuned_from_rank_0(dtype: torch.dtype) -> tuple[list[float], *tuple[dict[str, Tensor], ...]]:
-    model, optimizer = trained_adapters(base_of(dist.get_rank(), dtype))
-    parallelize_composer_model(model, optimizer, FSDP2Config(activation_checkpointing=True))
-    model.should_save_peft_only = False
-    before = full_model_state(model, ranks="all")
-    losses = ten_steps(model, optimizer)
-    model.should_save_peft_only = True
-    adapters = full_model_state(model, ranks="all")
-    model.should_save_peft_only = False
-    return losses, before, full_model_state(model, ranks="all"), adapters
-
-
 @pytest.mark.promise(93)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_base_and_adapters_arrive_and_only_adapters_move(world2: World, dtype: torch.dtype) -> None:
-    reference, optimizer = trained_adapters(base_of(0, dtype))
-    reference.should_save_peft_only = False
-    start = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
-    expected_losses = ten_steps(reference, optimizer)
+@on_ranks(2)
+def test_base_and_adapters_arrive_and_only_adapters_move(dtype: torch.dtype) -> None:
+    reference, their_optimizer = trained_adapters(base_of(0, dtype))
+    model, optimizer = trained_adapters(base_of(dist.get_rank(), dtype))
+    parallelize_composer_model(model, optimizer, FSDP2Config(activation_checkpointing=True))
+    before = full_model_state(model, ranks="all")
+    equal(before, dict(reference.state_dict()))
     tolerance = 1e-5 if dtype is torch.float32 else 1e-2
-    for losses, before, after, adapters in world2(finetuned_from_rank_0, dtype):
-        assert list(before) == list(start)
-        assert all(torch.equal(before[name], tensor) for name, tensor in start.items())
-        assert all(before[name].dtype == tensor.dtype for name, tensor in start.items())
-        assert losses == pytest.approx(expected_losses, rel=tolerance)
-        moved = {name for name in after if not torch.equal(after[name], before[name])}
-        assert moved == set(adapters) == {name for name in start if "lora_" in name}
-        assert {tensor.dtype for tensor in adapters.values()} == {torch.float32}
+    assert ten_steps(model, optimizer) == pytest.approx(ten_steps(reference, their_optimizer), rel=tolerance)
+    after = full_model_state(model, ranks="all")
+    model.should_save_peft_only = True
+    adapters = full_model_state(model, ranks="all")
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    assert moved == set(adapters) == {name for name in before if "lora_" in name}
+    assert {tensor.dtype for tensor in adapters.values()} == {torch.float32}

@@ -108,9 +108,8 @@ def test_a_tie_that_merging_undoes_is_undone_in_the_directory(tmp_path: Path) ->
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns of adapters on tied weights
-        model = lora(
-            pretrained_llama(tied=True), target_modules=["embed_tokens"], init_lora_weights=False
-        ).eval()
+        options = {"target_modules": ["embed_tokens"], "init_lora_weights": False}
+        model = lora(pretrained_llama(tied=True), **options).eval()
         export_pretrained(model, tmp_path, merge_adapters=True)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
