@@ -1,7 +1,5 @@
 """ComposerModel and ComposerClassifier."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,7 @@ class Doubling(ComposerModel):
         self.calls = 0
         self.register_forward_hook(self._count)
 
-    def _count(self, *_: Any) -> None:
+    def _count(self, *_: object) -> None:
         self.calls += 1
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -31,10 +29,6 @@ class Doubling(ComposerModel):
         return (outputs - batch).mean()
 
 
-def batch(samples: int = 6) -> tuple[Tensor, Tensor]:
-    return torch.randn(samples, 3), torch.arange(samples) % 3
-
-
 def test_forward_and_loss_must_be_written() -> None:
     with pytest.raises(TypeError, match=r"abstract method.*forward"):
         ComposerModel()
@@ -42,10 +36,9 @@ def test_forward_and_loss_must_be_written() -> None:
 
 def test_eval_forward_uses_the_outputs_it_is_given_and_hooks_otherwise() -> None:
     model, ones = Doubling(), torch.ones(2)
-    assert torch.equal(model.eval_forward(ones), ones * 2)
-    assert model.calls == 1
-    assert torch.equal(model.eval_forward(ones, ones * 5), ones * 5)
-    assert model.calls == 1
+    for given, expected in ((), ones * 2), ((ones * 5,), ones * 5):
+        assert torch.equal(model.eval_forward(ones, *given), expected)
+        assert model.calls == 1
 
 
 def test_a_model_without_metrics_has_none_and_weighs_by_samples() -> None:
@@ -59,11 +52,10 @@ def test_a_model_without_metrics_has_none_and_weighs_by_samples() -> None:
 def test_the_classifier_calls_its_module_on_the_inputs() -> None:
     module = nn.Linear(3, 3)
     model = ComposerClassifier(module, num_classes=3)
-    inputs, targets = batch()
+    inputs, targets = torch.randn(6, 3), torch.arange(6) % 3
     logits = model((inputs, targets))
     assert torch.equal(logits, module(inputs))
-    expected = functional.cross_entropy(logits, targets)
-    assert torch.equal(model.loss(logits, (inputs, targets)), expected)
+    assert torch.equal(model.loss(logits, (inputs, targets)), functional.cross_entropy(logits, targets))
 
 
 def test_the_classifier_measures_accuracy_by_default() -> None:
@@ -73,8 +65,7 @@ def test_the_classifier_measures_accuracy_by_default() -> None:
     logits = torch.eye(3)
     model.update_metric((logits, torch.tensor([0, 1, 0])), logits, metric)
     assert metric.compute().item() == pytest.approx(2 / 3)
-    training = model.get_metrics(is_train=True)["MulticlassAccuracy"]
-    assert training is not metric
+    assert model.get_metrics(is_train=True)["MulticlassAccuracy"] is not metric
 
 
 def test_metrics_are_no_submodules() -> None:
@@ -86,11 +77,8 @@ def test_metrics_are_no_submodules() -> None:
 
 def test_metrics_may_come_alone_by_name_or_as_a_collection() -> None:
     metric = MulticlassF1Score(num_classes=3)
-    for given, name in [
-        (metric, "MulticlassF1Score"),
-        ({"f1": metric}, "f1"),
-        (MetricCollection({"f1": metric}), "f1"),
-    ]:
+    ways = [(metric, "MulticlassF1Score"), ({"f1": metric}, "f1"), (MetricCollection({"f1": metric}), "f1")]
+    for given, name in ways:
         model = ComposerClassifier(nn.Identity(), train_metrics={}, val_metrics=given)
         assert list(model.get_metrics()) == [name]
         assert model.get_metrics(is_train=True) == {}
@@ -103,8 +91,7 @@ def test_the_number_of_classes_may_be_the_modules_own() -> None:
     with pytest.raises(ParallelismValueError, match="needs num_classes for its accuracy"):
         ComposerClassifier(module)
     module.num_classes = 5
-    metric = ComposerClassifier(module).get_metrics()["MulticlassAccuracy"]
-    assert metric.num_classes == 5
+    assert ComposerClassifier(module).get_metrics()["MulticlassAccuracy"].num_classes == 5
 
 
 def test_the_default_loss_weighs_by_the_targets_it_counts() -> None:

@@ -7,13 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from composer_dist.cli.init import PRESETS
+from composer_dist.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "quickstart.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+"""Language and text of every block of code."""
+SHELLS = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": ["python", "-c"]}
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -31,12 +36,10 @@ def environment(folder: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_every_command_of_the_quickstart_works_in_an_empty_directory(tmp_path: Path) -> None:
     environ = environment(tmp_path)
-    steps = re.findall(r"^```(bash|python)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    steps = [block for block in BLOCKS if block[0] in SHELLS]
     assert len(steps) >= 8
     for language, text in steps:
-        command = ["bash", "-euo", "pipefail", "-c", text]
-        if language == "python":
-            command = ["python", "-c", text]
+        command = [*SHELLS[language], text]
         done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
         assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
     assert (tmp_path / "runs/second/model/model.safetensors").is_file()
@@ -44,12 +47,9 @@ def test_every_command_of_the_quickstart_works_in_an_empty_directory(tmp_path: P
 
 
 def test_what_the_quickstart_says_of_a_misspelt_key_is_what_is_printed(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from composer_dist.cli.init import PRESETS
-    from composer_dist.cli.main import app
-
-    (example,) = [block for block in blocks("console") if "composer-dist train" in block]
+    (example,) = [
+        text for language, text in BLOCKS if language == "console" and "composer-dist train" in text
+    ]
     command, printed = example.removeprefix("$ composer-dist ").split("\n", 1)
     train, _, *overrides = command.split()
     result = CliRunner().invoke(app, [train, str(PRESETS / "pretrain.yaml"), *overrides])

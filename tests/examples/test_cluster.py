@@ -29,25 +29,16 @@ def test_slurm_gives_every_task_a_rank_and_a_gpu() -> None:
     asked = _directives()
     nodes, tasks = int(asked["nodes"]), int(asked["ntasks-per-node"])
     assert tasks == int(asked["gpus-per-node"])
+    given = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": f"gpu[1-{nodes}]"}
+    given |= {"SLURM_NTASKS": str(nodes * tasks), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x{nodes})"}
     found = [
-        torchrun_variables(
-            {
-                "SLURM_JOB_ID": "1",
-                "SLURM_STEP_ID": "0",
-                "SLURM_STEP_NODELIST": f"gpu[1-{nodes}]",
-                "SLURM_PROCID": str(task),
-                "SLURM_LOCALID": str(task % tasks),
-                "SLURM_NTASKS": str(nodes * tasks),
-                "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x{nodes})",
-            }
-        )
+        torchrun_variables(given | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task % tasks)})
         for task in range(nodes * tasks)
     ]
     assert [one["RANK"] for one in found] == [str(rank) for rank in range(16)]
     assert [one["LOCAL_RANK"] for one in found] == [str(rank % 8) for rank in range(16)]
-    assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["MASTER_ADDR"]) for one in found} == {
-        ("16", "8", "gpu1")
-    }
+    same = {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["MASTER_ADDR"]) for one in found}
+    assert same == {("16", "8", "gpu1")}
 
 
 def test_slurm_s_script_is_a_shell_script_that_saves_before_it_ends() -> None:
@@ -68,17 +59,11 @@ def test_kubernetes_starts_a_torchrun_on_every_machine() -> None:
     # The first pod of an indexed job is called JOB-0, and found under the name of its service.
     host, _, port = asked.rdzv_endpoint.partition(":")
     assert host == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-    assert (service["spec"]["clusterIP"], pod["subdomain"], port) == (
-        "None",
-        service["metadata"]["name"],
-        "29400",
-    )
+    name = service["metadata"]["name"]
+    assert (service["spec"]["clusterIP"], pod["subdomain"], port) == ("None", name, "29400")
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert (asked.module, asked.training_script, asked.training_script_args[0]) == (
-        True,
-        "composer_dist",
-        "train",
-    )
+    assert (asked.module, asked.training_script) == (True, "composer_dist")
+    assert asked.training_script_args[0] == "train"
     assert container["env"] == [{"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"}]
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["volumes"]}
@@ -109,26 +94,16 @@ process_group.destroy()
 """
 
 
-def _port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def _agents(count: int, per_node: int, script: Path, *arguments: str) -> Any:
     """What rank 0 prints, with one torchrun for each host, which meet at the first."""
-    port = _port()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     common = ["-m", "torch.distributed.run", f"--nnodes={count}", f"--nproc-per-node={per_node}"]
     meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
-    agents = [
-        subprocess.Popen(
-            [sys.executable, *common, *meet, str(script), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(count)
-    ]
+    command = [sys.executable, *common, *meet, str(script), *arguments]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    agents = [subprocess.Popen(command, **pipes) for _ in range(count)]
     try:
         told = [agent.communicate(timeout=240) for agent in agents]
     finally:
@@ -138,10 +113,12 @@ def _agents(count: int, per_node: int, script: Path, *arguments: str) -> Any:
     return json.loads("".join(out for out, _ in told))
 
 
-def _rank_script(folder: Path) -> Path:
-    script = folder / "rank.py"
-    script.write_text(_RANK)
-    return script
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """What every rank runs."""
+    path = tmp_path / "rank.py"
+    path.write_text(_RANK)
+    return path
 
 
 def _assert_as_alone(script: Path, state: dict[str, Any]) -> None:
@@ -159,10 +136,9 @@ def _assert_as_alone(script: Path, state: dict[str, Any]) -> None:
     [(1, "fsdp", {"dp_shard": 2}), (2, "hsdp", {"dp_replicate": 2, "dp_shard": 2})],
 )
 def test_two_agents_meet_and_train_as_one_process_does(
-    tmp_path: Path, per_node: int, strategy: str, mesh: dict[str, int]
+    script: Path, per_node: int, strategy: str, mesh: dict[str, int]
 ) -> None:
     """With two ranks each, hsdp shards within a host and replicates across hosts."""
-    script = _rank_script(tmp_path)
     world, sizes, state = _agents(2, per_node, script, strategy)
     assert (world, sizes) == (2 * per_node, mesh)
     _assert_as_alone(script, state)
@@ -177,8 +153,7 @@ def _torchruns(*command: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_two_hosts_with_networks_of_their_own_train_as_one_process_does(tmp_path: Path) -> None:
-    script = _rank_script(tmp_path)
+def test_two_hosts_with_networks_of_their_own_train_as_one_process_does(script: Path) -> None:
     commands = zip(("va", "vb"), _torchruns(str(script), "fsdp"), strict=True)
     told = on_two_hosts(*(["env", f"GLOO_SOCKET_IFNAME={name}", *command] for name, command in commands))
     world, sizes, state = json.loads("".join(told))
@@ -210,12 +185,10 @@ print("RESULT", ray_train.main({workers}))
 def test_ray_trains_on_two_workers_as_on_one(tmp_path: Path) -> None:
     found = []
     for workers in (1, 2):
-        code = _RAY.format(temporary=f"/tmp/ray-{tmp_path.name[-20:]}", workers=workers)
+        command = ["-c", _RAY.format(temporary=f"/tmp/ray-{tmp_path.name[-20:]}", workers=workers)]
         path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])  # the workers' too
-        environment = os.environ | {"PYTHONPATH": path}
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment
-        )
+        options: Any = {"env": os.environ | {"PYTHONPATH": path}, "timeout": 300}
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, **options)
         assert done.returncode == 0, done.stderr[-2000:]
         found.append(eval(done.stdout.rpartition("RESULT")[2]))
     assert found[1]["norm"] == pytest.approx(found[0]["norm"], rel=1e-4)  # of all workers together
