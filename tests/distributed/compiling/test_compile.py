@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
 from composer_dist import DDPConfig, FSDP2Config, MeshConfig, ParallelismConfig, Rule, TPConfig
 from composer_dist.distributed import named_parameters_canonical, parallelize_model, plan_parallelism
 from composer_dist.distributed.activations import recompute
-from composer_dist.distributed.activations.options import ac_mode
-from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.distributed.compiling.apply import apply
 from composer_dist.distributed.compiling.plan import Compiled, CompilePlan, compile_options
 from composer_dist.distributed.forwards import is_checkpointed, is_compiled
@@ -25,11 +22,13 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
 from tests.kit import compare, models
 from tests.kit.huggingface import dropping_gpt2, llama
+from tests.kit.meshes import mine
+from tests.kit.planning import BLOCKS
+from tests.kit.toy import built
 from tests.kit.world import World
 
 # Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-BLOCKS = ["layers.0", "layers.1", "layers.2"]
 AOT = {"backend": "aot_eager", "fullgraph": True}
 
 
@@ -53,28 +52,14 @@ def graphs() -> int:
 class Block(nn.Module):
     """With dropout, and an activation that is cheap to keep away."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
         self.calls = 0
 
-    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.up(x)).exp().sin()
-        return x + scale * nn.functional.dropout(self.down(hidden), 0.3, self.training)
-
-
-class Model(nn.Module):
-    def __init__(self, blocks: int = 3) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(8, 16)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x, scale=0.5)
-        return self.head(x)
+        return x + nn.functional.dropout(self.down(hidden), 0.3, self.training)
 
 
 def results(model: nn.Module) -> list[torch.Tensor]:
@@ -86,15 +71,18 @@ def results(model: nn.Module) -> list[torch.Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def compiled(ac: Any = None, options: Any = None, blocks: int = 3) -> tuple[Model, Model]:
+def same_bits(model: nn.Module, expected: list[torch.Tensor]) -> None:
+    for one, other in zip(results(model), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def compiled(ac: Any = None, blocks: int = 3, block: Any = Block, **config: Any) -> tuple[models.B, models.B]:
     """A model with compiled, maybe checkpointed blocks, and its copy without."""
-    model = Model(blocks)
+    model = models.B(blocks=blocks, block=block)
     plain = copy.deepcopy(model)
-    config = ParallelismConfig(activation_checkpointing=ac, compile=AOT if options is None else options)
-    plan = plan_parallelism(model, config)
-    mode = ac_mode(ac)
-    if mode is not None and mode[0] != "memory_budget":
-        checkpoint_modules(model, [one.module for one in plan.checkpointing], *mode)
+    settings = ParallelismConfig(activation_checkpointing=ac, **{"compile": AOT} | config)
+    plan = plan_parallelism(model, settings)
+    recompute.apply(read_structure(model), plan.activations)
     apply(read_structure(model), plan.compiling)
     return model, plain
 
@@ -103,12 +91,8 @@ def compiled(ac: Any = None, options: Any = None, blocks: int = 3) -> tuple[Mode
 
 
 def test_the_plan_lists_what_is_compiled_and_why() -> None:
-    plan = plan_parallelism(
-        models.B(),
-        ParallelismConfig(
-            compile=AOT, rules=[Rule("layers.1", compile=False), Rule("head", compile={"backend": "eager"})]
-        ),
-    )
+    rules = [Rule("layers.1", compile=False), Rule("head", compile={"backend": "eager"})]
+    plan = plan_parallelism(models.B(), ParallelismConfig(compile=AOT, rules=rules))
     assert plan.compiled == (
         Compiled("layers.0", "it is a block", AOT),
         Compiled("layers.2", "it is a block", AOT),
@@ -124,26 +108,18 @@ def test_the_plan_lists_what_is_compiled_and_why() -> None:
 
 
 def test_blocks_are_found_where_they_are_no_units() -> None:
-    plan = plan_parallelism(
-        models.B(), ParallelismConfig(compile=True, activation_checkpointing=True, rules=[Rule("", True)])
-    )
+    config = ParallelismConfig(compile=True, activation_checkpointing=True, rules=[Rule("", True)])
+    plan = plan_parallelism(models.B(), config)
     assert [one.module for one in plan.compiled] == BLOCKS
     assert [one.module for one in plan.checkpointing] == BLOCKS
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (False, None),
-        (None, None),
-        (True, {"backend": "inductor"}),
-        ({"mode": "max-autotune", "dynamic": False}, None),
-        ({"options": {"max_autotune": True}}, None),
-        ({"backend": "eager", "dynamic": None}, {"backend": "eager"}),
-    ],
-)
-def test_every_spelling_of_compile(value: Any, expected: Any) -> None:
-    assert compile_options(value) == (expected or (value and {"backend": "inductor", **value}) or None)
+def test_every_spelling_of_compile() -> None:
+    assert compile_options(False) is compile_options(None) is None
+    assert compile_options(True) == {"backend": "inductor"}
+    assert compile_options({"backend": "eager", "dynamic": None}) == {"backend": "eager"}
+    for value in ({"mode": "max-autotune", "dynamic": False}, {"options": {"max_autotune": True}}):
+        assert compile_options(value) == {"backend": "inductor", **value}
 
 
 def test_compile_comes_from_yaml() -> None:
@@ -180,67 +156,51 @@ def test_other_kinds_of_values_are_refused() -> None:
 
 
 BUDGET = ("memory_budget", {"budget": 0.5})
+OFFLOADED = ("selective", {"offload": True})
+EAGER = {"backend": "eager"}
+CP: dict[str, Any] = {"mesh": MeshConfig(cp=2)}
+TP: dict[str, Any] = {"mesh": MeshConfig(tp=2), "tp": TPConfig()}
+NOTHING = {"rules": [Rule("head", compile=False)]}
+PART = {"rules": [Rule("layers.0", act_ckpt="selective"), Rule("layers.0.mlp", compile=AOT)]}
+ROOT = {"rules": [Rule("", True, compile=AOT), Rule("layers", True)]}
 
 
 @pytest.mark.parametrize(
-    ("build", "config", "says"),
+    ("build", "compiled", "ac", "config", "says"),
     [
-        (models.Composers, {"compile": True}, "no repeated block: choose .* Rule"),
-        (
-            models.B,
-            {"compile": True, "rules": [Rule("head", compile=False)]},
-            "rule 'head' sets compile=False, but would not be",
-        ),
-        (models.B, {"activation_checkpointing": BUDGET}, "budget of layers.0, .* set compile=True"),
-        (
-            models.B,
-            {"activation_checkpointing": BUDGET, "compile": {"backend": "eager"}},
-            "layers.0, layers.1, layers.2: backend 'eager' does not support a memory budget; inductor",
-        ),
-        (
-            models.B,
-            {"activation_checkpointing": "selective", "compile": {"backend": "eager"}},
-            r"other random numbers \(dropout\); use 'aot_eager'",
-        ),
-        (
-            models.B,
-            {"activation_checkpointing": ("selective", {"offload": True}), "compile": AOT},
-            "saved results here; leave out save, or offload",
-        ),
-        (
-            models.B,
-            {"rules": [Rule("layers.0", act_ckpt="selective"), Rule("layers.0.mlp", compile=AOT)]},
-            "Cannot compile layers.0.mlp: .* compile and checkpoint the same module",
-        ),
-        (models.B, {"rules": [Rule("", True, compile=AOT), Rule("layers", True)]}, "root: units inside"),
+        (models.Composers, True, None, {}, "no repeated block: choose .* Rule"),
+        (models.B, True, None, NOTHING, "rule 'head' sets compile=False, but would not be"),
+        (models.B, False, BUDGET, {}, "budget of layers.0, .* set compile=True"),
+        (models.B, EAGER, BUDGET, {}, "layers.1, layers.2: backend 'eager' does not support a memory budget"),
+        (models.B, EAGER, "selective", {}, r"other random numbers \(dropout\); use 'aot_eager'"),
+        (models.B, AOT, OFFLOADED, {}, "saved results here; leave out save, or offload"),
+        (models.B, False, None, PART, "layers.0.mlp: .* compile and checkpoint the same module"),
+        (models.B, False, None, ROOT, "root: units inside"),
         (
             llama,
-            {"compile": AOT, "mesh": MeshConfig(cp=2), "activation_checkpointing": True},
-            r"(?s)\(cp=2\) breaks the graph at attention, which activation.*which fullgraph=True does",
+            AOT,
+            True,
+            CP,
+            r"(?s)\(cp=2\) breaks the graph at attention, .* activation.*which fullgraph=True does",
         ),
         (
             llama,
-            {"compile": AOT, "tp": TPConfig(), "mesh": MeshConfig(tp=2), "activation_checkpointing": True},
+            AOT,
+            True,
+            TP,
             "model.layers.0, model.layers.1: .* recompute the collectives of .*='selective'",
         ),
-        (
-            llama,
-            {"compile": AOT, "tp": TPConfig(), "mesh": MeshConfig(tp=2), "activation_checkpointing": BUDGET},
-            "cannot recompute the collectives",
-        ),
-        (models.dtypes, {"compile": AOT}, "layers.0, layers.1, layers.2: .*which fullgraph=True"),
-        (
-            models.dtypes,
-            {"compile": True, "activation_checkpointing": True},
-            "which activation checkpointing does not support",
-        ),
+        (llama, AOT, BUDGET, TP, "cannot recompute the collectives"),
+        (models.dtypes, AOT, None, {}, "layers.0, layers.1, layers.2: .*which fullgraph=True"),
+        (models.dtypes, True, True, {}, "which activation checkpointing does not support"),
     ],
 )
 def test_what_does_not_go_together_is_refused_when_planned(
-    build: Any, config: dict[str, Any], says: str
+    build: Any, compiled: Any, ac: Any, config: dict[str, Any], says: str
 ) -> None:
+    settings = ParallelismConfig(compile=compiled, activation_checkpointing=ac, **config)
     with pytest.raises(ParallelismValueError, match=says):
-        plan_parallelism(build(), ParallelismConfig(**config), world_size=2)
+        plan_parallelism(build(), settings, world_size=2)
 
 
 def test_what_is_compiled_already_is_refused() -> None:
@@ -256,9 +216,8 @@ def test_what_is_compiled_already_is_refused() -> None:
 @pytest.mark.promise(26)
 @pytest.mark.parametrize("ac", [None, "composable", "wrapped", "offload", "selective", BUDGET], ids=str)
 def test_compiled_blocks_give_the_same_bits(ac: Any) -> None:
-    model, plain = compiled(ac)
-    for one, other in zip(results(model), results(plain), strict=True):
-        assert torch.equal(one, other)
+    model, plain = compiled(ac, blocks=12 if ac == "composable" else 3)  # Dynamo gives up after eight
+    same_bits(model, results(plain))
     assert graphs() == 1, "alike blocks share one compilation"
     names = [name for name, _ in named_parameters_canonical(model)]
     assert names == [name for name, _ in plain.named_parameters()]
@@ -268,43 +227,24 @@ def test_compiled_blocks_give_the_same_bits(ac: Any) -> None:
         assert is_checkpointed(layer) == (ac in ("composable", "wrapped", "selective"))
 
 
-def test_alike_blocks_share_a_compilation_however_many_there_are() -> None:
-    model, plain = compiled("composable", blocks=12)  # Dynamo gives up after eight
-    for one, other in zip(results(model), results(plain), strict=True):
-        assert torch.equal(one, other)
-    assert graphs() == 1
-
-
 @pytest.mark.promise(26)
 def test_a_checkpointed_part_of_a_compiled_block_gives_the_same_bits() -> None:
-    model = Model()
-    plain = copy.deepcopy(model)
     rules = [Rule("re:.*up", act_ckpt="composable"), Rule("layers", compile=AOT)]
-    plan = plan_parallelism(model, ParallelismConfig(rules=rules))
-    recompute.apply(read_structure(model), plan.activations)
-    apply(read_structure(model), plan.compiling)
-    for one, other in zip(results(model), results(plain), strict=True):
-        assert torch.equal(one, other)
+    model, plain = compiled(compile=False, rules=rules)
+    same_bits(model, results(plain))
     assert graphs() == 3, "each block for its own"
 
 
 class Counting(Block):
-    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return super().forward(x, scale=scale)
+        return super().forward(x)
 
 
 @pytest.mark.promise(26)
 def test_what_forward_changes_about_objects_is_changed_once() -> None:
-    model = Model()
-    for layer in model.layers:
-        layer.__class__ = Counting
-    plain = copy.deepcopy(model)
-    plan = plan_parallelism(model, ParallelismConfig(compile=AOT, activation_checkpointing="composable"))
-    recompute.apply(read_structure(model), plan.activations)
-    apply(read_structure(model), plan.compiling)
-    for one, other in zip(results(model), results(plain), strict=True):
-        assert torch.equal(one, other)
+    model, plain = compiled("composable", block=Counting)
+    same_bits(model, results(plain))
     assert [layer.calls for layer in (*model.layers, *plain.layers)] == [1] * 6
 
 
@@ -315,8 +255,7 @@ def test_hooks_stay_outside_and_run_once() -> None:
         # Neither an object's identity nor its printing could be traced with fullgraph=True.
         each.layers[1].register_forward_pre_hook(lambda module, args: seen.append(repr(module)))
         each.layers[1].register_forward_hook(lambda module, args, output: output * id(seen) / id(seen))
-    for one, other in zip(results(model), results(plain), strict=True):
-        assert torch.equal(one, other)
+    same_bits(model, results(plain))
     assert len(seen) == 2
 
 
@@ -331,10 +270,9 @@ def test_deep_copies_and_pickles_compile_their_own() -> None:
     for each in copies:
         assert is_compiled(each.layers[0])
         assert is_checkpointed(each.layers[0])
-        for one, other in zip(results(each), expected, strict=True):
-            assert torch.equal(one, other)
-    signature = inspect.signature(model.layers[0].forward)
-    assert signature == inspect.signature(plain.layers[0].forward)
+        same_bits(each, expected)
+    first, second = (inspect.signature(each.layers[0].forward) for each in (model, plain))
+    assert first == second
 
 
 def saved_bytes(model: nn.Module) -> int:
@@ -366,10 +304,8 @@ def test_a_memory_budget_keeps_less() -> None:
 
 
 def test_each_module_may_have_a_budget_of_its_own() -> None:
-    rules = [
-        Rule("layers.0", act_ckpt=("memory_budget", {"budget": 0.25})),
-        Rule("layers.1", act_ckpt=BUDGET),
-    ]
+    quarter = ("memory_budget", {"budget": 0.25})
+    rules = [Rule("layers.0", act_ckpt=quarter), Rule("layers.1", act_ckpt=BUDGET)]
     plan = plan_parallelism(models.B(), ParallelismConfig(compile=AOT, rules=rules))
     assert [one.budget for one in plan.compiled] == [0.25, 0.5, None]
     said = "Its activations are kept or recomputed by torch.compile within 25% of the memory"
@@ -395,15 +331,15 @@ def trained(build: Any, config: dict[str, Any]) -> tuple[int, int]:
 
 
 def train_all() -> list[tuple[int, int]]:
-    aot = {"compile": AOT}
+    def aot(build: Any, ac: Any = None, **config: Any) -> tuple[int, int]:
+        return trained(build, {"compile": AOT, "activation_checkpointing": ac} | config)
+
     return [
-        trained(models.B, {"compile": {"backend": "eager", "fullgraph": True}}),
-        trained(models.tied, aot | {"activation_checkpointing": "composable"}),
-        trained(models.B, aot | {"activation_checkpointing": "selective"}),
-        trained(models.B, aot | {"activation_checkpointing": "wrapped"}),
-        trained(models.B, aot | {"activation_checkpointing": "offload"}),
-        trained(models.bert, aot | {"activation_checkpointing": BUDGET}),
-        trained(models.scalar, aot | {"rules": [Rule("layers.1", act_ckpt="selective")]}),
+        aot(models.B, compile={"backend": "eager", "fullgraph": True}),
+        aot(models.tied, "composable"),
+        *(aot(models.B, ac) for ac in ("selective", "wrapped", "offload")),
+        aot(models.bert, BUDGET),
+        aot(models.scalar, rules=[Rule("layers.1", act_ckpt="selective")]),
     ]
 
 
@@ -425,19 +361,14 @@ def test_a_block_around_a_unit_breaks_its_graph_and_trains_the_same(world2: Worl
 
 def train_replicas() -> int:
     fresh()
-    torch.manual_seed(3)
-    model = models.B()
-    reference = copy.deepcopy(model)
-    mesh = MeshConfig(dp_replicate=2, dp_shard=1)
-    settings = ParallelismConfig(
-        mesh=mesh, ddp=DDPConfig(), compile=AOT, activation_checkpointing="selective"
+    reference, model = built(models.B), built(models.B)
+    parallelize_model(
+        model, ParallelismConfig(ddp=DDPConfig(), compile=AOT, activation_checkpointing="selective")
     )
-    parallelize_model(model, settings)
     x = models.batch(model)
-    model(x.chunk(2)[dist.get_rank()]).square().mean().backward()
+    model(mine(x)).square().mean().backward()
     reference(x).square().mean().backward()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+    compare.same_parameters(model, reference, gradients=True)
     return graphs()
 
 
@@ -448,33 +379,21 @@ def test_replicas_compile_too(world2: World) -> None:
 
 def train_tensor_parallel(ac: Any) -> int:
     fresh()
-    torch.manual_seed(3)
-    model = llama(num_hidden_layers=10)
-    reference = copy.deepcopy(model)
-    parallelize_model(
-        model,
-        ParallelismConfig(
-            mesh=MeshConfig(tp=2),
-            tp=TPConfig(sequence_parallel=True),
-            compile=AOT,
-            activation_checkpointing=ac,
-        ),
-    )
+    deep = partial(llama, num_hidden_layers=10)
+    reference, model = built(deep), built(deep)
+    config = {"mesh": MeshConfig(tp=2), "tp": TPConfig(sequence_parallel=True), "compile": AOT}
+    parallelize_model(model, ParallelismConfig(activation_checkpointing=ac, **config))
     for one, other in zip(one_step(model, False), one_step(reference, False), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     return graphs()
 
 
-def train_both_ways() -> list[int]:
-    return [train_tensor_parallel(ac) for ac in (None, "selective", "offload")]
-
-
 # Dynamo makes an object of an autograd function for itself.
 @pytest.mark.promise(30)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_tensor_parallel_blocks_compile_whole(world2: World) -> None:
-    for found in world2(train_both_ways):
-        assert found == [1, 1, 1]
+@pytest.mark.parametrize("ac", [None, "selective", "offload"])
+def test_tensor_parallel_blocks_compile_whole(world2: World, ac: Any) -> None:
+    assert world2(train_tensor_parallel, ac) == [1, 1]
 
 
 # Hugging Face
@@ -485,18 +404,12 @@ def one_step(model: nn.Module, use_cache: bool) -> list[torch.Tensor]:
     ids = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(1))
     loss = model(input_ids=ids, labels=ids, use_cache=use_cache).loss
     loss.backward()
-    found = [loss.detach()]
-    for p in model.parameters():
-        grad = p.grad
-        found.append(grad.full_tensor() if hasattr(grad, "full_tensor") else grad)  # type: ignore[arg-type]
-    return found
+    return [loss.detach(), *(compare.full(p.grad) for p in model.parameters())]
 
 
 def hugging_face(build: Any, ac: Any, use_cache: bool) -> int:
     fresh()
-    torch.manual_seed(0)
-    model = build().train()
-    plain = copy.deepcopy(model)
+    plain, model = built(build).train(), built(build).train()
     parallelize_model(model, ParallelismConfig(compile=AOT, activation_checkpointing=ac))
     for one, other in zip(one_step(model, use_cache), one_step(plain, use_cache), strict=True):
         torch.testing.assert_close(one, other)
@@ -535,7 +448,7 @@ def test_training_with_a_cache_is_warned_about() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("ac", [None, "composable", "selective", ("memory_budget", {"budget": 0.2})], ids=str)
 def test_inductor_gives_the_same_loss_and_gradients(ac: Any) -> None:
-    model, plain = compiled(ac, True)
+    model, plain = compiled(ac, compile=True)
     for each in (model, plain):
         each.eval()  # inductor's dropout draws from a stream of its own
     for one, other in zip(results(model), results(plain), strict=True):

@@ -19,6 +19,8 @@ from composer_dist import FSDP2Config, ParallelismConfig
 from composer_dist.distributed import parallelize_model, plan_parallelism, steps
 from composer_dist.errors import ParallelismValueError
 
+pytestmark = pytest.mark.promise(88)
+
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -76,7 +78,6 @@ def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "require_fp8", lambda device: None)
 
 
-@pytest.mark.promise(88)
 def test_the_plan_lists_the_layers_wherever_it_is_made() -> None:
     config = ParallelismConfig(compile={"backend": "eager"})
     plan = plan_parallelism(Model(), config, precision="amp_fp8")
@@ -88,14 +89,12 @@ def test_the_plan_lists_the_layers_wherever_it_is_made() -> None:
     assert plan_parallelism(Model(), config, precision="amp_bf16").float8 == ()
 
 
-@pytest.mark.promise(88)
 @pytest.mark.usefixtures("torchao")
 def test_float8_uncompiled_is_warned_about() -> None:
     plan = plan_parallelism(Model(), "fsdp", precision="amp_fp8")
     assert plan.warnings == ("float8 without torch.compile is slower than amp_bf16; set compile=True.",)
 
 
-@pytest.mark.promise(88)
 @pytest.mark.usefixtures("torchao")
 def test_a_model_without_such_layers_is_refused() -> None:
     small = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -103,19 +102,17 @@ def test_a_model_without_such_layers_is_refused() -> None:
         plan_parallelism(small, "fsdp", precision="amp_fp8")
 
 
-@pytest.mark.promise(88)
 def test_what_is_missing_is_named_and_nothing_changes() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = Model()
     with pytest.raises(
-        ParallelismValueError, match="'amp_fp8' cannot run here: .*on 'cpu', not on a CUDA device"
+        ParallelismValueError, match="'amp_fp8' cannot run here: .*'cpu', not on a CUDA device"
     ):
         parallelize_model(model, "fsdp", precision="amp_fp8")
     assert {type(module) for module in model.modules()} >= {nn.Linear, Block, Model}
     model(torch.randn(2, 16))
 
 
-@pytest.mark.promise(88)
 @pytest.mark.usefixtures("torchao")
 @pytest.mark.filterwarnings("ignore:float8 without torch.compile")
 @pytest.mark.parametrize("ac", [None, "selective"])
@@ -126,17 +123,12 @@ def test_layers_are_converted_in_place(ac: Any) -> None:
     linear, names = model.layers[0].up, [name for name, _ in model.named_parameters()]
     seen: list[nn.Module] = []
     linear.register_forward_hook(lambda module, args, output: seen.append(module))
-    parallelize_model(
-        model, ParallelismConfig(activation_checkpointing=ac, fsdp2=FSDP2Config()), precision="amp_fp8"
-    )
+    config = ParallelismConfig(activation_checkpointing=ac, fsdp2=FSDP2Config())
+    parallelize_model(model, config, precision="amp_fp8")
     assert model.layers[0].up is linear
     assert [name for name, _ in model.named_parameters()] == names
-    assert [isinstance(module, Float8Linear) for module in model.layers[1].children()] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    converted = [isinstance(module, Float8Linear) for module in model.layers[1].children()]
+    assert converted == [True, True, False, False]
     x = torch.randn(4, 16)
     outputs = [model(x), reference(x.bfloat16())]
     for output in outputs:
@@ -149,7 +141,6 @@ def test_layers_are_converted_in_place(ac: Any) -> None:
             torch.testing.assert_close(p.grad.full_tensor(), q.grad.float(), rtol=0.2, atol=0.05)
 
 
-@pytest.mark.promise(88)
 @pytest.mark.gpu
 def test_torchao_trains_in_float8() -> None:
     pytest.importorskip("torchao", reason="float8 needs torchao")

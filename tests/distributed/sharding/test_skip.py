@@ -22,6 +22,7 @@ from tests.kit.models import WIDTH, Layer, Multimodal
 from tests.kit.toy import built
 from tests.kit.world import run
 
+pytestmark = pytest.mark.promise(35)
 ROOT = ParallelismConfig(rules=[Rule("vision", skippable="root")])
 
 
@@ -73,7 +74,6 @@ def _train(
     return [unit.name for unit in plan.units]
 
 
-@pytest.mark.promise(35)
 @pytest.mark.parametrize(
     ("ranks", "policy", "frozen", "options"),
     [
@@ -88,7 +88,6 @@ def test_towers_that_a_rank_skips_train_like_one_process(
     assert run(_train, ranks, policy, frozen, **options) == [["", "layers.0", "layers.1"]] * ranks
 
 
-@pytest.mark.promise(35)
 def test_the_plan_says_so() -> None:
     config = ParallelismConfig(rules=[Rule("vision", skippable="replicate")])
     plan = plan_parallelism(Multimodal(), config, world_size=2)
@@ -104,7 +103,6 @@ def test_the_plan_says_so() -> None:
     assert plan.to_dict()["sharding"]["skippable"][1] == vars(one) | {"parameters": list(one.parameters)}
 
 
-@pytest.mark.promise(35)
 def test_the_unit_around_is_the_nearest() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ModuleDict({"inner": Multimodal()}))
     rules = [Rule(["1.inner", ""], shard=True), Rule("1.inner.vision", skippable="root")]
@@ -112,7 +110,6 @@ def test_the_unit_around_is_the_nearest() -> None:
     assert [one.unit for one in found] == [None, "1.inner"]
 
 
-@pytest.mark.promise(35)
 @pytest.mark.parametrize(
     ("rules", "text"),
     [
@@ -136,7 +133,6 @@ def test_what_cannot_be_skipped_is_refused(rules: list[Rule], text: str) -> None
         plan_parallelism(Multimodal(), ParallelismConfig(rules=rules), world_size=2)
 
 
-@pytest.mark.promise(35)
 def test_a_tower_of_another_dtype_is_replicated_or_refused() -> None:
     model = Multimodal()
     model.vision.to(torch.bfloat16)
