@@ -1,7 +1,6 @@
 """Tensor parallelism, pure and with FSDP2, against the model on a single process."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from composer_dist.distributed import (
     named_parameters_canonical,
     no_sync,
     parallelize_model,
-    sampler_kwargs,
     summon_full_params,
 )
 from composer_dist.distributed.mesh.build import mesh_for
@@ -33,7 +31,7 @@ from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.distributed.wishes import Request
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
-from tests.kit.compare import close, same
+from tests.kit.compare import close, part_of, same
 from tests.kit.decoder import Decoder, UnevenMlp, loss_of, token_batch
 from tests.kit.huggingface import gpt2, llama, lora_gpt2, lora_llama, phi3, qwen3, tied_llama
 from tests.kit.measure import Collectives
@@ -62,16 +60,15 @@ def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter in full."""
-    return {name: gather(parameter) for name, parameter in named_parameters_canonical(model)}
+    return {name: gather(parameter).detach() for name, parameter in named_parameters_canonical(model)}
 
 
-def part_of(tokens: Tensor, mesh: Any) -> Tensor:
-    """This rank's part of a batch."""
-    data = sampler_kwargs(mesh)
-    return tokens.chunk(data["num_replicas"])[data["rank"]]
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Every gradient in full."""
+    return {n: gather(p.grad) for n, p in named_parameters_canonical(model) if p.grad is not None}
 
 
-def train(make: Make, settings: ParallelismConfig, before: int = 0, **options: Any) -> dict[str, Any]:
+def train(make: Make, settings: ParallelismConfig, before: int = 0, **options: Any) -> str:
     """Three steps, clipped, beside the reference; the full state, out of the model and into it."""
     reference, model = built(make), built(make)
     expected, optimizer = adam(reference), adam(model, **options)
@@ -84,17 +81,15 @@ def train(make: Make, settings: ParallelismConfig, before: int = 0, **options: A
     for step in range(3):
         loss_of(reference, token_batch(step)).backward()
         loss_of(model, part_of(token_batch(step), done.mesh)).backward()
-        named = named_parameters_canonical(model)
-        gradients = {n: gather(p.grad) for n, p in named if p.grad is not None}
-        wanted = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
-        close(gradients, wanted, rtol=1e-3, atol=1e-5)
+        found = gradients(model)
+        close(found, gradients(reference), rtol=1e-3, atol=1e-5)
         norm = clip_grad_norm(model, 0.5)
-        torch.testing.assert_close(norm, nn.utils.get_total_norm(gradients.values()), rtol=1e-6, atol=0)
+        torch.testing.assert_close(norm, nn.utils.get_total_norm(found.values()), rtol=1e-6, atol=0)
         nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         for stepper in (expected, optimizer):
             stepper.step()
             stepper.zero_grad()
-    close(whole(model), {n: p.detach() for n, p in reference.named_parameters()}, rtol=1e-3, atol=2e-5)
+    close(whole(model), whole(reference), rtol=1e-3, atol=2e-5)
     state = full_model_state(model, ranks="all")
     assert state.keys() == reference.state_dict().keys()
     close(state, reference.state_dict(), rtol=1e-3, atol=2e-5)
@@ -105,7 +100,7 @@ def train(make: Make, settings: ParallelismConfig, before: int = 0, **options: A
         for parameter in model.parameters():
             parameter.data.div_(2)
     same(full_model_state(model, ranks="all"), state)
-    return {"explained": done.plan.explain("")}
+    return done.plan.explain("")
 
 
 def check_mlp(tp: int, inner: int) -> dict[str, Any]:
@@ -118,16 +113,10 @@ def check_mlp(tp: int, inner: int) -> dict[str, Any]:
     out.square().mean().backward()
     expected.square().mean().backward()
     torch.testing.assert_close(x.grad, y.grad)
-    close(
-        {name: gather(parameter.grad) for name, parameter in model.named_parameters()},
-        {name: parameter.grad for name, parameter in reference.named_parameters()},
-    )
+    close(gradients(model), gradients(reference))
     clip_grad_value(model, 0.01)
     nn.utils.clip_grad_value_(reference.parameters(), 0.01)
-    close(
-        {name: gather(parameter.grad) for name, parameter in model.named_parameters()},
-        {name: parameter.grad for name, parameter in reference.named_parameters()},
-    )
+    close(gradients(model), gradients(reference))
     return {n: getattr(p, "placements", None) for n, p in model.named_parameters()} | {
         "shape": model.up.weight.to_local().shape
     }
@@ -148,35 +137,16 @@ def test_uneven_parts_equal_the_reference_too() -> None:
     assert [found["shape"] for found in run(check_mlp, 4, 4, 7)] == [(2, 8), (2, 8), (2, 8), (1, 8)]
 
 
-@pytest.mark.promise(30)
-@pytest.mark.parametrize(
-    "make", [Decoder, llama, gpt2, lora_llama, qwen3, phi3], ids=lambda make: make.__name__
-)
-def test_tensor_parallel_alone_equals_the_reference(make: Make) -> None:
-    run(train, 2, make, config())
-
-
 @pytest.mark.promise(30, 32)
 @pytest.mark.parametrize(
-    "make", [Decoder, llama, gpt2, lora_llama, lora_gpt2], ids=lambda make: make.__name__
+    ("ranks", "make"),
+    [
+        *((2, make) for make in (Decoder, llama, gpt2, lora_llama, qwen3, phi3)),
+        *((4, make) for make in (Decoder, llama, gpt2, lora_llama, lora_gpt2)),
+    ],
 )
-def test_with_fsdp2_on_two_by_two_ranks_equals_the_reference(make: Make) -> None:
-    run(train, 4, make, config())
-
-
-def test_hsdp_and_foreach_optimizers_go_with_it() -> None:
-    run(train, 4, tied_llama, config(replicas=2), foreach=True)
-
-
-@pytest.mark.parametrize(("make", "world"), [(Decoder, 2), (gpt2, 4), (lora_llama, 2)])
-def test_sequence_parallel_equals_the_reference(make: Make, world: int) -> None:
-    found = run(train, world, make, config(sequence_parallel=True))
-    assert "Tensor parallel" not in found[0]["explained"]
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_loss_parallel_equals_the_reference(world: int) -> None:
-    run(train, world, llama, config(sequence_parallel=True, loss_parallel=True))
+def test_tensor_parallel_alone_and_with_fsdp2_equals_the_reference(ranks: int, make: Make) -> None:
+    run(train, ranks, make, config())
 
 
 @pytest.mark.promise(83)
@@ -184,17 +154,39 @@ def test_an_optimizer_with_state_follows_through_both() -> None:
     run(train, 4, gpt2, config(), before=2)
 
 
-def test_activation_checkpointing_goes_with_it() -> None:
-    for mode in ("composable", "wrapped"):
-        run(train, 2, llama, config(sequence_parallel=True, activation_checkpointing=mode))
+def test_hsdp_and_foreach_optimizers_go_with_it() -> None:
+    run(train, 4, tied_llama, config(replicas=2), foreach=True)
 
 
-@pytest.mark.parametrize("mode", ["composable", ("wrapped", {"checkpoint_impl": "REENTRANT"})], ids=str)
-@pytest.mark.parametrize("sequence", [False, True])
-def test_modules_that_are_cut_themselves_can_be_checkpointed(mode: Any, sequence: bool) -> None:
-    matches = [nn.Linear, nn.LayerNorm, nn.RMSNorm]
-    rules = [Rule(match, act_ckpt=mode) for match in matches]
-    run(train, 2, Decoder, config(sequence_parallel=sequence, rules=[*rules, Rule("", shard=True)]))
+def recomputed(mode: Any, **options: Any) -> dict[str, Any]:
+    """Cut modules that are checkpointed themselves."""
+    rules = [Rule(match, act_ckpt=mode) for match in (nn.Linear, nn.LayerNorm, nn.RMSNorm)]
+    return {"rules": [*rules, Rule("", shard=True)]} | options
+
+
+SEQUENCE: dict[str, Any] = {"sequence_parallel": True}
+REENTRANT = ("wrapped", {"checkpoint_impl": "REENTRANT"})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "make", "options"),
+    [
+        (2, Decoder, SEQUENCE),
+        (4, gpt2, SEQUENCE),
+        (2, lora_llama, SEQUENCE),
+        (2, llama, SEQUENCE | {"loss_parallel": True}),
+        (4, llama, SEQUENCE | {"loss_parallel": True}),
+        (2, llama, SEQUENCE | {"activation_checkpointing": "composable"}),
+        (2, llama, SEQUENCE | {"activation_checkpointing": "wrapped"}),
+        *((2, Decoder, recomputed(mode)) for mode in ("composable", REENTRANT)),
+        *((2, Decoder, recomputed(mode, **SEQUENCE)) for mode in ("composable", REENTRANT)),
+    ],
+)
+def test_sequence_and_loss_parallel_and_checkpointing_equal_the_reference(
+    ranks: int, make: Make, options: dict[str, Any]
+) -> None:
+    for explained in run(train, ranks, make, config(**options)):
+        assert "Tensor parallel" not in explained
 
 
 def deliver(make: Make, transport: Any) -> bool:
@@ -224,19 +216,6 @@ def test_weights_come_from_rank_0_or_from_initializers_bit_for_bit(
     assert run(deliver, world, make, transport) == [True] * world
 
 
-def from_disk(path: str) -> bool:
-    """Weights of a saved model, each rank reading its part."""
-    model = built(gpt2, device="meta")
-    parallelize_model(model, config(), weights=path)
-    same(full_model_state(model, ranks="all"), built(gpt2).state_dict())
-    return True
-
-
-def test_weights_come_from_disk(tmp_path: Path) -> None:
-    built(gpt2).save_pretrained(tmp_path)
-    assert all(run(from_disk, 4, str(tmp_path)))
-
-
 def lightnings_mesh() -> str:
     """A mesh of the user's own, whose dimensions have the names of Lightning's."""
     reference, model = built(UnevenMlp), built(UnevenMlp)
@@ -255,14 +234,11 @@ def test_a_mesh_of_the_users_own_is_read_by_its_names() -> None:
 
 def test_eight_ranks_replicate_shard_and_cut() -> None:
     dist.init_process_group("fake", rank=5, world_size=8)
-    try:
-        settings = ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=2, tp=2), tp=TPConfig())
-        model, mesh = built(gpt2, device="meta"), mesh_for(settings.mesh)
-        structure = read_structure(model)
-        plan = build_plan(structure, Request(config=settings), mesh.sizes)
-        local = give_memory(structure, divide(structure, plan, mesh)[1], torch.device("cpu"))
-    finally:
-        dist.destroy_process_group()
+    settings = ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=2, tp=2), tp=TPConfig())
+    model, mesh = built(gpt2, device="meta"), mesh_for(settings.mesh)
+    structure = read_structure(model)
+    plan = build_plan(structure, Request(config=settings), mesh.sizes)
+    local = give_memory(structure, divide(structure, plan, mesh)[1], torch.device("cpu"))
     fused = model.transformer.h[0].attn.c_attn.bias
     assert str(fused.placements) == "(Replicate(), _StridedShard(dim=0, sf=2), _StridedShard(dim=0, sf=3))"
     layout = Layout.of(fused)
@@ -353,35 +329,38 @@ def test_torchs_own_style_objects_are_taken() -> None:
         assert found["norm.weight"] == "(Shard(dim=0), Replicate())"
 
 
+AGAIN = "The model is already sharded; prepare an unsharded model, once."
+
+
 def misuse() -> list[str]:
     """What is called out of turn is refused, and what is refused leaves the model as it was."""
+    texts = []
+
+    def refused(call: Callable[[], Any]) -> None:
+        with pytest.raises((ParallelismRuntimeError, ParallelismValueError)) as error:
+            call()
+        texts.append(str(error.value))
+
     model = built(lambda: Decoder(num_heads=4, num_kv_heads=1))
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
-    texts = []
-    try:
-        parallelize_model(model, config())
-    except ParallelismValueError as error:
-        texts.append(str(error))
+    refused(lambda: parallelize_model(model, config()))
     assert before == {name: id(parameter) for name, parameter in model.named_parameters()}
     assert model.layers[0].attention.num_heads == 4
     assert "forward" not in vars(model.head)
     model = built(Decoder)
     done = parallelize_model(model, config(sequence_parallel=True))
-    calls = [lambda: model.head(torch.ones(1, 16)), lambda: model(token_batch()[:, :7])]
     if done.plan.units:
-        calls = calls[:1]
-    for call in calls:
-        try:
-            call()
-        except (ParallelismRuntimeError, ParallelismValueError) as error:
-            texts.append(str(error))
+        refused(lambda: model.head(torch.ones(1, 16)))
+    else:
+        refused(lambda: model(token_batch()[:, :7]))
     with summon_full_params(model):
         assert type(model.head.weight) is nn.Parameter
         assert model.head.weight.shape == (21, 16)
-        try:
-            model.head(torch.ones(1, 16))
-        except ParallelismRuntimeError as error:
-            texts.append(str(error))
+        refused(lambda: model.head(torch.ones(1, 16)))
+    model = built(llama)
+    parallelize_model(model, config())
+    for again in (ParallelismConfig(), config()):
+        refused(lambda again=again: parallelize_model(model, again))
     return texts
 
 
@@ -393,37 +372,9 @@ def test_what_is_refused_is_named_and_changes_nothing() -> None:
         assert "the 7 positions" in texts[1]
         assert "pad the sequences" in texts[1]
         assert "outside of summon_full_params" in texts[2]
-        assert len(texts) == 3
+        assert texts[3:] == [AGAIN] * 2
     for texts in run(misuse, 4):
         assert "while its weight is sharded; call the prepared model" in texts[1]
-
-
-def generate(make: Make) -> bool:
-    """Greedy tokens of the prepared model and of the reference."""
-    reference, model = built(make).eval(), built(make).eval()
-    parallelize_model(model, config())
-    prompt, options = token_batch()[:, :4], {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    return torch.equal(model.generate(prompt, **options), reference.generate(prompt, **options))
-
-
-def test_models_generate() -> None:
-    assert all(run(generate, 2, gpt2))
-
-
-def twice() -> list[str]:
-    model = built(llama)
-    parallelize_model(model, ParallelismConfig(mesh=MeshConfig(tp=2), tp=TPConfig()))
-    found = []
-    for again in (ParallelismConfig(), ParallelismConfig(mesh=MeshConfig(tp=2), tp=TPConfig())):
-        with pytest.raises(ParallelismValueError) as error:
-            parallelize_model(model, again)
-        found.append(str(error.value))
-    return found
-
-
-def test_a_second_preparation_is_refused() -> None:
-    for texts in run(twice, 2):
-        assert texts == ["The model is already sharded; prepare an unsharded model, once."] * 2
 
 
 def read_back() -> None:
