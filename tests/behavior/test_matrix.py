@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composer_dist import DDPConfig, FSDP2Config, MeshConfig, ParallelismConfig, TPConfig
 from composer_dist.distributed import (
     clip_grad_norm,
     context_parallel,
@@ -19,12 +18,12 @@ from composer_dist.distributed import (
 from composer_dist.distributed.moving.whole import gather
 from tests.kit.decoder import token_batch
 from tests.kit.huggingface import gpt2, llama, lora_llama
+from tests.kit.meshes import MESHES
 from tests.kit.toy import built
 from tests.kit.world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
 
-RANKS = 4
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
@@ -47,18 +46,6 @@ class Mlp(nn.Module):
 
 
 MODELS = {"llama": llama, "tied gpt2": gpt2, "mlp": Mlp, "lora": lora_llama}
-MODES = {
-    "fsdp": ParallelismConfig(fsdp2=FSDP2Config()),
-    "hsdp": ParallelismConfig(mesh=MeshConfig(dp_replicate=2)),
-    "tp": ParallelismConfig(mesh=MeshConfig(dp_shard=1, tp=RANKS // 2), tp=TPConfig()),
-    "fsdp x tp": ParallelismConfig(mesh=MeshConfig(tp=2), tp=TPConfig()),
-    "hsdp x tp": ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=1, tp=2), tp=TPConfig()),
-    "ddp": ParallelismConfig(ddp=DDPConfig()),
-    "cp": ParallelismConfig(mesh=MeshConfig(dp_shard=1, cp=2)),
-    "fsdp x cp": ParallelismConfig(mesh=MeshConfig(dp_shard=2, cp=2)),
-}
-ALONE = {"tp", "cp"}
-"""On two ranks: nothing but the one dimension."""
 
 
 def train(kind: str, dtype: torch.dtype, mode: str | None = None) -> Trained:
@@ -68,7 +55,7 @@ def train(kind: str, dtype: torch.dtype, mode: str | None = None) -> Trained:
     optimizer = torch.optim.AdamW(trainable, lr=0.01, eps=1e-3)
     rows = {"num_replicas": 1, "rank": 0}
     if mode is not None:
-        rows = sampler_kwargs(parallelize_model(model, MODES[mode], optimizer).mesh)
+        rows = sampler_kwargs(parallelize_model(model, MESHES[mode][1], optimizer).mesh)
     losses = []
     for step in range(3):
         mine = token_batch(step).chunk(rows["num_replicas"])[rows["rank"]]
@@ -106,10 +93,20 @@ def reference(kind: str, dtype: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=pytest.mark.slow if mode == "hsdp x tp" else ()) for mode in MODES]
+    "mode",
+    [
+        "fsdp4",
+        "hsdp",
+        "tp",
+        "fsdp_tp",
+        "ddp",
+        "cp",
+        "fsdp_cp",
+        pytest.param("hsdp_tp", marks=pytest.mark.slow),
+    ],
 )
 def test_three_steps_equal_one_process(mode: str) -> None:
-    ranks = run(train_all, RANKS // 2 if mode in ALONE else RANKS, mode, timeout=180)
+    ranks = run(train_all, MESHES[mode][0], mode, timeout=180)
     for kind, dtype in ranks[0]:
         losses, expected = reference(kind, dtype)
         found = [rank[kind, dtype] for rank in ranks]

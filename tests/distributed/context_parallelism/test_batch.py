@@ -14,12 +14,9 @@ from composer_dist.errors import ParallelismValueError
 
 def language_model(kind: str = "Llama") -> nn.Module:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = getattr(transformers, f"{kind}Config")(vocab_size=32, **sizes)
+    name = "LlamaForCausalLM" if kind == "Llama" else "BertForMaskedLM"
     with torch.device("meta"):
-        model: nn.Module = getattr(transformers, f"{kind}For{'Causal' if kind == 'Llama' else 'Masked'}LM")(
-            config
-        )
-    return model
+        return getattr(transformers, name)(getattr(transformers, f"{kind}Config")(vocab_size=32, **sizes))
 
 
 class Positioned(nn.Module):
@@ -50,13 +47,10 @@ def test_a_language_model_gets_what_its_part_does_not_say() -> None:
     assert part["attention_mask"].tolist() == [[1] * 4] * 2
     assert part["num_items_in_batch"] == (3 + 7) / 2
     assert set(batch) == {"input_ids", "labels"}
-    given = split(language_model(), {**batch, "num_items_in_batch": torch.tensor(30)})
-    assert given["num_items_in_batch"] == 15
-    assert split(language_model(), {"input_ids": IDS}).keys() == {
-        "input_ids",
-        "position_ids",
-        "attention_mask",
-    }
+    counted = split(language_model(), {**batch, "num_items_in_batch": torch.tensor(30)})
+    assert counted["num_items_in_batch"] == 15
+    alone = split(language_model(), {"input_ids": IDS})
+    assert alone.keys() == {"input_ids", "position_ids", "attention_mask"}
 
 
 def test_other_models_get_the_positions_if_they_ask_for_them() -> None:
@@ -90,8 +84,12 @@ def test_the_balanced_layout_is_for_causal_attention() -> None:
     assert Splitter(nn.Identity(), balanced=True).balanced
 
 
+def given(ids: Tensor = IDS, **rest: Any) -> dict[str, Any]:
+    return {"input_ids": ids, **rest}
+
+
 def masked(mask: list[list[int]], **rest: Any) -> dict[str, Any]:
-    return {"input_ids": IDS, "attention_mask": torch.tensor(mask), **rest}
+    return given(attention_mask=torch.tensor(mask), **rest)
 
 
 RIGHT, LEFT = [[1] * 8, [1] * 6 + [0] * 2], [[1] * 8, [0] * 2 + [1] * 6]
@@ -102,40 +100,22 @@ RIGHT, LEFT = [[1] * 8, [1] * 6 + [0] * 2], [[1] * 8, [0] * 2 + [1] * 6]
     [
         (
             "Llama",
-            {"input_ids": IDS[:, :6]},
-            "6 positions cannot be divided by 2 x cp = 4, .*pad_to_multiple_of=4\\) to 8 .*balanced=False",
+            given(IDS[:, :6]),
+            r"6 positions .* 2 x cp = 4, .*pad_to_multiple_of=4\) to 8 .*balanced=F",
         ),
-        (
-            "Llama",
-            {"input_ids": IDS[:, :7]},
-            r"7 positions cannot .* on the right .* to 8 \(labels -100\)\.$",
-        ),
-        (
-            "Bert",
-            {"input_ids": IDS[:, :7]},
-            "7 positions cannot be divided by cp = 2; pad it on the right .* to 8",
-        ),
+        ("Llama", given(IDS[:, :7]), r"7 positions cannot .* on the right .* to 8 \(labels -100\)\.$"),
+        ("Bert", given(IDS[:, :7]), "7 positions cannot be divided by cp = 2; pad it on the right .* to 8"),
         ("Llama", masked(LEFT), "padding on the left .*tokenizer.padding_side='right'"),
         ("Llama", masked([[1] * 8, [1, 0] * 4]), "padding on the left or in between"),
         ("Llama", masked(RIGHT, labels=IDS), "labels at padded positions; set them to -100"),
         ("Bert", masked(RIGHT), "padding, which bidirectional attention would"),
-        (
-            "Llama",
-            {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 8, 8)},
-            r"attention_mask \(2, 1, 8, 8\)",
-        ),
-        ("Llama", {"input_ids": IDS, "position_ids": IDS % 4}, "several sequences packed in one row"),
-        (
-            "Llama",
-            {"input_ids": IDS, "pixels": torch.ones(2, 3)},
-            r"pixels \(2, 3\) does not have 8 positions .*'pixels': ",
-        ),
-        ("Llama", {"input_ids": torch.tensor(1), "x": 2}, None),
+        ("Llama", given(attention_mask=torch.ones(2, 1, 8, 8)), r"attention_mask \(2, 1, 8, 8\)"),
+        ("Llama", given(position_ids=IDS % 4), "several sequences packed in one row"),
+        ("Llama", given(pixels=torch.ones(2, 3)), r"pixels \(2, 3\) does not have 8 positions .*'pixels': "),
+        ("Llama", {"x": torch.ones(3)}, "A batch of type dict has no tensor"),
     ],
 )
-def test_batches_that_cannot_be_split_are_refused(kind: str, batch: Any, message: str | None) -> None:
-    if message is None:
-        batch, message = {"x": torch.ones(3)}, "A batch of type dict has no tensor"
+def test_batches_that_cannot_be_split_are_refused(kind: str, batch: Any, message: str) -> None:
     with pytest.raises(ParallelismValueError, match=message):
         split(language_model(kind), batch)
 
@@ -151,7 +131,7 @@ def test_unequal_labels_need_a_denominator_or_a_caller_that_weighs() -> None:
     labels[0, :3] = -100
     batch = {"ids": IDS, "labels": labels}
     with pytest.raises(
-        ParallelismValueError, match="parts have 5, 8 labels.*Identity.forward does not accept num_items"
+        ParallelismValueError, match="parts have 5, 8 labels.*forward does not accept num_items"
     ):
         split(nn.Identity(), batch)
     assert split(nn.Identity(), batch, weighted=True)["labels"].tolist() == labels[:, :4].tolist()

@@ -13,15 +13,11 @@ from composer_dist.distributed import plan_parallelism
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models import HuggingFaceModel
 from tests.kit import models
+from tests.kit.huggingface import gpt2
+from tests.kit.toy import built
 
-TINY = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY = SIZES | {"vocab_size": 32, "num_key_value_heads": 2}
 
 
 def hf(name: str, **options: Any) -> Callable[[], nn.Module]:
@@ -51,19 +47,12 @@ def t5() -> nn.Module:
 
 
 def llava() -> nn.Module:
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**vision, image_size=8, patch_size=4),
+        vision_config=transformers.CLIPVisionConfig(**SIZES, image_size=8, patch_size=4),
         text_config=transformers.LlamaConfig(**TINY),
     )
     with torch.device("meta"):
         return transformers.LlavaForConditionalGeneration(config)
-
-
-def gpt2() -> nn.Module:
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    with torch.device("meta"):
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=32, **sizes))
 
 
 def prompted() -> nn.Module:
@@ -115,9 +104,7 @@ def test_the_plan_refuses_what_mixes_positions_otherwise(
 
 def test_all_kinds_are_named() -> None:
     model = nn.Sequential(*(nn.LSTM(8, 8) for _ in range(5)), nn.GRU(8, 8))
-    with pytest.raises(
-        ParallelismValueError, match="0, 1, 2 and 2 more: LSTM is.*; 5: GRU is .* Or use cp=1."
-    ):
+    with pytest.raises(ParallelismValueError, match="0, 1, 2 and 2 more: LSTM is.*; 5: GRU is .* use cp=1."):
         plan(model, 2)
 
 
@@ -137,7 +124,7 @@ class Both(models.Attention):
         hf("Mistral", sliding_window=None),
         hf("Qwen2", sliding_window=8),
         hf("Qwen3Moe"),
-        gpt2,
+        lambda: built(gpt2, device="meta"),
         below(nn.MultiheadAttention(8, 2)),
         below(nn.Conv1d(8, 8, 1)),
         lambda: models.B(block=Both),
