@@ -1,7 +1,7 @@
 """The models and the data that the Trainer's tests train."""
 
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from inspect import isfunction
 from typing import Any
 
@@ -84,11 +84,10 @@ def joined(samples: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
-def batches(parts: list[int], index: int) -> list[Any]:
+def batches(parts: Sequence[int], index: int) -> list[Any]:
     """Part `index` of each batch, where `parts` are the parts' sizes."""
-    samples = tagged(BATCHES * PER_BATCH)
-    first = sum(parts[:index])
-    starts = [batch * PER_BATCH + first for batch in range(BATCHES)]
+    samples = tagged(BATCHES * sum(parts))
+    starts = range(sum(parts[:index]), len(samples), sum(parts))
     return [joined(samples[start : start + parts[index]]) for start in starts]
 
 
@@ -184,6 +183,12 @@ class At(Callback):
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event.value in self.functions:
             self.functions[event.value](state)
+
+
+def seen_at(event: str, read: Callable[[State], Any]) -> tuple[list[Any], At]:
+    """A list of what `read` gives of the state at each `event`, and the callback that fills it."""
+    found: list[Any] = []
+    return found, At(**{event: lambda state: found.append(read(state))})
 
 
 def raising(error: BaseException, batch: int | None = None) -> Callable[[State], None]:

@@ -1,5 +1,7 @@
 """The microbatch size that fits, found by all ranks together, whichever runs out of memory, and where."""
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,20 +14,18 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.errors import ParallelismError
-from tests.kit.compare import weights
+from tests.kit.compare import fails_alike, weights
 from tests.kit.training import (
     BATCHES,
     At,
     Tagger,
+    batches,
     fitted_on_parts,
-    joined,
     my_rank,
     on_parts,
-    quiet,
     raising,
     same_training,
     short_of_memory,
-    tagged,
 )
 from tests.kit.world import World
 
@@ -71,7 +71,7 @@ def train(
     size: Any,
     place: str | None = None,
     who: int = 1,
-    parts: tuple[int, ...] = (4, 4),
+    parts: Sequence[int] = (4, 4),
     **options: Any,
 ) -> tuple[list[float], dict[str, Tensor], list[int]]:
     """Losses, weights and the sizes of all microbatches that were begun."""
@@ -83,7 +83,7 @@ def train(
         CONFIGS[kind] if kind else None,
         model,
         optimizers=Adam(model.parameters(), lr=0.1),
-        train_dataloader=samples(parts, my_rank(), kind),
+        train_dataloader=batches(parts[:1], 0) if kind == "tp" else batches(parts, my_rank()),
         callbacks=At(before_forward=lambda state: sizes.append(len(state.batch["input_ids"]))),
         **options,
     )
@@ -92,15 +92,6 @@ def train(
     trainer.fit()
     assert trainer.state.device_train_microbatch_size == FITS
     return log.values("loss/train/total"), weights(model), sizes
-
-
-def samples(parts: tuple[int, ...], rank: int, kind: str | None) -> list[dict[str, Tensor]]:
-    """This rank's part of each batch; with tensor parallelism all ranks have the same."""
-    step = parts[0] if kind == "tp" else sum(parts)
-    first = 0 if kind == "tp" else sum(parts[:rank])
-    rows = tagged(BATCHES * step)
-    starts = range(first, BATCHES * step, step)
-    return [joined(rows[start : start + parts[rank]]) for start in starts]
 
 
 def found_and_given(kind: str, places: list[str], who: int, **options: Any) -> list[tuple[Any, Any]]:
@@ -132,18 +123,18 @@ def test_auto_is_the_size_that_fits_whichever_rank_is_short(world2: World, kind:
 @pytest.mark.parametrize("place", PLACES[:2])
 def test_auto_under_hsdp_whose_groups_do_not_all_meet(world4: World, place: str) -> None:
     """Rank 3 is short; ranks 0 and 2 share no group with it, or enter collectives before they hear of it."""
-    for ((found, given),) in world4(found_and_given, "hsdp", [place], 3, parts=(4, 4, 4, 4)):
+    for ((found, given),) in world4(found_and_given, "hsdp", [place], 3, parts=[4, 4, 4, 4]):
         same_training(found[:2], given[:2])
 
 
 def test_auto_in_one_process_counts_the_optimizers_memory_too() -> None:
     """Ranks of other sizes, and a batch that fits only until the optimizer has its state."""
-    found, given = train(None, "auto", PLACES[0], 0, parts=(8,)), train(None, FITS, parts=(8,))
+    found, given = train(None, "auto", PLACES[0], 0, parts=[8]), train(None, FITS, parts=[8])
     same_training(found[:2], given[:2])
     assert found[2][:3] == [8, 4, 2]
 
     model = Model()
-    trainer, _ = quiet(model, train_dataloader=samples((4,), 0, None), device_train_microbatch_size="auto")
+    trainer, _ = on_parts([4], None, model, device_train_microbatch_size="auto")
     trainer.fit(duration="1ba")
     assert trainer.state.device_train_microbatch_size == 4
     short_of_memory(model, "body.head forward", FITS)
@@ -151,24 +142,20 @@ def test_auto_in_one_process_counts_the_optimizers_memory_too() -> None:
     assert trainer.state.device_train_microbatch_size == FITS
 
 
-def nothing_fits(kind: str) -> tuple[str, str]:
-    """The error, and that of a user's mistake while sizes are tried."""
-    texts = []
-    for error in (torch.OutOfMemoryError("out of memory"), ValueError("the labels are wrong")):
+def nothing_fits(kind: str) -> None:
+    """Nor does a user's mistake, while sizes are tried, look like a lack of memory."""
+    one = "device_train_microbatch_size='auto': not even a single sample fits.*Rank 1: OutOfMemoryError: full"
+    other = "Rank 1: ValueError: the labels are wrong"
+    for error, text in ((torch.OutOfMemoryError("full"), one), (ValueError("the labels are wrong"), other)):
         torch.manual_seed(0)
         model = Model()
-        fails = At(before_loss=raising(error) if my_rank() == 1 else lambda state: None)
-        options = {"train_dataloader": samples((2, 1), my_rank(), kind), "callbacks": fails}
-        with pytest.raises(ParallelismError) as caught:
-            fitted_on_parts([], CONFIGS[kind], model, device_train_microbatch_size="auto", **options)
-        texts.append(str(caught.value))
-    return texts[0], texts[1]
+        callbacks = [At(before_loss=raising(error))] if my_rank() == 1 else []
+        options = {"device_train_microbatch_size": "auto", "callbacks": callbacks}
+        with fails_alike(ParallelismError) as caught:
+            fitted_on_parts([2, 1], CONFIGS[kind], model, **options)
+        assert re.fullmatch(text, str(caught.value), re.DOTALL)
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_where_not_even_one_sample_fits_all_ranks_say_so(world2: World, kind: str) -> None:
-    first, second = world2(nothing_fits, kind)
-    assert first == second
-    assert first[0].startswith("device_train_microbatch_size='auto': not even a single sample fits")
-    assert first[0].endswith("Rank 1: OutOfMemoryError: out of memory")
-    assert first[1] == "Rank 1: ValueError: the labels are wrong"
+    world2(nothing_fits, kind)

@@ -23,6 +23,7 @@ from tests.kit.training import (
     fitted,
     fitted_on_parts,
     joined,
+    seen_at,
     sgd,
     tagged,
     tagger,
@@ -30,15 +31,8 @@ from tests.kit.training import (
 from tests.kit.world import World
 
 
-class Gradients(At):
-    """Keeps each batch's gradients, before they are clipped."""
-
-    def __init__(self) -> None:
-        super().__init__(after_train_batch=self.keep)
-        self.kept: list[dict[str, Tensor]] = []
-
-    def keep(self, state: Any) -> None:
-        self.kept.append({name: p.grad.clone() for name, p in state.model.named_parameters()})
+def gradients(state: State) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in state.model.named_parameters() if p.grad is not None}
 
 
 def reference(batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
@@ -54,16 +48,18 @@ def reference(batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
 def test_microbatches_give_the_whole_batchs_gradients(size: int | None) -> None:
     batch = joined(tagged(7))
     loss, expected = reference(batch)
-    options = {"device_train_microbatch_size": size, "callbacks": (seen := Gradients())}
+    found, callback = seen_at("after_train_batch", gradients)
+    options = {"device_train_microbatch_size": size, "callbacks": callback}
     _, log = fitted_on_parts([], train_dataloader=[batch], **options)
-    close(seen.kept[0], expected)
+    close(found[0], expected)
     assert log.values("loss/train/total") == [pytest.approx(loss, rel=1e-6)]
 
 
 def test_gradients_start_from_zero_at_every_batch() -> None:
-    options = {"optimizers": partial(sgd, lr=0.0), "callbacks": (seen := Gradients())}
+    found, callback = seen_at("after_train_batch", gradients)
+    options = {"optimizers": partial(sgd, lr=0.0), "callbacks": callback}
     fitted_on_parts([], train_dataloader=[joined(tagged(7))] * 2, **options)
-    close(seen.kept[1], seen.kept[0])
+    close(found[1], found[0])
 
 
 def clipped(clipping: Any) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
@@ -121,13 +117,12 @@ def test_losses_of_several_parts_are_summed() -> None:
 
 
 def test_training_metrics_are_those_of_the_batch() -> None:
-    seen: list[float] = []
+    def accuracy(state: State) -> float:
+        return (state.outputs.argmax(1) == state.batch[1]).float().mean().item()
 
-    def accuracy(state: Any) -> None:
-        seen.append((state.outputs.argmax(1) == state.batch[1]).float().mean().item())
-
-    _, log = fitted(callbacks=At(after_forward=accuracy))
-    assert log.values("metrics/train/MulticlassAccuracy") == pytest.approx(seen)
+    found, callback = seen_at("after_forward", accuracy)
+    _, log = fitted(callbacks=callback)
+    assert log.values("metrics/train/MulticlassAccuracy") == pytest.approx(found)
 
 
 def noted(read: Callable[[State], Any], *events: str, **options: Any) -> list[tuple[str, Any]]:
@@ -181,15 +176,12 @@ def test_gradients_are_reduced_once_per_microbatch_or_per_batch(world2: World) -
     assert cut["allreduce_"] == whole["allreduce_"] == 2  # what the ranks have, and the loss
 
 
-def test_a_number_is_a_norm() -> None:
+def test_a_number_is_a_norm_and_what_clips_nothing_or_everything_is_refused() -> None:
     assert GradientClipping.of(1) == GradientClipping(norm=1)
     clipping = GradientClipping(value=0.5)
     assert GradientClipping.of(clipping) is clipping
     assert GradientClipping.of(None) is None
     GradientClipping(norm=1.0, norm_type=math.inf)
-
-
-def test_what_clips_nothing_or_everything_is_refused() -> None:
     with pytest.raises(ParallelismValueError, match="needs a norm or a value"):
         GradientClipping()
     for name in ("norm", "value", "norm_type"):

@@ -1,4 +1,4 @@
-"""A second Trainer goes on where the first was: bit-equal, whatever the dataloader."""
+"""A second Trainer resumes where the first one stopped: bit-equal, whatever the dataloader."""
 
 import random
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import Callback, DistributedDataLoader, Trainer
 from composer_dist.trainer.data.position import Reading
 from composer_dist.trainer.data.randomness import generator_states, set_generator_states
-from tests.kit.compare import equal, fails
+from tests.kit.compare import equal, fails, fails_alike
 from tests.kit.training import At, Result, classifier, on_parts, points, result_of
 from tests.kit.world import World
 
@@ -108,13 +108,13 @@ LOADERS = [
 @pytest.mark.parametrize("make", LOADERS)
 @pytest.mark.parametrize("batches", [3, 7, 9])  # in the first epoch, at its end, in the second
 @pytest.mark.parametrize("stop", [False, True])
-def test_goes_on_bit_equal_with_any_dataloader(make: Any, batches: int, stop: bool) -> None:
+def test_resumes_bit_equal_with_any_dataloader(make: Any, batches: int, stop: bool) -> None:
     both_ways(make, batches, stop)
 
 
 @pytest.mark.promise(100)
 @pytest.mark.parametrize("make", LOADERS[:3])  # torchdata's does not keep its workers' generators
-def test_goes_on_bit_equal_with_workers(make: Any) -> None:
+def test_resumes_bit_equal_with_workers(make: Any) -> None:
     both_ways(make, 2, False, workers=1)
 
 
@@ -123,7 +123,7 @@ def test_goes_on_bit_equal_with_workers(make: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "stop"), [(own, False), (own, True), (plain, False), (plain, True), (torchdata, True)]
 )
-def test_goes_on_bit_equal_on_two_ranks(world2: World, make: Any, stop: bool) -> None:
+def test_resumes_bit_equal_on_two_ranks(world2: World, make: Any, stop: bool) -> None:
     world2(both_ways, make, 5, stop)
 
 
@@ -148,18 +148,15 @@ def test_places_of_another_number_of_ranks_are_refused_or_understood(world2: Wor
         go_on_alone(own, saved)
 
 
-def short_on_one_rank(saved: Mapping[str, Any]) -> str:
+def short_on_one_rank(saved: Mapping[str, Any]) -> None:
     second, _ = trainer(listed()[: 4 - 2 * dist.get_rank()])
     second.load_state_dict(saved)
-    with pytest.raises(ParallelismValueError) as caught:
+    with fails_alike(ParallelismValueError, "Rank 1: The list has 2 batches, but 3 were read"):
         second.fit(duration="1ba")
-    return str(caught.value)
 
 
 def test_a_dataloader_that_became_shorter_is_named_on_all_ranks(world2: World) -> None:
-    first, second = world2(short_on_one_rank, world2(save_after_three, listed)[0])
-    assert first == second
-    assert "Rank 1: The list has 2 batches, but 3 were read" in first
+    world2(short_on_one_rank, world2(save_after_three, listed)[0])
 
 
 def test_a_place_before_the_last_batch() -> None:
@@ -169,7 +166,7 @@ def test_a_place_before_the_last_batch() -> None:
     assert [next(Reading(range(5), place)) for place in (before, after)] == [1, 2]
 
 
-def test_generators_go_on() -> None:
+def test_generators_continue() -> None:
     def draw() -> list[float]:
         return [random.random(), np.random.rand(), np.random.randn(), float(torch.rand(())), random.gauss()]
 

@@ -1,5 +1,7 @@
 """Which parameters names and patterns choose, on plain models."""
 
+from typing import Any
+
 import pytest
 from torch import nn
 
@@ -23,31 +25,23 @@ def plan(*params: str | list[str], tree: nn.Module | None = None) -> list[list[s
     return selection.parts
 
 
-@pytest.mark.promise(71)
-def test_a_module_name_selects_all_its_parameters() -> None:
-    assert plan("head", "layers") == [
-        ["head.weight"],
-        ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"],
-    ]
-    assert plan("layers.0") == [["layers.0.weight", "layers.0.bias"]]
-    assert plan("layers.0.bias") == [["layers.0.bias"]]
+FIRST, SECOND = ["layers.0.weight", "layers.0.bias"], ["layers.1.weight", "layers.1.bias"]
 
 
 @pytest.mark.promise(71)
-def test_patterns_match_whole_names_of_parameters_or_modules() -> None:
-    assert plan(r"re:.*\.bias") == [["layers.0.bias", "layers.1.bias"]]
-    assert plan(r"re:layers\.[1-9]") == [["layers.1.weight", "layers.1.bias"]]
-    with pytest.raises(ParallelismValueError, match="'re:bias' matches no parameter"):
-        plan("re:bias")
-
-
-@pytest.mark.promise(71)
-def test_rest_is_everything_else() -> None:
-    assert plan("head", ["layers.1", "rest"], "layers.0") == [
-        ["head.weight"],
-        ["embed.weight", "layers.1.weight", "layers.1.bias"],
-        ["layers.0.weight", "layers.0.bias"],
-    ]
+@pytest.mark.parametrize(
+    ("params", "parts"),
+    [
+        (["head", "layers"], [["head.weight"], [*FIRST, *SECOND]]),
+        (["layers.0"], [FIRST]),
+        (["layers.0.bias"], [["layers.0.bias"]]),
+        ([r"re:.*\.bias"], [["layers.0.bias", "layers.1.bias"]]),
+        ([r"re:layers\.[1-9]"], [SECOND]),
+        (["head", ["layers.1", "rest"], "layers.0"], [["head.weight"], ["embed.weight", *SECOND], FIRST]),
+    ],
+)
+def test_names_patterns_and_the_rest_select_parameters(params: Any, parts: list[list[str]]) -> None:
+    assert plan(*params) == parts
 
 
 @pytest.mark.promise(71)
@@ -59,30 +53,22 @@ def test_rest_is_everything_else() -> None:
             r"phases 0 and 2 both name layers\.0\.bias, layers\.0\.weight.*'rest'",
         ),
         (["hed"], "phase 0: 'hed' matches no parameter.* Did you mean 'head'"),
+        (["re:bias"], "'re:bias' matches no parameter"),  # a pattern matches whole names
         (["re:("], "phase 0: 're:\\(' is not a regular expression"),
         (["rest", "rest"], "'rest' is in phases 0, 1"),
         (["head", ["embed", "layers"], "rest"], "phase 2: nothing is left for 'rest'"),
+        ([["a", "head"], ["b", "head"]], r"'a' matches(.|\n)*'b' matches(.|\n)*both name"),  # all at once
     ],
 )
-def test_what_does_not_fit_is_refused(params: list[str | list[str]], message: str) -> None:
+def test_what_cannot_be_selected_is_refused(params: list[str | list[str]], message: str) -> None:
     with pytest.raises(ParallelismValueError, match=message):
         plan(*params)
-
-
-@pytest.mark.promise(71)
-def test_all_faults_come_at_once() -> None:
-    with pytest.raises(ParallelismValueError, match=r"'a' matches(.|\n)*'b' matches(.|\n)*both name"):
-        plan(["a", "head"], ["b", "head"])
 
 
 def test_what_the_user_has_frozen_stays_frozen() -> None:
     tree = model()
     tree.layers[0].requires_grad_(False)
-    assert plan("head", "layers", "rest", tree=tree) == [
-        ["head.weight"],
-        ["layers.1.weight", "layers.1.bias"],
-        ["embed.weight"],
-    ]
+    assert plan("head", "layers", "rest", tree=tree) == [["head.weight"], SECOND, ["embed.weight"]]
     with pytest.raises(ParallelismValueError, match=r"'layers\.0' matches only frozen parameters"):
         plan("layers.0", tree=tree)
     tree.embed.requires_grad_(False)
@@ -102,7 +88,6 @@ def test_tied_parameters_go_by_any_of_their_names() -> None:
 def test_clean_names_match_wrapped_modules() -> None:
     tree = model()
     expected = plan("head", "layers.1", "re:layers\\.0\\..*", "rest", tree=tree)
-    tree.layers[0] = _torch.checkpoint_wrapper(tree.layers[0])
-    tree.layers[1] = _torch.checkpoint_wrapper(tree.layers[1])
+    tree.layers = nn.ModuleList(map(_torch.checkpoint_wrapper, tree.layers))
     assert any("_checkpoint_wrapped_module" in name for name, _ in tree.named_parameters())
     assert plan("head", "layers.1", "re:layers\\.0\\..*", "rest", tree=tree) == expected

@@ -12,6 +12,7 @@ import torch
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.trainer import FileLogger, Logger, State, Trainer
 from composer_dist.trainer.clock import Timestamp
+from tests.kit.compare import fails_alike
 from tests.kit.training import At, classifier, fitted_on_parts, loader, quiet, raising
 from tests.kit.world import World
 
@@ -104,23 +105,21 @@ def test_a_resumed_run_continues_without_lines_missing_or_twice(tmp_path: Path) 
     assert {one.name for one in tmp_path.iterdir()} == {"cut.jsonl", "whole.jsonl"}
 
 
-def test_a_run_that_starts_over_leaves_the_old_file_beside_it(tmp_path: Path) -> None:
+def test_several_fits_of_one_trainer_are_one_run_and_another_run_leaves_the_old_file_beside_its_own(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.jsonl"
-    for _ in range(3):
+    for _ in range(2):
         trainer_of(path)[0].fit(duration="1ba")
-    names = {one.name for one in tmp_path.iterdir()}
-    assert names == {"metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"}
     assert logged(path) == [1]
-
-
-def test_several_fits_of_one_trainer_are_one_run(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
     trainer, _ = trainer_of(path)
     for _ in range(2):
         trainer.fit(duration="1ba")
     trainer.close()
     trainer.fit(duration="1ba")
     assert logged(path) == [1, 2, 3]
+    names = {one.name for one in tmp_path.iterdir()}
+    assert names == {"metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"}
 
 
 def test_a_full_disk_is_a_warning_and_training_continues(tmp_path: Path) -> None:
@@ -146,15 +145,11 @@ def test_rank_0_writes_for_all(world2: World, tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def cannot_open(path: Path) -> str:
-    with pytest.raises(ParallelismRuntimeError) as caught:
+def cannot_open(path: Path) -> None:
+    with fails_alike(ParallelismRuntimeError, "Rank 0: ", "taken"):
         on_two_ranks(path)
-    return str(caught.value)
 
 
 def test_a_file_that_cannot_be_opened_is_an_error_on_every_rank(world2: World, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
-    first, second = world2(cannot_open, tmp_path / "taken" / "a.jsonl")
-    assert first == second
-    assert "Rank 0: " in first
-    assert "taken" in first
+    world2(cannot_open, tmp_path / "taken" / "a.jsonl")
