@@ -138,7 +138,7 @@ def travelling_dtypes(precision: str | None, mixed_precision: Any, dtype: torch.
 
 
 @pytest.mark.parametrize(("precision", "mode", "param", "reduce"), TABLE)
-def test_gathered_and_reduced_dtypes_are_the_tables(
+def test_collectives_have_the_tables_dtypes(
     world2: World, precision: str | None, mode: str, param: Any, reduce: Any
 ) -> None:
     for seen in world2(travelling_dtypes, precision, mode, F32):

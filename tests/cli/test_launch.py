@@ -13,6 +13,7 @@ from composer_dist.cli.launch import launch_local
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 
 Launch = Callable[[str], int]
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ FAILED_FIRST = "composer-dist: rank 1 failed first (killed by SIGKILL); the othe
     ],
 )
 def test_the_first_to_fail_is_told_and_the_others_end(
-    launch: Launch, capfd: pytest.CaptureFixture[str], end: str, status: int, told: str
+    launch: Launch, capfd: Capture, end: str, status: int, told: str
 ) -> None:
     assert launch(HANGS_AS_RANK_0 + end) == status
     assert capfd.readouterr() == ("rank 0 speaks\n", told)
@@ -71,14 +72,12 @@ sys.exit(1)
 """
 
 
-def test_the_first_of_several_at_the_same_second_is_told(
-    launch: Launch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_of_several_at_the_same_second_is_told(launch: Launch, capfd: Capture) -> None:
     assert launch(FAIL_AT_ONCE) == 1
     assert capfd.readouterr().err == "rank 1 has failed\n"
 
 
-def test_all_is_well(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_is_well(launch: Launch, capfd: Capture) -> None:
     assert launch("print(rank, os.environ['WORLD_SIZE'])") == 0
     assert capfd.readouterr() == ("0 2\n", "")
 
@@ -96,9 +95,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_is_passed_on_and_told_once(
-    launch: Launch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_ctrl_c_is_passed_on_and_told_once(launch: Launch, capfd: Capture, tmp_path: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what "&" starts
     try:
         assert launch(IS_INTERRUPTED) == interrupt.EXIT_STATUS == 130

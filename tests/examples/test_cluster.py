@@ -135,7 +135,7 @@ def _assert_as_alone(script: Path, state: dict[str, Any]) -> None:
     ("per_node", "strategy", "mesh"),
     [(1, "fsdp", {"dp_shard": 2}), (2, "hsdp", {"dp_replicate": 2, "dp_shard": 2})],
 )
-def test_two_agents_meet_and_train_as_one_process_does(
+def test_two_agents_train_as_one_process(
     script: Path, per_node: int, strategy: str, mesh: dict[str, int]
 ) -> None:
     """With two ranks each, hsdp shards within a host and replicates across hosts."""

@@ -25,7 +25,6 @@ def saved(model: nn.Module, directory: Path, dtype: torch.dtype | None = None, *
         for held in read_structure(model).tensors.values()
         if held.info.name in model.state_dict()
     }
-    state |= {name: value for name, value in changes.items() if value is not None}
     path = directory / "toy.safetensors"
-    save_file({name: value for name, value in state.items() if changes.get(name, value) is not None}, path)
+    save_file({name: value for name, value in (state | changes).items() if value is not None}, path)
     return path

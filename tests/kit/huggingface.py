@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from composer_dist.models import HuggingFaceModel
+from tests.kit.meshes import mesh_of
 
 VOCABULARY = 64
 SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -80,12 +80,11 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
     "p_tuning": _peft("PromptEncoder", num_virtual_tokens=3, encoder_hidden_size=8, **CAUSAL),
     "prefix": _peft("PrefixTuning", num_virtual_tokens=3, **CAUSAL),
 }
-NEEDS_BIASES = {"bias_all", "bias_lora_only"}
 
 
 def base_for(kind: str) -> Any:
     """The model that an adapter of this kind is made for."""
-    return pretrained_gpt2() if kind in NEEDS_BIASES else pretrained_llama()
+    return pretrained_gpt2() if kind.startswith("bias") else pretrained_llama()
 
 
 def tokenizer() -> Any:
@@ -103,9 +102,6 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=letters, **special)
 
 
-BLOCKS = {"LlamaDecoderLayer", "GPT2Block", "T5Block"}
-
-
 def sharded(model: Any, *, root: bool | None = None, blocks: bool = True) -> Any:
     """`model` under plain FSDP2.
 
@@ -113,9 +109,9 @@ def sharded(model: Any, *, root: bool | None = None, blocks: bool = True) -> Any
         root: the root's `reshard_after_forward`.
         blocks: a unit per transformer block, the rest in the root's; else one unit.
     """
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = mesh_of(1)
     for module in list(model.modules()):
-        if blocks and type(module).__name__ in BLOCKS:
+        if blocks and type(module).__name__ in {"LlamaDecoderLayer", "GPT2Block", "T5Block"}:
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=root)
     return model

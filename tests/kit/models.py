@@ -303,13 +303,9 @@ def batch(model: nn.Module, step: int = 0) -> Tensor:
     return torch.randn(ROWS, width, generator=generator)
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
-
+class Layer(Mlp):
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        return x + super().forward(x)
 
 
 class Vision(nn.Module):

@@ -11,10 +11,10 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
 from composer_dist.distributed.activations.options import ac_mode
 from composer_dist.distributed.activations.recompute import checkpoint_modules
-from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.sharding.choose_units import Choices, choose_units
 from composer_dist.distributed.wishes import Request, Wishes
 from composer_dist.structure.structure import read_structure
+from tests.kit.compare import grads
 
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
 
@@ -72,5 +72,4 @@ def dropping_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     model.zero_grad()
     torch.manual_seed(5)  # the dropout masks
     model(ids()).square().mean().backward()
-    named = named_parameters_canonical(model)
-    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+    return grads(model)

@@ -6,8 +6,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from tests.kit.meshes import mesh_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -159,11 +160,7 @@ def six_tokens() -> Tensor:
 
 def sharded(model: M, *, replicas: int = 1, reshard_after_forward: bool | int = True) -> M:
     """`model` under plain FSDP2: a unit per layer, the rest in the root's."""
-    world = torch.distributed.get_world_size()
-    shape, names = ((world,), ("dp_shard",))
-    if replicas > 1:
-        shape, names = ((replicas, world // replicas), ("dp_replicate", "dp_shard"))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = mesh_of(replicas)
     for module in list(model.modules()):
         if isinstance(module, nn.ModuleList):
             for layer in module:

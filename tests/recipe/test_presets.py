@@ -26,7 +26,7 @@ def test_presets_are_valid_and_every_one_has_a_name(name: str) -> None:
 @pytest.mark.parametrize(
     "name", in_the_default_run("masked_lm", among=[one for one in EVERY if one not in (*ADAPTERS, "vision")])
 )
-def test_presets_train_alike_on_one_and_on_two_processes(
+def test_presets_train_alike_on_one_rank_and_two(
     name: str, world1: World, world2: World, tmp_path: Path
 ) -> None:
     file = PRESETS / f"{name}.yaml"
@@ -39,9 +39,7 @@ def test_presets_train_alike_on_one_and_on_two_processes(
     assert one["losses"] == other["losses"] == pytest.approx(alone["losses"], rel=1e-4)
 
 
-def test_digits_reach_95_percent_alike_on_one_and_on_two_processes(
-    world1: World, world2: World, tmp_path: Path
-) -> None:
+def test_digits_reach_95_percent_on_one_rank_and_two(world1: World, world2: World, tmp_path: Path) -> None:
     file = PRESETS / "vision.yaml"
     (alone,) = world1(trained, file, f"out={tmp_path}/1")
     one, other = world2(trained, file, f"out={tmp_path}/2")
@@ -53,9 +51,7 @@ def test_digits_reach_95_percent_alike_on_one_and_on_two_processes(
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("name", in_the_default_run("qlora", among=ADAPTERS))
-def test_adapters_train_on_two_processes_and_reload_with_their_base_and_merged(
-    name: str, world2: World, tmp_path: Path
-) -> None:
+def test_adapters_reload_with_their_base_and_merged(name: str, world2: World, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

@@ -16,9 +16,7 @@ TEXT = ["data.batch_size=2", "data.context=32", "data.held_out=4"]
 @pytest.mark.promise(100)
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("name", in_the_default_run("masked_lm", among=EVERY))
-def test_killed_and_resumed_runs_are_bit_equal_to_uninterrupted_ones(
-    name: str, world2: World, tmp_path: Path
-) -> None:
+def test_killed_runs_resume_to_the_bits_of_whole_ones(name: str, world2: World, tmp_path: Path) -> None:
     if name == "qlora":
         pytest.importorskip("torchao", reason="NF4 is torchao's; it is an extra")
     file = PRESETS / f"{name}.yaml"

@@ -16,6 +16,7 @@ PATCHES = 16
 _OPTIONAL = {"input_ids", "return_loss", "bbox", "decoder_input_ids", "labels"}
 _OPTIONAL |= {"start_positions", "end_positions"}
 _LABELED_BY_DICTS = ("Detection", "Segmentation", "Depth")
+_COMMON = {name: make for names, make in arguments.COMMON.items() for name in names.split()}
 _SPECIAL = {name: makers for names, makers in arguments.INPUTS.items() for name in names.split()}
 _IMAGES = {name: layout for names, layout in arguments.IMAGES.items() for name in names.split()}
 
@@ -33,18 +34,18 @@ def make_batch(name: str, cls: Any, config: Any) -> dict[str, Tensor]:
     if "labels" in wanted:
         wanted.discard("decoder_input_ids")
     special = _SPECIAL.get(name, {})
+    makers = _COMMON | special
     draw = Draw(config, cls.__name__, seq2seq="decoder_input_ids" in accepted)
     for key in sorted((wanted | set(special)) - {"self"}, key=lambda k: (k == "labels", k)):
-        make = special[key] if key in special else getattr(Draw, key, None)
-        if make is not None:
-            draw.made[key] = make(draw)
+        if (make := makers.get(key)) is not None:
+            draw.made[key] = draw.normal(*make) if isinstance(make, tuple) else make(draw)
         if key == "input_ids" and name in _IMAGES:
             draw.splice_images(*_IMAGES[name], accepted)
     return draw.made
 
 
 class Draw:
-    """Draws from one generator; a method named after an argument of a forward makes that one."""
+    """Draws from one generator."""
 
     def __init__(self, config: Any, cls_name: str, seq2seq: bool) -> None:
         self.config = config
@@ -70,25 +71,9 @@ class Draw:
         high = min(find(self.config, "vocab_size", default=tables.VOCAB), 100)
         return self.integers(BATCH, length, low=min(10, high // 2), high=high)
 
-    def input_ids(self) -> Tensor:
-        return self.ids()
-
-    decoder_input_ids = classes_input_ids = tasks_input_ids = task_inputs = input_ids
-
-    def qformer_input_ids(self) -> Tensor:
-        return self.ids(4)
-
-    def return_loss(self) -> Tensor:
-        return torch.tensor(True)
-
     def bbox(self) -> Tensor:
         corner = self.integers(BATCH, tables.LENGTH, 2, low=1, high=30)
         return torch.cat([corner, corner + 5], dim=-1)
-
-    def start_positions(self) -> Tensor:
-        return torch.tensor([1, 2])
-
-    end_positions = start_positions
 
     def labels(self) -> Tensor:
         if "Classification" in self.cls_name:
@@ -105,26 +90,12 @@ class Draw:
         frames = find(self.config, "num_frames", "frames_per_clip", default=2)
         return self.normal(BATCH, frames, *self._image())
 
-    def hidden_states(self) -> Tensor:
-        return self._patches().flatten(1)
-
-    def grid_thw(self) -> Tensor:
-        return torch.tensor([[1, 4, 4]] * BATCH)
-
-    image_grid_thw = grid_thw
-
-    def input_values(self) -> Tensor:
-        return self.normal(BATCH, 4000)
-
     def input_features(self) -> Tensor:
         audio = _inner(self.config, ("audio_config", "encoder_config", "speech_config", "encoder"))
         mels = find(audio, "num_mel_bins", "feature_size", "input_feat_per_channel", "input_dim", default=80)
         if getattr(audio, "max_source_positions", None) and not self.cls_name.startswith("Speech2Text"):
             return self.normal(BATCH, mels, 2 * audio.max_source_positions)
         return self.normal(BATCH, 64, mels)
-
-    def input_features_mask(self) -> Tensor:
-        return self.ones(BATCH, self.made["input_features"].shape[1])
 
     def splice_images(self, layout: str, tokens: int, accepted: Container[str]) -> None:
         """Put one image of `tokens` tokens before each sample's text, its pixels beside it."""
@@ -135,8 +106,8 @@ class Draw:
         )
         channels, height, width = self._image()
         if layout in ("grid", "patches"):
-            self.made["pixel_values"] = self._patches().flatten(1) if layout == "grid" else self._patches()
-            self.made["image_grid_thw"] = self.grid_thw()
+            self.made["pixel_values"] = self.patches().flatten(1) if layout == "grid" else self.patches()
+            self.made["image_grid_thw"] = self.grid()
         else:
             tiles = [1] if layout == "tiles" else []
             self.made["pixel_values"] = self.normal(BATCH, *tiles, channels, height, width)
@@ -155,7 +126,10 @@ class Draw:
         height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
         return (channels if isinstance(channels, int) else 3, height, width)
 
-    def _patches(self) -> Tensor:
+    def grid(self) -> Tensor:
+        return torch.tensor([[1, 4, 4]] * BATCH)
+
+    def patches(self) -> Tensor:
         config = _inner(self.config, ("thinker_config", "vision_config"))
         channels = find(config, "in_channels", "num_channels", "in_chans", default=3)
         depth = find(config, "temporal_patch_size", default=1)

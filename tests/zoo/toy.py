@@ -7,7 +7,7 @@ Everything is seeded: the same name gives the same weights, the same batch and t
 `listing` says which model types are left out, and why.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
 
+from composer_dist.tensors.nested import tensors_in
 from tests.zoo import fields, listing, tables
 from tests.zoo.batches import make_batch
 from tests.zoo.configs import toy_config
@@ -98,16 +99,7 @@ def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     if isinstance(own, Tensor):
         return own.float().mean()
     forms = []
-    for tensor in _floats(output):
+    for tensor in (one for one in tensors_in(output) if one.is_floating_point() and one.numel()):
         values = torch.nan_to_num(tensor.float(), 0.0, 0.0, 0.0).flatten()
         forms.append((values * torch.linspace(-1, 1, values.numel(), device=values.device)).mean())
     return torch.stack(forms).sum()
-
-
-def _floats(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and value.numel():
-            yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _floats(item)
