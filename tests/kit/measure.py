@@ -58,9 +58,10 @@ def profiled(function: Any) -> int:
         torch.empty(16, device="cpu")
         function()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    assert any(event.nbytes() > 0 for event in events), "the profiler has measured nothing"
+    probe, freed, *events = sorted(events, key=lambda event: event.start_ns())
+    assert (probe.nbytes(), freed.nbytes()) == (64, -64), "the profiler has measured nothing"
     alive = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
+    for event in events:
         alive += event.nbytes()
         peak = max(peak, alive)
     return peak

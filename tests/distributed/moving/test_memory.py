@@ -1,6 +1,8 @@
 """Reading a sibling's memory, directly and by way of two host buffers, and errors where that cannot be."""
 
 import os
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,33 +17,30 @@ from tests.kit.compare import same, values
 from tests.kit.measure import profiled
 from tests.kit.meshes import config
 from tests.kit.toy import built
-from tests.kit.world import run
+from tests.kit.world import on_ranks
 
 MIB = 1 << 20
 
 
-def read_from_rank_0(numel: int) -> tuple[bool, bool, bool]:
+@on_ranks(2)
+def test_a_sibling_is_read_whole_and_in_pieces() -> None:
     """Rank 1 reads a tensor of rank 0's, all of it and in thousands of ranges."""
-    source = torch.arange(numel, dtype=torch.int32) if dist.get_rank() == 0 else torch.empty(0)
+    numel = 3001
+    expected = torch.arange(numel, dtype=torch.int32)
     with peer_memory.readable_by_siblings():
         beacon = Beacon()
-        shown = [None, None]
-        dist.all_gather_object(shown, {**beacon.describe(), "source": source.data_ptr()})
-        readable = peer_memory.can_read(shown[0])
-        whole, pieces = torch.zeros(2, numel, dtype=torch.int32)
+        shown: list[Any] = [None, None]
+        dist.all_gather_object(shown, {**beacon.describe(), "source": expected.data_ptr()})
         if dist.get_rank() == 1:
-            pid, address = shown[0]["pid"], shown[0]["source"]
-            peer_memory.read(pid, [Range(address, whole.data_ptr(), numel * 4)])
-            peer_memory.read(
-                pid, [Range(address + 4 * i, pieces.data_ptr() + 4 * i, 4) for i in range(numel)]
-            )
+            assert peer_memory.can_read(shown[0])
+            whole, pieces = torch.zeros(2, numel, dtype=torch.int32)
+            pid, source = shown[0]["pid"], shown[0]["source"]
+            peer_memory.read(pid, [Range(source, whole.data_ptr(), numel * 4)])
+            each = [Range(source + 4 * i, pieces.data_ptr() + 4 * i, 4) for i in range(numel)]
+            peer_memory.read(pid, each)
+            assert torch.equal(whole, expected)
+            assert torch.equal(pieces, expected)
         dist.barrier()
-    expected = torch.arange(numel, dtype=torch.int32)
-    return readable, torch.equal(whole, expected), torch.equal(pieces, expected)
-
-
-def test_a_sibling_is_read_whole_and_in_pieces() -> None:
-    assert run(read_from_rank_0, 2, 3001)[1] == (True, True, True)
 
 
 def test_ranges_are_cut_to_the_kernels_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,27 +88,21 @@ def bytes_of(numel: int, start: int = 0) -> torch.Tensor:
     return (torch.arange(start, start + numel) % 251).to(torch.uint8)
 
 
-def read_back(device: str, nbytes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Targets with what should be in them: of one run, of many, of none, all in one reading."""
+GPU = [pytest.param("cuda", nbytes, marks=pytest.mark.gpu) for nbytes in (14, 10000, 1 << 30)]
+
+
+@pytest.mark.parametrize(
+    ("device", "nbytes"), [*(("cpu", nbytes) for nbytes in (1, 2, 14, 128, 10000, 1 << 30)), *GPU]
+)
+def test_every_byte_arrives_whatever_the_buffers_size(device: str, nbytes: int) -> None:
+    """Targets of one run, of many, of none, all in one reading."""
     source = bytes_of(5000)
     runs = [[(0, 5000)], [(3, 1)], [], [(10 * i, 7) for i in range(100)], [(0, 64), (4000, 1000)]]
     targets = [torch.zeros(sum(n for _, n in each), dtype=torch.uint8, device=device) for each in runs]
-    expected = [torch.cat([source[:0], *(source[start : start + n] for start, n in each)]) for each in runs]
     there = [[(source.data_ptr() + start, n) for start, n in each] for each in runs]
     Staging(torch.device(device), nbytes).read(os.getpid(), zip(targets, there, strict=True))
-    return list(zip(targets, expected, strict=True))
-
-
-@pytest.mark.parametrize("nbytes", [1, 2, 14, 128, 10000, 1 << 30])
-def test_every_byte_arrives_whatever_the_buffers_size(nbytes: int) -> None:
-    for target, expected in read_back("cpu", nbytes):
-        assert torch.equal(target, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("nbytes", [14, 10000, 1 << 30])
-def test_every_byte_arrives_on_a_gpu(nbytes: int) -> None:
-    for target, expected in read_back("cuda", nbytes):
+    for target, each in zip(targets, runs, strict=True):
+        expected = torch.cat([source[:0], *(source[start : start + n] for start, n in each)])
         assert torch.equal(target.cpu(), expected)
 
 
@@ -134,19 +127,12 @@ def test_the_buffers_together_are_as_large_as_a_bucket() -> None:
     assert torch.equal(target, source)
 
 
-def prepared(staged: bool) -> dict[str, torch.Tensor]:
-    model = built(device="meta" if dist.get_rank() else "cpu")
-    original, way._needs_upload = way._needs_upload, lambda target: staged
-    try:
-        done = parallelize_model(model, config(transport="memory", bucket_bytes=100))
-    finally:
-        way._needs_upload = original
-    assert done.transport == "memory"
-    assert done.bytes_moved > 0
-    return values(model)
-
-
+@on_ranks(2)
 def test_a_model_is_the_same_with_buffers_as_without() -> None:
-    expected = run(prepared, 2, False)[0]
-    for found in run(prepared, 2, True):
-        same(found, expected)
+    for staged in (False, True):
+        model = built(device="meta" if dist.get_rank() else "cpu")
+        with mock.patch.object(way, "_needs_upload", lambda target, staged=staged: staged):
+            done = parallelize_model(model, config(transport="memory", bucket_bytes=100))
+        assert done.transport == "memory"
+        assert done.bytes_moved > 0
+        same(values(model), values(built()))
