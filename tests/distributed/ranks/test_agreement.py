@@ -3,6 +3,7 @@
 import os
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from composer_dist.errors import (
     ParallelismTypeError,
     ParallelismValueError,
 )
-from tests.kit.world import WorkerError, run
+from tests.kit.compare import fails_alike
+from tests.kit.world import WorkerError, on_ranks, run
 
 SHORT = timedelta(seconds=0.5)
 
@@ -39,98 +41,84 @@ def body(agreement: Agreement, errors: dict[int, BaseException], step: str = "a 
             raise error
 
 
-def test_findings_reach_the_first_rank_in_order_and_its_verdict_reaches_all() -> None:
-    def decide(findings: list[int]) -> dict[str, Any]:
-        return {"sum": sum(findings), "first": findings[0]}
-
-    assert Agreement().reach("x", 3, decide) == {"sum": 3, "first": 3}  # one rank, no process group
-    assert run(summed, 4) == [{"order": [0, 10, 20, 30]}] * 4
-
-
-def summed() -> Any:
-    agreement = Agreement()
-    for _ in range(3):
-        verdict = agreement.reach("x", dist.get_rank() * 10, lambda all_: {"order": all_})
-    return verdict
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "text"),
-    [
-        (ValueError("bad"), ParallelismValueError, "Rank 1: ValueError: bad"),
-        (TypeError("bad"), ParallelismTypeError, "Rank 1: TypeError: bad"),
-        (KeyError("bad"), ParallelismKeyError, "Rank 1: KeyError: 'bad'"),
-        (MemoryError(), ParallelismRuntimeError, "Rank 1: MemoryError"),
-        (ParallelismValueError("ours"), ParallelismValueError, "Rank 1: ours"),
-        (CheckpointKeyError("ours"), CheckpointKeyError, "Rank 1: ours"),
-    ],
-)
-def test_an_error_on_one_rank_is_raised_on_all_with_its_kind_and_text(
-    error: BaseException, kind: type, text: str
-) -> None:
-    assert run(failing, 2, {1: error}) == [(kind, text)] * 2
-
-
-def failing(errors: dict[int, BaseException]) -> tuple[type, str]:
-    return caught(body, Agreement(), errors)
-
-
-def test_errors_of_several_ranks_are_merged() -> None:
-    same = {rank: ValueError("bad") for rank in range(4)}
-    assert run(failing, 4, same) == [(ParallelismValueError, "ValueError: bad")] * 4
-    mixed = {1: ValueError("bad"), 2: TypeError("worse"), 3: ValueError("bad")}
-    text = "Ranks 1, 3: ValueError: bad\nRank 2: TypeError: worse"
-    assert run(failing, 4, mixed) == [(ParallelismValueError, text)] * 4
+def test_one_rank_needs_no_process_group() -> None:
+    decide = {"sum": sum, "first": min}
+    verdict = Agreement().reach("x", 3, lambda findings: {n: f(findings) for n, f in decide.items()})
+    assert verdict == {"sum": 3, "first": 3}
     assert caught(body, Agreement(), {0: ValueError("bad")}) == (ParallelismValueError, "ValueError: bad")
 
 
+@on_ranks(4)
+def test_findings_reach_the_first_rank_in_order_and_its_verdict_reaches_all() -> None:
+    agreement = Agreement()
+    for _ in range(3):
+        verdict = agreement.reach("x", dist.get_rank() * 10, lambda all_: {"order": all_})
+        assert verdict == {"order": [0, 10, 20, 30]}
+
+
+BAD = ValueError("bad")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "errors", "kind", "text"),
+    [
+        (2, {1: BAD}, ParallelismValueError, "Rank 1: ValueError: bad"),
+        (2, {1: TypeError("bad")}, ParallelismTypeError, "Rank 1: TypeError: bad"),
+        (2, {1: KeyError("bad")}, ParallelismKeyError, "Rank 1: KeyError: 'bad'"),
+        (2, {1: MemoryError()}, ParallelismRuntimeError, "Rank 1: MemoryError"),
+        (2, {1: ParallelismValueError("ours")}, ParallelismValueError, "Rank 1: ours"),
+        (2, {1: CheckpointKeyError("ours")}, CheckpointKeyError, "Rank 1: ours"),
+        (4, dict.fromkeys(range(4), BAD), ParallelismValueError, "ValueError: bad"),
+        (
+            4,
+            {1: BAD, 2: TypeError("worse"), 3: BAD},
+            ParallelismValueError,
+            "Ranks 1, 3: ValueError: bad\nRank 2: TypeError: worse",
+        ),
+    ],
+)
+@on_ranks("ranks")
+def test_errors_are_merged_and_raised_on_all_ranks_with_kind_and_text(
+    ranks: int, errors: dict[int, BaseException], kind: type, text: str
+) -> None:
+    assert caught(body, Agreement(), errors) == (kind, text)
+
+
+@on_ranks(4)
 def test_an_error_does_not_wait_for_the_ranks_that_are_still_on_their_way() -> None:
-    expected = (ParallelismValueError, "Rank 1: ValueError: bad")
-    assert run(one_late, 4) == [expected] * 4
-
-
-def one_late() -> tuple[type, str]:
-    module.GRACE = timedelta(seconds=0.1)
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 2:  # comes only when the others have the verdict
-        dist.distributed_c10d._get_default_store().wait(["over"], timedelta(seconds=30))
-    result = caught(body, Agreement(), {1: ValueError("bad")})
-    dist.distributed_c10d._get_default_store().set("over", "")
-    module.GRACE = timedelta(seconds=4)
-    return result
+        store.wait(["over"], timedelta(seconds=30))
+    with mock.patch.object(module, "GRACE", timedelta(seconds=0.1)):
+        result = caught(body, Agreement(), {1: BAD})
+    store.set("over", "")
+    assert result == (ParallelismValueError, "Rank 1: ValueError: bad")
 
 
+@on_ranks(2)
 def test_the_first_ranks_decision_may_raise_for_all() -> None:
-    assert run(refusing, 2) == [(ParallelismValueError, "ValueError: no")] * 2
-
-
-def refusing() -> tuple[type, str]:
     def decide(findings: list[Any]) -> None:
         raise ValueError("no")
 
-    return caught(Agreement().reach, "x", 1, decide)
+    assert caught(Agreement().reach, "x", 1, decide) == (ParallelismValueError, "ValueError: no")
+
+
+def again() -> None:
+    agreement = Agreement()
+    caught(body, agreement, {1: BAD})
+    caught(body, Agreement(), {0: BAD})
+    assert agreement.reach("x", dist.get_rank(), lambda all_: all_) == [0, 1]
 
 
 def test_agreements_go_on_after_a_failure_and_after_a_new_process_group() -> None:
-    assert run(again, 2) == [[0, 1]] * 2
-    assert run(again, 2) == [[0, 1]] * 2
+    run(again, 2)
+    run(again, 2)
 
 
-def again() -> Any:
-    agreement = Agreement()
-    caught(body, agreement, {1: ValueError("bad")})
-    caught(body, Agreement(), {0: ValueError("bad")})
-    return agreement.reach("x", dist.get_rank(), lambda all_: all_)
-
-
+@on_ranks(2)
 def test_ranks_at_different_steps_are_told_who_is_where() -> None:
-    kind, text = run(elsewhere, 2)[0]
-    assert kind is ParallelismRuntimeError
-    assert text.startswith("Rank 1 is at 'step 1' while rank 0 is at 'step 0'")
-    assert len(set(run(elsewhere, 2))) == 1
-
-
-def elsewhere() -> tuple[type, str]:
-    return caught(Agreement().reach, f"step {dist.get_rank()}", None)
+    with fails_alike(ParallelismRuntimeError, "Rank 1 is at 'step 1' while rank 0 is at 'step 0'"):
+        Agreement().reach(f"step {dist.get_rank()}", None)
 
 
 @pytest.mark.parametrize("absent", [0, 2])
@@ -145,20 +133,15 @@ def test_a_rank_that_never_comes_is_named_on_all_others(absent: int) -> None:
 
 
 def without(absent: int) -> tuple[type, str]:
-    module.MARGIN = SHORT
-    result = (type(None), "")
-    if dist.get_rank() != absent:
-        result = caught(body, Agreement(timeout=SHORT), {})
-    module.MARGIN = timedelta(seconds=4)
-    return result
+    if dist.get_rank() == absent:
+        return type(None), ""
+    with mock.patch.object(module, "MARGIN", SHORT):
+        return caught(body, Agreement(timeout=SHORT), {})
 
 
+@on_ranks(2, timeout=45)
 def test_the_limit_is_that_of_the_process_group() -> None:
-    assert run(limit, 2, timeout=45) == [45.0, 45.0]
-
-
-def limit() -> float:
-    return Agreement().timeout.total_seconds()
+    assert Agreement().timeout.total_seconds() == 45
 
 
 @pytest.mark.parametrize("interrupted", [0, 1])
@@ -167,46 +150,32 @@ def test_ctrl_c_on_one_rank_leaves_nobody_waiting(interrupted: int, where: str) 
     results = run(interrupting, 2, interrupted, where)
     assert results[interrupted] == (KeyboardInterrupt, "")
     assert results[1 - interrupted] == (ParallelismRuntimeError, f"Rank {interrupted}: KeyboardInterrupt")
-    assert run(again, 2) == [[0, 1]] * 2
+    run(again, 2)
 
 
 def interrupting(interrupted: int, where: str) -> tuple[type, str]:
     agreement = Agreement()
     mine = dist.get_rank() == interrupted
 
-    def work() -> None:
-        if where == "collective":
-            agreement.collectively("work", lambda: one_leaves(mine))
-        elif where == "wait":
-            if mine:
-                waiting.time.sleep = interrupt  # type: ignore[assignment]
-            agreement.reach("work", None)
-        elif where == "outside" and mine:
-            agreement.leave(KeyboardInterrupt())
-            raise KeyboardInterrupt
-        body(agreement, {interrupted: KeyboardInterrupt()} if where == "body" else {})
-
-    def one_leaves(mine: bool) -> None:
-        if mine:
-            raise KeyboardInterrupt
-        dist.barrier()
-
-    def interrupt(seconds: float) -> None:
+    def interrupt(seconds: float = 0) -> None:
         raise KeyboardInterrupt
 
-    sleep = waiting.time.sleep
-    try:
-        return caught(work)
-    finally:
-        waiting.time.sleep = sleep
+    def work() -> None:
+        if where == "collective":
+            agreement.collectively("work", interrupt if mine else dist.barrier)
+        elif where == "wait":
+            with mock.patch.object(waiting.time, "sleep", interrupt if mine else waiting.time.sleep):
+                agreement.reach("work", None)
+        elif where == "outside" and mine:
+            agreement.leave(KeyboardInterrupt())
+            interrupt()
+        body(agreement, {interrupted: KeyboardInterrupt()} if where == "body" else {})
+
+    return caught(work)
 
 
+@on_ranks(4)
 def test_a_failure_among_collectives_is_raised_on_all() -> None:
-    results = run(broken, 4)
-    assert set(results) == {(ParallelismRuntimeError, "Rank 2: MemoryError: no room")}
-
-
-def broken() -> tuple[type, str]:
     """Rank 2 fails between two collectives; rank 3 gets through, and hears of it later."""
     agreement = Agreement()
 
@@ -221,7 +190,7 @@ def broken() -> tuple[type, str]:
         agreement.collectively("work", work)
         body(agreement, {})
 
-    return caught(both)
+    assert caught(both) == (ParallelismRuntimeError, "Rank 2: MemoryError: no room")
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
@@ -229,7 +198,7 @@ def test_a_rank_that_dies_is_reported_by_all_survivors_alike(victim: int) -> Non
     with pytest.raises(WorkerError) as failure:
         run(dying, 4, victim)
     assert list(failure.value.errors) == [victim]
-    assert f"exit code {17}" in failure.value.errors[victim]
+    assert "exit code 17" in failure.value.errors[victim]
     survivors = list(failure.value.results.values())
     assert len(survivors) == 3
     assert len(set(survivors)) == 1
@@ -240,15 +209,11 @@ def test_a_rank_that_dies_is_reported_by_all_survivors_alike(victim: int) -> Non
 
 
 def dying(victim: int) -> tuple[type, str]:
-    module.GRACE = module.MARGIN = timedelta(seconds=1)
-    agreement = Agreement()
-
     def work() -> None:
         dist.all_reduce(torch.ones(1))
         if dist.get_rank() == victim:
             os._exit(17)
         dist.all_reduce(torch.ones(1))
 
-    result = caught(agreement.collectively, "work", work)
-    module.GRACE = module.MARGIN = timedelta(seconds=4)
-    return result
+    with mock.patch.multiple(module, GRACE=timedelta(seconds=1), MARGIN=timedelta(seconds=1)):
+        return caught(Agreement().collectively, "work", work)
