@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import namedtuple
 from datetime import timedelta
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from composer_dist.distributed.ranks import process_group as pg
 from composer_dist.distributed.ranks.cpus import share_cpus, threads_per_process
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError
-from tests.kit.world import World
+from tests.kit.compare import fails
+from tests.kit.world import World, on_ranks
 
 LAUNCHER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "1"}
 
@@ -33,141 +33,97 @@ def one_and_three() -> float:
     return [1.0, 3.0][dist.get_rank()]
 
 
-def reduce_tensor(op: str, dtype: torch.dtype, inplace: bool) -> tuple[Any, Any, bool]:
-    value = torch.tensor([one_and_three(), 0.0], dtype=dtype, requires_grad=dtype.is_floating_point)
-    result = pg.all_reduce(value, op, inplace=inplace)
-    assert result.dtype == dtype
-    return result.tolist(), value.tolist(), result is value
-
-
 @pytest.mark.promise(4)
+@pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize(
     ("op", "expected"), [("mean", 2.0), ("sum", 4.0), ("min", 1.0), ("max", 3.0), ("product", 3.0)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
-def test_all_reduce_of_tensors(world2: World, op: str, expected: float, dtype: torch.dtype) -> None:
-    fresh = world2(reduce_tensor, op, dtype, inplace=False)
-    assert fresh == [([expected, 0], [1, 0], False), ([expected, 0], [3, 0], False)]
-    assert world2(reduce_tensor, op, dtype, inplace=True) == [([expected, 0],) * 2 + (True,)] * 2
+@on_ranks(2)
+def test_all_reduce_of_tensors(op: str, expected: float, dtype: torch.dtype, inplace: bool) -> None:
+    value = torch.tensor([one_and_three(), 0.0], dtype=dtype, requires_grad=dtype.is_floating_point)
+    result = pg.all_reduce(value, op, inplace=inplace)
+    assert result.dtype == dtype
+    assert result.tolist() == [expected, 0]
+    assert value.tolist() == [expected if inplace else one_and_three(), 0]
+    assert (result is value) == inplace
 
 
-def reduce_strided() -> list[list[float]]:
+@pytest.mark.promise(4)
+@on_ranks(2)
+def test_inplace_reaches_a_strided_tensor() -> None:
     value = torch.arange(4.0).reshape(2, 2).T * one_and_three()
-    result = pg.all_reduce(value, inplace=True)
-    assert result is value
-    return value.tolist()
-
-
-@pytest.mark.promise(4)
-def test_inplace_reaches_a_strided_tensor(world2: World) -> None:
-    assert world2(reduce_strided) == [[[0.0, 4.0], [2.0, 6.0]]] * 2
-
-
-def reduce_narrow() -> tuple[int, float, int]:
-    whole = torch.tensor(250, dtype=torch.uint8)
-    half = torch.tensor(60000, dtype=torch.float16)
-    odd = torch.tensor([1, 2][dist.get_rank()])
-    return tuple(pg.all_reduce(value).item() for value in (whole, half, odd))
-
-
-@pytest.mark.promise(4)
-def test_mean_does_not_overflow_and_integers_round_toward_zero(world2: World) -> None:
-    assert world2(reduce_narrow) == [(250, 60000.0, 1)] * 2
+    assert pg.all_reduce(value, inplace=True) is value
+    assert value.tolist() == [[0.0, 4.0], [2.0, 6.0]]
 
 
 Pair = namedtuple("Pair", "left right")
 
 
-def reduce_structure() -> Any:
+@pytest.mark.promise(4)
+@on_ranks(2)
+def test_numbers_and_containers_are_reduced_and_strings_are_not() -> None:
     rank = dist.get_rank()
-    value = {
-        "loss": one_and_three(),
-        "count": rank + 1,
-        "name": f"rank {rank}",
-        "pair": Pair(torch.tensor(one_and_three()), [rank, None]),
-    }
-    return pg.all_reduce(value), pg.all_reduce(rank + 1, "sum"), pg.all_reduce("as it is")
+    pair = Pair(torch.tensor(one_and_three()), [rank, None])
+    value = {"loss": one_and_three(), "count": rank + 1, "name": f"rank {rank}", "pair": pair}
+    mean = Pair(torch.tensor(2.0), [0.5, None])
+    assert pg.all_reduce(value) == {"loss": 2.0, "count": 1.5, "name": f"rank {rank}", "pair": mean}
+    count = pg.all_reduce(rank + 1, "sum")
+    assert count == 3
+    assert isinstance(count, int)
+    assert pg.all_reduce("as it is") == "as it is"
+    # Means do not overflow, and integers round toward zero.
+    assert pg.all_reduce(torch.tensor(250, dtype=torch.uint8)).item() == 250
+    assert pg.all_reduce(torch.tensor(60000, dtype=torch.float16)).item() == 60000
+    assert pg.all_reduce(torch.tensor(rank + 1)).item() == 1
 
 
 @pytest.mark.promise(4)
-def test_numbers_and_containers_are_reduced_and_strings_are_not(world2: World) -> None:
-    for rank, (structure, count, text) in enumerate(world2(reduce_structure)):
-        assert structure["loss"] == 2.0
-        assert structure["count"] == 1.5
-        assert structure["name"] == f"rank {rank}"
-        assert structure["pair"] == Pair(torch.tensor(2.0), [0.5, None])
-        assert (count, text) == (3, "as it is")
-        assert isinstance(count, int)
-
-
-def reduce_in_subgroup() -> float:
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    return pg.all_reduce(float(dist.get_rank()), "sum", group=groups[dist.get_rank() // 2])
+@on_ranks(4)
+def test_all_reduce_stays_within_its_group() -> None:
+    half = dist.get_rank() // 2
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][half]
+    assert pg.all_reduce(float(dist.get_rank()), "sum", group=group) == [1.0, 5.0][half]
 
 
 @pytest.mark.promise(4)
-def test_all_reduce_stays_within_its_group(world4: World) -> None:
-    assert world4(reduce_in_subgroup) == [1.0, 1.0, 5.0, 5.0]
-
-
-def reduce_dtensor() -> str:
-    mesh = init_device_mesh("cpu", (2,))
-    with pytest.raises(ParallelismTypeError) as failure:
-        pg.all_reduce(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-    return str(failure.value)
+@on_ranks(2)
+def test_a_dtensor_is_refused() -> None:
+    value = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with fails(ParallelismTypeError, "DTensor of shape (4,)", "full_tensor()"):
+        pg.all_reduce(value)
 
 
 @pytest.mark.promise(4)
-def test_a_dtensor_is_refused(world2: World) -> None:
-    for message in world2(reduce_dtensor):
-        assert "DTensor of shape (4,)" in message
-        assert "full_tensor()" in message
-
-
-@pytest.mark.promise(4)
-def test_without_a_group_the_input_comes_back() -> None:
+def test_without_a_group_the_input_comes_back_and_an_unknown_op_is_an_error() -> None:
     value = torch.ones(2)
     assert pg.all_reduce(value) is value
     assert pg.all_reduce(2.5, "sum") == 2.5
-
-
-@pytest.mark.promise(4)
-def test_an_unknown_op_is_an_error() -> None:
     with pytest.raises(ParallelismValueError, match="'average'; known: mean, sum, min, max"):
-        pg.all_reduce(torch.ones(1), op="average")
+        pg.all_reduce(value, op="average")
 
 
-def broadcast_settings() -> tuple[Any, Any]:
-    mine = {"a": [1, 2]} if dist.get_rank() == 1 else None
+@pytest.mark.promise(5)
+@on_ranks(2)
+def test_broadcast_and_agreement_reach_every_rank() -> None:
+    rank = dist.get_rank()
+    mine = {"a": [1, 2]} if rank == 1 else None
     with pytest.raises(ParallelismValueError, match="no rank 2 in a world of 2"):
         pg.broadcast(mine, src=2)
-    return pg.broadcast(mine, src=1), pg.broadcast(dist.get_rank())
-
-
-@pytest.mark.promise(5)
-def test_broadcast_reaches_every_rank(world2: World) -> None:
-    assert world2(broadcast_settings) == [({"a": [1, 2]}, 0)] * 2
-
-
-def agree() -> list[bool]:
-    flags = (True, dist.get_rank() == 0, False)
+    assert pg.broadcast(mine, src=1) == {"a": [1, 2]}
+    assert pg.broadcast(rank) == 0
     pg.barrier()
-    return [answer for flag in flags for answer in (pg.all_ranks(flag), pg.any_rank(flag))]
-
-
-@pytest.mark.promise(5)
-def test_all_ranks_and_any_rank(world2: World) -> None:
-    assert world2(agree) == [[True, True, False, True, False, False]] * 2
+    assert [pg.all_ranks(flag) for flag in (True, rank == 0, False)] == [True, False, False]
+    assert [pg.any_rank(flag) for flag in (True, rank == 0, False)] == [True, True, False]
 
 
 @pytest.mark.promise(5)
 def test_nothing_happens_without_a_group() -> None:
     settings = {"a": [1, 2]}
     assert pg.broadcast(settings) is settings
-    assert pg.all_ranks(True)
-    assert pg.any_rank(True)
-    assert not pg.all_ranks(False)
-    assert not pg.any_rank(False)
+    for flag in (True, False):
+        assert pg.all_ranks(flag) is flag
+        assert pg.any_rank(flag) is flag
     pg.barrier()
     pg.destroy()
     assert not dist.is_initialized()
@@ -203,35 +159,25 @@ def test_the_device_is_the_groups(monkeypatch: pytest.MonkeyPatch, backends: str
     assert pg.device_of_group() == torch.device(expected)
 
 
-def devices() -> tuple[torch.device, torch.device]:
-    return pg.device_of_group(), pg.device_of_group(dist.new_group([0, 1]))
-
-
 @pytest.mark.promise(6)
-def test_gloo_works_on_the_cpu_whatever_the_machine_has(world2: World) -> None:
-    assert world2(devices) == [(torch.device("cpu"), torch.device("cpu"))] * 2
+@on_ranks(2)
+def test_gloo_works_on_the_cpu_whatever_the_machine_has() -> None:
+    for group in (None, dist.new_group([0, 1])):
+        assert pg.device_of_group(group) == torch.device("cpu")
 
 
 @pytest.mark.promise(7)
 @pytest.mark.parametrize("missing", [None, *LAUNCHER])
-def test_is_distributed_needs_the_whole_environment(
+def test_half_an_environment_is_not_taken_for_one_process(
     monkeypatch: pytest.MonkeyPatch, missing: str | None
 ) -> None:
-    for name in LAUNCHER.keys() - {missing}:
-        monkeypatch.setenv(name, LAUNCHER[name])
-    assert pg.is_distributed() is (missing is None)
-
-
-@pytest.mark.promise(7)
-@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT", "RANK"])
-def test_half_an_environment_is_not_taken_for_one_process(
-    monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    for name, value in {**LAUNCHER, "WORLD_SIZE": "2"}.items():
+    for name, value in (LAUNCHER | {"WORLD_SIZE": "2"}).items():
         if name != missing:
             monkeypatch.setenv(name, value)
-    with pytest.raises(ParallelismRuntimeError, match=f"WORLD_SIZE is 2 but {missing} is not set"):
-        pg.init()
+    assert pg.is_distributed() is (missing is None)
+    if missing not in {None, "WORLD_SIZE"}:
+        with pytest.raises(ParallelismRuntimeError, match=f"WORLD_SIZE is 2 but {missing} is not set"):
+            pg.init()
     assert not dist.is_initialized()
 
 
@@ -263,16 +209,19 @@ def test_a_second_init_is_an_error_unless_reused() -> None:
     pg.init("gloo")
 
 
-def from_environment() -> tuple[Any, ...]:
+def from_environment() -> None:
+    rank = int(os.environ["RANK"])
     assert pg.is_distributed()
     assert pg.world_and_rank() == (1, 0)
     pg.init(device="cpu")
-    return pg.world_and_rank(), pg.local_rank(), pg.all_reduce(one_and_three(), "sum")
+    assert pg.world_and_rank() == (2, rank)
+    assert pg.local_rank() == rank
+    assert pg.all_reduce(one_and_three(), "sum") == 4.0
 
 
 @pytest.mark.promise(7)
 def test_init_follows_the_launcher(world2: World) -> None:
-    assert world2(from_environment, setup="environment") == [((2, 0), 0, 4.0), ((2, 1), 1, 4.0)]
+    world2(from_environment, setup="environment")
 
 
 @pytest.mark.promise(7)
@@ -293,26 +242,20 @@ def test_an_accelerator_that_is_not_there_is_an_error() -> None:
     assert not dist.is_initialized()
 
 
-def sum_over_mesh(extra_groups: int) -> float:
-    for _ in range(extra_groups):
-        dist.new_group([0])
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    return distribute_tensor(torch.arange(4.0), mesh["b"], [Shard(0)]).sum().full_tensor().item()
-
-
-def setup_and_sum() -> list[float]:
-    results = []
+def sums_over_equal_meshes() -> None:
     for extra_groups in (0, 3, 1):
         pg.init(device="cpu")
-        results.append(sum_over_mesh(extra_groups))
+        for _ in range(extra_groups):
+            dist.new_group([0])
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        assert distribute_tensor(torch.arange(4.0), mesh["b"], [Shard(0)]).sum().full_tensor() == 6
         pg.destroy()
-    return results
 
 
 @pytest.mark.promise(7)
 def test_meshes_of_a_destroyed_group_are_forgotten(world4: World) -> None:
     """DTensor caches meshes by equality; an equal mesh over new groups must not meet an old one."""
-    assert world4(setup_and_sum, setup="environment") == [[6.0, 6.0, 6.0]] * 4
+    world4(sums_over_equal_meshes, setup="environment")
 
 
 @pytest.mark.promise(8)
