@@ -13,9 +13,9 @@ from composer_dist import ComposerClassifier, FSDP2Config, ParallelismError
 from composer_dist.distributed import init_context, parallelize_model
 from composer_dist.trainer.evaluation import fresh_metrics
 from tests.kit import models
-from tests.kit.compare import close, same, weights
+from tests.kit.compare import close, fails_alike, same, weights
 from tests.kit.training import quiet
-from tests.kit.world import World
+from tests.kit.world import World, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
 
@@ -106,34 +106,25 @@ def test_tied_parameters_are_sharded_once_and_stay_tied_through_a_fit(
     assert not any(torch.equal(first["weights"][key], value) for key, value in before.items())
 
 
-def metered(on_meta: str) -> list[str]:
-    """Trains a classifier with its default metrics, built on meta by all ranks or by all but rank 0."""
+@pytest.mark.parametrize("on_meta", ["all", "others"])
+@on_ranks(2)
+def test_a_classifier_built_on_meta_trains_with_its_default_metrics(on_meta: str) -> None:
     with init_context(empty=on_meta == "all" or dist.get_rank() > 0):
         torch.manual_seed(0)
         model = ComposerClassifier(Mlp(), num_classes=WIDTH)
     metrics = model.get_metrics(is_train=True) | model.get_metrics(is_train=False)
     assert {value.device.type for one in metrics.values() for value in one._defaults.values()} == {"cpu"}
     trained = fit(model, "fsdp").state.train_metrics
-    return [name for name, metric in trained.items() if metric.compute().isfinite()]
+    assert list(trained) == ["MulticlassAccuracy"]
+    assert trained["MulticlassAccuracy"].compute().isfinite()
 
 
-@pytest.mark.parametrize("on_meta", ["all", "others"])
-def test_a_classifier_built_on_meta_trains_with_its_default_metrics(world2: World, on_meta: str) -> None:
-    assert world2(metered, on_meta) == [["MulticlassAccuracy"]] * 2
-
-
-def metrics_on_meta_elsewhere() -> str:
+@on_ranks(2)
+def test_metrics_that_one_rank_made_on_meta_are_refused_on_all() -> None:
     with init_context(empty=dist.get_rank() > 0):
         metric = MulticlassAccuracy(num_classes=WIDTH)
-    with pytest.raises(ParallelismError) as error:
+    with fails_alike(ParallelismError, "Rank 1: The metrics accuracy were made on the meta device"):
         fresh_metrics({"accuracy": metric}, torch.device("cpu"))
-    return str(error.value)
-
-
-def test_metrics_that_one_rank_made_on_meta_are_refused_on_all(world2: World) -> None:
-    first, second = world2(metrics_on_meta_elsewhere)
-    assert first == second
-    assert first.startswith("Rank 1: The metrics accuracy were made on the meta device")
 
 
 def untie(module: nn.Module) -> None:
@@ -144,21 +135,16 @@ def untie(module: nn.Module) -> None:
         module.reset_parameters()  # type: ignore[operator]
 
 
-def untied_by_init() -> str:
+@on_ranks(2)
+def test_an_initializer_that_breaks_a_tie_is_refused_by_name() -> None:
     with init_context():
         model = models.tied()
-    with pytest.raises(ParallelismError) as error:
+    with fails_alike(ParallelismError, "head.weight"):
         parallelize_model(model, FSDP2Config(), param_init_fn=untie)
-    return str(error.value)
 
 
-def test_an_initializer_that_breaks_a_tie_is_refused_by_name(world2: World) -> None:
-    first, second = world2(untied_by_init)
-    assert first == second
-    assert "head.weight" in first
-
-
-def overflow() -> None:
+@on_ranks(2)
+def test_an_overflow_on_one_rank_stops_the_step_on_all() -> None:
     """Rank 0's part of a gradient overflows, and no rank steps; the next step counts again."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
@@ -178,10 +164,6 @@ def overflow() -> None:
         optimizer.zero_grad()
         assert torch.equal(weight.full_tensor(), before) == overflows
     assert scaler.get_scale() == 2.0
-
-
-def test_an_overflow_on_one_rank_stops_the_step_on_all(world2: World) -> None:
-    world2(overflow)
 
 
 DROPPED = """

@@ -22,12 +22,12 @@ from composer_dist.distributed import (
     summon_full_params,
 )
 from tests.kit import models
-from tests.kit.compare import full, part_of, same_parameters, values
+from tests.kit.compare import full, part_of, same, same_parameters, values
 from tests.kit.huggingface import pretrained_llama
 from tests.kit.measure import record
 from tests.kit.models import batch
 from tests.kit.toy import Toy, built
-from tests.kit.world import World, run
+from tests.kit.world import World, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
 RESHARD = pytest.mark.parametrize(("ranks", "reshard"), [(2, True), (2, False), (4, 2)])
@@ -117,7 +117,9 @@ class Composed(ComposerModel):
         return (outputs - batch).square().mean()
 
 
-def composed() -> None:
+@pytest.mark.promise(85)
+@on_ranks(2)
+def test_a_composer_model_trains_like_one_process_with_parameters_of_its_own() -> None:
     reference, model = twins(Composed)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (reference, model)]
     network = [p.detach().clone() for p in model.distance.parameters()]
@@ -149,11 +151,6 @@ def composed() -> None:
     assert model.weight is model.head.weight
 
 
-@pytest.mark.promise(85)
-def test_a_composer_model_trains_like_one_process_with_parameters_of_its_own(world2: World) -> None:
-    world2(composed)
-
-
 # P86: activation checkpointing, asked for in every way
 
 
@@ -165,7 +162,25 @@ class Counting(models.Block):
         return super().forward(x)
 
 
-def checkpoint(how: str, recompute: bool, offload: bool) -> list[int]:
+@pytest.mark.promise(26, 86)
+@pytest.mark.parametrize(
+    ("how", "recompute", "offload", "calls"),
+    [
+        ("structure", True, False, [2, 2, 2]),
+        ("structure", True, True, [2, 2, 2]),
+        ("structure", False, True, [1, 1, 1]),
+        ("check_fn", True, False, [1, 2, 1]),
+        ("attribute", True, False, [1, 2, 1]),
+        ("attribute", False, False, [1, 1, 1]),
+        ("function", True, False, [1, 2, 1]),
+        ("function", True, True, [1, 2, 1]),
+        ("rule", False, False, [1, 2, 1]),
+    ],
+)
+@on_ranks(2)
+def test_what_is_checkpointed_runs_twice_and_trains_the_same(
+    how: str, recompute: bool, offload: bool, calls: list[int]
+) -> None:
     reference, model = twins(lambda: models.B(block=Counting))
     options: dict[str, Any] = {}
     config = ParallelismConfig(
@@ -191,28 +206,7 @@ def checkpoint(how: str, recompute: bool, offload: bool) -> list[int]:
     reference(x).square().mean().backward()
     model(part_of(x, done.mesh)).square().mean().backward()
     same_parameters(model, reference, gradients=True)
-    return [layer.calls for layer in model.layers]
-
-
-@pytest.mark.promise(26, 86)
-@pytest.mark.parametrize(
-    ("how", "recompute", "offload", "calls"),
-    [
-        ("structure", True, False, [2, 2, 2]),
-        ("structure", True, True, [2, 2, 2]),
-        ("structure", False, True, [1, 1, 1]),
-        ("check_fn", True, False, [1, 2, 1]),
-        ("attribute", True, False, [1, 2, 1]),
-        ("attribute", False, False, [1, 1, 1]),
-        ("function", True, False, [1, 2, 1]),
-        ("function", True, True, [1, 2, 1]),
-        ("rule", False, False, [1, 2, 1]),
-    ],
-)
-def test_what_is_checkpointed_runs_twice_and_trains_the_same(
-    world2: World, how: str, recompute: bool, offload: bool, calls: list[int]
-) -> None:
-    assert world2(checkpoint, how, recompute, offload) == [calls] * 2
+    assert [layer.calls for layer in model.layers] == calls
 
 
 # P88: what travels
@@ -258,25 +252,30 @@ def travels(precision: str | None, mixed: Any, rules: list[Rule]) -> dict[str, A
         ("fp32", {"param_dtype": "bf16", "reduce_dtype": "fp16"}, BF16, F16),
     ],
 )
+@on_ranks(2)
 def test_what_travels_and_computes_is_what_the_table_says(
-    world2: World, precision: str | None, mixed: Any, gathered: Any, reduced: Any
+    precision: str | None, mixed: Any, gathered: Any, reduced: Any
 ) -> None:
-    for seen in world2(travels, precision, mixed, []):
-        assert seen["gathered"] == seen["computed"] == {seen["output"]} == {gathered}
-        assert seen["reduced"] == {reduced}
+    seen = travels(precision, mixed, [])
+    assert seen["gathered"] == seen["computed"] == {seen["output"]} == {gathered}
+    assert seen["reduced"] == {reduced}
 
 
 @pytest.mark.promise(88)
-def test_a_rule_sets_a_unit_apart(world2: World) -> None:
+@on_ranks(2)
+def test_a_rule_sets_a_unit_apart() -> None:
     rules = [Rule(["0", "2", ""], shard=True), Rule("0", mixed_precision="FULL")]
-    for seen in world2(travels, "amp_bf16", "PURE", rules):
-        assert seen["gathered"] == seen["reduced"] == seen["computed"] == {F32, BF16}
+    seen = travels("amp_bf16", "PURE", rules)
+    assert seen["gathered"] == seen["reduced"] == seen["computed"] == {F32, BF16}
 
 
 # P103: every public function right after an evaluation
 
 
-def after_evaluation(reshard: bool | int) -> None:
+@pytest.mark.promise(103)
+@RESHARD
+@on_ranks("ranks")
+def test_every_function_after_an_evaluation(ranks: int, reshard: bool | int) -> None:
     reference, model = twins(models.tied)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (reference, model)]
     done = parallelize_model(model, FSDP2Config(reshard_after_forward=reshard), optimizers[1])
@@ -337,29 +336,17 @@ def after_evaluation(reshard: bool | int) -> None:
 
 @pytest.mark.promise(103)
 @RESHARD
-def test_every_function_after_an_evaluation(ranks: int, reshard: bool | int) -> None:
-    run(after_evaluation, ranks, reshard)
-
-
-def export_after_evaluation(reshard: bool | int, path: str) -> Tensor:
-    model = pretrained_llama(tied=True)
-    parallelize_model(model, FSDP2Config(reshard_after_forward=reshard))
-    with torch.no_grad():
-        logits: Tensor = model(input_ids=torch.arange(12).view(2, 6)).logits
-    export_pretrained(model, path)
-    return logits
-
-
-@pytest.mark.promise(103)
-@RESHARD
+@on_ranks("ranks")
 def test_export_after_an_evaluation(tmp_path: Path, ranks: int, reshard: bool | int) -> None:
     from transformers import AutoModelForCausalLM
 
-    logits = run(export_after_evaluation, ranks, reshard, str(tmp_path))
+    model, ids = pretrained_llama(tied=True), torch.arange(12).view(2, 6)
+    parallelize_model(model, FSDP2Config(reshard_after_forward=reshard))
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    export_pretrained(model, tmp_path)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    expected = pretrained_llama(tied=True).state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
-    for found in logits:
-        torch.testing.assert_close(loaded(torch.arange(12).view(2, 6)).logits, found)
+    same(dict(loaded.state_dict()), dict(pretrained_llama(tied=True).state_dict()))
+    torch.testing.assert_close(loaded(ids).logits, logits)

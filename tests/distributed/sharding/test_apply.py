@@ -18,9 +18,9 @@ from composer_dist.distributed import named_parameters_canonical, parallelize_mo
 from composer_dist.distributed.sharding.apply import check_offload
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit import models
-from tests.kit.compare import assert_same_training
+from tests.kit.compare import assert_same_training, fails_alike
 from tests.kit.models import batch
-from tests.kit.world import World, run
+from tests.kit.world import on_ranks
 
 # On a CPU the output of a biased linear layer over sequences is a view, which torch 2.13 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
@@ -71,10 +71,9 @@ BLOCKS = ["layers.0", "layers.1", "layers.2"]
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_every_structure_trains_like_one_process(
-    world2: World, build: Build, units: list[str], plain: list[str]
-) -> None:
-    assert world2(_units, build) == [(units, plain)] * 2
+@on_ranks(2)
+def test_every_structure_trains_like_one_process(build: Build, units: list[str], plain: list[str]) -> None:
+    assert _units(build) == (units, plain)
 
 
 @pytest.mark.promise(15, 19, 22)
@@ -91,24 +90,23 @@ def test_every_structure_trains_like_one_process(
         (models.moe, [Rule(models.Mlp, shard=True), Rule("", shard=True)], 7, 0),
     ],
 )
-def test_rules_train_like_one_process(
-    world2: World, build: Build, rules: Sequence[Rule], units: int, plain: int
-) -> None:
-    found = world2(_units, build, _rules(*rules))
-    assert [(len(one), len(left)) for one, left in found] == [(units, plain)] * 2
-
-
-def _listed() -> Any:
-    with pytest.warns(UserWarning, match="its children are used"):
-        return _units(models.B, _rules(Rule("layers", shard=True), Rule("", shard=True)))
+@on_ranks(2)
+def test_rules_train_like_one_process(build: Build, rules: Sequence[Rule], units: int, plain: int) -> None:
+    found, left = _units(build, _rules(*rules))
+    assert (len(found), len(left)) == (units, plain)
 
 
 @pytest.mark.promise(14)
-def test_a_list_stands_for_its_blocks(world2: World) -> None:
-    assert world2(_listed) == [(["", *BLOCKS], [])] * 2
+@on_ranks(2)
+def test_a_list_stands_for_its_blocks() -> None:
+    with pytest.warns(UserWarning, match="its children are used"):
+        found = _units(models.B, _rules(Rule("layers", shard=True), Rule("", shard=True)))
+    assert found == (["", *BLOCKS], [])
 
 
-def _in_place() -> None:
+@pytest.mark.promise(22)
+@on_ranks(2)
+def test_nothing_is_replaced_or_renamed() -> None:
     model = models.tied()
     modules = list(model.modules())
     names = list(model.state_dict())
@@ -119,34 +117,18 @@ def _in_place() -> None:
     assert isinstance(model.layers[1], models.Block)
 
 
-@pytest.mark.promise(22)
-def test_nothing_is_replaced_or_renamed(world2: World) -> None:
-    world2(_in_place)
-
-
 def _shard_first(model: nn.Module) -> None:
     fully_shard(model.layers[1], mesh=init_device_mesh("cpu", (2,)))
 
 
-def _already_sharded() -> list[str]:
+@pytest.mark.promise(16)
+@on_ranks(2)
+def test_what_the_user_has_sharded_is_left_and_the_rest_prepared() -> None:
     config = _rules(Rule(r"re:layers\.\d(\.mlp)?", shard=True), Rule("", shard=True))
     with pytest.warns(UserWarning, match=r"Already sharded, left unchanged: layers.1, layers.1.mlp\."):
         done = assert_same_training(models.B, config, first=_shard_first)
-    return [unit.name for unit in done.plan.units]
-
-
-@pytest.mark.promise(16)
-def test_what_the_user_has_sharded_is_left_and_the_rest_prepared(world2: World) -> None:
-    units = ["", "layers.0", "layers.0.mlp", "layers.2", "layers.2.mlp"]
-    assert world2(_already_sharded) == [units] * 2
-
-
-def _on_own_mesh(shape: tuple[int, ...], names: Any) -> tuple[list[str], tuple[int, ...]]:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    done = assert_same_training(models.tied, FSDP2Config(device_mesh=mesh))
-    weight = done.model.get_parameter("embed.weight")
-    assert isinstance(weight, DTensor)
-    return [str(place) for place in weight.placements], tuple(weight.to_local().shape)
+    found = [unit.name for unit in done.plan.units]
+    assert found == ["", "layers.0", "layers.0.mlp", "layers.2", "layers.2.mlp"]
 
 
 @pytest.mark.promise(89)
@@ -159,9 +141,13 @@ def _on_own_mesh(shape: tuple[int, ...], names: Any) -> tuple[list[str], tuple[i
         ((2, 2), ("a", "b"), ["R", "S(0)"]),
     ],
 )
+@on_ranks(lambda shape, **_: math.prod(shape))
 def test_a_mesh_of_the_user_s_shards_and_replicates(shape: Any, names: Any, placed: list[str]) -> None:
-    ranks = math.prod(shape)
-    assert run(_on_own_mesh, ranks, shape, names) == [(placed, (8, 8))] * ranks
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    done = assert_same_training(models.tied, FSDP2Config(device_mesh=mesh))
+    weight: Any = done.model.get_parameter("embed.weight")
+    assert [str(place) for place in weight.placements] == placed
+    assert weight.to_local().shape == (8, 8)
 
 
 def _replicas(shards: int) -> ParallelismConfig:
@@ -178,35 +164,11 @@ def _replicas(shards: int) -> ParallelismConfig:
         (4, models.B, FSDP2Config(reshard_after_forward=2), 4),
     ],
 )
+@on_ranks("ranks")
 def test_replicas_and_resharding_to_fewer_ranks(ranks: int, build: Build, config: Any, units: int) -> None:
-    first, *others = run(_units, ranks, build, config)
-    assert first[0][0] == ""
-    assert len(first[0]) == units
-    assert others == [first] * (ranks - 1)
-
-
-def _wrapped(
-    ties: dict[str, str], attributes: dict[str, bool], chosen: Sequence[str] | None
-) -> tuple[list[str], int, set[bool | int]]:
-    """Composer's nested model, tied and wrapped: its units, plain parameters and resharding."""
-
-    def build() -> nn.Module:
-        model = models.composers(ties)
-        for name, value in attributes.items():
-            model.get_submodule(name)._fsdp_wrap = value
-        if chosen is not None:
-            modules = {model.get_submodule(name) for name in chosen}
-            model.fsdp_wrap_fn = lambda module: (
-                {"reshard_after_forward": False} if module in modules else False
-            )
-        return model
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        done = assert_same_training(build, FSDP2Config(), optimizer=torch.optim.Adam)
-    assert not [w for w in caught if "view" not in str(w.message)]
-    reshard = {unit.reshard_after_forward for unit in done.plan.units if unit.name in (chosen or ())}
-    return [unit.name for unit in done.plan.units], len(done.plain_parameters), reshard
+    found, _ = _units(build, config)
+    assert found[0] == ""
+    assert len(found) == units
 
 
 A, B, C, PARENT = "m2.a.weight", "m2.b.weight", "m5.a.weight", "m2.weight"
@@ -234,39 +196,42 @@ A, B, C, PARENT = "m2.a.weight", "m2.b.weight", "m5.a.weight", "m2.weight"
         ({PARENT: A, C: A}, {"": True, "m2": True}, None, ["", "m2"], 0),
     ],
 )
+@on_ranks(2)
 def test_composer_s_wrap_attributes_and_functions(
-    world2: World, ties: Any, attributes: dict[str, bool], chosen: Any, units: list[str], plain: int
+    ties: Any, attributes: dict[str, bool], chosen: Any, units: list[str], plain: int
 ) -> None:
-    reshard = set() if chosen is None else {False}
-    assert world2(_wrapped, ties, attributes, chosen) == [(units, plain, reshard)] * 2
+    def build() -> nn.Module:
+        model = models.composers(ties)
+        for name, value in attributes.items():
+            model.get_submodule(name)._fsdp_wrap = value
+        if chosen is not None:
+            modules = {model.get_submodule(name) for name in chosen}
+            model.fsdp_wrap_fn = lambda module: (
+                {"reshard_after_forward": False} if module in modules else False
+            )
+        return model
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        done = assert_same_training(build, FSDP2Config(), optimizer=torch.optim.Adam)
+    assert not [w for w in caught if "view" not in str(w.message)]
+    assert [unit.name for unit in done.plan.units] == units
+    assert len(done.plain_parameters) == plain
+    for unit in done.plan.units:
+        assert not (chosen and unit.name in chosen and unit.reshard_after_forward)
 
 
 def _options(module: nn.Module) -> Any:
     return {"reshard_after_forward": False} if isinstance(module, models.Pair) else False
 
 
-def _policy(kind: str) -> tuple[list[str], list[bool | int]]:
-    policy = CustomPolicy(_options) if kind == "CustomPolicy" else _options
-    done = assert_same_training(models.Composers, "fsdp", policy=policy)
-    return [unit.name for unit in done.plan.units], [unit.reshard_after_forward for unit in done.plan.units]
-
-
 @pytest.mark.promise(84)
-@pytest.mark.parametrize("kind", ["CustomPolicy", "function"])
-def test_policies(world2: World, kind: str) -> None:
-    assert world2(_policy, kind) == [(["", "m2", "m5"], [False, False, False])] * 2
-
-
-def _refused(build: Build, config: Any, options: dict[str, Any], text: str) -> str:
-    model = build()
-    before = dict(model.named_parameters())
-    with pytest.raises(ParallelismError, match=text) as caught:
-        parallelize_model(model, config, **options)
-    assert isinstance(caught.value, KeyError if "tacos" in text else ValueError)
-    assert dict(model.named_parameters()) == before
-    assert not any(isinstance(module, FSDPModule) for module in model.modules())
-    assert model(batch(model)).requires_grad
-    return str(caught.value)
+@pytest.mark.parametrize("policy", [_options, CustomPolicy(_options)])
+@on_ranks(2)
+def test_policies(policy: Any) -> None:
+    done = assert_same_training(models.Composers, "fsdp", policy=policy)
+    assert [unit.name for unit in done.plan.units] == ["", "m2", "m5"]
+    assert not any(unit.reshard_after_forward for unit in done.plan.units)
 
 
 def _duplicated() -> nn.Module:
@@ -313,29 +278,33 @@ CHECK_FN = "activation_checkpointing_check_fn"
         (models.B, "fsdp", {"fsdp_wrap_policy": _tacos}, "'tacos'"),
         (models.B, "fsdp", {CHECK_FN: _no}, CHECK_FN),
         (_duplicated, "fsdp", {}, "layers.2 = last"),
-        (_stuck_dtype, "fsdp", {}, r"layers.1.shift \(float64\)"),
+        (_stuck_dtype, "fsdp", {}, "layers.1.shift (float64)"),
         (models.tied, APART, {}, "different options"),
         (models.M, PURE, {}, "precision is None"),
         (models.M, DEFAULT, {"precision": "bf16"}, "amp_bf16"),
         (models.M, HALF, {"precision": "fp32"}, "'DEFAULT', 'PURE', 'FULL'"),
     ],
 )
+@on_ranks(2)
 def test_refusals_come_before_anything_is_touched(
-    world2: World, build: Build, config: Any, options: dict[str, Any], text: str
+    build: Build, config: Any, options: dict[str, Any], text: str
 ) -> None:
-    first, second = world2(_refused, build, config, options, text)
-    assert first == second
-
-
-def _offloaded(cpu_offload: Any) -> set[str]:
-    done = assert_same_training(models.B, FSDP2Config(cpu_offload=cpu_offload))
-    return {str(p.device) for p in done.model.parameters()}
+    model = build()
+    before = dict(model.named_parameters())
+    with fails_alike(ParallelismError, text) as caught:
+        parallelize_model(model, config, **options)
+    assert isinstance(caught.value, KeyError if "tacos" in text else ValueError)
+    assert dict(model.named_parameters()) == before
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    assert model(batch(model)).requires_grad
 
 
 @pytest.mark.promise(29)
 @pytest.mark.parametrize("cpu_offload", [True, "pageable"])
-def test_offload_works_without_an_accelerator(world2: World, cpu_offload: Any) -> None:
-    assert world2(_offloaded, cpu_offload) == [{"cpu"}] * 2
+@on_ranks(2)
+def test_offload_works_without_an_accelerator(cpu_offload: Any) -> None:
+    done = assert_same_training(models.B, FSDP2Config(cpu_offload=cpu_offload))
+    assert {str(p.device) for p in done.model.parameters()} == {"cpu"}
 
 
 @pytest.mark.promise(29)
@@ -346,15 +315,11 @@ def test_pinning_without_an_accelerator_is_refused() -> None:
         check_offload(plan)
 
 
-def _twice() -> None:
+@pytest.mark.promise(16)
+@on_ranks(2)
+def test_a_model_is_prepared_once() -> None:
     model = models.M()
     parallelize_model(model, "fsdp")
     with pytest.raises(ParallelismValueError, match="already sharded"):
         parallelize_model(model, "fsdp")
-    with warnings.catch_warnings():
-        model(batch(model)).mean().backward()
-
-
-@pytest.mark.promise(16)
-def test_a_model_is_prepared_once(world2: World) -> None:
-    world2(_twice)
+    model(batch(model)).mean().backward()
