@@ -7,13 +7,14 @@ adapter's names lack the adapter's name.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from composer_dist.errors import CheckpointValueError
 from composer_dist.structure.families import is_a
-from composer_dist.structure.names import canonical_name
+from composer_dist.structure.names import ancestors, canonical_name, child_name
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.blueprint import Blueprint
 
@@ -31,7 +32,7 @@ def without_adapters(structure: Structure) -> dict[str, tuple[str, bool]]:
             place = _plain(owner, structure.modules, known)
             step = place and _step(structure.modules[owner], name.rpartition(".")[2])
             if place is not None and step is not None:
-                found[name] = (_join(place[0], step), place[1])
+                found[name] = (child_name(place[0], step) if step else place[0], place[1])
     return found
 
 
@@ -82,10 +83,8 @@ def _entries(name: str, host: Any, directory: str) -> dict[str, str]:
     prefix = f"{name}." if name else ""
     if host.peft_config[adapter].is_prompt_learning:  # peft computes these from the prompt encoder
         return {"prompt_embeddings": f"{prefix}prompt_encoder.{adapter}.embedding.weight"}
-    asked = {
-        path: Blueprint.stored(canonical_name(path), tuple(tensor.shape), tensor.dtype)
-        for path, tensor in _tensors(host)
-    }
+    tensors = chain(host.named_parameters(remove_duplicate=False), host.named_buffers(remove_duplicate=False))
+    asked = {path: Blueprint.stored(canonical_name(path), tuple(t.shape), t.dtype) for path, t in tensors}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         taken = get_peft_model_state_dict(host, asked, adapter, save_embedding_layers=False)
@@ -102,15 +101,9 @@ def _outermost(structure: Structure, wanted: Callable[[nn.Module], bool]) -> Ite
     """The modules of a kind that are in no other module of that kind."""
     inside: list[str] = []
     for name, module in structure.modules.items():
-        below = any(not one or name == one or name.startswith(f"{one}.") for one in inside)
-        if not below and wanted(module):
+        if not any(above in inside for above in ancestors(name)) and wanted(module):
             inside.append(name)
             yield name, module
-
-
-def _tensors(host: nn.Module) -> Iterator[tuple[str, Any]]:
-    yield from host.named_parameters(remove_duplicate=False)
-    yield from host.named_buffers(remove_duplicate=False)
 
 
 def _plain(
@@ -127,7 +120,8 @@ def _plain(
             known[name] = (above[0], True)
         else:
             step = _step(modules[parent], key)
-            known[name] = None if step is None else (_join(above[0], step), above[1])
+            plain = child_name(above[0], step) if step else above[0]
+            known[name] = None if step is None else (plain, above[1])
     return known[name]
 
 
@@ -137,12 +131,7 @@ def _step(module: nn.Module, key: str) -> str | None:
         return "" if key == "base_layer" else None
     if is_a(module, "AuxiliaryTrainingWrapper"):
         return "" if key in ("original_module", "modules_to_save", "token_adapter") else None
-    if is_a(module, "PeftModel") and key != "base_model":
-        return None
-    if is_a(module, "BaseTuner") and key != "model":
-        return None
-    return key
-
-
-def _join(prefix: str, key: str) -> str:
-    return ".".join(part for part in (prefix, key) if part)
+    foreign = (is_a(module, "PeftModel") and key != "base_model") or (
+        is_a(module, "BaseTuner") and key != "model"
+    )
+    return None if foreign else key

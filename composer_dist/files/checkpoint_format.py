@@ -1,9 +1,10 @@
-"""The manifest of a checkpoint: its files, and the place of every tensor in them.
+"""The format of a checkpoint: what its shard files contain, and the manifest that lists it.
 
-A sharded checkpoint is a directory in the format of torch.distributed.checkpoint, whose files hold each
-piece of a tensor as `torch.save` writes it. `checkpoint.json` is our addition. It is written last, so a
-directory that has one is complete. It lists the size and checksums of every file, the offset of every piece's
-raw bytes, the structure of the saved state, and its own checksum. Reading it needs no pickle.
+A sharded checkpoint is a directory in the format of torch.distributed.checkpoint. Each rank writes one file,
+which contains its pieces of tensors and its other values one after the other, each as `torch.save` writes it.
+`checkpoint.json`, the manifest, is our addition. It is written last, so a directory that has one is complete.
+It lists the size and checksums of every file, the offset of every piece's raw bytes, the structure of the
+saved state, and its own checksum. Reading it needs no pickle.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any, Literal
 
 import torch
 
-from composer_dist.errors import CheckpointValueError
-from composer_dist.files.index import Entry, Index, Pieces, dtype_named
+from composer_dist.errors import CheckpointValueError, Faults
+from composer_dist.files.index import Entry, Index, Pieces, dtype_named, with_tuples
 from composer_dist.tensors.parts import Dims, contiguous_strides
 from composer_dist.wording import dtype_name
 
@@ -123,21 +124,13 @@ class Manifest:
                 f"{source} has version {body['version']}, but this composer_dist reads only up to version "
                 f"{VERSION}; update composer_dist."
             )
-        return cls(
-            [StoredFile(name, nbytes, tuple(sums)) for name, nbytes, sums in body["files"]],
-            {
-                name: StoredTensor(
-                    dtype_named(dtype),
-                    tuple(shape),
-                    tuple(Chunk(tuple(start), tuple(sizes), file, at) for start, sizes, file, at in chunks),
-                )
-                for name, (dtype, shape, chunks) in body["tensors"].items()
-            },
-            {name: StoredObject(*place) for name, place in body["objects"].items()},
-            body["kinds"],
-            body["structure"],
-            body["facts"],
-        )
+        tensors = {
+            name: StoredTensor(dtype_named(dtype), shape, tuple(Chunk(*chunk) for chunk in chunks))
+            for name, (dtype, shape, chunks) in with_tuples(body["tensors"]).items()
+        }
+        files = [StoredFile(*file) for file in with_tuples(body["files"])]
+        objects = {name: StoredObject(*place) for name, place in body["objects"].items()}
+        return cls(files, tensors, objects, body["kinds"], body["structure"], body["facts"])
 
     def index(self, root: str, key: str | None = None) -> Index:
         """The index of the tensors below a key, by their names there; None means all."""
@@ -161,13 +154,10 @@ class Manifest:
         Raises:
             CheckpointValueError: names the tensors that lack chunks.
         """
-        lacking = [
-            name
-            for name, tensor in self.tensors.items()
-            if sum(prod(chunk.sizes) for chunk in tensor.chunks) != prod(tensor.shape)
-        ]
-        if lacking:
-            raise CheckpointValueError(f"{source} lacks parts of {', '.join(lacking)}.")
+        with Faults(f"{source} lacks parts of ", ".", ", ", CheckpointValueError) as lacking:
+            for name, tensor in self.tensors.items():
+                if sum(prod(chunk.sizes) for chunk in tensor.chunks) != prod(tensor.shape):
+                    lacking.append(name)
 
 
 def _dump(value: Any) -> str:

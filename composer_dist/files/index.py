@@ -10,6 +10,7 @@ import json
 import zlib
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
@@ -59,18 +60,12 @@ class Index:
         """Every tensor by name, as a blueprint over the entries."""
         if self.pieces is None:
             return {name: Blueprint.stored(name, one.shape, one.dtype) for name, one in self.entries.items()}
-        return {
-            name: Blueprint.made_of(
-                [
-                    Box(entry, start, self.entries[entry].shape, 0, strides)
-                    for start, strides, entry in parts
-                    if self.entries[entry].nbytes
-                ],
-                shape,
-                dtype,
-            )
-            for name, (shape, dtype, parts) in self.pieces.items()
-        }
+        found = {}
+        for name, (shape, dtype, parts) in self.pieces.items():
+            stored = [(one, self.entries[one[2]]) for one in parts]
+            boxes = [Box(at, start, one.shape, 0, step) for (start, step, at), one in stored if one.nbytes]
+            found[name] = Blueprint.made_of(boxes, shape, dtype)
+        return found
 
     @property
     def adapter(self) -> bool:
@@ -87,25 +82,20 @@ class Index:
     @classmethod
     def unpack(cls, packed: str) -> Index:
         """The inverse of `pack`, without `header_bytes`."""
-        root, files, entries, pieces = json.loads(zlib.decompress(base64.b85decode(packed)))
-        return cls(
-            root,
-            tuple((name, size) for name, size in files),
-            {
-                name: Entry(file, dtype_named(dtype), tuple(shape), offset)
-                for name, (file, dtype, shape, offset) in entries.items()
-            },
-            pieces=None
-            if not pieces
-            else {
-                name: (
-                    tuple(shape),
-                    dtype_named(dtype),
-                    [(tuple(start), tuple(strides), entry) for start, strides, entry in parts],
-                )
-                for name, (shape, dtype, parts) in pieces.items()
-            },
-        )
+        root, files, entries, pieces = with_tuples(json.loads(zlib.decompress(base64.b85decode(packed))))
+        found = {
+            name: Entry(file, dtype_named(dtype), shape, offset)
+            for name, (file, dtype, shape, offset) in entries.items()
+        }
+        parts = {name: (shape, dtype_named(dtype), list(at)) for name, (shape, dtype, at) in pieces.items()}
+        return cls(root, files, found, pieces=parts or None)
+
+
+def with_tuples(value: Any) -> Any:
+    """A value from JSON with tuples in place of lists."""
+    if isinstance(value, dict):
+        return {key: with_tuples(one) for key, one in value.items()}
+    return tuple(map(with_tuples, value)) if isinstance(value, list) else value
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -11,7 +11,7 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -19,15 +19,7 @@ from typing import Any, Self
 import torch
 
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
-from composer_dist.files.slabs import (
-    BATCH_BYTES,
-    STAGE_BYTES,
-    THREADS,
-    Slab,
-    batches,
-    in_threads,
-    staging_buffers,
-)
+from composer_dist.files.slabs import BATCH_BYTES, STAGE_BYTES, THREADS, Buffers, Slab, move_in_threads
 from composer_dist.progress import Stage
 
 _WORTH = 512
@@ -94,18 +86,20 @@ class Files:
 
 @dataclass
 class _Batch:
-    """One read: a range of a file into one or several pieces of memory."""
+    """One read: a range of a file into one or several pieces of memory, (address, bytes) each."""
 
     file: int
     offset: int
-    nbytes: int = 0
-    memory: list[tuple[int, int]] = field(default_factory=list)
+    nbytes: int
+    memory: list[tuple[int, int]]
 
-    def add(self, file: int, offset: int, address: int, nbytes: int) -> bool:
-        """Add a range if it directly follows in the file and there is room; returns whether it was added."""
-        if (file, offset) != (self.file, self.offset + self.nbytes) or self.nbytes + nbytes > BATCH_BYTES:
+    def add(self, piece: "_Batch") -> bool:
+        """Add a piece with one range if it follows directly in the file and there is room for it."""
+        follows = (piece.file, piece.offset) == (self.file, self.offset + self.nbytes)
+        if not follows or self.nbytes + piece.nbytes > BATCH_BYTES:
             return False
-        if self.memory and sum(self.memory[-1]) == address:
+        ((address, nbytes),) = piece.memory
+        if sum(self.memory[-1]) == address:
             self.memory[-1] = (self.memory[-1][0], self.memory[-1][1] + nbytes)
         elif len(self.memory) == _VECTORS:
             return False
@@ -129,39 +123,37 @@ def read_slabs(
     """
     slabs = sorted(slabs, key=lambda slab: (slab.file, slab.offset))
     staged = [slab for slab in slabs if not _is_direct(slab)]
-    buffers = staging_buffers(staged, threads)
 
-    def work(pieces: list[_Batch | Slab]) -> int:
-        total = 0
-        for piece in pieces:
-            if isinstance(piece, _Batch):
-                files.read(piece.file, piece.offset, piece.memory)
-                total += piece.nbytes
-            else:
-                buffer = buffers.get()
-                total += _read_staged(piece, files, buffer)
-                buffers.put(buffer)
-            if stage is not None:
-                stage.advance(piece.nbytes)
+    def move(piece: _Batch | Slab, buffers: Buffers) -> int:
+        if isinstance(piece, _Batch):
+            files.read(piece.file, piece.offset, piece.memory)
+            return piece.nbytes
+        buffer = buffers.get()
+        total = _read_staged(piece, files, buffer)
+        buffers.put(buffer)
         return total
 
     if stage is not None:
         stage.expect(sum(slab.nbytes for slab in slabs))
-    return sum(in_threads(work, batches(_reads(slabs)), "read", threads))
+    return move_in_threads(move, _reads(slabs), staged, "read", stage, threads)
 
 
 def _reads(slabs: Sequence[Slab]) -> Iterator[_Batch | Slab]:
     """Every read, in the order of the files; adjacent ranges are joined."""
     last: _Batch | Slab | None = None
     for slab in slabs:
-        for piece in _direct(slab) if _is_direct(slab) else _bands(slab, STAGE_BYTES):
-            if last is not None and not _joined(last, piece):
+        for piece in _direct(slab) if _is_direct(slab) else slab.cut_to(STAGE_BYTES, _staged_bytes):
+            if isinstance(piece, _Batch) and isinstance(last, _Batch) and last.add(piece):
+                continue
+            if last is not None:
                 yield last
-                last = piece
-            elif last is None:
-                last = piece
+            last = piece
     if last is not None:
         yield last
+
+
+def _staged_bytes(slab: Slab) -> int:
+    return slab.nbytes if _in_rows(slab) else slab.span
 
 
 def _is_direct(slab: Slab) -> bool:
@@ -181,30 +173,9 @@ def _direct(slab: Slab) -> Iterator[_Batch]:
             yield _Batch(slab.file, offset + at, size, [(base + start * item + at, size)])
 
 
-def _joined(last: _Batch | Slab, piece: _Batch | Slab) -> bool:
-    """Add a piece to the previous one if possible; returns whether it was added."""
-    if isinstance(last, Slab) or isinstance(piece, Slab):
-        return False
-    return last.add(piece.file, piece.offset, *piece.memory[0])
-
-
-def _bands(slab: Slab, limit: int) -> Iterator[Slab]:
-    """The slab in pieces that fit into a staging buffer."""
-    size = slab.nbytes if _in_rows(slab) else slab.span
-    if size <= limit:
-        yield slab
-        return
-    dim = max(
-        (dim for dim, count in enumerate(slab.sizes) if count > 1),
-        key=lambda dim: slab.strides[dim] * slab.sizes[dim],
-    )
-    for piece in slab.cut(dim, max(1, slab.sizes[dim] * limit // (size + limit))):
-        yield from _bands(piece, limit)
-
-
 @torch.no_grad()
 def _read_staged(slab: Slab, files: Files, buffer: torch.Tensor) -> int:
-    """Read a band into a staging buffer, and copy it from there to the target."""
+    """Read a piece into a staging buffer, and copy it from there to the target."""
     base = buffer.data_ptr()
     if _in_rows(slab):
         total, strides = slab.nbytes, [prod(slab.sizes[dim + 1 :]) for dim in range(len(slab.sizes))]

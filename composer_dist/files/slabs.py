@@ -1,4 +1,4 @@
-"""Maps byte ranges of files to a rank's part of a tensor, and runs the threads that move them."""
+"""Maps byte ranges of files to a rank's part of a tensor, and moves them with several threads."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from composer_dist.files.index import Entry
+from composer_dist.progress import Stage
 from composer_dist.tensors.blueprint import Blueprint, Box, reshape
 from composer_dist.tensors.parts import Dims, Part, contiguous_strides, rectangles
 
@@ -75,6 +76,16 @@ class Slab:
                 sizes=(*self.sizes[:dim], size, *self.sizes[dim + 1 :]),
             )
 
+    def cut_to(self, limit: int, size_of: Callable[[Slab], int]) -> Iterator[Slab]:
+        """The slab in pieces of at most `limit` bytes by `size_of`."""
+        if (size := size_of(self)) <= limit:
+            yield self
+            return
+        dims = [dim for dim, count in enumerate(self.sizes) if count > 1]
+        dim = max(dims, key=lambda dim: self.strides[dim] * self.sizes[dim])
+        for piece in self.cut(dim, max(1, self.sizes[dim] * limit // (size + limit))):
+            yield from piece.cut_to(limit, size_of)
+
 
 def plan_reads(
     blueprint: Blueprint,
@@ -114,7 +125,7 @@ def plan_reads(
 
 
 def _simplified(sizes: Dims, strides: Dims, steps: Dims) -> tuple[Dims, Dims, Dims]:
-    """The same elements in the same order with as few dimensions as possible, at least one."""
+    """The same elements in the same order with the fewest dimensions, at least one."""
     found: list[tuple[int, int, int]] = []
     for size, stride, step in zip(sizes, strides, steps, strict=True):
         if size == 1:
@@ -129,11 +140,11 @@ def _simplified(sizes: Dims, strides: Dims, steps: Dims) -> tuple[Dims, Dims, Di
 
 MIB = 1 << 20
 THREADS = 4
-"""May exceed the number of cores: over a network a thread mostly waits."""
+"""May exceed the number of cores, because over a network threads mostly wait."""
 STAGE_BYTES = 3 * MIB
-"""Size of a staging buffer, and of one piece of work that needs it."""
+"""Size of a staging buffer, and of a piece that needs one."""
 BATCH_BYTES = 16 * MIB
-"""Size of one piece of work that needs no staging."""
+"""Size of a batch of pieces, and of a piece that needs no staging."""
 
 
 class _Sized(Protocol):
@@ -144,10 +155,43 @@ class _Sized(Protocol):
 Piece = TypeVar("Piece", bound=_Sized)
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+Buffers = SimpleQueue[torch.Tensor]
 
 
-def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces of work in groups of about `BATCH_BYTES`, in order."""
+def move_in_threads(
+    move: Callable[[Piece, Buffers], int],
+    pieces: Iterable[Piece],
+    staged: Sequence[Slab],
+    purpose: str,
+    stage: Stage | None = None,
+    threads: int = THREADS,
+) -> int:
+    """Move pieces of data, in batches of about `BATCH_BYTES`; returns the bytes that were moved.
+
+    Args:
+        move: moves a piece, with one of the staging buffers if it needs one; returns its bytes.
+        staged: the slabs that need staging buffers; these are pinned for accelerators.
+        purpose: the name of the threads.
+        stage: shows the progress.
+        threads: the number of threads, each with a buffer of `STAGE_BYTES`.
+    """
+    buffers: Buffers = SimpleQueue()
+    pin = any(slab.target.device.type != "cpu" for slab in staged)
+    for _ in range(threads if staged else 0):
+        buffers.put(torch.empty(STAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pin))
+
+    def work(batch: list[Piece]) -> int:
+        total = 0
+        for piece in batch:
+            total += move(piece, buffers)
+            if stage is not None:
+                stage.advance(piece.nbytes)
+        return total
+
+    return sum(in_threads(work, _batches(pieces), purpose, threads))
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -160,24 +204,15 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def staging_buffers(slabs: Sequence[Slab], threads: int) -> SimpleQueue[torch.Tensor]:
-    """A buffer of `STAGE_BYTES` for each thread, if any of the slabs needs one; pinned for accelerators."""
-    buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
-    pin = any(slab.target.device.type != "cpu" for slab in slabs)
-    for _ in range(threads if slabs else 0):
-        buffers.put(torch.empty(STAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pin))
-    return buffers
-
-
 def in_threads(
     work: Callable[[Task], Result], tasks: Iterable[Task], purpose: str, threads: int = THREADS
 ) -> list[Result]:
-    """The results of `work` on every task, or the first error; then tasks that have not begun are dropped."""
+    """The results of `work` for all tasks; the first error cancels the tasks that have not started."""
     with ThreadPoolExecutor(threads, thread_name_prefix=f"composer_dist-{purpose}") as pool:
         futures = [pool.submit(work, task) for task in tasks]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
-            pool.shutdown(cancel_futures=True)  # an error or Ctrl-C does not wait for all
+            pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C, do not run the rest
         failed = [future for future in futures if not future.cancelled() and future.exception()]
         return [future.result() for future in failed or futures]

@@ -90,10 +90,8 @@ def read_torch_file(path: Path, allow_pickle: bool = False, values: bool = False
         CheckpointRuntimeError: it cannot be read.
     """
     try:
-        with (
-            nullcontext() if values else _torch.without_values(),
-            torch.serialization.safe_globals(allowed()),
-        ):
+        memory = nullcontext() if values else _torch.without_values()
+        with memory, torch.serialization.safe_globals(allowed()):
             mapped = values and zipfile.is_zipfile(path)
             contents = torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
     except pickle.UnpicklingError as error:

@@ -39,27 +39,22 @@ def convert(model: Any, given: Mapping[str, Blueprint], shapes: dict[str, tuple[
     Raises:
         CheckpointValueError: conversions compute values, or fail; all of them are listed.
     """
+    from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
 
     with original_classes(model.modules()):
         table = get_model_conversion_mapping(model)
-    renamings = [one for one in table if isinstance(one, WeightRenaming)]
-    converters = [one for one in table if isinstance(one, WeightConverter)]
+    renamings = [one for one in table if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in table if isinstance(one, loading.WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     prefix = model.base_model_prefix
     tensors: dict[str, tuple[Blueprint, tuple[str, ...]]] = {}
     pending: dict[str, tuple[Any, list[str]]] = {}
     left: dict[str, str] = {}
-    for key in sorted(given, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
+    for key in sorted(given, key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, shapes)
         if name not in shapes and key in shapes:
-            name, pattern = rename_source_key(key, [], [], prefix, shapes)
+            name, pattern = loading.rename_source_key(key, [], [], prefix, shapes)
         if name not in shapes:
             left[key] = name
         elif pattern is None:

@@ -15,15 +15,7 @@ from pathlib import Path
 import torch
 
 from composer_dist.errors import CheckpointRuntimeError
-from composer_dist.files.slabs import (
-    BATCH_BYTES,
-    STAGE_BYTES,
-    THREADS,
-    Slab,
-    batches,
-    in_threads,
-    staging_buffers,
-)
+from composer_dist.files.slabs import BATCH_BYTES, STAGE_BYTES, Buffers, Slab, move_in_threads
 from composer_dist.progress import Stage
 
 
@@ -99,23 +91,24 @@ def write_slabs(slabs: Sequence[Slab], target: NewFiles, stage: Stage) -> int:
     for number in {slab.file for slab in slabs}:
         target.open(number)
     staged = [slab for slab in slabs if not _is_direct(slab)]
-    buffers = staging_buffers(staged, THREADS)
     stage.expect(sum(slab.nbytes for slab in slabs))
 
-    def work(pieces: list[Slab]) -> None:
-        for piece in pieces:
-            if _is_direct(piece):
-                _write(piece, target, piece.target.data_ptr(), piece.rows())
-            else:
-                buffer = buffers.get()
-                try:
-                    _write_staged(piece, target, buffer)
-                finally:
-                    buffers.put(buffer)
-            stage.advance(piece.nbytes)
+    def move(piece: Slab, buffers: Buffers) -> int:
+        if _is_direct(piece):
+            for offset, start in piece.rows():
+                address = piece.target.data_ptr() + start * piece.dtype.itemsize
+                target.write(piece.file, offset, address, piece.run)
+        else:
+            buffer = buffers.get()
+            try:
+                _write_staged(piece, target, buffer)
+            finally:
+                buffers.put(buffer)
+        return piece.nbytes
 
-    in_threads(work, batches(_pieces(slabs)), "write")
-    return sum(slab.nbytes for slab in slabs)
+    limits = ((slab, BATCH_BYTES if _is_direct(slab) else STAGE_BYTES) for slab in slabs)
+    pieces = (piece for slab, limit in limits for piece in slab.cut_to(limit, lambda one: one.nbytes))
+    return move_in_threads(move, pieces, staged, "write", stage)
 
 
 def write_tensor(tensor: torch.Tensor, target: NewFiles, number: int, offset: int) -> int:
@@ -132,44 +125,16 @@ def _is_direct(slab: Slab) -> bool:
     return slab.target.device.type == "cpu" and slab.contiguous
 
 
-def _pieces(slabs: Sequence[Slab]) -> Iterator[Slab]:
-    for slab in slabs:
-        yield from _cut(slab, BATCH_BYTES if _is_direct(slab) else STAGE_BYTES)
-
-
-def _cut(slab: Slab, limit: int) -> Iterator[Slab]:
-    """The slab in pieces of at most `limit` bytes."""
-    if slab.nbytes <= limit:
-        yield slab
-        return
-    dim = next(dim for dim, size in enumerate(slab.sizes) if size > 1)
-    for piece in slab.cut(dim, max(1, slab.sizes[dim] * limit // slab.nbytes)):
-        yield from _cut(piece, limit)
-
-
-def _write(slab: Slab, target: NewFiles, base: int, rows: Iterator[tuple[int, int]]) -> None:
-    for offset, start in rows:
-        target.write(slab.file, offset, base + start * slab.dtype.itemsize, slab.run)
-
-
 @torch.no_grad()
 def _write_staged(slab: Slab, target: NewFiles, buffer: torch.Tensor) -> None:
     """Copy a piece to a staging buffer, in the order of the file, and write it from there."""
     packed = buffer[: slab.nbytes].view(slab.dtype).view(slab.sizes)
     where = slab.target.storage_offset() + slab.start
     packed.copy_(slab.target.as_strided(slab.sizes, slab.steps, where))
-    row = slab.sizes[-1] if slab.strides[-1] == 1 else 1
-    if row == 1 and slab.sizes[-1] > 1:
-        for number, offset in enumerate(_singly(slab)):
-            place = buffer.data_ptr() + number * slab.dtype.itemsize
-            target.write(slab.file, offset, place, slab.dtype.itemsize)
-        return
-    for number, (offset, _) in enumerate(slab.rows()):
-        target.write(slab.file, offset, buffer.data_ptr() + number * slab.run, slab.run)
-
-
-def _singly(slab: Slab) -> Iterator[int]:
-    """The offset of each element in the file."""
+    address, item = buffer.data_ptr(), slab.dtype.itemsize
+    together = slab.strides[-1] == 1 or slab.sizes[-1] == 1
+    count, length = (1, slab.run) if together else (slab.sizes[-1], item)
     for offset, _ in slab.rows():
-        for index in range(slab.sizes[-1]):
-            yield offset + index * slab.strides[-1] * slab.dtype.itemsize
+        for index in range(count):
+            target.write(slab.file, offset + index * slab.strides[-1] * item, address, length)
+            address += length

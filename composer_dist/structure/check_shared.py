@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from composer_dist import _torch
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import Faults, ParallelismValueError
 from composer_dist.structure.families import architecture_of
 from composer_dist.structure.structure import Held, Structure
 
@@ -24,9 +24,9 @@ def check_aliasing(structure: Structure, plain: Mapping[str, str]) -> None:
         ParallelismValueError: lists all parameters that are also plain attributes, that overlap other
             tensors in memory, or that are of a tensor subclass without a codec.
     """
-    faults = [*_subclasses(structure, plain), *_attributes(structure, plain), *_overlaps(structure, plain)]
-    if faults:
-        raise ParallelismValueError("\n".join(faults))
+    with Faults() as faults:
+        for check in (_subclasses, _attributes, _overlaps):
+            faults += check(structure, plain)
 
 
 def _subclasses(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:
@@ -92,10 +92,14 @@ def check_duplicates(structure: Structure) -> None:
     Raises:
         ParallelismValueError: duplicate module references, with all names of each.
     """
+
+    def is_store(module: nn.Module) -> bool:
+        return type(module).forward is nn.Module.forward and not module._modules
+
     refused = [
         " = ".join(names)
         for names in structure.duplicates
-        if not _is_store(structure.modules[names[0]]) and architecture_of(structure, names[0]) is None
+        if not is_store(structure.modules[names[0]]) and architecture_of(structure, names[0]) is None
     ]
     if refused:
         raise ParallelismValueError(
@@ -103,7 +107,3 @@ def check_duplicates(structure: Structure) -> None:
             f"several names: {'; '.join(refused)}. Use a separate module in each place, with tied "
             "parameters if they should be the same, or call one module several times."
         )
-
-
-def _is_store(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward and not module._modules

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 
 def ancestors(name: str) -> Iterator[str]:
-    """`name` and every module above it, innermost first, the root ("") last."""
+    """`name` and every module that contains it, innermost first, the root ("") last."""
     while name:
         yield name
         name = name.rpartition(".")[0]

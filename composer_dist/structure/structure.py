@@ -2,23 +2,24 @@
 
 A *place* is a module and the key under which it holds a tensor. A *tensor* of the model is one object
 with all of its places: a parameter with several places is a *tie*, a module with several names is a
-*duplicate*. A module may also keep a tensor as a plain attribute, as rotary tables often do; it is listed
-too, because it moves with the model.
+*duplicate*. Tensors that modules keep as plain attributes (rotary tables, for example) are listed too,
+because they move with the model.
 
-Nothing here needs a process group or real values: a model on the meta device works as well.
+Nothing here needs a process group or real values, so models on the meta device are supported.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
 from torch import nn
 
 from composer_dist.errors import ParallelismTypeError
-from composer_dist.structure.names import canonical_name
+from composer_dist.structure.names import canonical_name, child_name
 from composer_dist.tensors.inner import Inner, describe_inner
 
 Kind = Literal["parameter", "buffer", "attribute"]
@@ -33,7 +34,7 @@ class Registration:
     key: str
 
     def get(self) -> torch.Tensor:
-        """The tensor held at this moment."""
+        """The tensor held now."""
         return self._home()[self.key]  # type: ignore[no-any-return]
 
     def put(self, tensor: torch.Tensor) -> None:
@@ -51,7 +52,7 @@ class Registration:
 
     @property
     def key_of(self) -> tuple[int, str]:
-        """The place by identity, to look it up by."""
+        """The identity of the place, for lookups."""
         return id(self.module), self.key
 
     def _home(self) -> dict:  # type: ignore[type-arg]
@@ -62,7 +63,7 @@ class Registration:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The facts about a tensor of the model that the plan and the other ranks know."""
+    """The facts about a tensor of the model, for the plan and for other ranks."""
 
     name: str
     """Its first name."""
@@ -97,7 +98,7 @@ class Held:
         return self.places[0].get()
 
     def cast_shadow(self) -> torch.Tensor:
-        """Hold a contiguous parameter on the meta device instead; returns the tensor held before."""
+        """Hold a contiguous parameter on the meta device instead; return the tensor held before."""
         before = self.get()
         empty = torch.empty(self.info.shape, dtype=self.info.dtype, device="meta")
         self.put(nn.Parameter(empty, requires_grad=self.info.requires_grad))
@@ -147,53 +148,36 @@ def read_structure(model: nn.Module) -> Structure:
         modules.setdefault(canonical_name(name), module)
     first_of: dict[int, str] = {}
     first = {name: first_of.setdefault(id(module), name) for name, module in modules.items()}
-    names: dict[int, list[str]] = {}
-    places: dict[int, list[Registration]] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    owners: dict[int, list[str]] = {}
-    for module_name, module in _walk(model):
-        owner = canonical_name(module_name)
+    registered: dict[int, list[tuple[str, Registration]]] = {}  # owner and place, by tensor
+    for name, module in _walk(model):
         for place in _places(module):
-            tensor = place.get()
-            key = id(tensor)
-            tensors[key] = tensor
-            names.setdefault(key, []).append(f"{owner}.{place.key}" if owner else place.key)
-            owners.setdefault(key, []).append(owner)
-            if place not in places.setdefault(key, []):  # a duplicate module has one set of places
-                places[key].append(place)
-    return Structure(
-        modules=modules,
-        tensors={
-            names[key][0]: Held(
-                TensorInfo(
-                    name=names[key][0],
-                    names=tuple(names[key]),
-                    owners=tuple(owners[key]),
-                    kind=_kind(places[key]),
-                    shape=tuple(tensor.shape),
-                    dtype=tensor.dtype,
-                    requires_grad=tensor.requires_grad,
-                    inner=describe_inner(tensor),
-                ),
-                tuple(places[key]),
-            )
-            for key, tensor in tensors.items()
-        },
-        first=first,
-        duplicates=tuple(_duplicates(modules, first)),
-    )
+            registered.setdefault(id(place.get()), []).append((canonical_name(name), place))
+    tensors = {held.info.name: held for held in map(_held, registered.values())}
+    return Structure(modules, tensors, first, tuple(_duplicates(modules, first)))
+
+
+def _held(registered: list[tuple[str, Registration]]) -> Held:
+    names = tuple(child_name(owner, place.key) for owner, place in registered)
+    owners = tuple(owner for owner, _ in registered)
+    places = tuple(dict.fromkeys(place for _, place in registered))  # a duplicate module has one set
+    kinds: tuple[Kind, ...] = ("parameter", "buffer", "attribute")
+    kind = next(kind for kind in kinds if any(place.kind == kind for place in places))
+    one = places[0].get()
+    shape, inner = tuple(one.shape), describe_inner(one)
+    info = TensorInfo(names[0], names, owners, kind, shape, one.dtype, one.requires_grad, inner)
+    return Held(info, places)
 
 
 def _walk(
     module: nn.Module, prefix: str = "", path: frozenset[int] = frozenset()
 ) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules(remove_duplicate=False)` that survives a module below itself."""
+    """Like `named_modules(remove_duplicate=False)`, but supports a module that contains itself."""
     if id(module) in path:
         return
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, f"{prefix}.{name}" if prefix else name, path | {id(module)})
+            yield from _walk(child, child_name(prefix, name), path | {id(module)})
 
 
 def _places(module: nn.Module) -> Iterator[Registration]:
@@ -208,24 +192,14 @@ def _places(module: nn.Module) -> Iterator[Registration]:
             yield Registration(module, "attribute", key)
 
 
-def _kind(places: list[Registration]) -> Kind:
-    kinds = {place.kind for place in places}
-    return next(kind for kind in ("parameter", "buffer", "attribute") if kind in kinds)
-
-
 def _duplicates(modules: dict[str, nn.Module], first: dict[str, str]) -> Iterator[tuple[str, ...]]:
     names: dict[str, list[str]] = {}
     for name, one in first.items():
         names.setdefault(one, []).append(name)
     several = {name for group in names.values() if len(group) > 1 for name in group}
     for one, group in names.items():
-        if len(group) > 1 and any(True for _ in _tensors(modules[one])):
+        if len(group) > 1 and any(True for _ in chain(modules[one].parameters(), modules[one].buffers())):
             # Every module below a duplicate is a duplicate too, in the same places.
             parents = {first[name.rpartition(".")[0]] for name in group}
             if len(parents) > 1 or parents.isdisjoint(several):
                 yield tuple(group)
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()

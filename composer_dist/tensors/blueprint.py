@@ -1,10 +1,10 @@
-"""Tensors that are made of slices of stored ones.
+"""Tensors that consist of slices of stored tensors.
 
-A checkpoint may hold a tensor in pieces, fused with others, transposed or permuted. A *blueprint* is a
-tensor without values that remembers which elements of which stored tensors it consists of, as *boxes*:
-rectangles of it that lie somewhere in a stored tensor with strides of their own. Functions that only
-move elements (cat, stack, chunk, transpose, reshape and their like) turn blueprints into blueprints, so
-running a library's own conversion on them shows what to read from where.
+A checkpoint may store a tensor in pieces, fused with others, transposed or permuted. A *blueprint* is a
+tensor without values that records the elements of stored tensors it consists of, as *boxes*: each is a
+rectangle of the blueprint, with an offset and strides in a stored tensor. Functions that only move elements
+(cat, stack, chunk, transpose, reshape and so on) turn blueprints into blueprints, so running a library's own
+conversion on blueprints shows what to read.
 """
 
 from __future__ import annotations
@@ -22,44 +22,56 @@ from composer_dist.tensors.parts import Dims, contiguous_strides
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a tensor whose elements lie in a stored tensor, `strides` apart."""
+    """A rectangle of a tensor, whose elements are `strides` apart in a stored tensor."""
 
     source: str
     """The stored tensor's name."""
     start: Dims
     sizes: Dims
     offset: int
-    """Where the first element lies: its number in the stored tensor, in row-major order."""
+    """The number of the first element in the stored tensor, in row-major order."""
     strides: Dims
 
     def narrow(self, dim: int, low: int, high: int) -> Box | None:
-        """The part with indices [low, high) in a dimension of the tensor, if there is any."""
+        """The part with indices [low, high) in a dimension of the tensor; None if there is none."""
         first, last = max(self.start[dim], low), min(self.start[dim] + self.sizes[dim], high)
         if first >= last:
             return None
         return replace(
             self,
-            start=_put(self.start, dim, first),
-            sizes=_put(self.sizes, dim, last - first),
+            start=_splice(self.start, dim, 1, first),
+            sizes=_splice(self.sizes, dim, 1, last - first),
             offset=self.offset + (first - self.start[dim]) * self.strides[dim],
         )
 
     def each(self, dim: int) -> Iterator[Box]:
-        """Boxes of one index each in a dimension."""
-        for index in range(self.start[dim], self.start[dim] + self.sizes[dim]):
-            box = self.narrow(dim, index, index + 1)
-            assert box is not None
-            yield box
+        """Boxes with one index each in a dimension."""
+        indices = range(self.start[dim], self.start[dim] + self.sizes[dim])
+        yield from filter(None, (self.narrow(dim, index, index + 1) for index in indices))
+
+    def moved(self, dim: int, by: int) -> Box:
+        """The box at other indices in a dimension of the tensor."""
+        return replace(self, start=_splice(self.start, dim, 1, self.start[dim] + by))
+
+    def spliced(self, dim: int, count: int, *new: tuple[int, int, int]) -> Box:
+        """The box with `count` dimensions replaced by `new` ones, each with its start, size and stride."""
+        starts, sizes, strides = zip(*new, strict=True) if new else ((), (), ())
+        return replace(
+            self,
+            start=_splice(self.start, dim, count, *starts),
+            sizes=_splice(self.sizes, dim, count, *sizes),
+            strides=_splice(self.strides, dim, count, *strides),
+        )
 
 
 class Blueprint(torch.Tensor):
-    """A tensor on the meta device that records what it is made of."""
+    """A tensor on the meta device that records the slices it consists of."""
 
     boxes: tuple[Box, ...]
 
     @classmethod
     def stored(cls, name: str, shape: Dims, dtype: torch.dtype) -> Self:
-        """The stored tensor `name` as it is."""
+        """All of the stored tensor `name`."""
         whole = Box(name, (0,) * len(shape), shape, 0, contiguous_strides(shape))
         return cls.made_of((whole,) if prod(shape) else (), shape, dtype)
 
@@ -72,7 +84,7 @@ class Blueprint(torch.Tensor):
 
     @property
     def source(self) -> str | None:
-        """The name of the stored tensor that this is as it is, if it is one."""
+        """The name of the stored tensor that this is all of; None if it is anything else."""
         if len(self.boxes) != 1:
             return None
         name = self.boxes[0].source
@@ -81,7 +93,7 @@ class Blueprint(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Apply functions that move elements or return shapes; refuse those that need values."""
+        """Run functions that move elements or return shapes; refuse those that need values."""
         if rule := _RULES.get(func.__name__):
             return rule(*args, **(kwargs or {}))
         untyped: Any = super()
@@ -96,16 +108,16 @@ class Blueprint(torch.Tensor):
 
 
 class TracedBlueprint(Blueprint):
-    """A blueprint that allows computation, after which it records only its stored tensors' names."""
+    """A blueprint that also allows computation, whose result records only the stored tensors' names."""
 
     @property
     def sources(self) -> set[str]:
-        """The stored tensors that it is made of."""
+        """The names of the stored tensors that it consists of."""
         return {box.source for box in self.boxes}
 
     @property
     def computed(self) -> bool:
-        """Whether its elements are computed from those of stored tensors."""
+        """Whether its elements are computed from the stored ones."""
         return any(box.offset < 0 for box in self.boxes)
 
     @classmethod
@@ -130,43 +142,39 @@ def reshape(boxes: Sequence[Box], old: Dims, new: Dims) -> list[Box]:
         return []
     found, at, left, right = list(boxes), 0, 0, 0
     while left < len(old) or right < len(new):
-        # The next dimensions of both sides that make up the same number of elements.
+        # The next dimensions on both sides with the same number of elements.
         group, wanted = list(old[left : left + 1]), list(new[right : right + 1])
         while prod(group) != prod(wanted):
             side, shape, start = (group, old, left) if prod(group) < prod(wanted) else (wanted, new, right)
             side.append(shape[start + len(side)])
         left, right = left + len(group), right + len(wanted)
         if group != wanted:
-            for number in reversed(range(1, len(group))):  # all into one, from the last
+            for number in reversed(range(1, len(group))):  # merge them into one, from the last
                 inner = prod(group[number:])
                 found = [one for box in found for one in _merge(box, at + number - 1, inner)]
             for number in range(1, len(wanted)) if group else ():
                 inner = prod(wanted[number:])
                 found = [one for box in found for one in _split(box, at + number - 1, inner)]
             if bool(group) != bool(wanted):
-                found = [_add(box, at) if wanted else _drop(box, at) for box in found]
+                found = [box.spliced(at, 0, (0, 1, 0)) if wanted else box.spliced(at, 1) for box in found]
         at += len(wanted)
     return found
 
 
 def _merge(box: Box, dim: int, inner: int) -> Iterator[Box]:
-    """Make one dimension of `dim` and the next, which is of size `inner`."""
+    """Merge `dim` and the next dimension, of size `inner`."""
     start, size, stride = (field[dim : dim + 2] for field in (box.start, box.sizes, box.strides))
     full = size[1] == inner
     if size[0] > 1 and not (full and (inner == 1 or stride[0] == stride[1] * inner)):
         for one in box.each(dim):
             yield from _merge(one, dim, inner)
         return
-    yield replace(
-        box,
-        start=_splice(box.start, dim, 2, start[0] * inner + start[1]),
-        sizes=_splice(box.sizes, dim, 2, size[0] * size[1]),
-        strides=_splice(box.strides, dim, 2, stride[0] if inner == 1 else stride[1]),
-    )
+    merged = stride[0] if inner == 1 else stride[1]
+    yield box.spliced(dim, 2, (start[0] * inner + start[1], size[0] * size[1], merged))
 
 
 def _split(box: Box, dim: int, inner: int) -> Iterator[Box]:
-    """Make two dimensions of one, the second of size `inner`."""
+    """Split a dimension into two, the second of size `inner`."""
     start, size, stride = box.start[dim], box.sizes[dim], box.strides[dim]
     border = (start // inner + 1) * inner
     if start % inner == 0 and size % inner == 0:
@@ -175,58 +183,31 @@ def _split(box: Box, dim: int, inner: int) -> Iterator[Box]:
         places, sizes = divmod(start, inner), (1, size)
     else:
         whole = (start + size) // inner * inner if start % inner == 0 else border
-        for low, high in ((start, whole), (whole, start + size)):
-            part = box.narrow(dim, low, high)
-            if part is not None:
-                yield from _split(part, dim, inner)
+        for part in filter(None, (box.narrow(dim, start, whole), box.narrow(dim, whole, start + size))):
+            yield from _split(part, dim, inner)
         return
-    yield replace(
-        box,
-        start=_splice(box.start, dim, 1, *places),
-        sizes=_splice(box.sizes, dim, 1, *sizes),
-        strides=_splice(box.strides, dim, 1, stride * inner, stride),
-    )
-
-
-def _add(box: Box, dim: int) -> Box:
-    return replace(
-        box,
-        start=_splice(box.start, dim, 0, 0),
-        sizes=_splice(box.sizes, dim, 0, 1),
-        strides=_splice(box.strides, dim, 0, 0),
-    )
-
-
-def _drop(box: Box, dim: int) -> Box:
-    return replace(
-        box,
-        start=_splice(box.start, dim, 1),
-        sizes=_splice(box.sizes, dim, 1),
-        strides=_splice(box.strides, dim, 1),
-    )
-
-
-def _put(values: Dims, dim: int, value: int) -> Dims:
-    return _splice(values, dim, 1, value)
+    outer, within = zip(places, sizes, (stride * inner, stride), strict=True)
+    yield box.spliced(dim, 1, outer, within)
 
 
 def _splice(values: Dims, dim: int, count: int, *new: int) -> Dims:
     return (*values[:dim], *new, *values[dim + count :])
 
 
-# Functions that move elements, with torch's own arguments.
+# Functions that move elements, with the arguments of torch's functions.
 
 
 def _cat(tensors: Sequence[Blueprint], dim: int = 0) -> Blueprint:
     first = tensors[0]
-    dim, boxes, at = dim % first.ndim, [], 0
+    dim, at = dim % first.ndim, 0
+    boxes: list[Box] = []
     for one in tensors:
-        if _put(tuple(one.shape), dim, 0) != _put(tuple(first.shape), dim, 0):
-            raise CheckpointValueError(f"it joins tensors of shapes {_shapes(tensors)}")
-        for box in one.boxes:
-            boxes.append(replace(box, start=_put(box.start, dim, box.start[dim] + at)))
+        if _splice(tuple(one.shape), dim, 1) != _splice(tuple(first.shape), dim, 1):
+            shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
+            raise CheckpointValueError(f"it joins tensors of shapes {shapes}")
+        boxes += [box.moved(dim, at) for box in one.boxes]
         at += one.shape[dim]
-    return type(first).made_of(boxes, _put(tuple(first.shape), dim, at), first.dtype)
+    return type(first).made_of(boxes, _splice(tuple(first.shape), dim, 1, at), first.dtype)
 
 
 def _stack(tensors: Sequence[Blueprint], dim: int = 0) -> Blueprint:
@@ -236,8 +217,8 @@ def _stack(tensors: Sequence[Blueprint], dim: int = 0) -> Blueprint:
 def _narrow(tensor: Blueprint, dim: int, start: int, length: int) -> Blueprint:
     dim %= tensor.ndim
     parts = (box.narrow(dim, start, start + length) for box in tensor.boxes)
-    boxes = [replace(b, start=_put(b.start, dim, b.start[dim] - start)) for b in parts if b]
-    return type(tensor).made_of(boxes, _put(tuple(tensor.shape), dim, length), tensor.dtype)
+    boxes = [box.moved(dim, -start) for box in parts if box]
+    return type(tensor).made_of(boxes, _splice(tuple(tensor.shape), dim, 1, length), tensor.dtype)
 
 
 def _split_sizes(tensor: Blueprint, split_size_or_sections: Any, dim: int = 0) -> tuple[Blueprint, ...]:
@@ -259,16 +240,15 @@ def _unbind(tensor: Blueprint, dim: int = 0) -> tuple[Blueprint, ...]:
 
 def _permute(tensor: Blueprint, *dims: Any) -> Blueprint:
     order = [dim % tensor.ndim for dim in (dims[0] if isinstance(dims[0], (tuple, list)) else dims)]
+
+    def ordered(values: Sequence[int]) -> Dims:
+        return tuple(values[dim] for dim in order)
+
     boxes = [
-        replace(
-            box,
-            start=tuple(box.start[dim] for dim in order),
-            sizes=tuple(box.sizes[dim] for dim in order),
-            strides=tuple(box.strides[dim] for dim in order),
-        )
+        replace(box, start=ordered(box.start), sizes=ordered(box.sizes), strides=ordered(box.strides))
         for box in tensor.boxes
     ]
-    return type(tensor).made_of(boxes, tuple(tensor.shape[dim] for dim in order), tensor.dtype)
+    return type(tensor).made_of(boxes, ordered(tensor.shape), tensor.dtype)
 
 
 def _transpose(tensor: Blueprint, dim0: int, dim1: int) -> Blueprint:
@@ -316,10 +296,6 @@ def _getitem(tensor: Blueprint, index: Any) -> Blueprint:
 
 def _same(tensor: Blueprint, *args: Any, **kwargs: Any) -> Blueprint:
     return tensor
-
-
-def _shapes(tensors: Sequence[torch.Tensor]) -> str:
-    return ", ".join(str(tuple(one.shape)) for one in tensors)
 
 
 _RULES: dict[str, Callable[..., Any]] = {

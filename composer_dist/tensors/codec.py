@@ -1,11 +1,11 @@
-"""How tensors of a subclass are taken apart into plain tensors, and put together again.
+"""Codecs: how to convert tensors of a subclass into plain tensors and back.
 
-A tensor subclass may keep its value in several *inner* tensors: packed integers, scales, a table. Its
-codec says what they are, which of them *follow the rows* (each rank's part of dimension 0 of the whole
-goes with its part of dimension 0 of these; the others are whole on every rank), and how the whole is
-converted to and from a dense tensor. `inner.py` uses this to allocate, deliver, compare, gather and load
-shards inner tensor by inner tensor; FSDP2 gathers them through the class's own `fsdp_pre_all_gather` and
-`fsdp_post_all_gather`. `torchao.py` has the codecs of torchao's classes.
+A tensor subclass may store its value in several *inner* tensors: packed integers, scales, a table. Its codec
+lists them, says which of them *follow the rows* (a rank's part of dimension 0 of the tensor needs the same
+part of dimension 0 of these; the others are whole on every rank), and converts the tensor to and from a dense
+one. `inner.py` uses codecs to allocate, deliver, compare, gather and load the inner tensors of shards; FSDP2
+gathers shards by the class's own `fsdp_pre_all_gather` and `fsdp_post_all_gather`. The codecs of torchao's
+classes are in `torchao.py`.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -24,7 +24,7 @@ Unflatten = Callable[[Mapping[str, Tensor], Any, torch.Size], Tensor]
 
 @dataclass(frozen=True)
 class TensorCodec:
-    """How the tensors of one class are taken apart and put together; see `register_tensor_codec`."""
+    """The functions for the tensors of one class; see `register_tensor_codec`."""
 
     rows: frozenset[str]
     to_dense: Callable[[Tensor], Tensor]
@@ -34,7 +34,7 @@ class TensorCodec:
 
 
 codecs: dict[type[Tensor], TensorCodec] = {}
-"""The codecs registered so far."""
+"""The registered codecs."""
 
 
 def register_tensor_codec(
@@ -50,22 +50,22 @@ def register_tensor_codec(
     """Support frozen parameters of a tensor subclass. Every rank must register the same codec.
 
     Args:
-        cls: the class, exactly; its subclasses need codecs of their own. To be sharded it also has
-            FSDP2's `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
-        rows: names of the inner tensors that follow the rows: dimension 0 of each, cut in equal parts,
-            belongs to dimension 0 of the whole, cut in as many parts.
-        to_dense: the value as a plain tensor, of the same shape and dtype.
-        from_dense: `(dense, like)`: a tensor of the class with the value of `dense`. `like`, a tensor of
-            the class (this rank's part, maybe), has the settings: block sizes and so on.
-        flatten: the inner tensors by name, and whatever else the tensor is made of; None uses the
-            class's own `__tensor_flatten__`.
-        unflatten: the inverse, `(inner, context, shape)`, for the shape of the whole or of a shard;
-            None uses the class's own `__tensor_unflatten__`, with a contiguous outer stride.
-        replace: replace the codec that the class has.
+        cls: the exact class; subclasses need their own codecs. To be sharded it also needs FSDP2's
+            `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+        rows: names of the inner tensors that follow the rows: if dimension 0 of the tensor is cut in equal
+            parts, dimension 0 of each of these is cut in as many parts.
+        to_dense: returns the value as a plain tensor of the same shape and dtype.
+        from_dense: `(dense, like)`; returns a tensor of the class with the value of `dense` and the settings
+            (such as block sizes) of `like`, which is of the class and may be this rank's part.
+        flatten: returns the inner tensors by name, and a context with everything else that the tensor
+            consists of; None uses the class's own `__tensor_flatten__`.
+        unflatten: the inverse, `(inner, context, shape)`, with the shape of the tensor or of a shard; None
+            uses the class's own `__tensor_unflatten__`, with a contiguous outer stride.
+        replace: replace the existing codec of the class.
 
     Raises:
-        ParallelismTypeError: `cls` is not a tensor class, or lacks the two methods that would be used.
-        ParallelismValueError: only one of `flatten` and `unflatten`, or there is a codec and no `replace`.
+        ParallelismTypeError: `cls` is not a subclass of Tensor, or lacks the two methods to use.
+        ParallelismValueError: only one of `flatten` and `unflatten` is given, or `cls` already has a codec.
     """
     if not (isinstance(cls, type) and issubclass(cls, Tensor)) or cls in (Tensor, nn.Parameter):
         raise ParallelismTypeError(f"A codec needs a subclass of torch.Tensor, not {cls!r}.")
@@ -76,20 +76,19 @@ def register_tensor_codec(
             f"{cls.__name__} has no __tensor_flatten__ and __tensor_unflatten__; give flatten and unflatten."
         )
     if cls in codecs and not replace:
-        raise ParallelismValueError(f"{cls.__name__} has a codec already; pass replace=True to replace it.")
-    codecs[cls] = TensorCodec(
-        frozenset(rows), to_dense, from_dense, flatten or made_of, unflatten or made_by(cls)
-    )
+        raise ParallelismValueError(f"{cls.__name__} already has a codec; pass replace=True to replace it.")
+    unflatten = unflatten or made_by(cls)
+    codecs[cls] = TensorCodec(frozenset(rows), to_dense, from_dense, flatten or made_of, unflatten)
 
 
 def made_of(tensor: Any) -> tuple[dict[str, Tensor], Any]:
-    """A tensor taken apart by its class's own `__tensor_flatten__`."""
+    """A tensor's inner tensors and context, by its class's own `__tensor_flatten__`."""
     names, context = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}, context
 
 
 def made_by(cls: Any) -> Unflatten:
-    """The inverse, by the class's own `__tensor_unflatten__`."""
+    """The inverse of `made_of`, by the class's own `__tensor_unflatten__`."""
     return lambda inner, context, shape: cls.__tensor_unflatten__(
         inner, context, shape, contiguous_strides(shape)
     )

@@ -1,4 +1,4 @@
-"""A hash of a tensor's values, by which ranks compare what they hold."""
+"""A hash of a tensor's values, with which ranks compare their tensors."""
 
 from functools import lru_cache
 
@@ -7,7 +7,7 @@ import torch
 from composer_dist.tensors.parts import as_bytes, elements
 
 _STEP = 1 << 20
-"""Bytes that are hashed at a time."""
+"""Bytes hashed at a time."""
 _MASK = (1 << 64) - 1
 
 

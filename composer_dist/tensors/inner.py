@@ -1,4 +1,4 @@
-"""What a tensor is made of: inner tensors where its class has a codec, else the tensor itself."""
+"""The inner tensors of a tensor whose class has a codec; other tensors are used as they are."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from composer_dist.tensors.torchao import torchao_codec
 
 @dataclass(frozen=True)
 class Inner:
-    """An inner tensor as pure data."""
+    """The facts about an inner tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,24 +44,23 @@ def codec_of(tensor: Tensor) -> TensorCodec | None:
 
 
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
-    """What a tensor is made of, sharing its memory: DTensors for a DTensor; {} where it has no codec."""
+    """A tensor's inner tensors, sharing its memory: DTensors for a DTensor; {} if it has no codec."""
     codec = codec_of(tensor)
     if codec is None:
         return {}
-    found = codec.flatten(local_part(tensor))[0]
-    if not isinstance(tensor, DTensor):
-        return {name: inner.detach() for name, inner in found.items()}
-    whole = [Replicate()] * tensor.device_mesh.ndim
-    return {
-        name: _torch.as_dtensor(inner.detach(), tensor.device_mesh, tensor.placements, _rows(tensor))
-        if name in codec.rows
-        else _torch.as_dtensor(inner.detach(), tensor.device_mesh, whole, 1)
-        for name, inner in found.items()
-    }
+    local = local_part(tensor)
+    found = {name: inner.detach() for name, inner in codec.flatten(local)[0].items()}
+    if isinstance(tensor, DTensor):
+        mesh, rows = tensor.device_mesh, local.shape[0]
+        cut = (tensor.placements, tensor.shape[0] // rows if rows else 1)
+        whole = ([Replicate()] * mesh.ndim, 1)
+        for name, inner in found.items():
+            found[name] = _torch.as_dtensor(inner, mesh, *(cut if name in codec.rows else whole))
+    return found
 
 
 def describe_inner(tensor: Tensor) -> tuple[Inner, ...]:
-    """What a tensor is made of, as data; () where it has no codec."""
+    """The facts about a tensor's inner tensors; () if it has no codec."""
     codec = codec_of(tensor)
     if codec is None:
         return ()
@@ -78,7 +77,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def rebuild(tensor: Tensor, inner: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
-    """A tensor like `tensor` (which has a codec, or whose shards have) made of other inner tensors."""
+    """A tensor like `tensor`, or like its shards, with other inner tensors; its class has a codec."""
     codec = _known(tensor)
     return codec.unflatten(inner, codec.flatten(local_part(tensor))[1], shape)
 
@@ -86,29 +85,33 @@ def rebuild(tensor: Tensor, inner: Mapping[str, Tensor], shape: torch.Size) -> T
 def empty_like(
     tensor: Tensor, device: torch.device | str, parts: int = 1, pin_memory: bool = False
 ) -> Tensor:
-    """A tensor of the same class, uninitialized: all of it, or one of `parts` equal parts of its rows."""
+    """An uninitialized tensor of the same class: the whole, or one of `parts` equal parts of its rows."""
+
+    def part(shape: torch.Size) -> torch.Size:
+        return torch.Size((shape[0] // parts, *shape[1:]))
+
     rows, inner = _known(tensor).rows, {}
     for name, value in inner_tensors(tensor).items():
-        size = _part(value.shape, parts) if name in rows else value.shape
+        size = part(value.shape) if name in rows else value.shape
         inner[name] = torch.empty(size, dtype=value.dtype, device=device, pin_memory=pin_memory)
-    return rebuild(tensor, inner, _part(tensor.shape, parts))
+    return rebuild(tensor, inner, part(tensor.shape))
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The value of a tensor as a plain one; the tensor itself where it has no codec."""
+    """The value of a tensor as a plain tensor."""
     codec = codec_of(tensor)
     return tensor.detach() if codec is None else codec.to_dense(tensor.detach())
 
 
 def encoded(full: Tensor, like: Tensor) -> Tensor:
-    """A full tensor, dense or not, in the class and with the settings of `like`.
+    """A full tensor converted to the class and settings of `like`.
 
     Args:
-        full: the value, on any device; as it is where `like` has no codec.
+        full: the value, dense or not, on any device; returned unchanged if `like` has no codec.
         like: a tensor of the model: full, or sharded.
 
     Raises:
-        ParallelismValueError: `from_dense` gives other inner tensors than `like` is made of.
+        ParallelismValueError: `from_dense` returns other inner tensors than those of `like`.
     """
     codec = codec_of(like)
     if codec is None:
@@ -119,15 +122,15 @@ def encoded(full: Tensor, like: Tensor) -> Tensor:
         full = codec.from_dense(dense(full).to(device, like.dtype), local)
         if (got := describe_inner(full)) != wanted:
             raise ParallelismValueError(
-                f"The codec's from_dense makes a {type(full).__name__} of {list(got)}, where the model has "
-                f"a {type(local).__name__} of {list(wanted)}."
+                f"The codec's from_dense returns a {type(full).__name__} with {list(got)}, but the model has "
+                f"a {type(local).__name__} with {list(wanted)}."
             )
     return full
 
 
 @torch.no_grad()
 def encode_into(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor the value of a plain one, in place; by its codec, where it has one."""
+    """Copy the value of a plain tensor into a tensor, which may have a codec."""
     if codec_of(tensor) is None:
         tensor.copy_(value)
         return
@@ -137,10 +140,10 @@ def encode_into(tensor: Tensor, value: Tensor) -> None:
 
 
 def parts(name: str, tensor: Tensor, full: Tensor | None) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """The tensors to fill in order to fill a tensor, by name, each with its full value if there is one.
+    """A tensor's inner tensors, or the tensor itself, by name, each with its full value if `full` is given.
 
     Args:
-        tensor: of the model; itself the only part, unless it has a codec.
+        tensor: of the model.
         full: its value, of the same class.
     """
     inner = inner_tensors(tensor)
@@ -152,17 +155,15 @@ def parts(name: str, tensor: Tensor, full: Tensor | None) -> Iterator[tuple[str,
 
 
 def as_floats(tensor: Tensor) -> Tensor:
-    """A tensor in float32, dense, cut as it is; only some ranks' parts may be quantized."""
+    """A tensor in float32, dense and cut as before; only some ranks' parts may be quantized."""
     if not tensor.is_floating_point():
         return tensor
     local = dense(local_part(tensor)).float()
-    if not isinstance(tensor, DTensor):
-        return local
-    return dtensor_like(local, tensor)
+    return dtensor_like(local, tensor) if isinstance(tensor, DTensor) else local
 
 
 def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor with another local tensor, cut as `like` is."""
+    """A DTensor with another local tensor, cut like `like`."""
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -175,16 +176,6 @@ def own_attributes(tensor: Tensor) -> dict[str, Any]:
         made = vars(rebuild(tensor, inner_tensors(tensor), tensor.shape))
         attributes = {name: value for name, value in attributes.items() if name not in made}
     return attributes
-
-
-def _rows(tensor: DTensor) -> int:
-    """Into how many parts a DTensor's rows are cut."""
-    rows = local_part(tensor).shape[0]
-    return tensor.shape[0] // rows if rows else 1
-
-
-def _part(shape: torch.Size, parts: int) -> torch.Size:
-    return torch.Size((shape[0] // parts, *shape[1:]))
 
 
 def _known(tensor: Tensor) -> TensorCodec:

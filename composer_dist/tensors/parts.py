@@ -20,7 +20,7 @@ class Part:
     """The elements [first, last), in row-major order, of a window on a tensor."""
 
     shape: tuple[int, ...]
-    """Of the full tensor, a dimension with groups counted as two."""
+    """Of the full tensor; a dimension with groups counts as two."""
     window: tuple[tuple[int, int], ...]
     """[start, stop) in each dimension of `shape`."""
     first: int
@@ -35,24 +35,25 @@ class Part:
         """The elements [start, stop) of the part, flat: a view where the tensor's layout allows, else a copy.
 
         Args:
-            tensor: the full one; strides, device and dtype as they may be.
+            tensor: the full one, with any strides, device and dtype.
         """
-        view = tensor.detach().view(self.shape) if tensor.is_contiguous() else _split(tensor, self.shape)
-        for dim, (low, high) in enumerate(self.window):
-            view = view.narrow(dim, low, high - low)
+        tensor = tensor.detach()
+        view = tensor.view(self.shape) if tensor.is_contiguous() else _split(tensor, self.shape)
         stop = self.numel if stop is None else min(stop, self.numel)
-        return elements(view, self.first + min(start, stop), self.first + stop)
+        return elements(self._in_window(view), self.first + min(start, stop), self.first + stop)
 
     def put(self, tensor: torch.Tensor, values: torch.Tensor, start: int = 0) -> None:
         """Write the part's elements from `start` on, flat, into the full tensor.
 
         Args:
-            tensor: contiguous; device and dtype as they may be.
+            tensor: contiguous, with any device and dtype.
         """
-        view = tensor.view(self.shape)
+        put_elements(self._in_window(tensor.view(self.shape)), self.first + start, values)
+
+    def _in_window(self, view: torch.Tensor) -> torch.Tensor:
         for dim, (low, high) in enumerate(self.window):
             view = view.narrow(dim, low, high - low)
-        put_elements(view, self.first + start, values)
+        return view
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """The contiguous runs of the part in the full tensor, in order: (first element, length)."""
@@ -62,7 +63,7 @@ class Part:
         outer = len(sizes)
         while outer and sizes[outer - 1] == self.shape[outer - 1]:
             outer -= 1
-        outer = max(outer - 1, 0)  # dimensions before the one that is cut last, over which runs repeat
+        outer = max(outer - 1, 0)  # dimensions before the last one that is cut, over which runs repeat
         length = prod(sizes[outer:])
         strides = [prod(self.shape[dim + 1 :]) for dim in range(len(sizes))]
         base = sum(low * stride for (low, _), stride in zip(self.window, strides, strict=True))
@@ -117,7 +118,6 @@ def put_elements(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None
 
 def _split(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A view with one dimension unflattened, if `shape` has one more."""
-    tensor = tensor.detach()
     if tensor.ndim == len(shape):
         return tensor
     dim = next((d for d, size in enumerate(tensor.shape) if size != shape[d]), tensor.ndim - 1)

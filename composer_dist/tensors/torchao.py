@@ -1,9 +1,9 @@
-"""The codecs of torchao's classes: NF4 weights, and the 8-bit, 4-bit and float8 state of its optimizers.
+"""Codecs for torchao's classes: NF4 weights, and the 8-bit, 4-bit and float8 state of its optimizers.
 
-Optimizer state consists of codes in blocks, each block with a scale, of one rank's part alone. A code
-stands for an entry of a table, times its block's scale. torchao takes the largest magnitude as the scale,
-though its signed tables do not reach from -1 to 1, so what it has made of floats would shrink when it is
-given as floats again. Here the scale is found by the table, and such floats give the same bits.
+Optimizer state, which covers one rank's part only, consists of codes in blocks, each block with a scale. A
+code represents an entry of a table times its block's scale. torchao's scale is the largest magnitude, but its
+signed tables do not reach from -1 to 1, so quantizing dequantized values again would shrink them. Here the
+scale depends on the table, and such values give the same bits.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from composer_dist.tensors.parts import contiguous_strides
 
 
 def torchao_codec(cls: type[Tensor]) -> TensorCodec | None:
-    """The codec of one of torchao's classes; None for any other class."""
+    """The codec of a torchao class; None for any other class."""
     if not cls.__module__.startswith("torchao."):
         return None
     if cls.__name__ == "NF4Tensor":
@@ -32,8 +32,8 @@ def _nf4_codec(cls: Any) -> TensorCodec:
     """NF4: 4-bit integers in blocks, whose scales are 8-bit integers in blocks of blocks (QLoRA).
 
     torchao moved the class between versions (torchao/dtypes/nf4tensor.py, then
-    torchao/quantization/quantize_/workflows/nf4/nf4_tensor.py), so it is known by the tensor at hand. Its
-    own `__tensor_unflatten__` ignores the requested shape and restores the flattened one.
+    torchao/quantization/quantize_/workflows/nf4/nf4_tensor.py), so it is not imported here. Its own
+    `__tensor_unflatten__` ignores the requested shape and restores the flattened one.
     """
 
     def unflatten(inner: Mapping[str, Tensor], context: Any, shape: torch.Size) -> Tensor:
@@ -62,14 +62,11 @@ def _nf4_codec(cls: Any) -> TensorCodec:
 
 
 def _optimizer_state_codec(cls: Any) -> TensorCodec:
-    """The codec of one of torchao's classes, for parts that each rank has made on its own."""
-
     def from_dense(dense: Tensor, like: Any) -> Tensor:
         inner, context = made_of(like)
-        made: Tensor = made_by(cls)(
-            {name: value.clone() for name, value in inner.items()}, context, like.shape
-        )
-        if "qmap" not in inner:  # float8: no table, and no loss
+        copies = {name: value.clone() for name, value in inner.items()}
+        made: Tensor = made_by(cls)(copies, context, like.shape)
+        if "qmap" not in inner:  # float8 needs no table
             return made.copy_(dense)
         new = made_of(made)[0]
         blocks = dense.to(new["scale"]).reshape(len(new["scale"]), -1)
@@ -94,8 +91,8 @@ def quantize(blocks: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest codes, and the scales, of `(blocks, elements)` by a sorted table.
 
     Returns:
-        Codes, uint8, of the same shape, and scales `(blocks,)`: a block that already is a table's
-        entries times one scale is unchanged.
+        Codes, uint8, of the same shape, and scales `(blocks,)`. A block that consists of the table's entries
+        times one scale keeps its value.
     """
     scale = blocks.amax(1) / table[-1]
     if table[0] < 0:
@@ -105,6 +102,6 @@ def quantize(blocks: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     entries, best = table[codes], torch.full_like(scale, torch.inf)
     nearest = scale.clone()
     for one in (scale, *(torch.nextafter(scale, torch.full_like(scale, to)) for to in (0.0, torch.inf))):
-        wrong = (entries * one[:, None] != blocks).sum(1).to(best)  # dividing may be off by the last bit
+        wrong = (entries * one[:, None] != blocks).sum(1).to(best)  # division may be off by one bit
         nearest, best = torch.where(wrong < best, one, nearest), torch.minimum(wrong, best)
     return codes.to(torch.uint8), nearest

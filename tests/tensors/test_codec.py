@@ -288,7 +288,7 @@ def test_registration_is_checked(codecs: None) -> None:
         (nn.Parameter, {}, ParallelismTypeError, "Parameter"),
         (Closed, {}, ParallelismTypeError, "Closed has no __tensor_flatten__"),
         (Other, half, ParallelismValueError, "give both flatten and unflatten"),
-        (Other, {}, ParallelismValueError, "Other has a codec already; pass replace=True"),
+        (Other, {}, ParallelismValueError, "Other already has a codec; pass replace=True"),
     ):
         with pytest.raises(error, match=text):
             register_tensor_codec(kind, rows=[], **options, **OTHER)  # type: ignore[type-var]
@@ -304,7 +304,7 @@ def test_a_codec_that_makes_something_else_is_refused(codecs: None) -> None:
     )
     like = as_other(EIGHT)
     assert encoded(like, like) is like
-    with pytest.raises(ParallelismValueError, match="from_dense makes a Other of .*where the model has"):
+    with pytest.raises(ParallelismValueError, match="from_dense returns a Other with .*but the model has"):
         encoded(EIGHT, like)
 
 

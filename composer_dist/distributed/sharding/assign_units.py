@@ -18,9 +18,9 @@ from composer_dist.distributed import prepared
 from composer_dist.distributed.sharding.choose_units import Choice, Choices
 from composer_dist.distributed.wishes import Wishes
 from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
-from composer_dist.structure.blocks import has_forward
+from composer_dist.structure.blocks import has_forward, holds_parameters
 from composer_dist.structure.names import ancestors
-from composer_dist.structure.structure import Held, Structure, TensorInfo
+from composer_dist.structure.structure import Structure, TensorInfo
 from composer_dist.wording import dtype_name
 
 
@@ -100,7 +100,10 @@ def assign(structure: Structure, choices: Choices, shards: int) -> Assignment:
             with faults.catching():
                 groups.update(_split_by_dtype(group, structure))
     for name in [name for name, group in groups.items() if name and not group.parameters]:
-        skipped[name] = _why_empty(name, structure)
+        outer = holds_parameters(structure.modules[name])
+        skipped[name] = (
+            "its parameters stay plain or belong to outer units" if outer else "it has no parameters"
+        )
         del groups[name]
     if not any(group.parameters for group in groups.values()):
         why = "no unit gets a parameter" if structure.parameters else "the model has no parameters"
@@ -145,12 +148,6 @@ def _why_plain(
         if nearest is not None and nearest in choices.plain:
             return choices.plain[nearest]
     return None
-
-
-def _why_empty(name: str, structure: Structure) -> str:
-    if any(True for _ in structure.modules[name].parameters()):
-        return "its parameters stay plain or belong to outer units"
-    return "it has no parameters"
 
 
 def _home(info: TensorInfo, structure: Structure, groups: dict[str, Draft]) -> Draft | None:
@@ -261,11 +258,12 @@ def plan_skippable(structure: Structure, wishes: Wishes, assignment: Assignment)
     """
     homes = {name: group for group in assignment.groups for name in group.parameters}
     for module, (how, source) in wishes.ruled("skippable").items():
-        inside = [n for n, held in structure.parameters.items() if _holds(module, held)]
         units: dict[str | None, list[str]] = {}
-        for name in inside:
+        for name, held in structure.parameters.items():
+            if not any(module in ancestors(owner) for owner in held.info.owners):
+                continue
             unit = None if how == "replicate" else _unit_around(name, module, homes, assignment, source)
-            if structure.tensors[name].info.requires_grad:
+            if held.info.requires_grad:
                 units.setdefault(unit, []).append(name)
         yield from (Skippable(module, tuple(names), unit) for unit, names in units.items())
 
@@ -289,7 +287,3 @@ def _unit_around(
             f"{home.choice.reason}. Use skippable='replicate'."
         )
     return unit
-
-
-def _holds(module: str, held: Held) -> bool:
-    return any(module in ancestors(owner) for owner in held.info.owners)

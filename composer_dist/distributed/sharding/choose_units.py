@@ -4,12 +4,12 @@ The first of these that has an answer for a module decides. The structure decide
 chosen no unit.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from composer_dist import _torch
 from composer_dist._torch import CustomPolicy
@@ -59,7 +59,11 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
     """
     modules, rules, policy = structure.modules, wishes.rules, wishes.wrap_policy
     chosen: dict[str, Choice] = {}
-    plain = dict(_metrics(structure))
+    plain = {
+        structure.first[name]: "a metric runs outside the model's forward"
+        for name, module in modules.items()
+        if _is_metric(module) and holds_parameters(module)
+    }
     skippable = wishes.ruled("skippable")
     for name, module in modules.items():
         if structure.first[name] != name:
@@ -179,13 +183,6 @@ def _expand(
     return expanded, warnings
 
 
-def _metrics(structure: Structure) -> Iterator[tuple[str, str]]:
-    """Metrics that have parameters, such as a reference network."""
-    for name, module in structure.modules.items():
-        if _is_metric(module) and holds_parameters(module):
-            yield structure.first[name], "a metric runs outside the model's forward"
-
-
 def _is_metric(module: nn.Module) -> bool:
     return is_a(module, "Metric", "MetricCollection")
 
@@ -211,8 +208,3 @@ def composer_children(model: nn.Module) -> tuple[str, ...]:
         for name, child in model.named_children()
         if holds_parameters(child) and has_forward(child) and not _is_metric(child)
     )
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 manages `module` as a unit already."""
-    return isinstance(module, FSDPModule)

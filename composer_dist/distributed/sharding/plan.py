@@ -134,6 +134,7 @@ def plan(
         for group in assignment.groups
         for name in group.modules
     }
+    several, check_order = any(size > 1 for size in sizes.values()), wishes.config.check_order
     found = ShardingPlan(
         units=units,
         plain=assignment.plain,
@@ -143,7 +144,7 @@ def plan(
         blocks=blocks,
         skippable=skippable,
         forward_methods=methods,
-        check_order=_checks_order(wishes, sizes),
+        check_order=several and (wishes.device_type == "cpu" if check_order == "auto" else check_order),
         warnings=(*choices.warnings, *assignment.warnings, *idle),
     )
     if sizes["tp"] > 1:
@@ -151,12 +152,6 @@ def plan(
     resharded = {name: u.reshard_after_forward for u in found.units for name in u.parameters}
     check_codecs(structure, resharded, sizes, cut)
     return found
-
-
-def _checks_order(wishes: Wishes, sizes: Mapping[str, int]) -> bool:
-    wanted = wishes.config.check_order
-    alone = all(size == 1 for size in sizes.values())
-    return not alone and (wishes.device_type == "cpu" if wanted == "auto" else wanted)
 
 
 def innermost(assignment: Assignment) -> tuple[str, ...]:
