@@ -1,7 +1,7 @@
-"""Every private name of torch that this library uses, each with why it is needed and since when it exists.
+"""Every private name of torch that this library uses, with its reason and the torch version that added it.
 
-No other package uses a name with an underscore of torch's. `tests/test_torch.py` looks for each one and
-says which feature fails without it. Code that differs by torch version lives here too.
+No other package uses torch's private names. `tests/test_torch.py` checks for each one and says which feature
+needs it. Code that depends on the torch version is here too.
 """
 
 from composer_dist._torch.communication import *

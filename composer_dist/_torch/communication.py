@@ -9,20 +9,20 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-# The store behind the default process group: ranks agree through it, because a store answers where a
-# collective would hang on a dead peer. Since torch 2.0.
+# The store of the default process group, through which ranks agree: a collective would hang if a peer has
+# died, the store does not. Since torch 2.0.
 from torch.distributed.distributed_c10d import Store as Store
 
-# The group that an operation of the dispatcher names. Since torch 2.2.
+# The process group with a given name. Since torch 2.2.
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-# The switch that says whether torch's ring attention expects the balanced order of positions; the public
-# context manager around the ring has no argument for it. Since torch 2.4, at this path since 2.6.
+# The option that makes torch's ring attention expect the balanced order of positions; the public context
+# manager has no argument for it. Since torch 2.4, at this path since 2.6.
 from torch.distributed.tensor.experimental._attention import _cp_options
 
 get_default_store = distributed_c10d._get_default_store
 
-# The collectives on whole tensors, which torch 2.13 has renamed; the old names warn there.
+# Collectives on whole tensors; torch 2.13 renamed them, and the old names warn.
 _before_2_13 = not hasattr(torch.distributed, "all_gather_single")
 all_gather_single: Callable[..., Any] = getattr(
     torch.distributed, "all_gather_into_tensor" if _before_2_13 else "all_gather_single"
@@ -31,37 +31,31 @@ reduce_scatter_single: Callable[..., Any] = getattr(
     torch.distributed, "reduce_scatter_tensor" if _before_2_13 else "reduce_scatter_single"
 )
 
-# Collectives that return a new tensor; there is no public way to call them. Since torch 2.2.
+# Collectives that return a new tensor and have no public functions. Since torch 2.2.
+_functional: Any = torch.ops._c10d_functional
 
 
 def all_reduced(tensor: torch.Tensor, group: str) -> torch.Tensor:
-    """The sum of `tensor`, contiguous, over the ranks of the group of this name."""
-    functional: Any = torch.ops._c10d_functional
-    return _waited(functional.all_reduce(tensor, "sum", group))
+    """The sum of a contiguous tensor over the ranks of the group with this name."""
+    return _functional.wait_tensor(_functional.all_reduce(tensor, "sum", group))  # type: ignore[no-any-return]
 
 
 def all_gathered(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """The tensors of all ranks, contiguous and alike, one after the other along dimension 0."""
-    functional: Any = torch.ops._c10d_functional
-    return _waited(functional.all_gather_into_tensor(tensor, size, group))
+    """The contiguous tensors of all ranks, concatenated along dimension 0; all have the same shape."""
+    gathered = _functional.all_gather_into_tensor(tensor, size, group)
+    return _functional.wait_tensor(gathered)  # type: ignore[no-any-return]
 
 
 def reduce_scattered(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """This rank's part, along dimension 0, of the sum of `tensor`, contiguous, over the ranks."""
-    functional: Any = torch.ops._c10d_functional
-    return _waited(functional.reduce_scatter_tensor(tensor, "sum", size, group))
-
-
-def _waited(tensor: torch.Tensor) -> torch.Tensor:
-    functional: Any = torch.ops._c10d_functional
-    waited: torch.Tensor = functional.wait_tensor(tensor)
-    return waited
+    """This rank's part, along dimension 0, of the sum of a contiguous tensor over the ranks."""
+    part = _functional.reduce_scatter_tensor(tensor, "sum", size, group)
+    return _functional.wait_tensor(part)  # type: ignore[no-any-return]
 
 
 def group_of_collective(operation: Any, arguments: Sequence[Any]) -> torch.distributed.ProcessGroup | None:
-    """The group over which an operation of the dispatcher communicates, if it does.
+    """The group of an operation of the dispatcher; None if the operation does not communicate.
 
-    The objects of torch.distributed's collectives are boxed; functional ones name their group. Since
+    torch.distributed's collectives have the group as a boxed argument, functional ones have its name. Since
     torch 2.5.
     """
     if operation.namespace == "c10d":
@@ -77,37 +71,37 @@ def group_of_collective(operation: Any, arguments: Sequence[Any]) -> torch.distr
 
 
 def collective_timeout() -> timedelta:
-    """How long a collective of the default group may take: what `init_process_group` was given.
+    """The timeout of the default group's collectives, as given to `init_process_group`.
 
-    Backends keep it in their options, to which there is no public way. Since torch 2.6.
+    It is in the backends' options, which are not public. Since torch 2.6.
     """
     group = torch.distributed.group.WORLD
     backends = [group._get_backend(device) for device in group._device_types] if group else []
     return max((backend.options._timeout for backend in backends), default=timedelta(minutes=30))
 
 
-# Meshes cut and joined: FSDP2 shards over data and context parallel ranks together, and wants a part of
-# the mesh whose other parts tensor parallelism uses. Slicing by a flattened name is deprecated in favor of
-# keeping the flattened mesh, which only these make. `_flatten` since torch 2.5, `_concatenate` since 2.10.
+# FSDP2 shards over data and context parallel ranks together, and needs a part of the same mesh that tensor
+# parallelism uses. Slicing by a flattened name is deprecated; only these functions return a flattened mesh to
+# keep. `_flatten` since torch 2.5, `_concatenate` since 2.10.
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A mesh of several dimensions as one of a single dimension; the same one at every call."""
+    """A mesh with several dimensions as one with a single dimension; every call returns the same one."""
     return mesh._flatten(name)
 
 
 def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
-    """The mesh with the dimensions of several disjoint parts of one mesh, over the parts' groups."""
+    """A mesh with the dimensions and groups of several disjoint parts of one mesh."""
     return DeviceMesh._concatenate(list(meshes))
 
 
 def clear_dtensor_caches() -> None:
-    """Forgets the meshes that DTensor's sharding propagation has seen; called on `destroy`.
+    """Clear the meshes in the caches of DTensor's sharding propagation; called on `destroy`.
 
-    The caches are keyed by equality of meshes, which leaves out the groups, and hand back the mesh
-    they saw first. After `destroy_process_group` and a new `init_process_group` an equal mesh has
-    groups of other names, so the first redistribution fails or talks to the wrong ranks. Torch's own
-    tests call this for the same reason. In torch 2.11 to 2.13 it clears the C++ cache too.
+    The caches compare meshes without their groups, and return the first equal mesh. After
+    `destroy_process_group` and a new `init_process_group`, the groups of an equal mesh have other names, so
+    the first redistribution would fail or communicate with the wrong ranks. Torch's own tests call this for
+    the same reason. In torch 2.11 to 2.13 it also clears the C++ cache.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -118,17 +112,15 @@ def clear_dtensor_caches() -> None:
 def ring_attention(mesh: DeviceMesh, length: int, balanced: bool) -> Iterator[None]:
     """Inside, scaled-dot-product attention is torch's ring over the ranks of `mesh` (1-D).
 
-    Torch's context also cuts tensors, one of them at least, from which it reads the sequence's length.
+    Torch's context reads the sequence's length from a tensor that it splits, so it gets an empty one.
     """
     from torch.distributed.tensor.experimental import context_parallel
 
     before = _cp_options.enable_load_balance
     _cp_options.enable_load_balance = balanced
-    lengthwise = torch.empty(length, device=mesh.device_type)
+    empty = torch.empty(length, device=mesh.device_type)
     try:
-        with context_parallel(
-            mesh, buffers=[lengthwise], buffer_seq_dims=[0], no_restore_buffers={lengthwise}
-        ):
+        with context_parallel(mesh, buffers=[empty], buffer_seq_dims=[0], no_restore_buffers={empty}):
             yield
     finally:
         _cp_options.enable_load_balance = before

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-# Activation checkpointing by a wrapper module, as Composer, Lightning and torchtune users know it.
-# Since torch 1.12; the path is private, the function universal.
+# Activation checkpointing by a wrapper module, as in Composer, Lightning and torchtune. Since torch 1.12; the
+# path is private, but widely used.
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper as checkpoint_wrapper,
 )
 from torch.optim import Optimizer
 
-# The classes of all batch norms and of all convolutions. Since torch 0.4.
+# The base classes of batch norms and of convolutions. Since torch 0.4.
 AnyBatchNorm, AnyConvolution = nn.modules.batchnorm._BatchNorm, nn.modules.conv._ConvNd
 
 
@@ -25,12 +25,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def original_class(sharded: type[nn.Module]) -> type[nn.Module]:
-    """The class that a module had before `fully_shard` or `replicate` put two of theirs in front of it."""
+    """The class of a module before `fully_shard` or `replicate` put two of their own before it."""
     return sharded.__mro__[2]
 
 
 def is_saved(module: nn.Module, key: str) -> bool:
-    """Whether the buffer `key` of a module is part of its `state_dict`. Since torch 1.4."""
+    """Whether a module's `state_dict` includes its buffer `key`. Since torch 1.4."""
     return key not in module._non_persistent_buffers_set
 
 
@@ -40,10 +40,10 @@ def _overwrite(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 @contextmanager
 def all_initializers_write() -> Iterator[None]:
-    """Inside, every function of `nn.init` writes to meta tensors too, so that tracing sees that it does.
+    """Inside, all functions of `nn.init` also write to meta tensors, so that tracing sees the writes.
 
-    Since torch 2.13 these four return at once for them. Their code is exchanged rather than their
-    names, because initializers import them by name.
+    Since torch 2.13 these four return early for meta tensors. Their code is replaced instead of their names,
+    because initializers import them by name.
     """
     init = nn.init
     silent = [init._no_grad_trunc_normal_, init.orthogonal_, init.sparse_, init.dirac_]
@@ -58,10 +58,10 @@ def all_initializers_write() -> Iterator[None]:
 
 
 def optimizers_were_made() -> bool:
-    """Whether this process has made any optimizer so far.
+    """Whether this process has created any optimizer.
 
-    Each class's `step` is marked when its first object is made (`Optimizer._patch_step_function`, by
-    another name before torch 2.0), which saves a search through all objects. Since torch 1.5.
+    The first object of each class marks the class's `step` (`Optimizer._patch_step_function`, by another name
+    before torch 2.0), so no search through all objects is needed. Since torch 1.5.
     """
     kinds = [Optimizer]
     for kind in kinds:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-# An operation of one signature, all of one name, and those that take functions. Since torch 1.12.
+# An overload of an operation, all its overloads, and operations on functions. Since torch 1.12.
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 
-# The mode under which an operation's arguments are seen: how initializers are traced. Since torch 1.13.
+# The mode that intercepts operations, with which initializers are traced. Since torch 1.13.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
@@ -28,12 +28,12 @@ def is_mutable(operation: OpOverload) -> bool:
 
 
 def packet(operation: Any) -> Any:
-    """All overloads of an operation; None for one without overloads. Since torch 1.12."""
+    """All overloads of an operation; None if it has none. Since torch 1.12."""
     return getattr(operation, "_overloadpacket", None)
 
 
 def operators() -> dict[str, list[str]]:
-    """Every operation that the dispatcher knows, as "aten.mm", with its overloads. Since torch 1.5."""
+    """All operations of the dispatcher, such as "aten.mm", with their overloads. Since torch 1.5."""
     found: dict[str, list[str]] = {}
     for name in torch._C._dispatch_get_all_op_names():
         base, _, overload = name.partition(".")
@@ -42,16 +42,16 @@ def operators() -> dict[str, list[str]]:
 
 
 def is_composite(operator: Any) -> bool:
-    """Whether torch replaces an operation by others before a dispatch mode sees it. Since torch 1.12."""
+    """Whether torch decomposes an operation before dispatch modes see it. Since torch 1.12."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return bool(operator.has_kernel_for_dispatch_key(key))
 
 
 def one_side_effect() -> AbstractContextManager[None]:
-    """Inside, what a checkpointed forward changes about objects does not keep it from being compiled.
+    """Inside, a checkpointed forward with side effects on objects can be compiled.
 
-    Tensor parallelism exchanges parameters for their parts and back, say. Compiled, such a change happens
-    in forward and not again in backward. Since torch 2.10; torchtitan sets it too.
+    Tensor parallelism, for example, replaces parameters by their parts and back. The compiled code repeats
+    such a change in forward, but not in backward. Since torch 2.10; torchtitan also sets this.
     """
     from torch._dynamo import config
 
@@ -78,8 +78,8 @@ def backend_within(
 ) -> Callable[[Any, Any], Any]:
     """A backend for torch.compile that keeps at most a share `budget` of the activations.
 
-    The setting is global in torch, so it holds while this backend compiles and no longer. Since torch
-    2.4; torch 2.13 has `torch.autograd.graph.region_activation_memory_budget`, which is to be traced.
+    Torch's setting is global, so it is set only while this backend compiles. Since torch 2.4; in torch 2.13,
+    `torch.autograd.graph.region_activation_memory_budget` must be traced.
     """
     from torch._functorch import config
 

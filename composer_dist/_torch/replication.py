@@ -1,4 +1,4 @@
-"""DDP in place, and gradients that are synchronized in backward."""
+"""DDP in place, and the synchronization of gradients in backward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-# Data parallelism by hooks, over DDP's reducer, and the class that it mixes into a module's own.
-# Since torch 2.0.
+# Data parallelism by hooks, with DDP's reducer, and the class that it adds to a module's. Since torch 2.0.
 from torch.distributed._composable.replicate import DDP as ComposableDDP
 from torch.distributed._composable.replicate import replicate as replicate
 from torch.distributed.fsdp import FSDPModule
@@ -19,15 +18,15 @@ from composer_dist._torch.sharding import fsdp_param_groups
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether composable replicate has been at work on `module`."""
+    """Whether composable replicate was applied to `module`."""
     return isinstance(module, ComposableDDP)
 
 
 def serve_in_place(model: nn.Module, ddp: DistributedDataParallel) -> None:
-    """Let composable replicate's hooks, set at the first call, run `ddp` around the forward of `model`.
+    """Make composable replicate's hooks, which the first call adds, run `ddp` around the forward of `model`.
 
-    By itself replicate makes its DDP in the first forward, and over a bare ParameterList, which knows
-    neither buffers nor sparse embeddings nor names. The state's fields are the same since torch 2.2.
+    Otherwise replicate creates its DDP in the first forward, from a bare ParameterList without buffers,
+    sparse embeddings and names. The fields of its state are unchanged since torch 2.2.
     """
     if not is_replicated(model):
         replicate(model)
@@ -38,28 +37,28 @@ def serve_in_place(model: nn.Module, ddp: DistributedDataParallel) -> None:
 
 
 def register_late_hooks(model: nn.Module) -> None:
-    """Register what the user has given to composable replicate's `register_comm_hook` since the start."""
+    """Register the hooks that the user has since given to composable replicate's `register_comm_hook`."""
     replicate.state(model).register_comm_hook()
 
 
 class InPlaceDDP(DistributedDataParallel):
-    """DDP that composable replicate's hooks call; a subclass says what happens around its steps.
+    """DDP that composable replicate's hooks call; subclasses define what happens around its steps.
 
-    The hooks call what DDP's own forward calls, `_pre_forward` and `_post_forward`. Since torch 2.0.
+    Like DDP's own forward, the hooks call `_pre_forward` and `_post_forward`. Since torch 2.0.
     """
 
     def before_forward(self) -> None:
-        """A forward begins."""
+        """Called when a forward starts."""
 
     def on_error(self, error: RuntimeError) -> None:
-        """DDP refuses to begin a forward; may raise an error of its own."""
+        """Called when DDP cannot start a forward; may raise another error."""
 
     def wants_backward(self, output: Any) -> bool:
-        """Whether the reducer is to average the next backward; asked after a forward that synchronizes."""
+        """Whether the reducer averages the next backward; called after a forward that synchronizes."""
         raise NotImplementedError
 
     is_nested = False
-    """Whether the present forward runs inside of another one of the same module, which settles all."""
+    """Whether the current forward is inside another one of the same module, which does all of this."""
 
     def _pre_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_nested:
@@ -76,7 +75,7 @@ class InPlaceDDP(DistributedDataParallel):
             return output
         sync = self.require_backward_grad_sync and torch.is_grad_enabled()
         self.require_backward_grad_sync = ready = sync and self.wants_backward(output)
-        # Of a static graph the first output starts the reducer in backward, asked for or not.
+        # With a static graph, the first output always starts the reducer in backward.
         if ready or not self.static_graph or self._static_graph_delay_allreduce_enqueued:
             output = super()._post_forward(output)  # type: ignore[no-untyped-call]
         self.require_forward_param_sync = sync  # broadcast buffers in the next forward
@@ -85,10 +84,10 @@ class InPlaceDDP(DistributedDataParallel):
 
 @contextmanager
 def ddp_ignores(model: nn.Module, names: list[str]) -> Iterator[None]:
-    """Inside, a DDP that is built around `model` leaves out the parameters and buffers called so.
+    """Inside, a new DDP of `model` ignores the parameters and buffers with these names.
 
-    The attribute is how DDP is told, and has been since torch 1.7. It joins module and parameter by a dot
-    in one place even for the root's own, so those are named both ways.
+    DDP reads the names from this attribute since torch 1.7. In one place it joins module and parameter by a
+    dot even for the root's own, so these have two names.
     """
     key = "_ddp_params_and_buffers_to_ignore"
     before = vars(model).get(key)
@@ -102,9 +101,9 @@ def ddp_ignores(model: nn.Module, names: list[str]) -> Iterator[None]:
 
 
 def gradient_sync_flags(module: nn.Module) -> list[tuple[object, str, bool]]:
-    """Where `module` itself keeps whether backward synchronizes its gradients.
+    """The flags of `module` itself for whether backward synchronizes its gradients.
 
-    FSDP2 and composable replicate have a setter for it but no public way to read it back.
+    FSDP2 and composable replicate have public functions to set these, but not to read them.
 
     Returns:
         (owner, attribute, the value that means yes), for FSDP2, DDP and composable replicate.
@@ -121,14 +120,14 @@ def gradient_sync_flags(module: nn.Module) -> list[tuple[object, str, bool]]:
 
 
 def current_backward() -> int:
-    """The number of the backward pass that this thread is in, -1 outside. Since torch 2.1."""
+    """The number of this thread's current backward pass; -1 if there is none. Since torch 2.1."""
     return torch._C._current_graph_task_id()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Runs `callback` once when the current backward pass is over, before it returns.
+    """Run `callback` once at the end of the current backward pass, before it returns.
 
-    DDP and FSDP2 finish their gradients this way; callbacks run in the order in which they were
-    queued, on the streams of the caller. Since torch 1.0; there is no public name for it.
+    DDP and FSDP2 finish their gradients this way. Callbacks run in the order in which they were queued, on
+    the caller's streams. Since torch 1.0; there is no public function.
     """
     Variable._execution_engine.queue_callback(callback)

@@ -1,7 +1,7 @@
-"""FSDP2: what it knows of units and their parameters, its collectives and its state.
+"""FSDP2: its records of units and parameters, its collectives and its state.
 
-FSDP2 keeps what it knows of each parameter in private objects, reachable from the sharded module. They
-are what lets a shard be allocated once, padded as the all-gather wants it, and filled in place.
+FSDP2 records each parameter in a private object, which the sharded module refers to. With these objects a
+shard is allocated once, with the padding that the all-gather needs, and filled in place.
 """
 
 from collections.abc import Callable
@@ -11,20 +11,17 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-# A wrap policy as Composer and FSDP1 users write it; only its function is read. Since torch 2.1.
+# The wrap policy of Composer and FSDP1; only its function is used. Since torch 2.1.
 from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
 
 
 def policy_function(policy: CustomPolicy) -> Callable[[nn.Module], bool | dict[str, Any]]:
-    """The function that a wrap policy was made of."""
+    """The function of a wrap policy."""
     return policy._lambda_fn
 
 
 def fsdp_param_groups(module: FSDPModule) -> list[Any]:
-    """The communication groups of one FSDP2 module, none where it manages no parameter.
-
-    Since torch 2.4; several groups per module since 2.12.
-    """
+    """The communication groups of one FSDP2 module. Since torch 2.4; several per module since 2.12."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -33,25 +30,25 @@ def fsdp_param_groups(module: FSDPModule) -> list[Any]:
 
 
 def fsdp_params(module: FSDPModule) -> list[Any]:
-    """The `FSDPParam` objects of the unit that `module` is, or leads."""
+    """The `FSDPParam` objects of the unit that `module` leads."""
     return [param for group in fsdp_param_groups(module) for param in group.fsdp_params]
 
 
 def fsdp_param_place(param: Any) -> tuple[nn.Module, str]:
-    """The module, and the key there, under which FSDP2 knows a parameter."""
+    """The module and key of a parameter, by FSDP2's record."""
     return param._module_info.module, param._module_info.param_name
 
 
 def padded_shard(param: Any) -> tuple[torch.Size, torch.dtype]:
-    """Size and dtype of the storage that `materialize_shard` needs: a shard with FSDP2's padding."""
+    """Size and dtype of the storage for `materialize_shard`: a shard with FSDP2's padding."""
     return param.padded_sharded_param_size, param.sharded_param.dtype
 
 
 def materialize_shard(param: Any, padded: torch.Tensor) -> tuple[nn.Parameter, torch.Tensor]:
-    """Give an `FSDPParam` that was sharded on the meta device the storage `padded`, as `padded_shard` says.
+    """Give an `FSDPParam` that was sharded on the meta device the storage `padded` (see `padded_shard`).
 
-    Returns the registered parameter, a DTensor, and its local tensor: `(rows, ...)`, uninitialized.
-    The storage ends in FSDP2's padding, zeroed, so that no later step has to copy the shard.
+    Returns the registered parameter, a DTensor, and its local tensor: `(rows, ...)`, uninitialized. FSDP2's
+    padding at the end of the storage is set to zero, so that no later step needs to copy the shard.
     """
     size, dim = param.padded_sharded_param_size, param.fsdp_placement.dim
     requires_grad = param.sharded_param.requires_grad
@@ -59,33 +56,36 @@ def materialize_shard(param: Any, padded: torch.Tensor) -> tuple[nn.Parameter, t
     if length < size[dim]:
         padded.narrow(dim, length, size[dim] - length).zero_()
     local = padded.narrow(dim, 0, length)
-    parameter = nn.Parameter(param.to_sharded_dtensor(local), requires_grad=requires_grad)
-    param._sharded_param_data = padded.view(-1)
-    param.sharded_param = parameter
-    param._setattr_on_modules(parameter)
-    return parameter, local
+    return _register_shard(param, local, padded, requires_grad), local
 
 
 def adopt_shard(param: Any, local: torch.Tensor) -> nn.Parameter:
-    """Let `local`, of a class with all-gather extensions, be the shard of an `FSDPParam`.
+    """Make `local`, of a class with all-gather extensions, the shard of an `FSDPParam`.
 
     The parameter may have been sharded as a plain tensor. Returns the registered one, a DTensor.
     """
-    parameter = nn.Parameter(param.to_sharded_dtensor(local), requires_grad=False)
-    param._sharded_param_data = local.view(-1)
-    param.sharded_param = parameter
-    param._setattr_on_modules(parameter)
+    parameter = _register_shard(param, local, local, requires_grad=False)
     param._init_extensions()
     return parameter
 
 
+def _register_shard(
+    param: Any, local: torch.Tensor, storage: torch.Tensor, requires_grad: bool
+) -> nn.Parameter:
+    parameter = nn.Parameter(param.to_sharded_dtensor(local), requires_grad=requires_grad)
+    param._sharded_param_data = storage.view(-1)
+    param.sharded_param = parameter
+    param._setattr_on_modules(parameter)
+    return parameter
+
+
 def shard_home(param: Any, device: torch.device) -> tuple[torch.device, bool]:
-    """Where an `FSDPParam` keeps its shard, and whether in pinned memory: host memory with offload."""
+    """The device of an `FSDPParam`'s shard (the host with offload), and whether its memory is pinned."""
     return torch.device("cpu") if param.offload_to_cpu else device, param.pin_memory
 
 
 def accumulated_nbytes(module: FSDPModule) -> int:
-    """Bytes of a unit's whole gradients, in the dtype in which FSDP2 adds them up. Since torch 2.4."""
+    """Bytes of a unit's whole gradients, in the dtype in which FSDP2 accumulates them. Since torch 2.4."""
     return sum(
         param._orig_size.numel() * (group.mp_policy.reduce_dtype or param.sharded_param.dtype).itemsize
         for group in fsdp_param_groups(module)
@@ -95,7 +95,7 @@ def accumulated_nbytes(module: FSDPModule) -> int:
 
 
 class _Watched:
-    """An FSDP2 collective, such as `set_custom_all_gather` takes, that tells somebody before it starts."""
+    """A collective for FSDP2's `set_custom_all_gather` that first calls a function."""
 
     def __init__(self, collective: Any, tell: Callable[[int, Any], None]) -> None:
         self._collective, self._tell = collective, tell
@@ -107,11 +107,11 @@ class _Watched:
 
 
 def before_collectives(module: nn.Module, tell: Callable[[bool, int, list[Any]], None]) -> None:
-    """Have `tell(reduces, numel, groups)` called before each collective of the FSDP2 unit `module`.
+    """Call `tell(reduces, numel, groups)` before each collective of the FSDP2 unit `module`.
 
-    `numel` is the length of what this rank sends; `groups` are those over which it goes, the replicas' after
-    the shards' where gradients are all-reduced next. The present collectives are kept inside, to which
-    there is no public way. Since torch 2.9.
+    `numel` is the number of elements that this rank sends; `groups` are the groups of the collective,
+    followed by the replicas' if gradients are all-reduced next. The current collectives still run; they are
+    not public. Since torch 2.9.
     """
     for group in fsdp_param_groups(module) if isinstance(module, FSDPModule) else ():
 
@@ -127,10 +127,10 @@ def before_collectives(module: nn.Module, tell: Callable[[bool, int, list[Any]],
 
 
 def forget_iteration(model: nn.Module) -> None:
-    """Bring FSDP2 below `model` back to where a forward may begin, after one or a backward has raised.
+    """Reset FSDP2 in `model` after a forward or backward raised an error, so that a forward can start.
 
-    Whole gradients that were waiting to be reduced are dropped too, which torch's own reset leaves in
-    place. `reset_iter_state` is public since torch 2.13; of older versions there is none.
+    This also drops whole gradients that were to be reduced, which torch's own reset keeps.
+    `reset_iter_state` is public since torch 2.13 and does not exist before.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
@@ -143,13 +143,13 @@ def forget_iteration(model: nn.Module) -> None:
 
 
 forgets_iterations = hasattr(FSDPModule, "reset_iter_state")
-"""Whether `forget_iteration` works in this version of torch."""
+"""Whether this version of torch supports `forget_iteration`."""
 
 
 def finish_lazily(root: FSDPModule) -> None:
-    """Run FSDP2's lazy initialization now, so that its checks speak before the first forward.
+    """Run FSDP2's lazy initialization now, so that its checks run before the first forward.
 
-    It also settles which module is the root, so that a submodule may be called first (an encoder by
-    `generate`, say) without becoming a root of its own.
+    This also fixes the root, so that a submodule that is called first (such as an encoder by `generate`) does
+    not become a root.
     """
     root._get_fsdp_state()._lazy_init()
