@@ -47,7 +47,7 @@ def verify(
         CheckpointValueError: bytes differ; names the file and the bytes.
         CheckpointRuntimeError: a file cannot be read.
     """
-    blocks = sorted(set(_all(stored) if entries is None else _below(stored, entries)))
+    blocks = sorted(set(_blocks(stored, entries)))
     share = blocks[len(blocks) * part // parts : len(blocks) * (part + 1) // parts]
     buffers: SimpleQueue[bytearray] = SimpleQueue()
     for _ in range(min(THREADS, len(share))):
@@ -74,13 +74,11 @@ def verify(
     in_threads(check, share, "verify")
 
 
-def _all(stored: Sequence[StoredFile]) -> Iterator[tuple[int, int]]:
-    for number, file in enumerate(stored):
-        yield from ((number, block) for block in range(len(file.checksums)))
-
-
-def _below(stored: Sequence[StoredFile], entries: Iterable[Entry]) -> Iterator[tuple[int, int]]:
-    for one in entries:
+def _blocks(stored: Sequence[StoredFile], entries: Iterable[Entry] | None) -> Iterator[tuple[int, int]]:
+    if entries is None:
+        for number, file in enumerate(stored):
+            yield from ((number, block) for block in range(len(file.checksums)))
+    for one in entries or ():
         size = stored[one.file].block
         last = (one.offset + one.nbytes - 1) // size
         yield from ((one.file, block) for block in range(one.offset // size, last + 1))

@@ -43,6 +43,12 @@ class Match:
     twins: list[tuple[str, Blueprint]] = field(default_factory=list)
     """First name of a tied tensor, and a second blueprint that the checkpoint has under another name."""
 
+    def put(self, first: str, value: Blueprint, keys: tuple[str, ...]) -> None:
+        """Add a tensor, which may be tied and have several names in the checkpoint."""
+        if self.tensors.setdefault(first, value) is not value:
+            self.twins.append((first, value))
+        self.keys.setdefault(first, []).extend(keys)
+
     def check(self, structure: Structure, entries: Mapping[str, Entry], strict: bool) -> None:
         """Raise unless the checkpoint matches the model.
 
@@ -123,8 +129,10 @@ class _Names:
         for first, held in structure.tensors.items():
             if held.info.kind == "attribute":
                 continue
+            persistent = any(_torch.is_saved(place.module, place.key) for place in held.places)
+            saved = held.info.kind == "parameter" or persistent
             for name in held.info.names:
-                if not _is_saved(held):
+                if not saved:
                     passing.add(without.get(name, (name,))[0])
                     continue
                 exact[name] = first
@@ -144,18 +152,14 @@ def _match_adapter(names: _Names, given: Mapping[str, Blueprint], own: Mapping[s
         if not firsts:
             match.unexpected.append(key)
         for first in firsts:
-            _put(match, first, value, (key,))
+            match.put(first, value, (key,))
     firsts = [names.exact[name] for name in own.values()]
     match.missing = [first for first in dict.fromkeys(firsts) if first not in match.tensors]
     return match
 
 
 def _match_base(names: _Names, given: Mapping[str, tuple[str, Blueprint]], base: str) -> Match:
-    """Match a checkpoint with the whole model, or with the part that has the prefix `base`.
-
-    Args:
-        given: name, without wrappers, to the checkpoint's own name and tensor.
-    """
+    """Match a checkpoint, by names without wrappers, with the part of the model below the prefix `base`."""
     match = Match()
     rest = {f"{base}{name}": pair for name, pair in given.items()}
     for prefix, model in [*names.models, ("", None)]:
@@ -171,14 +175,19 @@ def _match_base(names: _Names, given: Mapping[str, tuple[str, Blueprint]], base:
             bare = key.replace(".base_layer.", ".")
             if key not in shapes and name in names.exact:
                 exact.add(names.exact[name])
-                _put(match, names.exact[name], pair[1], (pair[0],))
+                match.put(names.exact[name], pair[1], (pair[0],))
             else:
                 mine[bare if key not in shapes and bare in shapes else key] = pair
-        tensors, left = _converted(model, {key: value for key, (_, value) in mine.items()}, shapes)
+        mapped = {key: value for key, (_, value) in mine.items()}
+        if hasattr(model, "base_model_prefix") and mapped:  # a transformers model, which has tables
+            tensors, left = convert(model, mapped, shapes)
+        else:
+            tensors = {key: (value, (key,)) for key, value in mapped.items() if key in shapes}
+            left = {key: key for key in mapped if key not in shapes}
         for name, (value, keys) in tensors.items():
             for first in names.plain[f"{prefix}{name}"]:
                 if first not in exact:
-                    _put(match, first, value, tuple(mine[key][0] for key in keys))
+                    match.put(first, value, tuple(mine[key][0] for key in keys))
         for key, name in left.items():
             passing = any(f"{prefix}{one}" in names.passing for one in (key, name))
             if not passing and not is_ignored(model, (key, name), "unexpected"):
@@ -189,37 +198,11 @@ def _match_base(names: _Names, given: Mapping[str, tuple[str, Blueprint]], base:
     return match
 
 
-def _converted(
-    model: Any, given: Mapping[str, Blueprint], shapes: dict[str, tuple[int, ...]]
-) -> tuple[dict[str, tuple[Blueprint, tuple[str, ...]]], dict[str, str]]:
-    """Match by transformers' tables for its models, by name for others."""
-    if hasattr(model, "base_model_prefix") and given:
-        return convert(model, given, shapes)
-    return (
-        {key: (value, (key,)) for key, value in given.items() if key in shapes},
-        {key: key for key in given if key not in shapes},
-    )
-
-
-def _put(match: Match, first: str, value: Blueprint, keys: tuple[str, ...]) -> None:
-    """Note a tensor; a tied one may come under several names, whose values should be equal."""
-    if match.tensors.setdefault(first, value) is not value:
-        match.twins.append((first, value))
-    match.keys.setdefault(first, []).extend(keys)
-
-
 def _may_miss(names: _Names, first: str) -> bool:
     every = names.structure.tensors[first].info.names
     return any(
         is_ignored(model, tuple(name[len(prefix) :] for name in every if name.startswith(prefix)), "missing")
         for prefix, model in names.models
-    )
-
-
-def _is_saved(held: Held) -> bool:
-    """Whether a tensor is part of `state_dict`: parameters and persistent buffers are."""
-    return held.info.kind == "parameter" or any(
-        _torch.is_saved(place.module, place.key) for place in held.places
     )
 
 

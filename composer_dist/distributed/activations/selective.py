@@ -20,13 +20,8 @@ DEFAULT = "default"
 """In a list of operations, stands for those below, which are expensive to compute and cheap to keep."""
 _DEFAULT = (
     # matrix products and convolutions
-    "aten.mm",
-    "aten.bmm",
-    "aten.addmm",
-    "aten.baddbmm",
+    *("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten._scaled_mm", "aten._grouped_mm"),
     "aten.convolution",
-    "aten._scaled_mm",
-    "aten._grouped_mm",
     # attention
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",

@@ -28,18 +28,9 @@ _LOSS_ARGUMENTS = {"shift_labels", "num_items_in_batch"}
 
 
 class Splitter:
-    """Splits the batches of one model.
+    """Splits the batches of one model; see `context_parallel` for the arguments and errors.
 
-    Args:
-        model: the model that gets the batches.
-        sequence_dims: tensor name to the dimension of its sequence, or None for a tensor that stays whole;
-            names are keys, or indices, joined by dots. By default dimension 1 of all tensors that have one.
-        buffers: names of the model's buffers that are tables of positions, each with the dimension of these.
-        balanced: see `SequenceSplit`; None means yes if every attention module says that it is causal.
-        weighted: parts may have different numbers of labels, because the caller weights their losses.
-
-    Raises:
-        ParallelismKeyError: the model has no such buffer.
+    Nested tensors are named by keys and indices, joined by dots.
     """
 
     def __init__(
@@ -149,7 +140,11 @@ class Splitter:
         self._check_mask(whole, layout)
         if self.accepts("position_ids"):
             if (given := whole.get("position_ids")) is not None:
-                self._check_positions(given)
+                if given.ndim < 2 or bool((given.diff(dim=-1) != 1).any()):
+                    raise ParallelismValueError(
+                        "position_ids (batch, positions) must increase by one: sequences packed in one row need "
+                        "a mask, which context parallelism cannot split. Put each in its own row, or use cp=1."
+                    )
             else:
                 whole["position_ids"] = torch.arange(layout.length, device=main.device).expand(shape)
         if self._transformer is not None and self.accepts("attention_mask"):
@@ -206,13 +201,6 @@ class Splitter:
                 "padding mask is ignored, which changes the outputs at padded positions."
             )
 
-    def _check_positions(self, positions: Tensor) -> None:
-        if positions.ndim < 2 or bool((positions.diff(dim=-1) != 1).any()):
-            raise ParallelismValueError(
-                "position_ids (batch, positions) must increase by one: several sequences packed in one row "
-                "need a mask, which context parallelism cannot split. Put each in its own row, or use cp=1."
-            )
-
     def _check_counts(self, counted: Tensor, layout: SequenceSplit) -> None:
         ranks = range(layout.ranks)
         counts = [int(counted[:, layout.positions(counted.device, r)].sum()) for r in ranks]
@@ -225,12 +213,12 @@ class Splitter:
             )
 
     def _main(self, batch: Any) -> Tensor:
-        """The tensor that says how long the sequence is."""
-        if isinstance(batch, Mapping):
-            for name in ("input_ids", "inputs_embeds"):
-                if isinstance(found := batch.get(name), Tensor):
-                    return found
-        for _, tensor in named_tensors(batch):
+        """The tensor that has the sequence's length."""
+        found = dict(named_tensors(batch))
+        for name, tensor in found.items():
+            if name in ("input_ids", "inputs_embeds"):
+                return tensor
+        for tensor in found.values():
             if tensor.ndim > 1:
                 return tensor
         raise ParallelismValueError(

@@ -13,7 +13,7 @@ from torch import nn
 from composer_dist import _torch
 from composer_dist.distributed.feature_plan import FeaturePlan
 from composer_dist.distributed.wishes import Request
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import Faults
 from composer_dist.structure.families import class_name, transformers_models
 from composer_dist.structure.structure import Structure
 from composer_dist.wording import listed
@@ -53,12 +53,9 @@ def plan(structure: Structure, request: Request, sizes: Mapping[str, int]) -> Co
     if ranks == 1:
         return None
     first = {name: module for name, module in structure.modules.items() if structure.first[name] == name}
-    faults = [*_configured(first[""]), *_built(first)]
-    if faults:
-        raise ParallelismValueError(
-            f"cp={ranks} splits the sequence, so only scaled-dot-product attention may mix positions: "
-            f"{'; '.join(faults)}. Or use cp=1."
-        )
+    before = f"cp={ranks} splits the sequence, so only scaled-dot-product attention may mix positions: "
+    with Faults(before, ". Or use cp=1.", "; ") as faults:
+        faults += [*_configured(first[""]), *_built(first)]
     return ContextPlan(ranks)
 
 

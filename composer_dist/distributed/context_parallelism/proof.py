@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,8 +96,8 @@ class _Trace:
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 name = canonical_name(name) or class_name(model)
-                stack.callback(module.register_forward_pre_hook(self._enter(name)).remove)
-                stack.callback(module.register_forward_hook(self._leave(name)).remove)
+                stack.callback(module.register_forward_pre_hook(partial(self._enter, name)).remove)
+                stack.callback(module.register_forward_hook(partial(self._leave, name)).remove)
             stack.enter_context(attention_as(self._attend))
             yield
 
@@ -110,17 +111,14 @@ class _Trace:
                 f"{place} raised on {self.layout.length} positions: {type(error).__name__}: {error}"
             )
 
-    def _enter(self, name: str) -> Any:
-        return lambda module, args: self._inside.append(name)
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self._inside.append(name)
 
-    def _leave(self, name: str) -> Any:
-        def record(module: nn.Module, args: Any, output: Any) -> None:
-            self._inside.pop()
-            for tensor in tensors_in(output):
-                if tensor.ndim > 1:
-                    self._note(f"the output of {name}", tensor, 1)
-
-        return record
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside.pop()
+        for tensor in tensors_in(output):
+            if tensor.ndim > 1:
+                self._note(f"the output of {name}", tensor, 1)
 
     def _note(self, place: str, tensor: Tensor, dim: int) -> None:
         tensor = local_part(tensor)
@@ -185,7 +183,6 @@ def _call(splitter: Splitter, batch: Any) -> tuple[tuple[Any, ...], dict[str, An
 
 
 def _check_same_batch(batch: Any, cp: DeviceMesh, agreement: Agreement) -> None:
-    """Refuse ranks that share a sequence but have different batches."""
     flat = [tensor.detach().flatten().double() for _, tensor in named_tensors(batch)]
     sums = [float((one * (torch.arange(len(one), device=one.device) % 1009 + 1)).sum()) for one in flat]
 
@@ -240,20 +237,16 @@ def _compare(expected: _Trace, found: _Trace, means: list[Tensor], model: nn.Mod
     name, ranks = class_name(model), found.layout.ranks
     if refused := expected.refused or found.refused:
         raise ParallelismValueError(f"{name} cannot be split over the sequence. {refused}")
-    place = next(
-        (
-            place
-            for (place, passed), tensor in expected.steps.items()
-            if (other := found.steps.get((place, passed))) is not None and not _close(tensor, other)
-        ),
-        None,
-    )
-    if place is None and not all(_same_part(expected, found)):
-        place = f"the output of {name}"
-    if place is not None:
+    both = [
+        (step, tensor, found.steps[step]) for step, tensor in expected.steps.items() if step in found.steps
+    ]
+    places = [place for (place, _), tensor, other in both if not _close(tensor, other)]
+    if not all(_same_part(expected, found)):
+        places.append(f"the output of {name}")
+    if places:
         raise ParallelismValueError(
-            f"{name} cannot be split over the sequence (cp={ranks}): {place} depends on other positions, or "
-            "on where a rank's part begins. Only torch.nn.functional.scaled_dot_product_attention, called by "
+            f"{name} cannot be split over the sequence (cp={ranks}): {places[0]} depends on other positions, "
+            "or on where a rank's part begins. Only torch.nn.functional.scaled_dot_product_attention, called by "
             "that name, may mix positions; if the model counts positions, pass position_ids in the batch or "
             "name the table of positions in buffers."
         )

@@ -100,9 +100,9 @@ def assign(structure: Structure, choices: Choices, shards: int) -> Assignment:
             with faults.catching():
                 groups.update(_split_by_dtype(group, structure))
     for name in [name for name, group in groups.items() if name and not group.parameters]:
-        outer = holds_parameters(structure.modules[name])
+        held = holds_parameters(structure.modules[name])
         skipped[name] = (
-            "its parameters stay plain or belong to outer units" if outer else "it has no parameters"
+            f"it{'s parameters stay plain or belong to outer units' if held else ' has no parameters'}"
         )
         del groups[name]
     if not any(group.parameters for group in groups.values()):
@@ -224,7 +224,6 @@ def _split_by_dtype(group: Draft, structure: Structure) -> dict[str, Draft]:
 def _cut(
     group: Draft, inside: Mapping[str, list[str]], parts: Mapping[str, torch.dtype], main: torch.dtype
 ) -> dict[str, Draft]:
-    """Make each part a separate group, with all parameters that are entirely inside it."""
     cut: dict[str, Draft] = {}
     kept: list[str] = []
     for name in group.parameters:

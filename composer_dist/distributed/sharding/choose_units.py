@@ -109,12 +109,10 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
 
 
 def _first_above(name: str, names: Mapping[str, Any]) -> str | None:
-    """`name` or the nearest module above it that is in `names`."""
     return next((above for above in ancestors(name) if above in names), None)
 
 
 def _with_rules(choice: Choice, rules: Mapping[str, tuple[Any, str]]) -> Choice:
-    """The choice with the rules' fields, which override the policy's options."""
     options = dict(choice.options)
     for key, other in (("mixed_precision", "mp_policy"), ("offload", "offload_policy")):
         if key in rules:
@@ -147,8 +145,7 @@ def _read_answer(answer: Any, name: str, source: str) -> Choice | None:
             f"{type(answer).__name__} for module {name!r}."
         )
     options = dict(answer) if isinstance(answer, dict) else {}
-    unknown = sorted(set(options) - set(_OPTION_TYPES))
-    if unknown:
+    if unknown := sorted(set(options) - set(_OPTION_TYPES)):
         raise ParallelismKeyError(
             f"{source} returned the unknown option{'s' * (len(unknown) > 1)} {', '.join(map(repr, unknown))} "
             f"for module {name!r}. Valid keys are: {', '.join(_OPTION_TYPES)}."

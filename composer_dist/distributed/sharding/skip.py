@@ -29,14 +29,7 @@ from composer_dist.tensors.nested import tensors_in
 def let_skip(
     structure: Structure, skippable: Sequence[Skippable], units: Iterable[str], mesh: DeviceMesh
 ) -> None:
-    """Allow ranks to skip the planned modules.
-
-    Args:
-        structure: of the sharded model.
-        skippable: the modules.
-        units: the modules of all units.
-        mesh: the ranks that share the work.
-    """
+    """Allow the ranks of `mesh` to skip these modules of a sharded model with these units."""
     for name in filter(None, units if skippable else ()):
         structure.modules[name].register_forward_pre_hook(_require_gradient, with_kwargs=True, prepend=True)
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]

@@ -134,15 +134,14 @@ def _choose(
     if options.plan == "auto":
         styled, unplaced = infer_styles(structure)
     else:
-        unmatched: list[str] = []
-        for key, value in options.plan.items():
-            names = select(key, modules)
-            if not names:
-                unmatched.append(f"TPConfig.plan: no module matches {key!r}.{near_miss(key, list(modules))}")
-            style = as_style(value, f"TPConfig.plan[{key!r}]")
-            styled.update({structure.first[n]: Styled(style, f"TPConfig.plan[{key!r}]") for n in names})
-        if unmatched:
-            raise ParallelismValueError("\n".join(unmatched))
+        with Faults() as unmatched:
+            for key, value in options.plan.items():
+                names, source = select(key, modules), f"TPConfig.plan[{key!r}]"
+                if not names:
+                    hint = near_miss(key, list(modules))
+                    unmatched.append(f"TPConfig.plan: no module matches {key!r}.{hint}")
+                style = as_style(value, source)
+                styled.update({structure.first[name]: Styled(style, source) for name in names})
     for name, (value, source) in asked.items():
         style = as_style(value, source)
         if style == STYLES["replicate"]:  # with everything inside

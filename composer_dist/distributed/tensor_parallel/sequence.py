@@ -76,8 +76,10 @@ def _block(
         found[name] = Styled(_REGION, "its projections need all positions")
     for name, module in structure.modules.items():
         holds = any(parameter is not None for parameter in module._parameters.values())
-        placed = any(name == one or _below(name, one) for one in styled if not _idle(styled[one]))
-        if (not _below(name, block) and name != block) or not holds or placed:
+        placed = any(
+            one in styled and not getattr(styled[one].style, "idle", False) for one in ancestors(name)
+        )
+        if block not in ancestors(name) or not holds or placed:
             continue
         if any(_below(name, region) for region in regions) or "Norm" not in type(module).__name__:
             faults.append(
@@ -93,9 +95,5 @@ def _cut(one: Styled) -> bool:
     return isinstance(one.style, Style) and one.style.cut in {"out", "in"}
 
 
-def _idle(one: Styled) -> bool:
-    return isinstance(one.style, Style) and one.style.idle
-
-
 def _below(name: str, above: str) -> bool:
-    return name.startswith(f"{above}.") if above else bool(name)
+    return name != above and above in ancestors(name)
