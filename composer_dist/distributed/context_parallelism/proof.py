@@ -237,18 +237,16 @@ def _compare(expected: _Trace, found: _Trace, means: list[Tensor], model: nn.Mod
     name, ranks = class_name(model), found.layout.ranks
     if refused := expected.refused or found.refused:
         raise ParallelismValueError(f"{name} cannot be split over the sequence. {refused}")
-    both = [
-        (step, tensor, found.steps[step]) for step, tensor in expected.steps.items() if step in found.steps
-    ]
-    places = [place for (place, _), tensor, other in both if not _close(tensor, other)]
-    if not all(_same_part(expected, found)):
+    both = [step for step in expected.steps if step in found.steps]
+    places = [step[0] for step in both if not _close(expected.steps[step], found.steps[step])]
+    if not places and not all(_same_part(expected, found)):
         places.append(f"the output of {name}")
     if places:
         raise ParallelismValueError(
             f"{name} cannot be split over the sequence (cp={ranks}): {places[0]} depends on other positions, "
-            "or on where a rank's part begins. Only torch.nn.functional.scaled_dot_product_attention, called by "
-            "that name, may mix positions; if the model counts positions, pass position_ids in the batch or "
-            "name the table of positions in buffers."
+            "or on where a rank's part begins. Only torch.nn.functional.scaled_dot_product_attention, called "
+            "by that name, may mix positions; if the model counts positions, pass position_ids in the batch "
+            "or name the table of positions in buffers."
         )
     if not all(map(_close, _scalars(expected), means)):
         raise ParallelismValueError(

@@ -100,10 +100,9 @@ def assign(structure: Structure, choices: Choices, shards: int) -> Assignment:
             with faults.catching():
                 groups.update(_split_by_dtype(group, structure))
     for name in [name for name, group in groups.items() if name and not group.parameters]:
-        held = holds_parameters(structure.modules[name])
-        skipped[name] = (
-            f"it{'s parameters stay plain or belong to outer units' if held else ' has no parameters'}"
-        )
+        skipped[name] = "it has no parameters"
+        if holds_parameters(structure.modules[name]):
+            skipped[name] = "its parameters stay plain or belong to outer units"
         del groups[name]
     if not any(group.parameters for group in groups.values()):
         why = "no unit gets a parameter" if structure.parameters else "the model has no parameters"

@@ -76,9 +76,8 @@ def _block(
         found[name] = Styled(_REGION, "its projections need all positions")
     for name, module in structure.modules.items():
         holds = any(parameter is not None for parameter in module._parameters.values())
-        placed = any(
-            one in styled and not getattr(styled[one].style, "idle", False) for one in ancestors(name)
-        )
+        around = [styled[above].style for above in ancestors(name) if above in styled]
+        placed = not all(isinstance(style, Style) and style.idle for style in around)
         if block not in ancestors(name) or not holds or placed:
             continue
         if any(_below(name, region) for region in regions) or "Norm" not in type(module).__name__:
