@@ -142,8 +142,8 @@ class Splitter:
             if (given := whole.get("position_ids")) is not None:
                 if given.ndim < 2 or bool((given.diff(dim=-1) != 1).any()):
                     raise ParallelismValueError(
-                        "position_ids (batch, positions) must increase by one: context parallelism cannot split "
-                        "several sequences packed in one row. Put each in its own row, or use cp=1."
+                        "position_ids (batch, positions) must increase by one: context parallelism cannot "
+                        "split several sequences packed in one row. Put each in its own row, or use cp=1."
                     )
             else:
                 whole["position_ids"] = torch.arange(layout.length, device=main.device).expand(shape)
