@@ -1,4 +1,4 @@
-"""What a preparation has done: the object that `parallelize_model` returns."""
+"""The account of a preparation, which `parallelize_model` returns."""
 
 import logging
 import resource
@@ -29,30 +29,30 @@ class Preparation:
     plan: ParallelPlan
     mesh: DeviceMesh
     plain_parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    """Parameters that are no DTensors, by name; the gradients of trainable ones are averaged, but for
-    those that `DDPConfig.ignored` leaves to each rank."""
+    """Parameters that are not DTensors, by name. Gradients of trainable ones are averaged, except those in
+    `DDPConfig.ignored`."""
     timings: dict[str, float] = field(default_factory=dict)
     """Step to seconds, in the order of the steps."""
     initialized: tuple[str, ...] = ()
-    """Tensors that were on the meta device on every rank, and have had their initializers run."""
+    """Tensors that were on the meta device on every rank, and that initializers have written."""
     bytes_moved: int = 0
     """Bytes that this rank sent, received and read while weights were delivered."""
     bytes_read: int = 0
     """Bytes that this rank read from the files given as `weights`."""
     transport: str = "messages"
-    """How they traveled: "memory" if the ranks read the source's memory, else "messages"."""
+    """How weights were sent: "memory" if the ranks read the source's memory, else "messages"."""
     peak_memory: int = 0
-    """The most bytes this process held at one time during preparation: allocated on the accelerator,
-    or resident in host memory where the model lives there."""
+    """The most bytes that this process held at a time: allocated on the accelerator, or resident in host
+    memory if the model is there."""
 
     @property
     def seconds(self) -> float:
-        """The whole preparation's wall time."""
+        """Wall time of the whole preparation."""
         return sum(self.timings.values())
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Time one step of the recipe."""
+        """Time a step of the recipe."""
         start = time.perf_counter()
         try:
             yield
@@ -60,7 +60,7 @@ class Preparation:
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - start
 
     def close(self) -> None:
-        """At the end of training, log on rank 0 what the configuration could improve, if anything."""
+        """At the end of training, log advice on the configuration on rank 0, if there is any."""
         replica = replica_of(self.model)
         if replica is not None and (hint := replica.hint()) and self.mesh.get_rank() == 0:
             _log.warning(hint)

@@ -1,15 +1,13 @@
-"""The one place where a module's forward is wrapped: in place, in one order, each layer removable.
+"""Wraps the forwards of modules in place, in a fixed order, in layers that can be removed.
 
-A module keeps its class. Its own attribute `forward` is the outermost layer, which calls the next one,
-down to the forward that was there before. Hooks stay outside of all layers and run once. Deep copies run
-layers of their own.
+A module keeps its class. Its attribute `forward` is the outermost layer; each layer calls the next one, down
+to the original forward. Hooks run once, outside all layers. Deep copies have their own layers.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -23,14 +21,14 @@ from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 Forward = Callable[..., Any]
 
 Wrap = Callable[[nn.Module, Forward], Forward]
-"""Takes a module and the forward inside, and makes the forward around it. Deep copies copy it too."""
+"""Takes a module and its inner forward, and returns the outer one; it must support deep copies."""
 
 
 class Layer(IntEnum):
-    """What can be around a module's forward, from the innermost to the outermost."""
+    """The layers around a module's forward, from the innermost to the outermost."""
 
     PARTS = 1
-    """This rank's parts in place of the module's own parameters, in recomputation too."""
+    """Replaces the module's parameters by this rank's parts, in recomputation too."""
     RECOMPUTE = 2
     """Activation checkpointing."""
     COMPILE = 3
@@ -40,34 +38,34 @@ class Layer(IntEnum):
 
 @dataclass
 class Layers:
-    """What is around one module's forward."""
+    """The layers around one module's forward."""
 
     own: Forward | None
-    """The forward that the module itself had before, in place of its class's."""
+    """The forward that the module itself had before, instead of its class's."""
     wraps: dict[Layer, Wrap] = field(default_factory=dict)
     outermost: Forward | None = None
     covered: Layers | None = None
-    """Those below a forward that somebody else has put on top; `own` is that one."""
+    """The layers below a forward that other code has set since; `own` is that forward."""
 
 
 def add(module: nn.Module, layer: Layer, wrap: Wrap) -> None:
-    """Put a layer around the forward of `module`, inside of those that come later in `Layer`."""
+    """Put a layer around the forward of `module`, inside the layers that come later in `Layer`."""
     layers = _layers(module)
     layers.wraps[layer] = wrap
     _build(module, layers)
 
 
 def remove(module: nn.Module, layer: Layer) -> None:
-    """Take a layer away again. Without layers, the module is as it was before the first.
+    """Remove a layer. Without layers, the module is as it was before the first one.
 
     Raises:
-        ParallelismRuntimeError: the module has no such layer, or it is covered by a forward of somebody else.
+        ParallelismRuntimeError: the module has no such layer, or other code has set a forward on top of it.
     """
     layers = _layers(module)
     if layer not in layers.wraps:
-        covered = "the forward that has been set since hides it" if has(module, layer) else "it has none"
+        why = "other code has set a forward on top of it" if has(module, layer) else "there is no such layer"
         raise ParallelismRuntimeError(
-            f"Cannot remove {layer.name.lower()} from the forward of a {type(module).__name__}: {covered}."
+            f"Cannot remove {layer.name.lower()} from the forward of a {type(module).__name__}: {why}."
         )
     del layers.wraps[layer]
     _build(module, layers)
@@ -84,17 +82,17 @@ def has(module: nn.Module, layer: Layer) -> bool:
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Whether `module` recomputes its forward by our doing, or is a checkpoint wrapper."""
+    """Whether this library recomputes the forward of `module`, or it is a checkpoint wrapper."""
     return has(module, Layer.RECOMPUTE) or isinstance(module, _torch.CheckpointWrapper)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of `module` run compiled code, by our doing or the user's."""
+    """Whether calls of `module` run code that this library or the user has compiled."""
     return has(module, Layer.COMPILE) or _torch.has_compiled_call(module)
 
 
 def _layers(module: nn.Module) -> Layers:
-    """The layers that are in effect; new ones where there are none, or around a forward of somebody else."""
+    """The layers in effect; new ones if there are none, or if other code has set a forward on top."""
     known, now = prepared.of(module), vars(module).get("forward")
     layers: Layers | None = None if known is None else known.forward
     if now is None or layers is None:
@@ -114,60 +112,46 @@ def _build(module: nn.Module, layers: Layers) -> None:
 
 
 def call_through(module: nn.Module, names: Sequence[str]) -> None:
-    """From now on those of the methods `names` that `module` has run inside of its call, as forward does.
+    """Run those of the methods `names` that `module` has through its call, like forward.
 
-    FSDP2 gathers a unit's parameters in hooks around its call. A method that is called directly would find
-    shards, so it goes through the call: all hooks run around it, and `forward` is itself again as soon as
-    they have run.
+    FSDP2 gathers a unit's parameters in hooks around its call, so a method that is called directly would find
+    shards. In such a call, `method` replaces the forward until the hooks before it have run.
     """
     for name in names:
-        if name != "forward" and has_method(module, name):
+        if name != "forward" and callable(getattr(type(module), name, None)):
             setattr(module, name, _through_call(module, getattr(module, name)))
-
-
-def has_method(module: nn.Module, name: str) -> bool:
-    """Whether the class of `module` has such a method."""
-    return callable(getattr(type(module), name, None))
 
 
 def _through_call(module: nn.Module, method: Forward) -> Forward:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _instead(module, method):
+        before = vars(module).get("forward")
+
+        def restore() -> None:
+            vars(module).pop("forward", None)
+            if before is not None:
+                vars(module)["forward"] = before
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            restore()  # `method` may call the module itself
+            return method(*args, **kwargs)
+
+        vars(module)["forward"] = once
+        try:
             return module(*args, **kwargs)
+        finally:
+            restore()
 
     return call
-
-
-@contextmanager
-def _instead(module: nn.Module, method: Forward) -> Iterator[None]:
-    """Inside, the next call of `module` runs `method`; later ones, those in `method` too, its forward."""
-    before = vars(module).get("forward")
-
-    def restore() -> None:
-        vars(module).pop("forward", None)
-        if before is not None:
-            vars(module)["forward"] = before
-
-    def once(*args: Any, **kwargs: Any) -> Any:
-        restore()
-        return method(*args, **kwargs)
-
-    vars(module)["forward"] = once
-    try:
-        yield
-    finally:
-        restore()
 
 
 def without_cache(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Take Hugging Face's key-value cache out of a checkpointed block's arguments.
+    """Remove Hugging Face's key-value cache from a checkpointed block's arguments.
 
-    The recomputation would write to the cache a second time and so compute something else.
-    transformers' `GradientCheckpointingLayer` removes it too; `_can_checkpoint_with_cache` is its mark for
-    layers that only read.
+    Recomputation would write to the cache a second time, with wrong results. transformers'
+    `GradientCheckpointingLayer` removes it too; layers with `_can_checkpoint_with_cache` only read it.
     """
     caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
     if kwargs.get("use_cache") is True:
@@ -178,14 +162,14 @@ def without_cache(
     layer = next((index for index in indices if isinstance(index, int)), 0)
     if any(cache.get_seq_length(layer) > 0 for cache in caches):
         raise ParallelismValueError(
-            f"A checkpointed {type(block).__name__} got a key-value cache that holds earlier "
-            "tokens, which recomputation cannot repeat. Call the model without past_key_values, or "
-            "under no_grad, or leave the block out of activation checkpointing."
+            f"A checkpointed {type(block).__name__} got a key-value cache with earlier tokens, which "
+            "recomputation cannot restore. Call the model without past_key_values, or under no_grad, or "
+            "exclude the block from activation checkpointing."
         )
     kwargs = {key: None if is_cache(value) else value for key, value in kwargs.items()}
     return tuple(None if is_cache(value) else value for value in args), kwargs
 
 
 def is_cache(value: object) -> bool:
-    """Whether `value` is a key-value cache as Hugging Face's models pass it from block to block."""
+    """Whether `value` is a key-value cache of Hugging Face."""
     return hasattr(value, "get_seq_length") and not isinstance(value, nn.Module)

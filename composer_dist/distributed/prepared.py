@@ -1,12 +1,12 @@
-"""What is known about a prepared model: one record on the model itself, and its parameters by name.
+"""The record of a prepared model, which is kept on the model itself, and the model's parameters by name.
 
-A deep copy or pickle of a model keeps of its record only what holds for the copy as well: that it is
-unusable, the class that a batch norm had before, and what is around a forward.
+A deep copy or pickle of a model keeps only those parts of its record that are true of the copy too: that it
+is unusable, the original class of a batch norm, and the layers around a forward.
 
-A *name* has no wrapper segments, and a parameter is what the optimizer holds: the shard. FSDP2
-registers gathered parameters on the modules between a forward and the next reshard (the root after
-an evaluation, every unit with an int `reshard_after_forward`), so everything that walks parameters
-goes through `named_parameters_canonical`, which reshards first.
+A *name* has no wrapper segments, and a parameter is the one that the optimizer holds: the shard. Between a
+forward and the next reshard, FSDP2 registers gathered parameters on the modules (on the root after an
+evaluation, on every unit with an int `reshard_after_forward`). Code that iterates over parameters therefore
+uses `named_parameters_canonical`, which reshards first.
 """
 
 from collections.abc import Iterator
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -32,10 +33,10 @@ _RECORD = "_composer_dist"
 
 
 class Averaging(Protocol):
-    """Whoever averages gradients at the end of each backward."""
+    """An object that averages gradients at the end of each backward."""
 
     sync: bool
-    """Whether it does so now; `no_sync` sets it."""
+    """Whether it is active; `no_sync` sets it."""
 
 
 @dataclass
@@ -43,19 +44,21 @@ class Prepared:
     """What the library has done to a module, or to an optimizer."""
 
     unusable: str | None = None
-    """Why it must not be used any more."""
+    """Why it must not be used anymore; None if it may be."""
     original_class: type[nn.Module] | None = None
     """The class of a batch norm before it was synchronized."""
     mesh: Mesh | None = None
-    """The whole mesh of the model, of which its parameters know only a part."""
+    """The whole mesh of the model; its parameters may be on a submesh."""
+    bucket_bytes: int = ParallelismConfig.bucket_bytes
+    """Most bytes of weights that are sent at a time."""
     averagings: list[Averaging] = field(default_factory=list)
-    """They average the gradients of parameters that nothing shards."""
+    """They average the gradients of parameters that are not sharded."""
     replica: object | None = None
-    """The `Replica` that keeps the ranks' copies alike."""
+    """The `Replica` that keeps the ranks' copies equal."""
     forward: Any = None
     """The `Layers` around the module's forward."""
     proven: bool = False
-    """Whether context parallelism has proved that its sequence can be split."""
+    """Whether context parallelism has verified that its sequence can be split."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Prepared, (self.unusable, self.original_class), {"forward": self.forward}
@@ -68,13 +71,13 @@ def of(thing: nn.Module | Optimizer) -> Prepared | None:
 
 
 def record(thing: nn.Module | Optimizer) -> Prepared:
-    """The record of `thing`, to write to."""
+    """The record of `thing`, which is made if there is none."""
     found: Prepared = vars(thing).setdefault(_RECORD, Prepared())
     return found
 
 
 def tidy(thing: nn.Module) -> None:
-    """Take away a record in which nothing is written."""
+    """Remove an empty record."""
     if of(thing) == Prepared():
         del vars(thing)[_RECORD]
 
@@ -86,7 +89,7 @@ def prepared_mesh(model: nn.Module) -> Mesh | None:
 
 
 def mesh_of(model: nn.Module) -> Mesh | None:
-    """The mesh that `model` was prepared for, or else the largest over which its user has sharded it."""
+    """The mesh for which `model` was prepared, or else the largest over which its user has sharded it."""
     if (mesh := prepared_mesh(model)) is not None:
         return mesh
     tensors = (*model.parameters(), *model.buffers())
@@ -106,11 +109,7 @@ def mesh_of_world(model: nn.Module) -> Mesh | None:
 
 @contextmanager
 def usable_or_marked(*things: nn.Module | Optimizer, agreement: Agreement | None = None) -> Iterator[None]:
-    """An error in the body leaves `things` marked as unusable, so that nobody trains half of a model.
-
-    Args:
-        agreement: other ranks that wait for this one learn of the error from it.
-    """
+    """Mark `things` as unusable if the body raises; tell the other ranks of `agreement`, if given."""
     try:
         yield
     except BaseException as error:
@@ -122,7 +121,7 @@ def usable_or_marked(*things: nn.Module | Optimizer, agreement: Agreement | None
 
 
 def mark_unusable(thing: nn.Module | Optimizer, cause: str) -> None:
-    """From now on each forward of a model or step of an optimizer, and each call on it, raises the cause."""
+    """Make every later forward of a model or step of an optimizer raise an error with this cause."""
     record(thing).unusable = cause
     if isinstance(thing, Optimizer):
         thing.register_step_pre_hook(lambda one, args, kwargs: check_usable(one))
@@ -131,22 +130,18 @@ def mark_unusable(thing: nn.Module | Optimizer, cause: str) -> None:
 
 
 def check_module(model: object) -> None:
-    """Raise unless `model` is a module.
-
-    Raises:
-        ParallelismTypeError: says what it is.
-    """
+    """Raise a ParallelismTypeError unless `model` is a module."""
     if not isinstance(model, nn.Module):
         raise ParallelismTypeError(f"model must be a torch.nn.Module, not {kind_in_words(model)}.")
 
 
 def check_usable(thing: nn.Module | Optimizer) -> None:
-    """Raise if preparing a model, or loading into a model or an optimizer, has failed half way.
+    """Raise if preparing a model, or loading into a model or an optimizer, has failed halfway.
 
     Raises:
-        ParallelismTypeError: it is neither.
+        ParallelismTypeError: `thing` is neither a model nor an optimizer.
         ParallelismRuntimeError: the model is unusable; names the cause.
-        CheckpointRuntimeError: the optimizer is; names the cause.
+        CheckpointRuntimeError: the optimizer is unusable; names the cause.
     """
     if not isinstance(thing, Optimizer):
         check_module(thing)
@@ -155,21 +150,17 @@ def check_usable(thing: nn.Module | Optimizer) -> None:
         return
     if isinstance(thing, Optimizer):
         raise CheckpointRuntimeError(
-            f"This {type(thing).__name__} is unusable, because loading its state failed half way; build "
-            f"it anew. The cause: {found.unusable}"
+            f"This {type(thing).__name__} is unusable, because loading its state failed halfway; build a new "
+            f"one. The cause: {found.unusable}"
         )
     raise ParallelismRuntimeError(
-        "This model is unusable, because its preparation failed half way; build it anew. "
+        "This model is unusable, because its preparation failed halfway; build a new one. "
         f"The cause: {found.unusable}"
     )
 
 
 def reshard(model: nn.Module) -> None:
-    """Free every gathered parameter below `model` and register the shards again.
-
-    Raises:
-        ParallelismRuntimeError: the model's preparation has failed half way.
-    """
+    """Free every gathered parameter of `model` and register the shards again; see `check_usable`."""
     check_usable(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -179,11 +170,10 @@ def reshard(model: nn.Module) -> None:
 def named_parameters_canonical(
     model: nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Name and parameter (the shard) of all parameters below `model`, in registration order.
+    """Name and parameter (the shard) of all parameters of `model`, in registration order.
 
     Args:
-        model: prepared or not.
-        remove_duplicate: a tied parameter comes once, under its first name; False gives every name.
+        remove_duplicate: yield a tied parameter once, under its first name; False yields every name.
     """
     reshard(model)
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
@@ -191,6 +181,6 @@ def named_parameters_canonical(
 
 
 def named_buffers_canonical(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of all buffers below `model`, non-persistent ones included."""
+    """Name and tensor of all buffers of `model`, including non-persistent ones."""
     for name, buffer in model.named_buffers():
         yield canonical_name(name), buffer

@@ -1,21 +1,20 @@
-"""The recipe's steps one by one, for those who write a recipe of their own.
+"""The steps of the recipe as separate functions, for users who write their own recipe.
 
-`parallelize_model` needs none of them. They follow Composer's: shard a model with
-`prepare_fully_shard`, then fill it with `meta_init` or `sync_module_states`.
+They follow Composer's: shard a model with `prepare_fully_shard`, then fill it with `meta_init` or
+`sync_module_states`. `parallelize_model` does all of it in one call.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace as changed
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composer_dist.config.fully_shard import FSDP2Config
-from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import Config, ParallelismConfig, resolve_config
 from composer_dist.distributed.activations import recompute as activations
 from composer_dist.distributed.activations.recompute import check_pinning
@@ -23,10 +22,9 @@ from composer_dist.distributed.compiling import apply as compiling
 from composer_dist.distributed.compiling import float8
 from composer_dist.distributed.context_parallelism.context import expect_context
 from composer_dist.distributed.mesh.build import meet, mesh_sizes
-from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.messages import Cargo
-from composer_dist.distributed.moving.transfer import deliver, inner_cargoes, take_part
+from composer_dist.distributed.moving.into import write_full
+from composer_dist.distributed.moving.transfer import deliver, inner_cargoes
 from composer_dist.distributed.optimizers.check import check_hooks
 from composer_dist.distributed.optimizers.follow import carry_attributes
 from composer_dist.distributed.plan.build import as_tuple, build_plan
@@ -57,11 +55,11 @@ from composer_dist.tensors.inner import encoded
 
 @contextmanager
 def init_context(empty: bool = True, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Build models without memory, in a dtype of choice.
+    """Build models without allocating memory, optionally in another dtype.
 
     Args:
-        empty: parameters and buffers made inside are on the meta device.
-        dtype: their floating-point dtype; None leaves the default.
+        empty: make parameters and buffers on the meta device.
+        dtype: default floating-point dtype; None keeps the current one.
     """
     before = torch.get_default_dtype()
     try:
@@ -84,20 +82,17 @@ def plan_parallelism(
     activation_checkpointing_check_fn: CheckFn | None = None,
     composer: bool = False,
 ) -> ParallelPlan:
-    """Plan how `model` is made parallel, without changing it and without a process group.
+    """Plan how to parallelize `model`, without changing it and without a process group.
+
+    The arguments are those of `parallelize_model`, except:
 
     Args:
-        model: real, or on the meta device.
-        config: as for `parallelize_model`.
-        world_size: ranks to plan for; None takes the process group's, or 1.
-        optimizer: checked against the plan if given.
-        precision: see `composer_dist.precision`.
-        fsdp_wrap_policy: `module -> bool | dict of options`, or a `CustomPolicy`.
-        activation_checkpointing_check_fn: `module -> bool`, the modules to checkpoint.
+        world_size: number of ranks to plan for; None takes the process group's, or 1.
+        optimizer: checked against the plan, if given.
         composer: plan as `parallelize_composer_model` and the Trainer prepare a `ComposerModel`.
 
     Raises:
-        ParallelismError: everything that can be known beforehand; see the errors of the steps.
+        ParallelismError: everything that `parallelize_model` can detect before it changes the model.
     """
     check_module(model)
     request = Request(
@@ -113,7 +108,7 @@ def plan_parallelism(
     plan = build_plan(structure, request, mesh_sizes(request.mesh, world))
     on_meta = {name for name, held in structure.tensors.items() if held.get().is_meta}
     components: list[Component] = []
-    with suppress(ParallelismValueError):  # rank 0 may have what nothing here initializes
+    with suppress(ParallelismValueError):  # rank 0 may have values for what nothing initializes
         components = find_components(structure, on_meta)
     return changed(plan, init_peak=peak_bytes(components, plan.delivery.bucket_bytes))
 
@@ -121,14 +116,14 @@ def plan_parallelism(
 def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
     """Initialize every tensor of `module` that is on the meta device, in place.
 
-    In one process on an unsharded module this is the reference for `parallelize_model`, which gives the same
-    bits on any number of ranks for the same `torch.initial_seed()`, device type and torch version. On a
-    module sharded by `prepare_fully_shard` each rank computes every tensor in full, one component after the
-    other, and keeps its rows; seed all ranks alike. The random state afterwards is as it was before.
+    For the same `torch.initial_seed()`, device type and torch version, `parallelize_model` gives the same
+    bits on any number of ranks as this function gives an unsharded module in one process. On a module sharded
+    by `prepare_fully_shard`, each rank computes every tensor in full, one component at a time, and keeps its
+    rows; seed all ranks alike. The random state is restored afterwards.
 
     Args:
-        param_init_fn: called with each module that holds a meta tensor directly; None looks for
-            `param_init_fn` on the module and its ancestors, then for `reset_parameters`.
+        param_init_fn: called with each module that directly holds a meta tensor; None uses the
+            `param_init_fn` of the module or its nearest ancestor, else `reset_parameters`.
 
     Raises:
         ParallelismValueError: tensors that no initializer writes, with their modules' classes.
@@ -144,15 +139,13 @@ def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
     }
     components = find_components(structure, needed, param_init_fn)
     sharded = [name for name in needed if isinstance(structure.tensors[name].get(), DTensor)]
-    homes = give_memory(structure, sharded, device)
+    give_memory(structure, sharded, device)
     for component in components:
         values = run_component(component, structure, torch.initial_seed(), device, real)
         for name in needed.intersection(component.tensors):
             held = structure.tensors[name]
-            now = held.get()
-            if isinstance(now, DTensor):
-                cargo = Cargo(name, Layout.of(now), now.dtype, homes[name], values[name])
-                take_part(cargo, Mesh.of(now).here)
+            if isinstance(held.get(), DTensor):
+                write_full(held.get(), values[name])
             else:
                 replace(held, values[name])
     if mesh is not None:
@@ -167,28 +160,26 @@ def prepare_fully_shard(
 ) -> ParallelPlan:
     """Plan and shard `model` in place; every rank keeps its rows of its own values.
 
-    What is on the meta device stays there, as meta shards. Nothing is synchronized between ranks.
+    Tensors on the meta device become shards on the meta device. Values are not synchronized between ranks.
 
     Raises:
         ParallelismError: as `plan_parallelism`; the same on every rank.
     """
     process_group.init(reuse=True)
-    request: Request | None = None
 
-    def ask() -> MeshConfig | DeviceMesh:
-        nonlocal request
+    def ask() -> Request:
         check_usable(model)
         config = resolve_config(fsdp2_config)
-        request = Request(config=config, precision=precision, wrap_policy=auto_wrap_policy)
-        _check_only_shards(request)
-        return request.mesh
+        _check_only_shards(config)
+        return Request(config=config, precision=precision, wrap_policy=auto_wrap_policy)
 
-    mesh, agreement = meet(ask)
-    assert request is not None
+    request, mesh, agreement = meet(ask)
     with agreement.together("the plan of the model"):
         structure = read_structure(model)
         plan = build_plan(structure, request, mesh.sizes)
         check_here(structure, plan, mesh)
+    for warning in plan.warnings:
+        warnings.warn(warning, stacklevel=2)
     with usable_or_marked(model, agreement=agreement):
         structure, originals = divide(structure, plan, mesh)
         real = {name: original for name, original in originals.items() if not original.is_meta}
@@ -196,28 +187,25 @@ def prepare_fully_shard(
         for name, original in originals.items():
             now = structure.tensors[name].get()
             carry_attributes(original, now)  # type: ignore[arg-type]
-            for cargo in inner_cargoes(name, now, original) if name in real else ():
-                take_part(cargo, mesh.here)
+            if name in real:
+                write_full(now, original)
         for name in plan.plain:
             held = structure.tensors[name]
             if not held.get().is_contiguous():
                 replace(held, held.get().detach().contiguous())
         sharding.arm(structure, plan.sharding, mesh)
         expect_context(model, mesh)
-        record(model).mesh = mesh
+        record(model).mesh, record(model).bucket_bytes = mesh, plan.delivery.bucket_bytes
     if plan.verbose and agreement.rank == agreement.ranks[0]:
         print(plan)
     return plan
 
 
-def _check_only_shards(request: Request) -> None:
-    """Refuse what `prepare_fully_shard` would leave undone."""
-    config = request.config
-    if config.ddp is not None:
-        raise ParallelismValueError("prepare_fully_shard shards; DDP (ddp=) is for parallelize_model.")
-    if config.tp is not None or any(rule.tp is not None for rule in config.rules):
+def _check_only_shards(config: ParallelismConfig) -> None:
+    """Refuse options that `prepare_fully_shard` does not carry out."""
+    if config.ddp or config.tp or any(rule.tp is not None for rule in config.rules):
         raise ParallelismValueError(
-            "prepare_fully_shard only shards; use parallelize_model for tensor parallelism."
+            "prepare_fully_shard only shards; use parallelize_model for DDP and tensor parallelism."
         )
     if config.sync != "auto":
         raise ParallelismValueError(
@@ -229,11 +217,7 @@ def _check_only_shards(request: Request) -> None:
 def check_here(
     structure: Structure, plan: ParallelPlan, mesh: Mesh, optimizers: Sequence[Optimizer] = ()
 ) -> None:
-    """Refuse what is planned but cannot be done with this very model, or on this machine.
-
-    Raises:
-        ParallelismError: see the checks of the features.
-    """
+    """Refuse a plan that cannot be carried out with this model's objects, or on this machine."""
     check_aliasing(structure, plan.plain)
     check_offload(plan.sharding)
     check_pinning(plan.activations)
@@ -245,13 +229,13 @@ def check_here(
 
 
 def divide(structure: Structure, plan: ParallelPlan, mesh: Mesh) -> tuple[Structure, dict[str, torch.Tensor]]:
-    """Give each rank its part of every parameter, on the meta device, and modules their forwards.
+    """Wrap the modules' forwards, and replace divided parameters by this rank's parts, on the meta device.
 
-    The order counts: torchao replaces classes, checkpointing goes inside of compilation, both inside of
-    the collectives of tensor parallelism, and FSDP2 shards what tensor parallelism has cut.
+    The order matters: torchao replaces classes; checkpointing must be inside compilation, and both inside the
+    collectives of tensor parallelism; FSDP2 shards what tensor parallelism has cut.
 
     Returns:
-        The structure afterwards, and the divided parameters as they were before, by first name.
+        The new structure, and the divided parameters as they were before, by first name.
     """
     float8.apply(structure, plan.compiling)
     structure = activations.apply(structure, plan.activations)
@@ -261,15 +245,15 @@ def divide(structure: Structure, plan: ParallelPlan, mesh: Mesh) -> tuple[Struct
 
 
 def sync_module_states(model: nn.Module, full_state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Fill a sharded model from rank 0's full state, buffers included.
+    """Fill a sharded model, including its buffers, from rank 0's full state; a collective.
 
     Args:
-        model: sharded over ranks that all call this; on meta or not.
-        full_state_dict: on rank 0, full tensors by name; buffers that it lacks are taken from rank
-            0's model. Other ranks pass anything, `{}` for instance.
+        model: sharded; on the meta device or not.
+        full_state_dict: full tensors by name. Buffers that it lacks are taken from rank 0's model. Only rank
+            0's is read; the other ranks may pass `{}`.
 
     Raises:
-        ParallelismKeyError: parameters that rank 0's state lacks; the same on every rank.
+        ParallelismKeyError: rank 0's state lacks a parameter; the same on every rank.
         ParallelismValueError: nothing in the model is sharded, or a shape differs.
     """
     structure = read_structure(model)
@@ -290,7 +274,7 @@ def sync_module_states(model: nn.Module, full_state_dict: Mapping[str, torch.Ten
         for name, held in structure.tensors.items()
         for cargo in inner_cargoes(name, held.get(), sources.get(name))
     ]
-    limit = ParallelismConfig().bucket_bytes
+    limit = record(model).bucket_bytes
     agreement.collectively("the delivery", lambda: deliver({first: cargoes}, mesh, limit))
     average_plain(structure, mesh.fsdp, on_meta)
 
@@ -303,7 +287,7 @@ def _check_same(digests: Sequence[str]) -> None:
 
 
 def _find(held: Held, full_state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Rank 0's value of a tensor: from the state, or of a buffer that is not there, from its model."""
+    """Rank 0's value of a tensor: from the state, or, for a buffer that it lacks, from rank 0's model."""
     info = held.info
     value = next((full_state_dict[name] for name in info.names if name in full_state_dict), None)
     if value is None:
@@ -311,7 +295,7 @@ def _find(held: Held, full_state_dict: Mapping[str, torch.Tensor]) -> torch.Tens
         if info.kind == "parameter" or value.is_meta:
             raise ParallelismKeyError(
                 f"full_state_dict has no {info.name!r}"
-                + (", which rank 0's model holds on the meta device." if value.is_meta else ".")
+                + (", which is on the meta device in rank 0's model." if value.is_meta else ".")
             )
     if tuple(value.shape) != info.shape:
         raise ParallelismValueError(

@@ -1,6 +1,6 @@
-"""What the caller of `parallelize_model` asks for: a `Request`, and, read for one model, its `Wishes`.
+"""What the caller of `parallelize_model` asks for: a `Request`, and its `Wishes` for one model.
 
-Once the plan is made wishes are not read any more: the plan holds every decision.
+They are not read anymore once the plan is made, which holds every decision.
 """
 
 import os
@@ -35,7 +35,7 @@ UNIT_FIELDS = ("reshard_after_forward", "mixed_precision", "offload")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Everything that one call asks for; see the arguments of `parallelize_model`."""
+    """Everything that one call asks for; see `parallelize_model`."""
 
     config: ParallelismConfig
     """As `resolve_config` returns it, without aliases."""
@@ -62,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes(Request):
-    """A request read for one model: what its rules say of each module."""
+    """A request for one model, with its rules applied to the modules."""
 
     rules: Mapping[str, Mapping[str, tuple[Any, str]]] = field(default_factory=dict)
     """Module name to the fields that rules set there, each with its value and the rule's spelling."""
@@ -70,11 +70,7 @@ class Wishes(Request):
 
     @classmethod
     def read(cls, request: Request, structure: Structure) -> Self:
-        """The wishes of `request` for the model of this structure.
-
-        Raises:
-            ParallelismValueError: see `merge_rules`.
-        """
+        """The wishes of `request` for the model of this structure; see `merge_rules` for errors."""
         config = request.config
         rules, warnings = merge_rules(config.rules, structure, config.containers)
         return cls(**vars(request), rules=rules, warnings=tuple(warnings))
@@ -87,14 +83,13 @@ class Wishes(Request):
 def merge_rules(
     rules: Sequence[Rule], structure: Structure, containers: str
 ) -> tuple[dict[str, dict[str, tuple[Any, str]]], list[str]]:
-    """Module name to the fields that the rules set there; later rules win, field by field.
+    """Module name to the fields that the rules set there; later rules override earlier ones by field.
 
-    A ModuleList or ModuleDict stands for its children (or, with `containers="skip"`, for nothing); the
-    second result has a warning for each.
+    A ModuleList or ModuleDict represents its children, or nothing with `containers="skip"`; the second result
+    has a warning for each.
 
     Raises:
-        ParallelismValueError: rules of which a part matches nothing and that are not optional, or that
-            set nothing; all of them at once.
+        ParallelismValueError: lists all rules that set nothing, or that are not optional and match nothing.
     """
     modules = structure.modules
     merged: dict[str, dict[str, tuple[Any, str]]] = {}
@@ -127,11 +122,7 @@ def merge_rules(
 
 
 def check_forward_methods(names: Sequence[str], structure: Structure, units: Iterable[str]) -> None:
-    """Refuse names that are not a method of any unit.
-
-    Raises:
-        ParallelismValueError: there are some; says which other modules have such a method.
-    """
+    """Raise a ParallelismValueError for names that are not a method of any unit."""
     modules = [structure.modules[unit] for unit in units]
     with Faults() as faults:
         for name in names:

@@ -12,12 +12,14 @@ from torch.distributed.tensor import DTensor
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
+from composer_dist.config.rule import Rule
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import (
     init_context,
     meta_init,
     parallelize_model,
     prepare_fully_shard,
+    prepared,
     sync_module_states,
 )
 from composer_dist.distributed.forwards import is_checkpointed, is_compiled
@@ -81,7 +83,7 @@ def test_sync_takes_another_dtype() -> None:
     [
         ("lacks", ParallelismKeyError, "Rank 0: full_state_dict has no 'row'."),
         ("shape", ParallelismValueError, "Rank 0: row: shape (3,) in full_state_dict, (1, 8) in the model."),
-        ("buffer", ParallelismKeyError, "Rank 0: full_state_dict has no 'layers.0.table', which rank 0's"),
+        ("buffer", ParallelismKeyError, "Rank 0: full_state_dict has no 'layers.0.table', which is on"),
         ("plain", ParallelismValueError, "The model is not sharded; call prepare_fully_shard first."),
     ],
 )
@@ -160,6 +162,15 @@ class Blocks(nn.Module):
         return x
 
 
+@pytest.mark.promise(87)
+def test_prepare_fully_shard_warns_as_its_plan_and_remembers_the_buckets() -> None:
+    model, rules = Blocks(), [Rule("layers", shard=True)]
+    with pytest.warns(UserWarning, match="layers is a ModuleList, .* its children are used"):
+        plan = prepare_fully_shard(model, ParallelismConfig(rules=rules, bucket_bytes=1 << 20))
+    assert plan.warnings
+    assert prepared.record(model).bucket_bytes == 1 << 20
+
+
 def aliased() -> nn.Module:
     model = Blocks()
     model.layers[0][0].bias = nn.Parameter(model.layers[0][0].weight.data[0])
@@ -170,8 +181,8 @@ def aliased() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "settings", "message"),
     [
-        (Blocks, ParallelismConfig(ddp=DDPConfig()), r"prepare_fully_shard shards; DDP \(ddp=\)"),
-        (Blocks, ParallelismConfig(tp=TPConfig()), "parallelize_model for tensor parallelism"),
+        (Blocks, ParallelismConfig(ddp=DDPConfig()), "only shards; use parallelize_model for DDP"),
+        (Blocks, ParallelismConfig(tp=TPConfig()), "parallelize_model for DDP and tensor parallelism"),
         (Blocks, ParallelismConfig(sync="rank0"), "sync='rank0' has no effect; call sync_module_states"),
         (aliased, ParallelismConfig(), "share memory without being one parameter"),
     ],

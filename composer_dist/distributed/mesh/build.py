@@ -1,6 +1,7 @@
 """Building the mesh that a configuration asks for, on all ranks or on none."""
 
 from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,10 +22,7 @@ def build_mesh(config: MeshConfig, world_size: int | None = None) -> DeviceMesh:
         ParallelismValueError: the sizes do not multiply to the world size.
     """
     if not dist.is_initialized():
-        raise ParallelismRuntimeError(
-            "The mesh was asked for before the process group is initialized; call "
-            "composer_dist.distributed.process_group.init() first."
-        )
+        raise ParallelismRuntimeError("A mesh needs a process group; call process_group.init() first.")
     sizes = config.resolve(dist.get_world_size() if world_size is None else world_size)
     names = mesh_dim_names(sizes)
     device_type = config.device_type or process_group.device_of_group().type
@@ -64,21 +62,33 @@ def mesh_sizes(wanted: MeshConfig | DeviceMesh, world_size: int) -> dict[str, in
     return wanted.resolve(world_size) if isinstance(wanted, MeshConfig) else Mesh(wanted).sizes
 
 
-def meet(ask: Callable[[], MeshConfig | DeviceMesh]) -> tuple[Mesh, Agreement]:
+class Asks(Protocol):
+    """A request that includes a mesh."""
+
+    @property
+    def mesh(self) -> MeshConfig | DeviceMesh:
+        """The sizes of the mesh, or a mesh of the caller's own."""
+
+
+R = TypeVar("R", bound=Asks)
+
+
+def meet(ask: Callable[[], R]) -> tuple[R, Mesh, Agreement]:
     """Build the mesh once all ranks are known to ask for the same one, because building it communicates.
 
     Args:
-        ask: gives the mesh that this rank asks for, or raises; then every rank does.
+        ask: returns this rank's request, or raises; then every rank does.
 
     Returns:
-        The mesh, and the agreement among its ranks.
+        The request, its mesh, and the agreement among the ranks of the mesh.
 
     Raises:
-        ParallelismValueError: the ranks ask for different meshes, or one that does not fit the world.
+        ParallelismValueError: the ranks ask for different meshes, or for one that does not match the world.
     """
-    error, asked, wanted, ranks = None, "", None, None
+    error, asked, request, wanted, ranks = None, "", None, None, None
     try:
-        wanted = ask()
+        request = ask()
+        wanted = request.mesh
         world, _ = process_group.world_and_rank()
         asked = f"{mesh_sizes(wanted, world)} on {wanted.device_type or 'the default device'}"
         if isinstance(wanted, DeviceMesh):
@@ -88,9 +98,7 @@ def meet(ask: Callable[[], MeshConfig | DeviceMesh]) -> tuple[Mesh, Agreement]:
     if isinstance(wanted, DeviceMesh):
         ranks = wanted.mesh.flatten().tolist()
         if wanted.get_coordinate() is None:
-            raise ParallelismValueError(
-                f"This rank is not part of the mesh, which has {wanted.mesh.tolist()}."
-            )
+            raise ParallelismValueError(f"This rank is not part of the mesh {wanted.mesh.tolist()}.")
     agreement = Agreement(ranks)
 
     def compare(findings: list[str]) -> None:
@@ -102,5 +110,5 @@ def meet(ask: Callable[[], MeshConfig | DeviceMesh]) -> tuple[Mesh, Agreement]:
             )
 
     agreement.reach("the mesh", asked, compare, error=error)
-    assert wanted is not None
-    return mesh_for(wanted), agreement
+    assert request is not None
+    return request, mesh_for(request.mesh), agreement

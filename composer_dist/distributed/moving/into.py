@@ -1,4 +1,4 @@
-"""Wholes to parts: full values are written into tensors, sharded or not."""
+"""Whole to parts: writes full values into tensors, sharded or not."""
 
 from __future__ import annotations
 
@@ -31,28 +31,26 @@ from composer_dist.tensors.inner import (
 
 
 @torch.no_grad()
-def scatter_into(target: Tensor, full: Tensor | None) -> None:
+def scatter_into(target: Tensor, full: Tensor) -> None:
     """Write this rank's part of `full` into `target`, in the target's dtype; no communication.
 
     Args:
         target: a plain tensor or a DTensor of any placement, changed in place.
-        full: the full value, on any device; None writes nothing.
+        full: the full value, on any device.
     """
-    if full is None:
-        return
     if not isinstance(target, DTensor):
         target.copy_(full)
-        return
-    mesh, local, layout = target.device_mesh, target.to_local(), Layout.of(target)
-    full = full.detach().to(mesh.device_type)
-    if layout.tp_dim is not None:
-        local.copy_(layout.part(Mesh.of(target).here).of(full).view(local.shape))
+    elif Layout.known(target) is not None and (local := target.to_local()).is_contiguous():
+        take_part(Cargo("", Layout.of(target), local.dtype, local, full.detach()), Mesh.of(target).here)
     else:  # src_data_rank=None slices what is here; the default would scatter rank 0's
-        local.copy_(distribute_tensor(full, mesh, target.placements, src_data_rank=None).to_local())
+        mesh, near = target.device_mesh, full.detach().to(target.device_mesh.device_type)
+        target.to_local().copy_(
+            distribute_tensor(near, mesh, target.placements, src_data_rank=None).to_local()
+        )
 
 
 def copy_into(target: Tensor, value: Tensor) -> None:
-    """Write a value into `target`, however either is sharded; a collective if their placements differ."""
+    """Write a value into `target`, each sharded or not; a collective if their placements differ."""
     if not isinstance(value, DTensor):
         scatter_into(target, value)
     elif isinstance(target, DTensor) and (target.device_mesh, target.placements) == (
@@ -64,49 +62,44 @@ def copy_into(target: Tensor, value: Tensor) -> None:
         scatter_into(target, gather(value))
 
 
-def write_full(target: Tensor, full: Tensor | None, from_rank0: bool) -> None:
-    """Write a full value into a tensor, or into each of the tensors that it is made of.
+def write_full(target: Tensor, full: Tensor | None, from_rank0: bool = False) -> None:
+    """Write a full value into a tensor, or into each of its inner tensors.
 
     Args:
-        full: of the target's class; None writes nothing, unless the value comes from rank 0.
+        full: of the target's class; with `from_rank0`, None on the other ranks.
         from_rank0: every rank takes rank 0's value; a collective.
     """
     for _, part, value in parts("", target, full):
         if from_rank0:
-            value = _broadcast(value, part.shape, part.dtype)
-        scatter_into(part, value)
-
-
-def _broadcast(full: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Rank 0's `full` on every rank, on the device of the default group."""
-    device = device_of_group()
-    if world_and_rank()[1] != 0 or full is None:
-        full = torch.empty(shape, dtype=dtype, device=device)
-    full = full.detach().to(device).contiguous()
-    if dist.is_initialized():
-        dist.broadcast(full, src=0)
-    return full
+            device = device_of_group()
+            if world_and_rank()[1] != 0 or value is None:
+                value = torch.empty(part.shape, dtype=part.dtype, device=device)
+            value = value.detach().to(device).contiguous()
+            if dist.is_initialized():
+                dist.broadcast(value, src=0)
+        if value is not None:
+            scatter_into(part, value)
 
 
 @dataclass(frozen=True)
 class Landing:
-    """Where values for this rank's part of a tensor arrive: in its own memory if possible."""
+    """Memory in which values for this rank's part of a tensor arrive: the part's own, if possible."""
 
     memory: Tensor
-    """Contiguous, plain, of the part's elements in row-major order."""
+    """Contiguous, plain, with the part's elements in row-major order."""
     home: Tensor | None
-    """The part, if it is not the memory itself; `settle` then gives it the value."""
+    """The part, if the values arrive elsewhere; `settle` then writes them into it."""
 
     @classmethod
     def of(cls, tensor: Tensor, dtype: torch.dtype) -> Landing:
-        """For values of a dtype."""
+        """The landing for values of `dtype`."""
         local = local_part(tensor).detach()
         if codec_of(local) is None and local.dtype == dtype and local.is_contiguous():
             return cls(local, None)
         return cls(torch.empty(local.shape, dtype=dtype, device=local.device), local)
 
     def settle(self) -> None:
-        """Encode or copy what has arrived, if it has not arrived in place."""
+        """Encode or copy the values, if they did not arrive in place."""
         if self.home is not None:
             encode_into(self.home, self.memory)
 
@@ -123,12 +116,12 @@ def fill(
     """Write full values into tensors in place, in the tensors' own dtypes; a collective.
 
     Args:
-        mesh: of all ranks, over which the values travel; None if there is none.
-        targets: real tensors by name: the same names in the same order on every rank.
+        mesh: of all ranks, over which values are sent; None if there is none.
+        targets: real tensors by name, with the same names in the same order on every rank.
         full: their full values, of the same shapes, on rank 0; not read on the others.
-        everywhere: every rank has them; then nothing travels.
-        by_part: each rank encodes its own part of what has a codec, as its optimizer does; otherwise
-            rank 0 encodes the whole.
+        everywhere: every rank has them; then nothing is sent.
+        by_part: each rank encodes its own part of a tensor with a codec, as its optimizer does; otherwise
+            rank 0 encodes the whole tensor.
 
     Raises:
         ParallelismError: a codec failed, or a rank was lost.
@@ -142,7 +135,12 @@ def fill(
     source = full if everywhere or rank == 0 else {}
     alone = everywhere or world == 1
     usual = {n: t for n, t in targets.items() if (mesh or alone) and Layout.known(t) is not None}
-    for batch in in_buckets(usual, lambda name: _copied_bytes(targets[name], by_part), whole.BUCKET_BYTES):
+
+    def copied_bytes(name: str) -> int:  # by encoding a tensor
+        now = targets[name]
+        return now.numel() * 4 if by_part else sum(inner.nbytes for inner in describe_inner(now))
+
+    for batch in in_buckets(usual, copied_bytes, whole.BUCKET_BYTES):
         with agreement.together("encoding a state"):
             freights = [f for n in batch for f in _freights(n, targets[n], source.get(n), by_part)]
             if alone:
@@ -156,20 +154,20 @@ def fill(
         with agreement.together("encoding a state"):
             for _, landing in freights:
                 landing.settle()
-    odd = {name: target for name, target in targets.items() if name not in usual}
-    if odd:
-        agreement.collectively("the delivery", lambda: _one_by_one(odd, source, not alone))
 
+    def write_others() -> None:  # cut by the user in other ways
+        for name in (name for name in targets if name not in usual):
+            value = encoded(source[name], targets[name]) if name in source else None
+            write_full(targets[name], value, not alone)
 
-def _copied_bytes(target: Tensor, by_part: bool) -> int:
-    """Bytes of the copies that encoding a tensor takes, if it takes any."""
-    return target.numel() * 4 if by_part else sum(inner.nbytes for inner in describe_inner(target))
+    if len(usual) < len(targets):
+        agreement.collectively("the delivery", write_others)
 
 
 def _freights(
     name: str, target: Tensor, source: Tensor | None, by_part: bool
 ) -> Iterator[tuple[Cargo, Landing]]:
-    """The cargoes that fill a tensor, and where they arrive."""
+    """The cargoes that fill a tensor, each with its landing."""
     if source is not None and (by_part or codec_of(target) is None):
         source = dense(source)
     if by_part:
@@ -181,9 +179,3 @@ def _freights(
     for path, part, full, dtype in inner:
         landing = Landing.of(part, dtype)
         yield Cargo(path, Layout.of(part), dtype, landing.memory, full), landing
-
-
-def _one_by_one(targets: Mapping[str, Tensor], full: Mapping[str, Tensor], broadcasts: bool) -> None:
-    """Fill tensors that the user has cut in other ways: each rank takes its part of the full value."""
-    for name, target in targets.items():
-        write_full(target, encoded(full[name], target) if name in full else None, broadcasts)

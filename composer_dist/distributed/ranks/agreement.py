@@ -1,14 +1,13 @@
 """All ranks agree, or all raise.
 
-Ranks agree through the process group's store and not through collectives: a store answers within its
-time limit even when a peer is dead or runs other code, where a collective would hang. Every rank posts its
-finding; the first rank reads all of them, decides, and posts one verdict that all others wait for. An error
-on any rank becomes the verdict: the same exception, with the same text, everywhere. A rank that leaves
-without an answer (Ctrl-C) says so, and nobody waits for it. Collectives run under `collectively`, so that
-a failure on one rank does not leave the others inside of them.
+Ranks agree through the process group's store, which answers within its time limit even if a peer is dead or
+runs other code; a collective would hang. Every rank posts its finding; the first rank reads all of them,
+decides, and posts one verdict for all. An error on any rank becomes the verdict: the same exception with the
+same text everywhere. A rank that leaves without an answer (Ctrl-C) reports it, so that no rank waits for it.
+Collectives run under `collectively`, so that a failure on one rank does not leave the others hanging in them.
 
-After any failure the ranks start a new sequence of agreements, because they may be at different places
-in the old one.
+After a failure the ranks start a new sequence of agreements, because they may be at different places in the
+old one.
 """
 
 import json
@@ -31,9 +30,9 @@ from composer_dist.wording import ranks_named
 T = TypeVar("T")
 Post = dict[str, Any]
 GRACE = timedelta(seconds=4)
-"""How long the first rank waits for the others' findings once one of them has failed."""
+"""How long the first rank waits for the other findings after a failure."""
 MARGIN = timedelta(seconds=4)
-"""How much longer than the first rank the others wait, so that its verdict on who is missing arrives."""
+"""How much longer the other ranks wait, so that the first one's verdict on missing ranks arrives."""
 
 
 @dataclass
@@ -46,16 +45,14 @@ class _Line:
     processes: dict[int, Identity | None] = field(default_factory=dict)
 
     def read(self, key: str) -> Any:
-        """What a rank has written, or None if it has not yet."""
+        """What a rank has written; None if it has not written yet."""
         key = f"{self.prefix}/{key}"
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def write(self, key: str, value: Any) -> None:
-        """Write JSON for the other ranks."""
         self.store.set(f"{self.prefix}/{key}", json.dumps(value))
 
     def has_lost(self, rank: int) -> bool:
-        """Whether the process of `rank` is known to have ended."""
         if rank not in self.processes:
             if (identity := self.read(f"process/{rank}")) is None:
                 return False
@@ -71,10 +68,10 @@ class Agreement:
     """A series of agreements among the same ranks.
 
     Args:
-        ranks: global ranks that take part, this one included; None means all. Each of them must
-            call the same agreements in the same order; an error names a rank that does not.
+        ranks: global ranks that take part, including this one; None means all. All must make the same
+            calls in the same order.
         timeout: how long to wait for the others; None takes the process group's limit for a collective.
-        line: agreements of one line do not wait for those of another, which another thread may make.
+        line: separates agreements that another thread makes.
     """
 
     def __init__(
@@ -97,11 +94,11 @@ class Agreement:
         """Exchange findings and return what `decide` makes of them, the same on every rank.
 
         Args:
-            step: what is being agreed on, to be named in errors.
-            mine: this rank's finding, in plain JSON types.
-            decide: from all findings, in the order of `ranks`, to a JSON value; runs on the first
-                rank only, and may raise for all.
-            error: what failed on this rank, if anything did.
+            step: what is agreed on, for error messages.
+            mine: this rank's finding, in JSON types.
+            decide: from all findings, in the order of `ranks`, to a JSON value; runs on the first rank, and
+                may raise for all.
+            error: what failed on this rank, if anything.
 
         Raises:
             ParallelismError: this rank's error, another's, or `decide`'s; or a rank did not answer.
@@ -123,14 +120,14 @@ class Agreement:
         self.reach(step, None, error=error)
 
     def collectively(self, step: str, body: Callable[[], T]) -> T:
-        """Run a body of collectives: where it fails on one rank, or one is lost, all raise the same.
+        """Run a body of collectives: if it fails on one rank, or a rank is lost, all raise the same error.
 
-        It runs in a separate thread, because a collective whose peers are gone cannot be canceled: when
-        another rank reports trouble, this one abandons the thread to its own time limit. Ranks that got
-        through learn of the trouble at their next agreement. Without trouble nothing is exchanged.
+        It runs in a separate thread, because a collective without its peers cannot be canceled: when another
+        rank reports trouble, this one abandons the thread. Ranks whose body succeeded raise at their next
+        agreement. Without trouble nothing is exchanged.
 
         Raises:
-            ParallelismError: this rank's error or another's; ParallelismRuntimeError names a lost rank.
+            ParallelismError: this rank's error or another's, or the name of a lost rank.
         """
         if len(self.ranks) == 1:
             return body()
@@ -143,7 +140,7 @@ class Agreement:
                     raise LostError("another rank is in trouble")
             return task.result()
         except Exception as caught:
-            with suppress(RuntimeError):  # the store is gone: then the others know
+            with suppress(RuntimeError):  # without a store the others know
                 _line(self._key).write("trouble", True)
             post = {"step": step, "mine": None, "error": pack(caught), "lost": is_lost(caught)}
             self._agree(post, lambda _: None, GRACE, caught)
@@ -154,7 +151,7 @@ class Agreement:
             raise
 
     def place(self) -> tuple[Store, str]:
-        """The store, and a prefix for what these ranks write there from here to their next agreement."""
+        """The store, and a prefix for the keys that these ranks use until their next agreement."""
         line = _line(self._key)
         return line.store, f"{line.prefix}/after/{line.count}"
 
@@ -172,7 +169,7 @@ class Agreement:
         """Tell the others not to wait for this rank; does nothing if they know the cause."""
         if len(self.ranks) == 1 or cause is self._raised:
             return
-        with suppress(RuntimeError):  # the store is gone: then they know
+        with suppress(RuntimeError):  # without a store they know
             line = _line(self._key)
             line.write("left", merge({self.rank: pack(cause)}, len(self.ranks)))
             line.write("trouble", True)
@@ -214,15 +211,14 @@ class Agreement:
             raise
         except RuntimeError as lost:
             raise ParallelismRuntimeError(
-                f"The connection to the store, which the launcher or rank 0 hosts, was lost at "
-                f"{post['step']!r}: a process has ended early. See the ranks' own output."
+                f"The connection to the store was lost at {post['step']!r}: the launcher or rank 0, which "
+                "hosts it, has ended early. See its output."
             ) from lost
         if verdict["error"]:
             raise unpack(verdict["error"])
         return verdict["result"]
 
     def _judge(self, line: _Line, post: Post, decide: Callable[..., Any], limit: timedelta) -> dict[str, Any]:
-        """The first rank's part: collect, compare, decide."""
         step, first = post["step"], self.ranks[0]
         posts, ended = self._gather(line, step, {first: post}, limit, stop_at_error=True)
         if any(other["error"] for other in posts.values()):
@@ -251,10 +247,10 @@ class Agreement:
     def _gather(
         self, line: _Line, step: str, known: Mapping[int, Post], limit: timedelta, stop_at_error: bool
     ) -> tuple[dict[int, Post], list[int]]:
-        """Collect posts until all have arrived, a rank has left or ended, or the time is over.
+        """Collect posts until all have arrived, a rank has left or ended, or time is up.
 
         Returns:
-            The posts, those already known included, and the missing ranks whose processes have ended.
+            All posts, and the missing ranks whose processes have ended.
         """
         posts = dict(known)
 
@@ -269,7 +265,7 @@ class Agreement:
             if not absent() or line.read("left"):
                 break
             if ended := [rank for rank in ended if rank not in posts]:
-                return posts, ended  # and what they posted before they ended has been read
+                return posts, ended  # their last posts have been read
             if stop_at_error and any(post["error"] for post in posts.values()):
                 break
         return posts, []
@@ -295,9 +291,9 @@ def _absent(ranks: Sequence[int], step: str, limit: timedelta | None = None) -> 
 
 
 def _line(key: _Key) -> _Line:
-    """The sequence for these ranks over the current store; a new process group starts a new one.
+    """The sequence for these ranks over the current store.
 
-    A sequence that has begun continues if another thread destroys the process group meanwhile.
+    A new process group starts a new one; a current one survives another thread's destroying the group.
     """
     line = _lines.get(key)
     if line is not None and not dist.is_initialized():

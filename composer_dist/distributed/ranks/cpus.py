@@ -17,12 +17,10 @@ def threads_per_process(cpus: int, processes: int) -> int:
 
 
 def share_cpus(processes: int) -> int:
-    """Limits this process's torch threads to its share of the machine's CPUs.
-
-    Processes started from it inherit the limit. `OMP_NUM_THREADS`, where it is set, stays in force.
+    """Limit this process and its children to their share of the CPUs, unless `OMP_NUM_THREADS` is set.
 
     Returns:
-        The number of threads in force.
+        The number of torch's threads.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

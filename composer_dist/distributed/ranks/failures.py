@@ -1,4 +1,4 @@
-"""How an error on one rank reaches the others: as its kind and its text."""
+"""How an error on one rank is sent to the others: as its kind and its text."""
 
 import torch.distributed as dist
 
@@ -19,7 +19,7 @@ def is_lost(error: BaseException | None) -> bool:
 
 
 def pack(error: BaseException) -> list[str]:
-    """An error as kind and text."""
+    """The kind and text of an error."""
     text = str(error)
     if not isinstance(error, ParallelismError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,8 +1,7 @@
 """The network interface by which gloo reaches other hosts.
 
-Gloo gives its peers the address to which the machine's own name resolves. On many machines that is 127.0.0.1
-or 127.0.1.1, which means another machine to every other host, and the ranks wait for each other.
-NCCL looks at the interfaces instead and needs no help.
+Gloo gives its peers the address to which the machine's own name resolves. On many machines this is 127.0.0.1
+or 127.0.1.1, which other hosts cannot reach, so the ranks hang. NCCL finds the interface itself.
 """
 
 import ipaddress
@@ -15,16 +14,12 @@ from contextlib import suppress
 from composer_dist.config.mesh import per_host
 
 _ELSEWHERE = "192.0.2.1"
-"""An address that no machine has (RFC 5737), which is reached by the default route."""
+"""An address that no machine has (RFC 5737), on the default route."""
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def gloo_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """`GLOO_SOCKET_IFNAME` if it is needed: there are several hosts, and this one's name resolves to itself.
-
-    Args:
-        environ: with torchrun's variables.
-    """
+    """`GLOO_SOCKET_IFNAME`, if there are several hosts and this one's name resolves to loopback."""
     world = int(environ.get("WORLD_SIZE") or 1)
     one_host = int(per_host(environ) or 1) >= world
     if "GLOO_SOCKET_IFNAME" in environ or one_host or not _leads_back(socket.gethostname()):

@@ -1,7 +1,6 @@
-"""Several processes of one program on this machine: from a script, a notebook or a test.
+"""Starts several processes of one program on this machine, from a script, a notebook or a test.
 
-Jobs are better started from outside, by torchrun or `composer-dist train -n`. Here a function asks for
-them itself: each process calls it as one rank of a world, and what rank 0 returns comes back.
+Prefer torchrun or `composer-dist train -n` for jobs.
 """
 
 import os
@@ -37,22 +36,22 @@ def launch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> T:
-    """Call `fn(*args, **kwargs)` in `n` processes, the ranks of one world, and return what rank 0 does.
+    """Call `fn(*args, **kwargs)` in `n` processes, the ranks of one world, and return rank 0's result.
 
-    Each finds the variables that torchrun would set; `process_group.init()` does the rest.
+    The processes have torchrun's variables, from which `process_group.init()` makes the process group.
 
     Args:
         fn: with "spawn", at the top level of a module that can be imported.
-        n: how many processes.
-        method: "spawn" (fresh interpreters, which share the CPU's threads unless OMP_NUM_THREADS is set) or
-            "fork" (copies of this process, with one CPU thread each: what works in a notebook, before an
-            accelerator is in use). None takes "fork" in a notebook or an interactive session, else "spawn".
+        n: number of processes.
+        method: "spawn" (new interpreters, which share the CPU's threads unless OMP_NUM_THREADS is set) or
+            "fork" (copies of this process with one CPU thread each, which works in a notebook before it uses
+            an accelerator). None takes "fork" in a notebook or an interactive session, else "spawn".
 
     Raises:
-        ParallelismValueError: another method, a number below one, a function that cannot be sent.
-        ParallelismRuntimeError: a launcher has started this process; a process died; a script without
-            `if __name__ == "__main__":` is imported by its own child processes.
-        Exception: what `fn` raised, in whichever process first; the others are terminated.
+        ParallelismValueError: an unknown method, `n` below one, or a function that cannot be sent.
+        ParallelismRuntimeError: a launcher has started this process, a process died, or the script lacks
+            `if __name__ == "__main__":`.
+        Exception: the first error that `fn` raised; the other processes are terminated.
     """
     if method is None:
         method = "fork" if hasattr(sys, "ps1") or "ipykernel" in sys.modules else "spawn"
@@ -62,27 +61,26 @@ def launch(
         raise ParallelismValueError(f"At least one process is needed, not {n}.")
     if getattr(current_process(), "_inheriting", False):
         raise ParallelismRuntimeError(
-            "launch() was called while this process was being started: put the call, and what leads to it, "
-            'under `if __name__ == "__main__":`.'
+            'launch() was called while this process was starting: call it under `if __name__ == "__main__":`.'
         )
     if process_group.is_distributed():
         raise ParallelismRuntimeError(
             f"A launcher has started this process already, as rank {os.environ['RANK']} of "
             f"{os.environ['WORLD_SIZE']} (LOCAL_RANK={os.environ.get('LOCAL_RANK', 'not set')}); call the "
-            "function itself."
+            "function directly."
         )
     if method == "fork" and torch.accelerator.is_available() and torch.cuda.is_initialized():
         raise ParallelismRuntimeError(
-            "This process already uses the accelerator, so copies of it could not use it: launch first, or "
-            'pass method="spawn".'
+            "This process already uses the accelerator, so its copies could not: launch first, or pass "
+            'method="spawn".'
         )
     if method == "fork":
         clear_dtensor_caches()  # they hold groups; a copy of a group has no threads, and freeing it hangs
-    # Held here, so that no other process takes its port.
+    # The store stays in this process, so that no other process can take its port.
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     call = partial(fn, *args, **kwargs or {})
     with tempfile.TemporaryDirectory(prefix="composer_dist-") as folder:
-        box = Path(folder)  # values and errors travel in files, which do not fill up as pipes do
+        box = Path(folder)  # for values and errors: unlike pipes, files do not fill up
         try:
             start_processes(_work, (call, n, method, store.port, box), nprocs=n, start_method=method)
         except (ProcessRaisedException, ProcessExitedException) as error:
@@ -97,12 +95,10 @@ def launch(
 
 
 def _work(rank: int, call: Callable[[], Any], n: int, method: str, port: int, box: Path) -> None:
-    """One process; started by torch."""
     (box / f"began-{rank}").touch()
     os.environ.update(_variables(rank, n, port))
     if method == "fork":
-        # The threads of OpenMP's pool have no copies, so an operation that waited for them would hang; so
-        # do workers of torch's DataLoader.
+        # A copy has no threads of OpenMP's pool and would hang waiting for them, as in DataLoader's workers.
         torch.set_num_threads(1)
     else:
         share_cpus(n)
@@ -111,7 +107,7 @@ def _work(rank: int, call: Callable[[], Any], n: int, method: str, port: int, bo
         if rank == 0:
             (box / "value").write_bytes(pickle.dumps(value))
     except Exception as error:
-        with suppress(Exception):  # torch passes on the text of one that cannot be sent
+        with suppress(Exception):  # torch sends the text of an error that cannot be pickled
             error.add_note(f"Raised on rank {rank}:\n{traceback.format_exc()}")
             pickle.loads(pickle.dumps(error))
             (box / f"part-{rank}").write_bytes(pickle.dumps(error))
@@ -122,7 +118,7 @@ def _work(rank: int, call: Callable[[], Any], n: int, method: str, port: int, bo
 
 
 def _first_failure(box: Path, seen: Exception, method: str) -> Exception:
-    """The error of the process that failed first, which need not be the one that torch saw first."""
+    """The error of the process that failed first; torch may have seen another one first."""
     if errors := sorted(box.glob("error-*"), key=lambda file: file.stat().st_mtime_ns):
         error: Exception = pickle.loads(errors[0].read_bytes())
         return error
@@ -138,13 +134,8 @@ def _first_failure(box: Path, seen: Exception, method: str) -> Exception:
 
 
 def _variables(rank: int, n: int, port: int) -> dict[str, str]:
-    """What torchrun would set; the store is held by the process that launches."""
-    return {
-        "MASTER_ADDR": _HOST,
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(n),
-        "LOCAL_WORLD_SIZE": str(n),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    """What torchrun would set; the launching process has the store."""
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(n))
+    store = {"MASTER_ADDR": _HOST, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return ranks | sizes | store

@@ -10,17 +10,18 @@ PORT = 29400
 
 
 def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """What is missing among torchrun's variables, from what the launcher has set instead.
+    """Those of torchrun's variables that are missing, from the variables of another launcher.
 
-    torchrun's own, where they are there, stay. Slurm counts for processes that `srun` has started: in a
-    batch script's shell its variables are there too, but there is only one process. Kubernetes' indexed
-    jobs count with `WORLD_SIZE` and `MASTER_ADDR` set by the job.
+    Slurm's are used in processes that `srun` has started; a batch script's shell has them too, but is a
+    single process. In indexed jobs of Kubernetes, the job must set `WORLD_SIZE` and `MASTER_ADDR`.
 
     Raises:
         ParallelismRuntimeError: the launcher's variables do not suffice.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        return {} if "LOCAL_RANK" in environ else {"LOCAL_RANK": "0"} if _is_kubernetes(environ) else {}
+        # A pod of Kubernetes' PyTorch operator is one process, and has all variables but the local rank.
+        pod = "KUBERNETES_SERVICE_HOST" in environ and "LOCAL_RANK" not in environ
+        return {"LOCAL_RANK": "0"} if pod else {}
     if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
         return _slurm(environ)
     if "OMPI_COMM_WORLD_RANK" in environ:
@@ -61,7 +62,7 @@ def _open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
     address = environ.get("MASTER_ADDR") or ("localhost" if local == size else "")
     if not address:
         raise ParallelismRuntimeError(
-            "mpirun has started processes on several hosts; tell them where rank 0 is: -x MASTER_ADDR=..."
+            "mpirun has started processes on several hosts; pass rank 0's host with -x MASTER_ADDR=..."
         )
     found = {
         "RANK": environ["OMPI_COMM_WORLD_RANK"],
@@ -77,19 +78,14 @@ def _open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
 def _indexed_job(environ: Mapping[str, str]) -> dict[str, str]:
     if not environ.get("MASTER_ADDR"):
         raise ParallelismRuntimeError(
-            "This is one pod of an indexed Kubernetes job, but MASTER_ADDR is not set: its first pod's "
-            "name, such as train-0.train."
+            "This is a pod of an indexed Kubernetes job; set MASTER_ADDR to the first pod's name, such as "
+            "train-0.train."
         )
     return {
         "RANK": environ["JOB_COMPLETION_INDEX"],
         "LOCAL_RANK": "0",
         "MASTER_PORT": environ.get("MASTER_PORT", str(PORT)),
     }
-
-
-def _is_kubernetes(environ: Mapping[str, str]) -> bool:
-    """A pod of the PyTorch operator, which sets all but the local rank; each pod is one process."""
-    return "KUBERNETES_SERVICE_HOST" in environ
 
 
 def _port(job: str) -> str:

@@ -1,8 +1,8 @@
 """Whether another process of this host still runs, to tell a dead rank from a slow one.
 
-A process identifies itself by its host's boot, its pid namespace, its pid and its start time (man 5
-proc), so that a pid that is used again, or means another process in another container, is not taken
-for it. Nothing is known about processes on other hosts, or without /proc.
+A process is identified by its host's boot, its pid namespace, its pid and its start time (man 5 proc),
+because a pid may be reused, or be another process's in another container. Nothing is known about processes on
+other hosts, or without /proc.
 """
 
 import os

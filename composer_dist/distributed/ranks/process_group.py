@@ -1,8 +1,8 @@
 """torch.distributed with the same calls for one process and for many.
 
-Without a process group every function works as in a world of one rank, which needs no environment
-variables, no port and no launcher. The device of a collective follows from the group and not from the
-machine: a gloo group on a machine with GPUs works on CPU tensors.
+Without a process group every function works as for one rank, without environment variables, ports and
+launchers. The device of a collective depends on the group, not on the machine: a gloo group on a machine with
+GPUs uses CPU tensors.
 """
 
 import os
@@ -38,22 +38,22 @@ def init(
     timeout: timedelta | None = None,
     reuse: bool = False,
 ) -> None:
-    """Makes the default process group, and this process's accelerator the current device.
+    """Make the default process group, and make this process's accelerator the current device.
 
     With a launcher's environment variables (torchrun's `MASTER_ADDR`, `MASTER_PORT`, `RANK`, `WORLD_SIZE`)
-    the group spans all its processes; on several hosts gloo gets the network interface if it would not find
-    it. Without them it has one rank and a store in memory, so that a single process needs no port.
+    the group spans all its processes, and on several hosts `GLOO_SOCKET_IFNAME` is set if gloo needs it.
+    Without them it has one rank and a store in memory, and needs no port.
 
     Args:
-        backend: torch's name, such as `"gloo"` or `"cuda:nccl,cpu:gloo"`. By default the device's
-            own, with gloo beside it for CPU tensors.
-        device: where the model will live. By default the accelerator, if there is one.
+        backend: torch's name, such as `"gloo"` or `"cuda:nccl,cpu:gloo"`. By default the device's own, with
+            gloo for CPU tensors.
+        device: where the model will be. By default the accelerator, if there is one.
         timeout: for each collective. By default torch's: 10 minutes for NCCL, 30 for the others.
-        reuse: keep a default group that exists already, whatever its backend.
+        reuse: keep an existing default group, whatever its backend.
 
     Raises:
-        ParallelismRuntimeError: a group exists and `reuse` is not set; part of the launcher's
-            variables is missing; `device` is an accelerator that this machine lacks; a rank did not arrive.
+        ParallelismRuntimeError: a group exists and `reuse` is not set, some of the launcher's variables are
+            missing, the machine lacks `device`, or a rank did not arrive.
     """
     if _active():
         if reuse:
@@ -67,9 +67,9 @@ def init(
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if missing and int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ParallelismRuntimeError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set. Start with torchrun, or set "
-            f"{'it' if len(missing) == 1 else 'them'}, or unset WORLD_SIZE for a single process."
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but these variables are not set: "
+            f"{', '.join(missing)}. Start with torchrun, or set them, or unset WORLD_SIZE for a single "
+            "process."
         )
     chosen = torch.device(device) if device is not None else _default_device()
     if chosen.type != "cpu":
@@ -81,18 +81,18 @@ def init(
         os.environ.update(gloo_variables(os.environ))
         place = meeting_place(timeout)
     dist.init_process_group(backend, timeout=timeout, **place)
-    Agreement().begin()  # from here on a rank of this host that ends is noticed
+    Agreement().begin()  # from now on, it is noticed if a rank of this host ends
 
 
 def destroy() -> None:
-    """Ends the default process group and all that were made from it; does nothing without one."""
+    """End the default process group and all groups made from it, if there is one."""
     if _active():
         dist.destroy_process_group()
         clear_dtensor_caches()
 
 
 def is_distributed() -> bool:
-    """Whether a launcher's environment is there; true for torchrun with one process, too."""
+    """Whether a launcher's environment variables are set; true for torchrun with one process too."""
     return dist.is_available() and all(os.environ.get(name) for name in _VARIABLES)
 
 
@@ -102,10 +102,10 @@ def world_and_rank() -> tuple[int, int]:
 
 
 def local_rank() -> int:
-    """This process's number on its machine.
+    """This process's number on its machine: the launcher's `LOCAL_RANK`, if it is set.
 
-    It is the launcher's `LOCAL_RANK`. Without one, the ranks are assumed to be numbered machine by
-    machine, one for each accelerator, or without accelerators to be all on one machine.
+    Otherwise ranks are assumed to be numbered by machine, with one rank for each accelerator, or to be all on
+    one machine without accelerators.
     """
     if value := os.environ.get("LOCAL_RANK"):
         return int(value)
@@ -118,8 +118,7 @@ def backend_for(device_type: str, cpu_ops: bool = False) -> str:
 
     Args:
         device_type: such as `"cuda"`, `"cpu"` or `"xpu"`.
-        cpu_ops: serve CPU tensors too, for offloaded parameters and asynchronous checkpoints:
-            `"cuda:nccl,cpu:gloo"`.
+        cpu_ops: support CPU tensors too, for offload and asynchronous checkpoints: `"cuda:nccl,cpu:gloo"`.
 
     Raises:
         ParallelismValueError: torch knows no backend for the type.
@@ -128,7 +127,7 @@ def backend_for(device_type: str, cpu_ops: bool = False) -> str:
     if device_type not in backends:
         raise ParallelismValueError(
             f"No communication backend is known for device type {device_type!r}; "
-            f"known: {', '.join(sorted(backends))}. Name the backend itself."
+            f"known: {', '.join(sorted(backends))}. Pass the backend's name."
         )
     backend = backends[device_type]
     if not cpu_ops:
@@ -139,11 +138,10 @@ def backend_for(device_type: str, cpu_ops: bool = False) -> str:
 
 
 def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where tensors must be for this rank to communicate in `group`, by default the default group.
+    """The device on which tensors must be to communicate in `group`, by default the default group.
 
-    It follows from the backends of the group: `"cuda:nccl,cpu:gloo"` gives the CUDA device that
-    belongs to this process, `"gloo"` the CPU, although gloo takes some CUDA collectives. Without a
-    process group it is the device that `init()` would choose.
+    It depends on the group's backends: this process's CUDA device for `"cuda:nccl,cpu:gloo"`, the CPU for
+    `"gloo"`. Without a process group it is the device that `init()` would choose.
     """
     if not _active():
         return _with_index(_default_device())
@@ -156,30 +154,29 @@ def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def device_for_facts(group: dist.ProcessGroup | None = None) -> torch.device:
-    """The best device for a few numbers in `group`: the CPU if possible, so that no stream has to finish."""
+    """The best device to send a few numbers in `group`: the CPU if possible, which needs no stream."""
     return torch.device("cpu") if "cpu" in _backends(group) else device_of_group(group)
 
 
 def all_reduce(
     value: T, op: str = "mean", group: dist.ProcessGroup | None = None, inplace: bool = False
 ) -> T:
-    """Reduces tensors and numbers over the ranks of a group; every rank gets the result.
+    """Reduce tensors and numbers over the ranks of a group; every rank gets the result.
 
     Args:
-        value: a tensor, a number, or dicts, lists and tuples of these, of the same structure and
-            shapes on every rank. Anything else in it is returned unchanged.
-        op: `"mean"`, `"sum"`, `"min"`, `"max"` or `"product"`. A tensor keeps its dtype: the mean
-            of integers is rounded toward zero. The mean of Python numbers is a float.
+        value: a tensor, a number, or dicts, lists and tuples of these, of the same structure and shapes on
+            every rank. Anything else in it is returned unchanged.
+        op: `"mean"`, `"sum"`, `"min"`, `"max"` or `"product"`. A tensor keeps its dtype: the mean of integers
+            is rounded toward zero. The mean of Python numbers is a float.
         group: by default the default group.
-        inplace: write the result into the tensors themselves. Otherwise it is a new tensor.
+        inplace: write the result into the tensors themselves, instead of new ones.
 
     Returns:
-        The reduced value, on the devices it came from, without autograd history; `value` itself
-        where there is no process group.
+        The reduced value, on its own devices, without autograd history; `value` without a process group.
 
     Raises:
         ParallelismValueError: `op` is unknown.
-        ParallelismTypeError: a DTensor, which is one tensor over all ranks already.
+        ParallelismTypeError: `value` contains a DTensor.
     """
     if op not in _OPERATIONS:
         raise ParallelismValueError(f"Unknown op {op!r}; known: {', '.join(_OPERATIONS)}.")
@@ -190,9 +187,9 @@ def all_reduce(
 
 
 def broadcast(obj: T, src: int = 0) -> T:
-    """Gives every rank the picklable object of rank `src`; without a process group, `obj`.
+    """Send the picklable object of rank `src` to every rank; without a process group, return `obj`.
 
-    For settings and small objects, which are pickled. What the other ranks pass is ignored.
+    It is for settings and small objects. The other ranks' objects are ignored.
 
     Raises:
         ParallelismValueError: there is no rank `src`.
@@ -217,7 +214,7 @@ def gather_objects(obj: T) -> list[T]:
 
 
 def barrier() -> None:
-    """Returns when every rank has called it; at once without a process group."""
+    """Return when every rank has called it; without a process group, immediately."""
     if not _active():
         return
     device = device_of_group()
@@ -235,11 +232,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def together(step: str) -> AbstractContextManager[None]:
-    """Run a body without collectives on every rank: either it succeeds on all, or all raise the same.
-
-    Args:
-        step: what the body does; errors name it.
-    """
+    """Run a body without collectives on every rank: it succeeds on all, or all raise an error with `step`."""
     return Agreement().together(step)
 
 

@@ -1,12 +1,10 @@
 """Where the ranks of a new process group meet.
 
-A launcher's store may be older than the group: torchrun keeps one for all attempts of a job, and so does a
-program that destroys a group and makes another (torch 2.13). The new ranks would take what earlier ones wrote
-there, such as gloo's addresses, for their own, and dial processes that are gone. So every group uses a
-part of the store under a name that rank 0 draws.
-
-To learn that name without believing an old one, each other rank leaves a token and waits for the answer to
-that token. Rank 0 answers every token it finds until all ranks have reported.
+A launcher's store may be older than the group: torchrun uses one for all attempts of a job, and so does a
+program that destroys a group and makes another (torch 2.13). New ranks would read what earlier ones wrote
+there, such as gloo's addresses, and connect to processes that have ended. Every group therefore uses a prefix
+that rank 0 draws. To learn the current one, each other rank writes a token and waits for the answer to it;
+rank 0 answers every token until all ranks have reported.
 """
 
 import time
@@ -21,7 +19,7 @@ from composer_dist.wording import ranks_named
 
 
 def meeting_place(timeout: timedelta | None = None) -> dict[str, Any]:
-    """The arguments of `init_process_group` that say where the ranks of the launcher's job meet.
+    """The arguments of `init_process_group` for the store and ranks of the launcher's job.
 
     Raises:
         ParallelismRuntimeError: a rank did not arrive in time; rank 0 names the missing ones.
@@ -33,7 +31,7 @@ def meeting_place(timeout: timedelta | None = None) -> dict[str, Any]:
 
 
 def agreed_name(store: Store, rank: int, world_size: int) -> str:
-    """A name that rank 0 draws and all ranks that are alive return; they all have to call."""
+    """A name that rank 0 draws, the same on all ranks; all must call it."""
     return _give_name(store, world_size) if rank == 0 else _ask_name(store, rank)
 
 
@@ -72,5 +70,4 @@ def _ask_name(store: Store, rank: int) -> str:
 
 
 def _seconds(store: Store) -> float:
-    """How long it waits for a key."""
     return float(store.timeout.total_seconds())  # type: ignore[attr-defined]  # torch's stub lacks it

@@ -1,9 +1,8 @@
-"""The reason why one rank failed, reported to the ranks that wait for it.
+"""Reports why one rank failed to the ranks that wait for it.
 
-When a rank's own code raises, the others only see closed connections or a collective that times out. So the
-first rank that fails writes the reason into the store, and a rank whose collective fails reads it there and
-raises the same error. Without failures this costs nothing. The store must outlive the rank: torchrun's agent
-or rank 0 holds it.
+When a rank's own code raises, the others only see closed connections or a timeout. The first rank that fails
+therefore writes the reason into the store, which torchrun's agent or rank 0 holds; a rank whose collective
+fails reads it there and raises the same error. Without failures this costs nothing.
 """
 
 import json
@@ -19,7 +18,7 @@ from composer_dist.distributed.ranks.failures import is_lost, pack, unpack
 from composer_dist.distributed.ranks.waiting import poll
 
 PATIENCE = timedelta(seconds=2)
-"""How long a rank that has lost the others waits for a report: theirs may be on its way."""
+"""How long a rank whose collective failed waits for a report."""
 
 
 @contextmanager
@@ -38,17 +37,13 @@ def told_to_all() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not _has_lost_others(error):
+        if not is_lost(error) and not is_lost(error.__cause__):
             with suppress(RuntimeError):  # the store has gone with its host
                 store.compare_set(key, "", json.dumps([rank, *pack(error)]))
             raise
         if (report := _await_report(store, key, rank)) is not None:
             raise unpack(report) from error
         raise
-
-
-def _has_lost_others(error: BaseException) -> bool:
-    return is_lost(error) or (error.__cause__ is not None and is_lost(error.__cause__))
 
 
 def _await_report(store: _torch.Store, key: str, rank: int) -> list[str] | None:

@@ -1,4 +1,4 @@
-"""Waiting that Ctrl-C ends."""
+"""Waiting that Ctrl-C interrupts."""
 
 import atexit
 import logging
@@ -17,14 +17,14 @@ from composer_dist.ending import Ending
 T = TypeVar("T")
 _log = logging.getLogger("composer_dist")
 PATIENCE = timedelta(seconds=20)
-"""How long a wait lasts before the log says what it is for."""
+"""How long a wait lasts before its reason is logged."""
 
 
 def poll(limit: timedelta, what: Callable[[], str]) -> Iterator[None]:
-    """Yield at growing intervals until the time is over; Ctrl-C ends it, unlike a store's own wait.
+    """Yield at growing intervals until time is up; unlike a store's own wait, Ctrl-C interrupts it.
 
     Args:
-        what: gives the reason for the wait, to be logged if it takes long.
+        what: the reason for the wait, which is logged if it takes long.
     """
     start, pause, silent = time.monotonic(), 0.001, True
     yield
@@ -48,16 +48,16 @@ class Task(Generic[T]):
         threading.Thread(target=self._run, daemon=True).start()
 
     def result(self) -> T:
-        """What the call returned, or its exception."""
+        """The value that the call returned; raises its error."""
         if self._error is not None:
             raise self._error
         return self._value
 
     def abandon(self, interrupted: bool) -> None:
-        """Let it continue, but not while the interpreter exits, which aborts if a thread is inside of torch.
+        """Wait for its end at exit only, because the interpreter aborts if a thread is inside torch then.
 
-        It ends as soon as the peer that it waits for does. After Ctrl-C on every rank, peers may wait for
-        each other; then the signal ends this process instead.
+        It ends when the peer that it waits for does. After Ctrl-C on every rank, peers may wait for each
+        other, so the signal ends this process instead.
         """
         atexit.register(self._await_end, interrupted)
 

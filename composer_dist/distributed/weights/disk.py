@@ -1,9 +1,9 @@
-"""Weights from files into the shards: every rank reads only what it holds.
+"""Weights from files to shards: every rank reads only what it holds.
 
-One rank reads the headers and hands them to the others through the store. All ranks then work out which
-bytes of which files they need, check everything that can be checked, and only then read, straight into
-their shards. Ranks that hold the same part of a tensor each read a share of it and gather the rest from
-one another, unless it is small.
+The first rank reads the headers and sends them to the others through the store. All ranks then find out which
+bytes of which files they need, check everything that can be checked, and only then read, directly into their
+shards. Ranks that hold the same part of a tensor each read a share of it and gather the rest, unless it is
+small.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from composer_dist.files.slabs import MIB, Slab, plan_reads
 from composer_dist.progress import Progress
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.blueprint import Blueprint
+from composer_dist.wording import listed
 
 _SMALL = MIB
-"""Bytes of a part below which every rank that holds it reads all of it."""
+"""Smaller parts, in bytes, are read in full by every rank that holds them."""
 _WINDOW = 4 * MIB
-"""Most bytes that are gathered at one time; more is no faster, and gloo buffers it twice."""
+"""Most bytes gathered at a time; more is not faster, and gloo buffers it twice."""
 _SAMPLE = MIB // 4
 
 
@@ -54,7 +55,7 @@ class UnfilledPart:
 
     @cached_property
     def sharing(self) -> tuple[int, ...]:
-        """Dimensions of the mesh along which ranks hold the same part, and read a share of it each."""
+        """Dimensions of the mesh along which ranks hold the same part, of which each reads a share."""
         local, mesh = self.local, self.mesh
         if mesh is None or local.nbytes < _SMALL or local.device.type != mesh.device_type:
             return ()
@@ -67,17 +68,12 @@ class UnfilledPart:
 
 
 def check_weights(path: object, sync: str) -> None:
-    """Refuse a `weights=` that is not a path, or that contradicts the configuration.
-
-    Raises:
-        ParallelismTypeError: not a path.
-        ParallelismValueError: the configuration asks for the ranks' own weights.
-    """
+    """Raise unless `weights=` is a path or None, and `sync` does not contradict it."""
     if not isinstance(path, (str, os.PathLike, type(None))):
         raise ParallelismTypeError(f"weights must be the path of a file or directory, not {path!r}.")
     if path is not None and sync != "auto":
         raise ParallelismValueError(
-            f"weights= takes the weights from files, sync={sync!r} takes them from the ranks; give only one."
+            f"weights= reads files, but sync={sync!r} takes the weights from ranks; give only one."
         )
 
 
@@ -91,9 +87,9 @@ class Pretrained:
     match: Match
     agreement: Agreement
     bytes_read: int = 0
-    """By this rank so far, headers included."""
+    """By this rank so far, including headers."""
     bytes_moved: int = 0
-    """Sent and received by this rank to share what ranks hold alike."""
+    """Sent and received by this rank for parts that several ranks hold."""
 
     @classmethod
     def open(
@@ -104,13 +100,13 @@ class Pretrained:
         strict: bool,
         verify: bool = True,
     ) -> Pretrained | None:
-        """Read the headers on the first rank and match them with the model on all; all or none succeed.
+        """Read the headers on the first rank and match them with the model on all.
 
         Args:
-            verify: compare what will be read with its checksums, where it has any; every rank checks a share.
+            verify: verify checksums, if there are any; every rank checks a share.
 
         Returns:
-            None if the ranks' models differ; `decide_sources` explains how.
+            None if the ranks' models differ, for which `decide_sources` raises.
 
         Raises:
             CheckpointError: the files are missing or corrupt, or do not match the model.
@@ -140,24 +136,21 @@ class Pretrained:
                     _check_twin(name, match.tensors[name], twin, index, files)
                 if verify and stored:
                     parts = agreement.ranks.index(agreement.rank), len(agreement.ranks)
-                    # A file's pickle says where its tensors lie, so all of it counts.
+                    # A single file is verified in full, because its pickle locates the tensors.
                     checksums.verify(files, stored, *parts, index.entries.values() if here.is_dir() else None)
         return cls(index, root, match, agreement, read)
 
     def warnings(self) -> list[str]:
         """What did not match, for callers with strict=False."""
-        return [
-            f"{what}: {', '.join(names[:10])}{' and others' if len(names) > 10 else ''}."
-            for what, names in (
-                (f"{self.root} lacks these, which keep their values or are initialized", self.match.missing),
-                (f"The model has no place for these of {self.root}", self.match.unexpected),
-            )
-            if names
-        ]
+        found = {
+            f"{self.root} lacks these, which keep their values or are initialized": self.match.missing,
+            f"The model lacks these, which {self.root} has": self.match.unexpected,
+        }
+        return [f"{what}: {listed(names, 10)}." for what, names in found.items() if names]
 
     @property
     def names(self) -> frozenset[str]:
-        """First names of the tensors that the checkpoint has values for."""
+        """First names of the tensors for which the checkpoint has values."""
         return frozenset(self.match.tensors)
 
     def fill(
@@ -166,11 +159,11 @@ class Pretrained:
         """Read the targets' values; every rank calls it with the same tensors.
 
         Args:
-            bucket_bytes: most bytes that ranks gather from one another at one time.
-            progress: shows the progress; None makes one for the first rank.
+            bucket_bytes: most bytes that are gathered at a time.
+            progress: None shows progress on the first rank.
 
         Raises:
-            CheckpointRuntimeError: a file cannot be read, on whichever rank.
+            CheckpointRuntimeError: a file cannot be read, on any rank.
         """
         with self.agreement.together("reading the weights"), open_files(self.root, self.index.files) as files:
             slabs = [slab for target in targets for slab in self._slabs(target, bucket_bytes)]
@@ -184,7 +177,7 @@ class Pretrained:
             )
 
     def read(self, name: str, whole: torch.Tensor) -> None:
-        """Read all of one tensor, on this rank alone."""
+        """Read a whole tensor, on this rank only."""
         target = UnfilledPart(name, Layout(tuple(whole.shape)), whole, None)
         with open_files(self.root, self.index.files) as files:
             self.bytes_read += read_slabs(list(self._slabs(target, 0)), files)
@@ -230,7 +223,7 @@ def _shares(target: UnfilledPart, bucket_bytes: int) -> Iterator[tuple[int, int]
 
 @torch.no_grad()
 def _gather(target: UnfilledPart, bucket_bytes: int) -> int:
-    """Complete a target from the shares that its holders have read; returns bytes sent and received."""
+    """Gather the shares of a target from the ranks that read them; return the bytes sent and received."""
     assert target.mesh is not None
     flat, mesh, moved = target.local.view(-1), target.mesh.device_mesh, 0
     here = mesh.get_coordinate()
@@ -250,11 +243,7 @@ def _gather(target: UnfilledPart, bucket_bytes: int) -> int:
 
 
 def _check_dense(structure: Structure, index: Index, path: Path) -> None:
-    """Refuse a checkpoint that contains the parts of the model's quantized tensors.
-
-    Raises:
-        CheckpointValueError: names the tensors.
-    """
+    """Raise a CheckpointValueError if a checkpoint contains the inner tensors of quantized ones."""
     stored = index.entries if index.pieces is None else index.pieces
     quantized = [
         name
@@ -269,11 +258,7 @@ def _check_dense(structure: Structure, index: Index, path: Path) -> None:
 
 
 def _check_twin(name: str, one: Blueprint, other: Blueprint, index: Index, files: Files) -> None:
-    """Two stored tensors for one tied tensor must be equal; samples of them are compared.
-
-    Raises:
-        CheckpointValueError: they are not.
-    """
+    """Raise a CheckpointValueError if samples of two stored tensors for one tied tensor differ."""
     found = [index.entries[blueprint.source] for blueprint in (one, other) if blueprint.source]
     if len(found) < 2:
         return
@@ -286,6 +271,6 @@ def _check_twin(name: str, one: Blueprint, other: Blueprint, index: Index, files
         samples.append(buffer)
     if found[0].dtype != found[1].dtype or found[0].nbytes != size or not torch.equal(*samples):
         raise CheckpointValueError(
-            f"{one.source} and {other.source} differ in the checkpoint, but are one tensor, {name}, in the "
-            "model. Untie them (tie_word_embeddings=False) or remove the wrong one."
+            f"{one.source} and {other.source} differ in the checkpoint, but the model ties them as {name}. "
+            "Untie them (tie_word_embeddings=False) or remove the wrong one."
         )

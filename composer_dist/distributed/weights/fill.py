@@ -1,4 +1,4 @@
-"""Every tensor of a sharded model gets its value, on every rank: delivered, sliced or initialized."""
+"""Gives every tensor of a sharded model its value: delivered, sliced or initialized."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.moving.into import write_full
 from composer_dist.distributed.moving.messages import Cargo, in_buckets
 from composer_dist.distributed.moving.transfer import inner_cargoes, take_part
 from composer_dist.distributed.moving.way import Transport
@@ -59,11 +60,7 @@ class Filling:
         }
 
     def run(self, follower: Follower, step: Callable[[str], AbstractContextManager[None]]) -> Traffic:
-        """Give every tensor its value, and the optimizers their parameters and state.
-
-        Args:
-            step: times one step, by name.
-        """
+        """Give every tensor its value, and the optimizers their parameters and state; `step` times steps."""
         with self.transport:
             with step("weights"):
                 self.deliver_weights()
@@ -79,7 +76,7 @@ class Filling:
         return Traffic(self.transport.moved + moved, read, self.transport.way)
 
     def deliver_weights(self) -> None:
-        """Read tensors from files, deliver those that rank 0 has, and slice those that every rank has."""
+        """Read tensors from files, deliver rank 0's, and slice those that every rank has."""
         if self.disk is not None:
             made_of = {name: self.structure.tensors[name].info.inner for name in sorted(self.sources.disk)}
             plain = [self._target(name) for name, inner in made_of.items() if not inner]
@@ -95,17 +92,12 @@ class Filling:
         self.transport.send({self.first: delivered})
         for name in sorted(self.sources.local):
             if name in self.originals:
-                for cargo in inner_cargoes(name, self._destination(name), self.values[name]):
-                    take_part(cargo, self.mesh.here)
+                write_full(self._destination(name), self.values[name])
             elif self.values[name].device.type != self.device.type:
                 replace(self.structure.tensors[name], self.values[name].detach().to(self.device))
 
     def initialize(self, components: Sequence[Component]) -> None:
-        """Run the initializers, each component on one rank, and deliver what they write.
-
-        Components are dealt out by size. In each round every rank runs a few components, or a single large
-        one, and then all of them are delivered.
-        """
+        """Run the initializers, each component on one rank, and deliver what they write, in rounds."""
         real = {name: value for name, value in self.values.items() if name not in self.sources.init}
         owners = deal_out(components, self.agreement.ranks, real)
         limit = peak_bytes(components, self.bucket_bytes)
@@ -120,7 +112,7 @@ class Filling:
                 stage.advance(sum(component.nbytes for mine in turn.values() for component in mine))
 
     def _initialize(self, turn: Mapping[int, Sequence[Component]], real: Mapping[str, torch.Tensor]) -> None:
-        """One round: each rank runs its components, and all of them are delivered."""
+        """Run one round: each rank runs its components, and then all are delivered."""
         made: dict[str, torch.Tensor] = {}
         with self.agreement.together("initialization"):
             for component in turn.get(self.agreement.rank, ()):
@@ -140,7 +132,7 @@ class Filling:
         )
 
     def deliver_states(self, follower: Follower, new: Mapping[str, nn.Parameter]) -> None:
-        """Deliver or slice the optimizer's state and pending gradients."""
+        """Deliver or slice the optimizers' state and pending gradients."""
         cargoes = follower.cargoes(new)
         if self.sources.rank0 and self.sources.states:
             self.transport.send({self.first: cargoes})
@@ -149,13 +141,12 @@ class Filling:
                 take_part(cargo, self.mesh.here)
 
     def _target(self, name: str) -> UnfilledPart:
-        """A tensor that is read from files, and where its part goes."""
         tensor = self._destination(name)
         mesh = Mesh.of(tensor) if isinstance(tensor, DTensor) else self.mesh
         return UnfilledPart(name, Layout.of(tensor), local_part(tensor).detach(), mesh)
 
     def _read(self, component: Component) -> dict[str, torch.Tensor]:
-        """What files have of a component's tensors, whole, for initializers that look at them."""
+        """The tensors of a component that files have, whole, for its initializers to read."""
         found = {}
         for name in self.sources.disk.intersection(component.tensors):
             assert self.disk is not None
@@ -165,7 +156,7 @@ class Filling:
         return found
 
     def _destination(self, name: str) -> torch.Tensor:
-        """The tensor that is filled: a shard, or a whole tensor that the model holds from now on."""
+        """The tensor to fill: a shard, or a whole tensor, which may be new."""
         held = self.structure.tensors[name]
         now = held.get()
         if isinstance(now, DTensor):
@@ -178,16 +169,14 @@ class Filling:
 def deal_out(
     components: Sequence[Component], ranks: Sequence[int], real: Mapping[str, torch.Tensor]
 ) -> dict[int, list[Component]]:
-    """Assign each component to a rank, the largest first, to the rank with the least so far.
+    """Assign each component, the largest first, to the rank with the least so far.
 
     Components that read tensors with values run on the first rank, which has these values.
     """
     load = dict.fromkeys(ranks, 0)
     dealt: dict[int, list[Component]] = {rank: [] for rank in ranks}
     for component in sorted(components, key=lambda component: -component.nbytes):
-        rank = (
-            ranks[0] if any(name in real for name in component.tensors) else min(load, key=lambda r: load[r])
-        )
+        rank = ranks[0] if real.keys() & set(component.tensors) else min(load, key=lambda r: load[r])
         dealt[rank].append(component)
         load[rank] += component.nbytes
     return dealt
@@ -200,18 +189,18 @@ def fill_encoded(
     agreement: Agreement,
     send: Callable[[Mapping[int, Sequence[Cargo]]], None],
 ) -> None:
-    """Fill tensors that have codecs from files that hold them dense; every rank calls it with the same ones.
+    """Fill tensors that have codecs from files that hold their dense values; a collective.
 
     A shard's value may depend on the whole tensor (NF4 has a mean of all scales), so each tensor is read and
-    encoded by one rank, every rank its share of the tensors, and delivered from there.
+    encoded by one rank, which delivers it.
 
     Args:
         tensors: of the model, by first name: full or sharded, and real.
         device: where values are encoded, one tensor at a time.
-        send: brings cargoes from the ranks that have them to all.
+        send: sends cargoes from the ranks that have them to all ranks.
 
     Raises:
-        CheckpointRuntimeError: a file cannot be read, on whichever rank.
+        CheckpointRuntimeError: a file cannot be read, on any rank.
     """
     names, ranks = list(tensors), agreement.ranks
     for start in range(0, len(names), len(ranks)):

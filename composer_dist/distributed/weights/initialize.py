@@ -1,12 +1,12 @@
-"""Meta initialization: the same bits on any number of ranks.
+"""Meta initialization, with the same bits on any number of ranks.
 
-Every module is initialized by one *initializer*: the `param_init_fn` that the caller gave, or that the
-module or its nearest ancestor carries; else Hugging Face's `_init_weights` of the model it belongs to;
-else its own `reset_parameters`. Initializers are first *traced* on the meta device, which shows what
-each one writes and reads, for some reach into other modules (T5's root rewrites embeddings). Those
-that touch a common tensor form a *component*, which some rank runs in full and delivers; components
-are independent of one another, and each initializer draws from a generator seeded by the name of its
-module, so the values do not depend on the world size, the mesh or the order of components.
+Every module is initialized by one *initializer*: the caller's `param_init_fn`, or that of the module or its
+nearest ancestor; else the `_init_weights` of its Hugging Face model; else its own `reset_parameters`.
+Initializers are first *traced* on the meta device to find out what each writes and reads, because some write
+into other modules (T5's root rewrites embeddings). Initializers that touch a common tensor form a
+*component*, which one rank runs in full and delivers. Components are independent, and each initializer draws
+from a generator seeded by its module's name, so values depend on neither the world size, the mesh nor the
+order.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from composer_dist.distributed.optimizers.check import check_refills
+from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.weights.trace import Initializer, random_state_kept, seed_all, trace
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.families import original_classes, transformers_owner
@@ -25,28 +28,25 @@ from composer_dist.structure.names import ancestors
 from composer_dist.structure.select import inherited
 from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.inner import dense
+from composer_dist.wording import listed
 
 _TOGETHER = 64 << 20
-"""Bytes of components that are initialized before they are delivered: few deliveries, little memory."""
+"""Bytes of components that are delivered together: a compromise between deliveries and memory."""
 InitFn = Callable[[nn.Module], Any]
 
 
 @dataclass(frozen=True)
 class Component:
-    """Initializers that must run together, in this order, with their tensors whole."""
+    """Initializers that must run together, in this order, on whole tensors."""
 
     initializers: tuple[Initializer, ...]
     tensors: tuple[str, ...]
     nbytes: int
-    """Size of its tensors: what the rank that runs it needs in addition to its shards."""
+    """Size of its tensors, which the rank that runs it needs beside its shards."""
 
 
 def assert_no_meta(model: nn.Module) -> None:
-    """Raise if anything of `model` is still on the meta device.
-
-    Raises:
-        ParallelismRuntimeError: names the parameters and buffers.
-    """
+    """Raise a ParallelismRuntimeError if parameters or buffers of `model` are still on the meta device."""
     left = [
         f"{held.info.kind} {name}"
         for name, held in read_structure(model).tensors.items()
@@ -54,21 +54,20 @@ def assert_no_meta(model: nn.Module) -> None:
     ]
     if left:
         raise ParallelismRuntimeError(
-            f"Still on the meta device, without values: {', '.join(left[:20])}"
-            f"{' and others' if len(left) > 20 else ''}. Initialize or load them first."
+            f"Still on the meta device, without values: {listed(left, 20)}. Initialize or load them first."
         )
 
 
 def find_components(
     structure: Structure, needed: set[str], param_init_fn: InitFn | None = None
 ) -> list[Component]:
-    """Trace the initializers of a model and group them; the model is left as it was.
+    """Trace the initializers of a model and group them; the model is not changed.
 
     Args:
         needed: names of the tensors that must get a value.
 
     Raises:
-        ParallelismValueError: tensors in `needed` that no initializer writes.
+        ParallelismValueError: no initializer writes some of them.
     """
     initializers = list(_find_initializers(structure, needed, param_init_fn))
     trace(structure, initializers)
@@ -79,46 +78,51 @@ def find_components(
         owner = structure.modules[structure.tensors[name].info.owners[0]]
         missing.setdefault(type(owner).__name__, []).append(name)
     if missing:
-        listed = "; ".join(f"{kind}: {', '.join(names[:4])}" for kind, names in missing.items())
+        kinds = "; ".join(f"{kind}: {listed(names, 4)}" for kind, names in missing.items())
         raise ParallelismValueError(
-            f"These tensors are on the meta device and nothing initializes them: {listed}. Give these "
-            "classes a reset_parameters method or a param_init_fn that writes them, pass "
-            "param_init_fn, or hold real weights on rank 0."
+            f"These tensors are on the meta device and nothing initializes them: {kinds}. Give these classes "
+            "a reset_parameters method or a param_init_fn, pass param_init_fn, or build real weights on "
+            "rank 0."
         )
     return list(_group(structure, initializers, needed))
 
 
-def describe_components(components: Sequence[Component]) -> list[list[str]]:
-    """What is initialized and by what, in plain types, for comparison between ranks."""
-    return [
-        [
-            *(f"{one.label} of {one.module or 'the root'}" for one in component.initializers),
-            *component.tensors,
-        ]
-        for component in components
-    ]
-
-
-def check_alike(findings: Sequence[list[list[str]]]) -> None:
-    """Refuse initializers that differ between ranks, given `describe_components` of each.
+def agree_on_components(
+    structure: Structure,
+    needed: frozenset[str],
+    param_init_fn: InitFn | None,
+    optimizers: Sequence[Optimizer],
+    agreement: Agreement,
+) -> list[Component]:
+    """Find the components that initialize the `needed` tensors, the same on all ranks.
 
     Raises:
-        ParallelismValueError: names the first one that differs.
+        ParallelismValueError: no initializer writes some of them, the ranks' initializers differ, or an
+            optimizer's state cannot be initialized.
     """
-    for rank, finding in enumerate(findings):
-        for mine, first in zip_longest(finding, findings[0]):
-            if mine != first:
-                raise ParallelismValueError(
-                    f"The initializers differ between ranks: those around {', '.join((first or mine)[:2])} "
-                    f"are not the same on rank 0 and rank {rank}. Pass the same param_init_fn on every rank."
-                )
+    components: list[Component] = []
+    with agreement.together("the initializers"):
+        check_refills(optimizers, structure, needed)
+        if needed:
+            components = find_components(structure, set(needed), param_init_fn)
+
+    def compare(findings: Sequence[list[list[str]]]) -> None:
+        for rank, finding in enumerate(findings):
+            for mine, first in zip_longest(finding, findings[0]):
+                if mine != first:
+                    raise ParallelismValueError(
+                        f"The initializers around {', '.join((first or mine)[:2])} differ between rank 0 and "
+                        f"rank {rank}. Pass the same param_init_fn on every rank."
+                    )
+
+    labels = [[f"{i.label} of {i.module or 'the root'}" for i in one.initializers] for one in components]
+    facts = [[*label, *one.tensors] for label, one in zip(labels, components, strict=True)]
+    agreement.reach("what is initialized", facts, compare)
+    return components
 
 
 def peak_bytes(components: Sequence[Component], bucket_bytes: int) -> int:
-    """What a rank needs besides its shards: components of up to this size together, or a single larger one.
-
-    It is not much more than the largest component, so that memory is reused.
-    """
+    """Bytes that a rank needs beside its shards: for several small components, or for the largest one."""
     largest = max((component.nbytes for component in components), default=0)
     several = min(bucket_bytes, sum(component.nbytes for component in components), _TOGETHER)
     return max(largest, several)
@@ -131,14 +135,11 @@ def run_component(
     device: torch.device,
     real: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Run a component's initializers on full tensors; afterwards the model holds the same tensors as before.
+    """Run a component's initializers on full tensors, and return these on `device`; the model is not changed.
 
     Args:
         seed: the model's; each initializer's seed is a hash of it and its module's name.
-        real: tensors that have values already. Initializers see copies, and what they write is lost.
-
-    Returns:
-        The component's tensors, full, on `device`.
+        real: tensors that have values. Initializers get copies, and changes to them are dropped.
     """
     held = {name: structure.tensors[name] for name in component.tensors}
     before = {name: [place.get() for place in one.places] for name, one in held.items()}
@@ -163,7 +164,7 @@ def run_component(
 def _find_initializers(
     structure: Structure, needed: set[str], param_init_fn: InitFn | None
 ) -> Iterator[Initializer]:
-    """The initializers of all modules, children before parents, as `nn.Module.apply` goes."""
+    """The initializers of all modules, children before parents, like `nn.Module.apply`."""
     modules = structure.modules
     bare = {owner for name in needed for owner in structure.tensors[name].info.owners}
     concerned = {above for owner in bare for above in ancestors(owner)}
@@ -179,7 +180,7 @@ def _find_initializers(
             if name in bare:
                 yield Initializer(name, "param_init_fn", partial(own, module))
         elif _in_adapter(name, modules):
-            continue  # its tuner layer, which comes later, initializes it
+            continue  # its tuner layer comes later and initializes it
         elif hasattr(module, "adapter_layer_names") and hasattr(module, "reset_lora_parameters"):
             yield Initializer(name, "reset_lora_parameters", partial(_reset_lora, module))
         elif hugging_face is not None:
@@ -219,18 +220,14 @@ def _post_order(modules: Mapping[str, nn.Module]) -> Iterator[str]:
     """Names with children before their parents, siblings in order."""
     stack: list[str] = []
     for name in modules:  # parents come first in here
-        while stack and not _is_below(name, stack[-1]):
+        while stack and stack[-1] and not name.startswith(f"{stack[-1]}."):
             yield stack.pop()
         stack.append(name)
     yield from reversed(stack)
 
 
-def _is_below(name: str, ancestor: str) -> bool:
-    return ancestor == "" or name.startswith(f"{ancestor}.")
-
-
 def _in_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether the module is one of those that a peft tuner layer adds beside its base layer."""
+    """Whether a peft tuner layer has added the module."""
     for above in ancestors(name):
         parent, _, _ = above.rpartition(".")
         names = getattr(modules.get(parent), "adapter_layer_names", ()) if above else ()

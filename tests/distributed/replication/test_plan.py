@@ -153,7 +153,7 @@ def test_dtensors_are_not_replicated() -> None:
 
 def test_prepare_fully_shard_does_not_replicate() -> None:
     dist.init_process_group("fake", rank=0, world_size=1)
-    with pytest.raises(ParallelismValueError, match="prepare_fully_shard shards"):
+    with pytest.raises(ParallelismValueError, match="prepare_fully_shard only shards"):
         prepare_fully_shard(models.M(), ParallelismConfig(ddp=DDPConfig()))
 
 
