@@ -11,16 +11,15 @@ from tests.kit.runs import assert_same, load_run, save_run
 from tests.kit.toy import built
 from tests.kit.world import run
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-make_gpt2 = partial(built, gpt2)
-"""Fused matrices, cut in groups of columns."""
-make_phi3 = partial(built, phi3)
-"""Fused matrices, cut in groups of rows."""
-make_llama = partial(built, llama)
-"""Column- and row-wise parallel matrices."""
+pytestmark = [
+    pytest.mark.promise(58),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+]
+make_gpt2 = partial(built, gpt2)  # fused matrices, cut in groups of columns
+make_phi3 = partial(built, phi3)  # fused matrices, cut in groups of rows
+make_llama = partial(built, llama)  # column- and row-wise parallel matrices
 
 
-@pytest.mark.promise(58)
 @pytest.mark.parametrize("sharded", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "saved", ["fsdp2", "hsdp", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("plain", "ddp"))]
@@ -33,7 +32,6 @@ def test_any_mesh_to_any_mesh(tmp_path: Path, saved: str, sharded: bool) -> None
             assert_same(before, after)
 
 
-@pytest.mark.promise(58)
 @pytest.mark.parametrize(
     ("make", "meshes"),
     [
@@ -51,7 +49,6 @@ def test_tensor_parallel_and_back(tmp_path: Path, make: object, meshes: tuple[st
         path, other = other, path
 
 
-@pytest.mark.promise(58)
 def test_2_to_1_to_4_to_2x2_to_tp(tmp_path: Path) -> None:
     path = str(tmp_path / "0")
     before = run(save_run, 2, path, "fsdp2", make_llama)[0]

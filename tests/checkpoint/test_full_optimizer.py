@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.optim import Optimizer
 
 from composer_dist.checkpoint import (
-    LoadResult,
     full_model_state,
     full_optimizer_state,
     load_full_model_state,
@@ -69,9 +68,7 @@ def reference(kind: str, name: str, steps: int, seed: int = 0) -> tuple[dict[str
     model = made(kind, seed)
     optimizer = OPTIMIZERS[name](model)
     train_by_name(model, optimizer, 0, steps)
-    return {n: v.clone() for n, v in model.state_dict().items()}, deepcopy(
-        named_optimizer_state(model, optimizer)
-    )
+    return deepcopy((dict(model.state_dict()), named_optimizer_state(model, optimizer)))
 
 
 def trained(name: str, steps: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Optimizer]:
@@ -150,13 +147,8 @@ def one_process(model: nn.Module, optimizer: Optimizer, form: str) -> State:
     return deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
 
 
-def loaded(state: State, strict: bool, name: str, pending: bool) -> tuple[LoadResult, State, int]:
-    model, optimizer = trained(name, int(pending))
-    if pending:
-        give_gradients(model, 0)
-    result = load_full_optimizer_state(model, optimizer, state if dist.get_rank() == 0 else {}, strict=strict)
-    grads = sum(p.grad is not None for p in model.parameters())
-    return result, full_optimizer_state(model, optimizer), grads
+def of_rank_0(state: State) -> State:
+    return {} if dist.get_rank() else state
 
 
 @pytest.mark.promise(48)
@@ -174,9 +166,7 @@ def test_states_of_one_process_are_rekeyed_by_name(world2: World, form: str, nam
     optimizer = OPTIMIZERS["adamw"](model)
     train_by_name(model, optimizer, 0, 2)
     expected = deepcopy(named_optimizer_state(model, optimizer))
-    given = one_process(model, optimizer, form)
-    result, found, _ = world2(loaded, given, True, name, False)[0]
-    assert result == ([], [])
+    found = world2(loaded, one_process(model, optimizer, form), name)[0]
     equal(found["state"], expected["state"])
     groups = expected["param_groups"]
     for group in found["param_groups"]:
@@ -184,39 +174,47 @@ def test_states_of_one_process_are_rekeyed_by_name(world2: World, form: str, nam
         assert (group["lr"], group["betas"]) == (same["lr"], same["betas"])
 
 
+def loaded(state: State, name: str) -> State:
+    model, optimizer = trained(name, 0)
+    assert load_full_optimizer_state(model, optimizer, of_rank_0(state)) == ([], [])
+    return full_optimizer_state(model, optimizer)
+
+
 @pytest.mark.promise(48)
 @pytest.mark.parametrize("steps", [0, 1])
-def test_over_state_and_pending_gradients(world2: World, steps: int) -> None:
+@on_ranks(2)
+def test_over_state_and_pending_gradients(steps: int) -> None:
     _, given = reference("decoder", "adamw", steps)
-    for rank, (result, found, grads) in enumerate(world2(loaded, given, True, "adamw", True)):
-        assert result == ([], [])
-        assert grads == len(list(made().parameters())) - 1, "they stay"
-        if rank == 0:
-            equal(found, given)  # the empty one takes away what was there
+    model, optimizer = trained("adamw", 2)
+    give_gradients(model, 0)
+    assert load_full_optimizer_state(model, optimizer, of_rank_0(given)) == ([], [])
+    assert [name for name, p in model.named_parameters() if p.grad is None] == ["embed.weight"], "they stay"
+    equal(full_optimizer_state(model, optimizer), of_rank_0(given))  # the empty one takes away what was there
 
 
 @pytest.mark.promise(48)
-def test_frozen_parameters_keep_their_state(world2: World) -> None:
+@on_ranks(2)
+def test_frozen_parameters_keep_their_state() -> None:
     _, given = reference("decoder", "adamw", 1)
     name = given["param_groups"][0]["params"][0]
     given["state"] = {name: {"step": torch.tensor(1.0), "exp_avg": torch.ones(21, 16)}} | given["state"]
-    equal(world2(loaded, given, True, "adamw", False)[0][1], given)
+    equal(loaded(given, "adamw"), of_rank_0(given))
 
 
 @pytest.mark.promise(48)
-def test_what_is_missing_has_no_state_and_what_is_unexpected_is_passed_over(world2: World) -> None:
+@on_ranks(2)
+def test_what_is_missing_has_no_state_and_what_is_unexpected_is_passed_over() -> None:
     _, given = reference("decoder", "adamw", 1)
     gone = ["head.weight", "layers.0.mlp.0.weight"]
     for name in gone:
         del given["state"][name]
         given["param_groups"][0]["params"].remove(name)
-    given["state"]["nope"] = {"step": torch.tensor(3.0)}
-    for rank, (result, found, _) in enumerate(world2(loaded, given, False, "adamw", False)):
-        assert sorted(result.missing) == gone
-        assert result.unexpected == ["nope"]
-        if rank == 0:
-            del given["state"]["nope"]
-            equal(found["state"], given["state"])
+    nope = {"nope": {"step": torch.tensor(3.0)}}
+    model, optimizer = trained("adamw", 0)
+    state = of_rank_0(given | {"state": given["state"] | nope})
+    result = load_full_optimizer_state(model, optimizer, state, strict=False)
+    assert (sorted(result.missing), result.unexpected) == (gone, ["nope"])
+    equal(full_optimizer_state(model, optimizer).get("state", {}), of_rank_0(given["state"]))
 
 
 @pytest.mark.promise(48)
@@ -248,7 +246,7 @@ def test_what_does_not_fit_is_refused_everywhere() -> None:
             load_full_optimizer_state(model, optimizer, given)
         equal(full_optimizer_state(model, optimizer), before)
     with fails_alike(CheckpointValueError, "not an optimizer's state: it has 'model'"):
-        load_full_optimizer_state(model, optimizer, {} if dist.get_rank() else {"model": {}}, strict=False)
+        load_full_optimizer_state(model, optimizer, of_rank_0({"model": {}}), strict=False)
     equal(full_optimizer_state(model, optimizer), before)
 
 
@@ -345,5 +343,4 @@ def test_states_after_an_eval_forward(ranks: int, reshard_after_forward: Any) ->
     load_full_optimizer_state(model, optimizer, state)
     train_by_name(model, optimizer, 1, 1)
     evaluate()
-    found = full_optimizer_state(model, optimizer)
-    equal(found, {} if dist.get_rank() else reference("decoder", "adamw", 2)[1])
+    equal(full_optimizer_state(model, optimizer), of_rank_0(reference("decoder", "adamw", 2)[1]))

@@ -18,6 +18,7 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit import models
 from tests.kit.training import tagger
 
+pytestmark = pytest.mark.promise(102)
 LIGHTNING = [
     name + suffix
     for name in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
@@ -31,14 +32,12 @@ def same_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "_strategies", dict(strategies._strategies))
 
 
-@pytest.mark.promise(102)
 @pytest.mark.parametrize("name", LIGHTNING)
 def test_lightning_s_names_mean_ddp(name: str) -> None:
     ddp = DDPConfig(find_unused_parameters=name.endswith("_true"))
     assert resolve_config(name) == ParallelismConfig(mesh=MeshConfig(dp_replicate=-1, dp_shard=1), ddp=ddp)
 
 
-@pytest.mark.promise(102)
 def test_each_name_is_the_right_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -53,7 +52,6 @@ def test_each_name_is_the_right_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_config("tp").tp == TPConfig()
 
 
-@pytest.mark.promise(102)
 def test_a_strategy_that_does_not_exist_lists_those_that_do() -> None:
     with pytest.raises(ParallelismValueError) as caught:
         resolve_config("hdsp")
@@ -63,7 +61,6 @@ def test_a_strategy_that_does_not_exist_lists_those_that_do() -> None:
     )
 
 
-@pytest.mark.promise(102)
 def test_users_register_their_own() -> None:
     mine = ParallelismConfig(mesh=MeshConfig(), fsdp2=FSDP2Config(reshard_after_forward=False), sync="rank0")
     register_strategy("mine", mine)
@@ -78,7 +75,6 @@ def test_users_register_their_own() -> None:
     assert resolve_config("also") == resolve_config("fsdp")
 
 
-@pytest.mark.promise(102)
 def test_what_is_no_configuration_is_not_registered() -> None:
     with pytest.raises(ParallelismTypeError, match="not int"):
         register_strategy("mine", 3)
@@ -89,7 +85,6 @@ def test_what_is_no_configuration_is_not_registered() -> None:
         resolve_config("itself")
 
 
-@pytest.mark.promise(102)
 @pytest.mark.parametrize("text", ["mine", "{strategy: mine}", "{strategy: fsdp, sync: rank0}"])
 def test_in_yaml_and_through_the_trainer(text: str) -> None:
     register_strategy("mine", ParallelismConfig(fsdp2=FSDP2Config(), sync="rank0"))
@@ -103,7 +98,6 @@ def test_in_yaml_and_through_the_trainer(text: str) -> None:
     assert trainer.preparation.plan.delivery.sync == "rank0"
 
 
-@pytest.mark.promise(102)
 def test_yaml_changes_a_named_strategy() -> None:
     found = ParallelismConfig.from_dict({"strategy": "fsdp", "mesh": {"dp_replicate": 2}})
     assert found == ParallelismConfig(mesh=MeshConfig(dp_replicate=2), fsdp2=FSDP2Config())

@@ -58,7 +58,7 @@ def file_of(model: nn.Module, path: Path, rename: Callable[[str], str] = str) ->
     """Each tied tensor once."""
     first = {held.info.name for held in read_structure(model).tensors.values()}
     state = model.state_dict()
-    return write(path, {rename(n): v for n, v in state.items() if n in first or "_wrapped" in n})
+    return write(path, {rename(n): v for n, v in state.items() if n in first})
 
 
 @pytest.fixture
@@ -79,22 +79,15 @@ def test_names_that_wrappers_have_lengthened(own: Path, prefix: str) -> None:
 @pytest.mark.parametrize("wrapped_file", [True, False])
 def test_checkpoint_wrappers_on_either_side(own: Path, wrapped_file: bool) -> None:
     source, model = (random(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), seed) for seed in (1, 2))
-    write(
-        own,
-        {
-            n.replace("0.", "0._checkpoint_wrapped_module.", wrapped_file): v
-            for n, v in source.state_dict().items()
-        },
-    )
+    state = source.state_dict()
+    write(own, {n.replace("0.", "0._checkpoint_wrapped_module.", wrapped_file): v for n, v in state.items()})
     if not wrapped_file:
         model = nn.Sequential(*map(checkpoint_wrapper, model))
     fill(model, own)
     same(dict(model.state_dict()), source.state_dict())
 
 
-def test_a_composer_model_takes_what_transformers_and_what_it_itself_writes(
-    tmp_path: Path, own: Path
-) -> None:
+def test_a_composer_model_takes_what_transformers_and_what_it_writes(tmp_path: Path, own: Path) -> None:
     source = random(gpt2())
     source.save_pretrained(tmp_path / "a")
     wrapped = HuggingFaceModel(random(gpt2(), 2))
@@ -252,11 +245,7 @@ def test_an_adapter_of_another_shape_or_with_other_targets_is_refused(tmp_path: 
     random(lora(llama())).save_pretrained(tmp_path)
     for options, kind, text in (
         ({"r": 2}, CheckpointValueError, r"lora_A.default.weight .* is \(3, 32\) .* \(2, 32\)"),
-        (
-            {"target_modules": ["q_proj", "v_proj", "k_proj"]},
-            CheckpointKeyError,
-            "missing: .*k_proj.lora_A.de",
-        ),
+        ({"target_modules": ["q_proj", "k_proj"]}, CheckpointKeyError, "missing: .*k_proj.lora_A.default"),
     ):
         with pytest.raises(kind, match=text):
             matched(random(lora(llama(), **options)), tmp_path)
@@ -316,20 +305,9 @@ def test_every_fault_is_listed_at_once(own: Path) -> None:
         matched(model, write(own, state))
 
 
-@pytest.mark.parametrize(
-    ("stored", "held", "allowed"),
-    [
-        (torch.bfloat16, torch.float32, True),
-        (torch.float32, torch.float16, True),
-        (torch.int32, torch.int64, True),
-        (torch.float8_e4m3fn, torch.bfloat16, False),
-        (torch.int64, torch.float32, False),
-        (torch.float32, torch.int64, False),
-        (torch.int64, torch.int32, False),
-        (torch.bool, torch.uint8, False),
-        (torch.float32, torch.complex64, False),
-        (torch.uint8, torch.int8, False),
-    ],
-)
-def test_casts_that_keep_the_meaning(stored: torch.dtype, held: torch.dtype, allowed: bool) -> None:
-    assert castable(stored, held) is allowed
+def test_casts_that_keep_the_meaning() -> None:
+    allowed = [("bfloat16", "float32"), ("float32", "float16"), ("int32", "int64")]
+    refused = [("float8_e4m3fn", "bfloat16"), ("int64", "float32"), ("float32", "int64"), ("int64", "int32")]
+    refused += [("bool", "uint8"), ("float32", "complex64"), ("uint8", "int8")]
+    for pair in allowed + refused:
+        assert castable(*(getattr(torch, name) for name in pair)) == (pair in allowed), pair
