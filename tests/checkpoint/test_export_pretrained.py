@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, PeftConfig, PeftModel
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from composer_dist.checkpoint import export_pretrained, full_model_state, load_pretrained
 from composer_dist.distributed import init_context, parallelize_model
@@ -72,11 +74,7 @@ def export(kind: str, path: Path, wrapped: bool, max_shard_size: str) -> None:
 @pytest.mark.promise(96)
 @pytest.mark.parametrize("max_shard_size", ["5GB", "4KB"])
 @pytest.mark.parametrize("kind", BUILDS)
-def test_transformers_loads_the_directory(
-    world2: World, tmp_path: Path, kind: str, max_shard_size: str
-) -> None:
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
-
+def test_transformers_loads_it(world2: World, tmp_path: Path, kind: str, max_shard_size: str) -> None:
     world2(export, kind, tmp_path, True, max_shard_size)
     auto = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
     model, report = auto.from_pretrained(tmp_path, output_loading_info=True)
@@ -91,8 +89,6 @@ def test_transformers_loads_the_directory(
 
 @pytest.mark.promise(96)
 def test_a_plain_model_without_a_process_group(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     export("llama", tmp_path, False, "5GB")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(pretrained_llama()))
 
@@ -100,8 +96,6 @@ def test_a_plain_model_without_a_process_group(tmp_path: Path) -> None:
 @pytest.mark.promise(96)
 @pytest.mark.parametrize(("first", "second"), [("5GB", "4KB"), ("4KB", "5GB")])
 def test_nothing_of_an_earlier_export_is_read(tmp_path: Path, first: str, second: str) -> None:
-    from transformers import AutoModelForCausalLM
-
     (tmp_path / "notes.txt").write_text("mine")
     export("tied", tmp_path, False, first)
     export("llama", tmp_path, False, second)
@@ -134,8 +128,6 @@ def export_adapter(path: Path, kind: str) -> None:
 @pytest.mark.promise(95)
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_peft_loads_the_directory(world2: World, tmp_path: Path, kind: str) -> None:
-    from peft import PeftModel
-
     world2(export_adapter, tmp_path, kind)
     reference = adapted(kind)
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= files(tmp_path)
@@ -149,8 +141,6 @@ def test_peft_loads_the_directory(world2: World, tmp_path: Path, kind: str) -> N
 
 
 def reloads(path: Path, expected: Tensor) -> None:
-    from peft import PeftConfig, PeftModel
-
     with init_context(empty=dist.get_rank() != 0):
         base = pretrained_llama()
     if dist.get_rank() == 0:
@@ -173,8 +163,6 @@ def test_an_adapter_reloads_into_any_number_of_ranks(
 
 
 def two_adapters() -> HuggingFaceModel:
-    from peft import LoraConfig
-
     model = adapted("lora")
     second = LoraConfig(r=2, target_modules=["o_proj"], bias="all", init_lora_weights=False)
     model.model.add_adapter("second", second)
@@ -198,8 +186,6 @@ def export_made(path: Path, make: Callable[[], Any]) -> None:
 
 @pytest.mark.promise(95)
 def test_several_adapters(world2: World, tmp_path: Path) -> None:
-    from peft import PeftModel
-
     world2(export_made, tmp_path, two_adapters)
     reference = two_adapters().model
     for name, place in (("default", tmp_path), ("second", tmp_path / "second")):
@@ -211,8 +197,6 @@ def test_several_adapters(world2: World, tmp_path: Path) -> None:
 @pytest.mark.promise(95)
 @pytest.mark.parametrize("make", [lora_of_peft, injected])
 def test_adapters_without_the_wrapper(world2: World, tmp_path: Path, make: Callable[[], Any]) -> None:
-    from peft import PeftModel
-
     world2(export_made, tmp_path, make)
     loaded = PeftModel.from_pretrained(pretrained_llama(), tmp_path)
     assert torch.equal(logits(loaded), logits(make()))
@@ -238,8 +222,6 @@ def adapters(directory: Path, names: list[str]) -> None:
 @pytest.mark.promise(95)
 @pytest.mark.parametrize(("ranks", "names"), PLACES)
 def test_an_adapter_from_every_mesh_loads_in_plain_peft(tmp_path: Path, ranks: int, names: list[str]) -> None:
-    from peft import PeftModel
-
     run(adapters, ranks, tmp_path, names, timeout=180)
     for kind, name in itertools.product(LORA, names):
         torch.manual_seed(3)

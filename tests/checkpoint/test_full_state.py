@@ -101,28 +101,23 @@ def count_gathers(select: Any, bucket_bytes: int) -> tuple[dict[str, Any], list[
 @pytest.mark.promise(43)
 @on_ranks(2)
 def test_what_is_not_selected_is_not_gathered() -> None:
-    reference, first = stateful().state_dict(), dist.get_rank() == 0
-    trainable = [n for n, p in stateful().named_parameters(remove_duplicate=False) if p.requires_grad]
-    matrices = [f"layers.{i}.{m}.weight" for i in range(2) for m in ("up", "down")]
-    buffers = [n for n in reference if "running" in n or "tracked" in n or n == "shift"]
-    bytes_of_matrices = 2 * (3 * 8 * 4 + 4 * 5 * 4)  # of the first rank's shards
-    everything: list[int] = []
-    for select, names, sent in (
-        (None, list(reference), None),
-        ("trainable", [name for name in reference if name in trainable], None),
-        (lambda name, tensor: tensor.shape in ((5, 8), (8, 5)), matrices, [bytes_of_matrices]),
-        (lambda name, tensor: not isinstance(tensor, nn.Parameter), buffers, []),
-    ):
-        state, found = count_gathers(select, 1 << 20)
-        assert list(state) == (names if first else [])
-        if select is None:
-            equal(state, reference if first else {})
-            everything = found
-            assert len(found) == 1, "one collective per bucket"
-        elif select == "trainable":
-            assert everything[0] - found[0] == 8 * 4 // 2, "only the frozen scale is left out; ties go once"
-        elif first:
-            assert found == sent
+    reference = stateful().state_dict()
+    kept = [name for name, p in stateful().named_parameters(remove_duplicate=False) if p.requires_grad]
+    whole, everything = count_gathers(None, 1 << 20)
+    assert len(everything) == 1, "one collective per bucket"
+    trainable, some = count_gathers("trainable", 1 << 20)
+    assert everything[0] - some[0] == 8 * 4 // 2, "only the frozen scale is left out; ties go once"
+    matrices, few = count_gathers(lambda name, tensor: tensor.shape in ((5, 8), (8, 5)), 1 << 20)
+    buffers, none = count_gathers(lambda name, tensor: not isinstance(tensor, nn.Parameter), 1 << 20)
+    assert none == []
+    if dist.get_rank():
+        assert whole == trainable == matrices == buffers == {}
+        return
+    equal(whole, reference)
+    assert list(trainable) == [name for name in reference if name in kept]
+    assert list(matrices) == [f"layers.{i}.{m}.weight" for i in range(2) for m in ("up", "down")]
+    assert few == [2 * (3 * 8 * 4 + 4 * 5 * 4)], "bytes of the first rank's shards"
+    assert list(buffers) == [n for n in reference if "running" in n or "tracked" in n or n == "shift"]
 
 
 @pytest.mark.promise(42)

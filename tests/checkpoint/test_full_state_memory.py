@@ -1,6 +1,5 @@
 """How much memory full states take beyond what they are, and beyond the shards."""
 
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,7 +20,7 @@ from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.ranks.agreement import Agreement
 from tests.kit.measure import messages, profiled
-from tests.kit.world import run
+from tests.kit.world import on_ranks
 
 MIB = 1 << 20
 BUCKET = 8 * MIB
@@ -34,44 +33,29 @@ def sized() -> nn.Module:
     return model
 
 
-def measured(tp: int) -> list[tuple[str, int]]:
-    """What was held at one time beyond the result, by torch's allocator."""
-    model = sized()
+@pytest.mark.promise(42)
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@on_ranks(lambda tp: 2 * tp)
+def test_no_rank_holds_more_than_two_buckets_beyond_its_result(tp: int) -> None:
+    """What is held at one time, by torch's allocator."""
+    model, states = sized(), {}
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     plan = TPConfig(plan={"0": "colwise", "1": "rowwise"}) if tp > 1 else None
-    parallelize_model(
-        model, ParallelismConfig(mesh=MeshConfig(tp=tp), fsdp2=FSDP2Config(), tp=plan), optimizer
-    )
+    config = ParallelismConfig(mesh=MeshConfig(tp=tp), fsdp2=FSDP2Config(), tp=plan)
+    parallelize_model(model, config, optimizer)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     result = sum(parameter.nbytes for parameter in model.parameters()) if dist.get_rank() == 0 else 0
-    states: dict[str, Any] = {}
-
-    def gather_model() -> None:
-        states["model"] = full_model_state(model)
-
-    def gather_optimizer() -> None:
-        states["optimizer"] = full_optimizer_state(model, optimizer)
-
-    def load_model() -> None:
-        load_full_model_state(model, states["model"])
-
-    def load_optimizer() -> None:
-        load_full_optimizer_state(model, optimizer, states["optimizer"])
-
     in_this_thread = mock.patch.object(Agreement, "collectively", lambda self, step, body: body())
     with messages(BUCKET) as sent, in_this_thread:  # where the profiler looks
-        found = [(body.__name__, profiled(body) - result) for body in (gather_model, gather_optimizer)]
-        found += [(body.__name__, profiled(body)) for body in (load_model, load_optimizer)]
+        for what, call, given in (
+            ("gather the model", lambda: states.update(model=full_model_state(model)), result),
+            ("gather state", lambda: states.update(state=full_optimizer_state(model, optimizer)), result),
+            ("load the model", lambda: load_full_model_state(model, states["model"]), 0),
+            ("load state", lambda: load_full_optimizer_state(model, optimizer, states["state"]), 0),
+        ):
+            held = profiled(call) - given
+            assert held <= 2 * BUCKET, f"{what}: {held / MIB:.1f} MiB"
     assert max(sent) <= BUCKET
     assert len(sent) <= 2 * 6 * tp, "many small tensors share a message"
-    return found
-
-
-@pytest.mark.promise(42)
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_no_rank_holds_more_than_two_buckets_beyond_its_result(tp: int) -> None:
-    for rank, found in enumerate(run(measured, 2 * tp, tp)):
-        for what, held in found:
-            assert held <= 2 * BUCKET, f"{what} on rank {rank}: {held / MIB:.1f} MiB"

@@ -23,7 +23,7 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismError
 from composer_dist.files import checked as checked_file
 from tests.kit.toy import stateful
-from tests.kit.world import PRELOAD, World
+from tests.kit.world import PRELOAD, on_ranks
 
 ROOT = Path(__file__).parents[2]
 ENDS: dict[str, list[bool]] = {
@@ -102,10 +102,8 @@ def forked(*arguments: Any) -> list[int | None]:
 def started(*arguments: Any) -> list[int | None]:
     call = "import sys; from tests.checkpoint.test_interruption import program; r, p, d, h = sys.argv[1:]"
     call += "; program(int(r), int(p), d, h)"
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", call, str(rank), *map(str, arguments)], cwd=ROOT)
-        for rank in range(2)
-    ]
+    command = [sys.executable, "-c", call]
+    ranks = [subprocess.Popen([*command, str(r), *map(str, arguments)], cwd=ROOT) for r in range(2)]
     return [one.wait(120) for one in ranks]
 
 
@@ -116,13 +114,10 @@ def values(path: Path) -> set[float]:
     return {value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()}
 
 
-SHORT = ["both end", "Ctrl-C while one waits"]
-
-
 @pytest.mark.parametrize(
     ("run", "how"),
     [
-        *((forked, how) for how in SHORT),
+        *((forked, how) for how in ("both end", "Ctrl-C while one waits")),
         *(pytest.param(started, how, marks=pytest.mark.slow) for how in ENDS),
     ],
 )
@@ -147,38 +142,32 @@ def test_the_end_of_the_program_leaves_no_torn_checkpoint(
         assert (second == 0) == (how in ("both end", "the group is destroyed first"))
 
 
-def interrupt(directory: str, where: str, asynchronous: bool, ranks: list[int]) -> str:
-    model = stateful()
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+@pytest.mark.parametrize(("where", "asynchronous"), [("copying", True), ("writing", False)])
+@on_ranks(2)
+def test_ctrl_c_within_the_call_abandons_the_save_everywhere(
+    tmp_path: Path, where: str, asynchronous: bool, ranks: list[int]
+) -> None:
+    model, path, interrupted = stateful(), tmp_path / "c", dist.get_rank() in ranks
     parallelize_model(model, FSDP2Config())
-    save_checkpoint(f"{directory}/c", {"model": model})
+    save_checkpoint(path, {"model": model})
     place = {"copying": (async_save.Buffers, "copy"), "writing": (checked_file.LocalSink, "write")}[where]
-    rank = dist.get_rank()
     usual = getattr(*place)
 
     def stopped(*arguments: Any) -> Any:
-        if rank in ranks:
+        if interrupted:
             raise KeyboardInterrupt
         return usual(*arguments)
 
-    expected: Any = (KeyboardInterrupt, ParallelismError) if rank in ranks else ParallelismError
-    with patch.object(*place, stopped), pytest.raises(expected) as caught:
-        save_checkpoint(f"{directory}/c", {"model": model}, asynchronous=asynchronous)
+    expected: Any = (KeyboardInterrupt, ParallelismError) if interrupted else ParallelismError
+    text = None if interrupted else "KeyboardInterrupt"
+    with patch.object(*place, stopped), pytest.raises(expected, match=text):
+        save_checkpoint(path, {"model": model}, asynchronous=asynchronous)
     dist.barrier()
-    assert values(Path(directory) / "c") != {5}
+    assert values(path) != {5}
     fill(model, 5)
-    pending = save_checkpoint(f"{directory}/c", {"model": model}, asynchronous=asynchronous)
+    pending = save_checkpoint(path, {"model": model}, asynchronous=asynchronous)
     if pending is not None:
         pending.wait()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
-@pytest.mark.parametrize(("where", "asynchronous"), [("copying", True), ("writing", False)])
-def test_ctrl_c_within_the_call_abandons_the_save_everywhere(
-    world2: World, tmp_path: Path, where: str, asynchronous: bool, ranks: list[int]
-) -> None:
-    texts = world2(interrupt, str(tmp_path), where, asynchronous, ranks)
-    for rank, text in enumerate(texts):
-        assert rank in ranks or "KeyboardInterrupt" in text
-    assert values(tmp_path / "c") == {5}
+    assert values(path) == {5}
     assert os.listdir(tmp_path) == ["c"]

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model_state_dict
 from torch import Tensor, nn
+from torchmetrics.text import Perplexity
 
 from composer_dist._torch import checkpoint_wrapper
 from composer_dist.checkpoint import full_model_state, load_full_model_state
@@ -43,9 +45,6 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
-# The ComposerModel
-
-
 def test_forward_and_loss_are_the_models_own() -> None:
     model = HuggingFaceModel(pretrained_llama())
     assert isinstance(model, ComposerModel)
@@ -75,8 +74,6 @@ def test_batches_and_losses_are_checked() -> None:
 
 @pytest.mark.parametrize(("build", "shifts"), [(pretrained_llama, True), (pretrained_t5, False)])
 def test_metrics_see_logits_and_shifted_labels(build: Callable[[], Any], shifts: bool) -> None:
-    from torchmetrics.text import Perplexity
-
     model = HuggingFaceModel(build(), use_logits=True, metrics=[Perplexity(ignore_index=-100)])
     given = batch()
     outputs = model(given)
@@ -103,15 +100,10 @@ def test_a_larger_tokenizer_needs_leave_to_resize() -> None:
     assert model.config.vocab_size == len(large)
 
 
-# P92: adapters
-
-
 @pytest.mark.promise(92)
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_the_state_dict_is_what_peft_would_save(kind: str) -> None:
-    from peft import get_peft_model_state_dict
-
     model = adapted_base(kind)
     state = model.state_dict()
     whole = dict(model.named_parameters(remove_duplicate=False))
@@ -161,23 +153,16 @@ def test_nested_anywhere() -> None:
 
 
 @pytest.mark.promise(92)
-def test_several_adapters_of_any_name() -> None:
-    from peft import LoraConfig
-
+def test_several_adapters_of_any_name_and_peft_without_a_peft_model() -> None:
     model = adapted_base()
     model.model.add_adapter("second", LoraConfig(r=2, target_modules=["o_proj"]))
     names = list(model.state_dict())
     assert len([n for n in names if ".default." in n]) == 8
     assert len([n for n in names if n.endswith("o_proj.lora_A.second.weight")]) == 2
-
-
-@pytest.mark.promise(92)
-def test_peft_without_a_peft_model() -> None:
     base = pretrained_llama()
     base.add_adapter(adapter("lora"))
-    model = HuggingFaceModel(base)
-    assert len(model.state_dict()) == 8
-    assert all("lora_" in name for name in model.state_dict())
+    names = list(HuggingFaceModel(base).state_dict())
+    assert len(names) == len([name for name in names if "lora_" in name]) == 8
 
 
 @pytest.mark.promise(92)
@@ -211,9 +196,10 @@ def test_an_adapter_on_a_meta_base_is_on_meta_too(kind: str) -> None:
     parameters = dict(model.named_parameters())
     assert [name for name, p in parameters.items() if not p.is_meta] == []
     assert list(model.state_dict()) == list(real.state_dict())
-    for name, parameter in real.named_parameters():
-        assert parameters[name].shape == parameter.shape, name
-        assert parameters[name].requires_grad == parameter.requires_grad, name
+    found, expected = (
+        {name: (p.shape, p.requires_grad) for name, p in one.named_parameters()} for one in (model, real)
+    )
+    assert found == expected
 
 
 @pytest.mark.promise(92)
@@ -241,9 +227,6 @@ def test_adapters_load_into_shards_strictly() -> None:
     sharded(model)
     assert load_full_model_state(model, {} if dist.get_rank() else expected) == ([], [])
     equal(full_model_state(model, ranks="all"), expected)
-
-
-# P93: prepared from rank 0's base and adapters
 
 
 def base_of(rank: int, dtype: torch.dtype) -> Any:

@@ -1,5 +1,7 @@
 """Blocks found by structure."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,12 @@ def _blocks(model: nn.Module) -> list[str]:
     return [name for name, _ in structural_units(read_structure(model))]
 
 
+def in_two_places() -> nn.Module:
+    model, block = nn.Module(), models.Block()
+    model.layers = nn.ModuleList([block, models.Block(), block])
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "blocks"),
     [
@@ -22,9 +30,11 @@ def _blocks(model: nn.Module) -> list[str]:
         (models.M, ["0", "2"]),
         (models.Shell, ["net.0", "net.2", "net.4"]),
         (models.Composers, []),
+        (in_two_places, ["layers.0", "layers.1"]),
+        pytest.param(lambda: nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), [], id="may be indexed"),
     ],
 )
-def test_repeated_blocks(build: type[nn.Module], blocks: list[str]) -> None:
+def test_repeated_blocks(build: Callable[[], nn.Module], blocks: list[str]) -> None:
     assert _blocks(build()) == blocks
 
 
@@ -35,17 +45,6 @@ def test_no_split_modules_count_alone_and_before_what_repeats_around_them() -> N
     assert list(structural_units(read_structure(model))) == [
         (f"stages.{i}.0", "Block is one of the model's _no_split_modules") for i in range(2)
     ]
-
-
-def test_bare_layers_in_a_list_may_be_indexed_and_are_no_blocks() -> None:
-    assert _blocks(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])) == []
-
-
-def test_a_block_in_two_places_is_one() -> None:
-    model = nn.Module()
-    block = models.Block()
-    model.layers = nn.ModuleList([block, models.Block(), block])
-    assert _blocks(model) == ["layers.0", "layers.1"]
 
 
 def test_the_reason_counts_the_siblings() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from composer_dist.checkpoint import export_pretrained, full_model_state
 from composer_dist.distributed import parallelize_model
@@ -28,8 +29,6 @@ OTHERS = ["lora", "embedding", "bias_all", "ia3", "adalora", "vera", "oft"]
 
 def check_merged(path: Path, reference: Any) -> None:
     """The directory is peft's own merged model, bit for bit, and gives the adapted model's logits."""
-    from transformers import AutoModelForCausalLM
-
     expected = logits(reference)
     loaded, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not any(report.values()), report
@@ -104,8 +103,6 @@ def test_what_cannot_be_merged_is_refused_everywhere() -> None:
 
 @pytest.mark.promise(96)
 def test_a_tie_that_merging_undoes_is_undone_in_the_directory(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns of adapters on tied weights
         options = {"target_modules": ["embed_tokens"], "init_lora_weights": False}
