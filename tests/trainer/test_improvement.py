@@ -1,5 +1,7 @@
 """Whether a metric has stopped improving."""
 
+from typing import Any
+
 import pytest
 
 from composer_dist.trainer.clock import Timestamp
@@ -9,23 +11,20 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize(
-    ("best", "value", "mode", "min_delta", "better"),
+    ("best", "mode", "min_delta", "better", "worse"),
     [
-        (None, 2.0, "min", 0.1, True),
-        (2.0, 1.0, "min", 0.1, True),
-        (2.0, 1.95, "min", 0.1, False),
-        (None, NAN, "min", 0.1, False),
-        (1.0, 2.0, "max", 0.0, True),
-        (1.0, 1.0, "max", 0.0, False),
-        (1.0, NAN, "max", 0.0, False),
+        (None, "min", 0.1, 2.0, NAN),
+        (2.0, "min", 0.1, 1.0, 1.95),
+        (1.0, "max", 0.0, 2.0, 1.0),
+        (1.0, "max", 0.0, 2.0, NAN),
     ],
 )
-def test_what_is_better(best: float | None, value: float, mode: Mode, min_delta: float, better: bool) -> None:
-    now = Timestamp(batch=3)
-    judge = Improvement(best=best, waited=1)
-    assert judge.add(value, now, mode, min_delta) is better
-    assert judge == (Improvement(best=value, best_at=now) if better else Improvement(best=best, waited=2))
-    assert Improvement.from_state_dict(judge.state_dict()) == judge
+def test_what_is_better(best: Any, mode: Mode, min_delta: float, better: float, worse: float) -> None:
+    now, judge = Timestamp(batch=3), Improvement(best=best, waited=1)
+    assert not judge.add(worse, now, mode, min_delta)
+    assert judge == Improvement(best=best, waited=2)
+    assert judge.add(better, now, mode, min_delta)
+    assert judge == Improvement.from_state_dict(judge.state_dict()) == Improvement(best=better, best_at=now)
 
 
 @pytest.mark.parametrize(

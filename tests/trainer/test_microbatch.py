@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,18 +16,7 @@ from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.errors import ParallelismError
 from tests.kit.compare import fails_alike, weights
-from tests.kit.training import (
-    BATCHES,
-    At,
-    Tagger,
-    batches,
-    fitted_on_parts,
-    my_rank,
-    on_parts,
-    raising,
-    same_training,
-    short_of_memory,
-)
+from tests.kit.training import BATCHES, At, Tagger, batches, my_rank, on_parts, same_training, short_of_memory
 from tests.kit.world import World
 
 pytestmark = pytest.mark.promise(99)
@@ -149,10 +139,10 @@ def nothing_fits(kind: str) -> None:
     for error, text in ((torch.OutOfMemoryError("full"), one), (ValueError("the labels are wrong"), other)):
         torch.manual_seed(0)
         model = Model()
-        callbacks = [At(before_loss=raising(error))] if my_rank() == 1 else []
+        callbacks = [At(before_loss=Mock(side_effect=error))] if my_rank() == 1 else []
         options = {"device_train_microbatch_size": "auto", "callbacks": callbacks}
         with fails_alike(ParallelismError) as caught:
-            fitted_on_parts([2, 1], CONFIGS[kind], model, **options)
+            on_parts([2, 1], CONFIGS[kind], model, **options)[0].fit()
         assert re.fullmatch(text, str(caught.value), re.DOTALL)
 
 

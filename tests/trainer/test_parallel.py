@@ -91,23 +91,16 @@ def test_fit_continues_where_it_ended_with_evaluations_in_between(world2: World)
         same_training(found, train([PER_BATCH]))
 
 
-def no_config() -> None:
-    with pytest.raises(ParallelismValueError, match="2 ranks, but neither a parallelism_config"):
-        quiet()
-
-
-def test_several_ranks_need_a_config_or_a_prepared_model(world2: World) -> None:
-    world2(no_config)
-
-
 def prepared_before(config: Any) -> Result:
     model = tagger()
     optimizer = momentum(model)
+    with pytest.raises(ParallelismValueError, match="2 ranks, but neither a parallelism_config"):
+        quiet(model)
     parallelize_composer_model(model, optimizer, config)
     return result_of(*fitted_on_parts([3, 3], None, model, optimizers=optimizer, device=None))
 
 
-def test_a_model_that_is_prepared_already_is_trained_as_it_is(world2: World) -> None:
+def test_several_ranks_need_a_config_or_a_prepared_model_which_is_trained_as_it_is(world2: World) -> None:
     for found in [*world2(prepared_before, "fsdp"), *world2(prepared_before, DDP)]:
         same_training(found, train([PER_BATCH]))
 
@@ -179,9 +172,7 @@ def with_evaluations(reshard: bool | int) -> tuple[list[float], list[float]]:
 
 @pytest.mark.promise(103)
 @pytest.mark.parametrize("reshard", [False, 2])
-def test_evaluations_leave_training_as_it_is_however_units_reshard(
-    world2: World, reshard: bool | int
-) -> None:
+def test_evaluations_leave_training_as_it_is_however_units_reshard(world2: World, reshard: Any) -> None:
     expected = world2(with_evaluations, True)[0]
     assert len(expected[1]) == BATCHES
     for found in world2(with_evaluations, reshard):

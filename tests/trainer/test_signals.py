@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -59,9 +60,7 @@ def terminated(folder: Path, rank: int, parallel: bool) -> None:
 
 @pytest.mark.promise(100)
 @pytest.mark.parametrize("parallel", [False, True])
-def test_sigterm_on_one_rank_saves_and_ends_all_at_the_same_batch(
-    world2: World, tmp_path: Path, parallel: bool
-) -> None:
+def test_sigterm_saves_and_ends_all_ranks(world2: World, tmp_path: Path, parallel: bool) -> None:
     if parallel:
         world2(terminated, tmp_path / "run", 1, True)
     else:
@@ -155,9 +154,7 @@ def agents(endpoint: str, nodes: str, *arguments: str) -> Callable[[], subproces
 @pytest.mark.promise(100)
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_torchrun_starts_again_after_a_rank_was_killed(
-    world2: World, tmp_path: Path, endpoint: str, hosts: int
-) -> None:
+def test_torchrun_restarts_a_killed_run(world2: World, tmp_path: Path, endpoint: str, hosts: int) -> None:
     run = tmp_path / "run"
     arguments = str(run), "7", "SIGKILL", "1"
     one_host = "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "tests.kit.scripts.killable"
@@ -181,9 +178,7 @@ def test_when_a_host_is_taken_away_the_others_continue(tmp_path: Path, endpoint:
 
 @pytest.mark.promise(100)
 @pytest.mark.slow
-def test_a_host_that_comes_later_takes_part(
-    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_comes_later_takes_part(tmp_path: Path, endpoint: str, monkeypatch: Any) -> None:
     # By default an agent keeps the address of the first attempt's store to itself (torch 2.13).
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     run = tmp_path / "run"

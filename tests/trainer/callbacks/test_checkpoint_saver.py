@@ -3,11 +3,13 @@
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
 from composer_dist.checkpoint import load_checkpoint
+from composer_dist.checkpoint.storage.local import LocalPlace
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.trainer import CheckpointSaver, DistributedDataLoader, Trainer
 from tests.kit.training import classifier, points, quiet
@@ -76,22 +78,14 @@ def test_a_checkpoint_has_all_of_the_run(tmp_path: Path) -> None:
 
 
 def test_latest_is_a_file_where_links_are_impossible(tmp_path: Path, monkeypatch: Any) -> None:
-    def refuse(*args: Any) -> None:
-        raise OSError("no links here")
-
-    monkeypatch.setattr(Path, "symlink_to", refuse)
+    monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=OSError("no links here")))
     trainer(CheckpointSaver(tmp_path)).fit()
     assert (tmp_path / "latest").read_text() == "ep2-ba8"
     assert trainer(CheckpointSaver(tmp_path), resume=tmp_path / "latest").state.timestamp.batch == 8
 
 
 def test_an_asynchronous_save_that_fails_ends_the_run(tmp_path: Path, monkeypatch: Any) -> None:
-    from composer_dist.checkpoint.storage.local import LocalPlace
-
-    def fail(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(LocalPlace, "finish", fail)
+    monkeypatch.setattr(LocalPlace, "finish", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(ParallelismError, match="No space left"):
         trainer(CheckpointSaver(tmp_path, "1ba")).fit()
 

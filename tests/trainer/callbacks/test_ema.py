@@ -40,9 +40,7 @@ def expected(trained: list[Weights]) -> Weights:
 
 
 @pytest.mark.parametrize("config", [None, "fsdp", DDPConfig()])
-def test_the_average_is_evaluated_saved_and_loaded_and_training_is_unaffected(
-    world2: World, config: Any
-) -> None:
+def test_the_average_is_evaluated_and_saved_and_training_is_unaffected(world2: World, config: Any) -> None:
     trained, *_ = averaged(None)
     for _, evaluated, loaded in [averaged(None)] if config is None else world2(averaged, config):
         assert len(evaluated) == 2

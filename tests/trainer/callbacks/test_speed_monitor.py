@@ -53,8 +53,7 @@ def test_two_ranks_share_the_flops_and_recomputing_is_none(world2: World, config
 
 
 def of_a_language_model(config: Any = None) -> list[float]:
-    own = SpeedMonitor(peak_flops=1e6)
-    on_sentences([4], config, peers=2, callbacks=own, max_duration="1ba")
+    on_sentences([4], config, peers=2, callbacks=(own := SpeedMonitor(peak_flops=1e6)), max_duration="1ba")
     counted: list[float] = own.state_dict()["flops"]
     return counted
 
@@ -85,14 +84,8 @@ def test_a_model_may_say_what_it_needs() -> None:
 
 
 def test_a_compiled_model_is_not_counted_and_stays_compiled() -> None:
-    calls = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        calls.append(graph)
-        return graph.forward
-
-    model = classifier()
-    model.compile(backend=backend)
+    model, calls = classifier(), list[Any]()
+    model.compile(backend=lambda graph, inputs: calls.append(graph) or graph.forward)
     with pytest.warns(UserWarning, match="flops_per_batch"):
         _, log = fitted(model, callbacks=SpeedMonitor(peak_flops=1e6))
     assert calls

@@ -11,17 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.trainer.data.feed import Feed, Size, length_of
 from tests.kit.compare import fails_alike
-from tests.kit.training import (
-    At,
-    Result,
-    batches,
-    classifier,
-    fitted_on_parts,
-    on_parts,
-    points,
-    result_of,
-    same_training,
-)
+from tests.kit.training import At, batches, classifier, fitted_on_parts, points, result_of, same_training
 from tests.kit.world import World
 
 
@@ -87,17 +77,16 @@ def test_length_where_it_is_known() -> None:
     assert feed.length is None
 
 
-def uneven(mine: list[list[int]], config: Any = None) -> tuple[Result, dict[str, float], list[float]]:
+def uneven(mine: list[list[int]], config: Any = None) -> tuple[Any, dict[str, float], list[float]]:
     """Trains and evaluates on batches of the given points."""
     batches = [points()[indices] for indices in mine]
-    trainer, log = on_parts([], config, classifier(), train_dataloader=batches)
     if config:
         with pytest.warns(UserWarning, match="train dataloader of rank 1 ended after 1 batches"):
-            trainer.fit()
+            trainer, log = fitted_on_parts([], config, classifier(), train_dataloader=batches)
         with pytest.warns(UserWarning, match="eval dataloader of rank 1 ended after 1 batches"):
             results = trainer.eval(batches)
     else:
-        trainer.fit()
+        trainer, log = fitted_on_parts([], None, classifier(), train_dataloader=batches)
         results = trainer.eval(batches)
     results |= {"samples": trainer.state.timestamp.sample}
     return result_of(trainer, log), results, log.values("metrics/train/MulticlassAccuracy")

@@ -13,16 +13,7 @@ from torch.utils.data import IterableDataset
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import DistributedDataLoader
 from tests.kit.compare import fails
-from tests.kit.training import (
-    Result,
-    classifier,
-    fitted,
-    fitted_on_parts,
-    loaders,
-    points,
-    result_of,
-    same_training,
-)
+from tests.kit.training import classifier, fitted_on_parts, loaders, points, result_of, same_training
 from tests.kit.world import World
 
 LENGTH = 23
@@ -76,9 +67,7 @@ def test_drop_last_drops_what_fills_no_global_batch() -> None:
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 2), (3, 2), (2, 4)])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("batches", [1, 2])
-def test_resume_on_another_number_of_ranks_loses_and_repeats_nothing(
-    before: int, after: int, stream: bool, batches: int
-) -> None:
+def test_resume_on_other_ranks_loses_nothing(before: int, after: int, stream: bool, batches: int) -> None:
     data: Any = Stream() if stream else list(range(LENGTH))
     first = loaders(before, data, shuffle=not stream, seed=5)
     seen = in_order(read(first, 1, batches))
@@ -269,7 +258,7 @@ def test_what_cannot_work_is_refused(data: Any, options: Any, error: type[Except
         list(DistributedDataLoader(data, **options))
 
 
-def trained(config: Any = None) -> tuple[Result, dict[str, float], int]:
+def trained(config: Any = None) -> tuple[Any, dict[str, float], int]:
     data = points(14)
     loader = DistributedDataLoader(data, global_batch_size=4, shuffle=True, seed=3)
     trainer, log = fitted_on_parts([], config, classifier(), train_dataloader=loader, max_duration="2ep")
@@ -289,7 +278,7 @@ def test_the_trainer_places_its_loaders_and_any_number_of_ranks_trains_alike(wor
 
 def a_rank_without_samples_in_the_last_batch() -> int:
     loader = DistributedDataLoader(points(5), batch_size=2)  # 4 samples, then 1: rank 0 has none
-    trainer, _ = fitted(train_dataloader=loader, parallelism_config="fsdp")
+    trainer, _ = fitted_on_parts([], "fsdp", classifier(), train_dataloader=loader)
     return trainer.state.timestamp.sample
 
 

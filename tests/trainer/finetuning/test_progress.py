@@ -1,6 +1,5 @@
 """Phases that end when a metric stops improving: the best weights return, and a resumed run is the same."""
 
-import copy
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,25 +13,10 @@ from torch.optim.lr_scheduler import StepLR
 from composer_dist.errors import CheckpointValueError, ParallelismKeyError
 from composer_dist.trainer import Callback, CheckpointSaver, FineTuningPhases, NoImprovement, Phase
 from tests.kit.compare import close, equal, same, weights
-from tests.kit.phases import (
-    BATCHES,
-    DDP,
-    DOWN,
-    FSDP,
-    HEAD,
-    TP,
-    UP,
-    Recorder,
-    by_hand,
-    everywhere,
-    mine,
-    phased,
-    recorded,
-)
+from tests.kit.phases import DDP, DOWN, FSDP, HEAD, TP, UP, by_hand, everywhere, mine, phased, recorded
 from tests.kit.training import At, Scores
 from tests.kit.world import World
 
-Weights = dict[str, torch.Tensor]
 SCORES = (1, 3, 2, 2, 1, 1, 1, 1)
 """The second batch is the best."""
 
@@ -56,7 +40,7 @@ def diverging() -> tuple[list[set[str]], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = recorded(FineTuningPhases(phases, restore_best=False), FSDP, **watched(scores, FSDP))
-    return [found.moved(batch) for batch in range(BATCHES)], [str(w.message) for w in caught]
+    return [found.moved(batch) for batch in range(8)], [str(w.message) for w in caught]
 
 
 @pytest.mark.promise(73)
@@ -66,7 +50,7 @@ def test_where_ranks_decide_differently_all_continue_and_are_warned_once(world2:
         assert len([m for m in messages if "Ranks have different values of metrics/eval/score" in m]) == 1
 
 
-def restored(config: Any) -> tuple[Recorder, list[float]]:
+def restored(config: Any) -> tuple[Any, list[float]]:
     schedule = [Phase("module.head", lr=0.05, until=by_score()), Phase("module.down", lr=0.02)]
     trainer, _, recorder, log = phased(schedule, config, **watched(SCORES, config))
     trainer.fit()
@@ -152,60 +136,27 @@ def resumable(config: Any, first: int = 0, *others: Callback, **options: Any) ->
     return phased(RESUMED, config, schedulers=lambda optimizer: StepLR(optimizer, 3, 0.5), **options)
 
 
-def interrupted(folder: Path) -> list[Weights]:
-    saver = CheckpointSaver(folder, "2ba", filename="ba{batch}", keep=None, asynchronous=False)
-    trainer, _, recorder, _ = resumable(FSDP, 0, saver)
-    trainer.fit()
-    trainer.close()
-    return recorder.weights
-
-
-def continued(folder: Path, at: int) -> list[Weights]:
-    trainer, phases, recorder, _ = resumable(FSDP, at, resume=folder / f"ba{at}")
-    assert phases.phase == (1 if at == 4 else 2)
-    trainer.fit()
-    return recorder.weights
-
-
-@pytest.mark.promise(75)
-def test_a_checkpoint_in_the_middle_of_a_phase_resumes_bit_for_bit(world2: World, tmp_path: Path) -> None:
-    """Batch 4 is in phase 1, after its best weights and before they return."""
-    expected = world2(interrupted, tmp_path, timeout=120)[0]
-    for at in (4, 6):
-        equal(world2(continued, tmp_path, at), [expected[at:]] * 2)
-
-
-def resumed(config: Any, at: int) -> None:
-    whole, _, expected, _ = resumable(config)
+def resumed(folder: Path, *batches: int, config: Any) -> None:
+    saver = CheckpointSaver(folder, "1ba", filename="ba{batch}", keep=None, asynchronous=False)
+    whole, _, expected, _ = resumable(config, 0, saver)
     whole.fit()
-    first, _, _, _ = resumable(config)
-    first.fit(duration=f"{at}ba")
-    parts = first, first.state.model, first.state.optimizers[0]
-    saved = copy.deepcopy([part.state_dict() for part in parts])
-    second, phases, found, _ = resumable(config, at)
-    for part, state in zip((second, second.state.model, second.state.optimizers[0]), saved, strict=True):
-        part.load_state_dict(state)
-    assert phases.phase == (0 if at < 3 else 1 if at < 6 else 2)
-    second.fit()
-    assert phases.phase == 2
-    assert found.rates == expected.rates[at:]
-    equal(found.weights, expected.weights[at:])
-    state, other = (t.state.optimizers[0].state_dict() for t in (second, whole))
-    assert [g["params"] for g in state["param_groups"]] == [g["params"] for g in other["param_groups"]]
-    torch.testing.assert_close(state["state"], other["state"], rtol=0, atol=0)
+    for at in batches:
+        second, phases, found, _ = resumable(config, at, resume=folder / f"ba{at}")
+        assert phases.phase == (0 if at < 3 else 1 if at < 6 else 2)
+        second.fit()
+        assert phases.phase == 2
+        assert found.rates == expected.rates[at:]
+        equal(found.weights, expected.weights[at:])
+        state, other = (t.state.optimizers[0].state_dict() for t in (second, whole))
+        assert [g["params"] for g in state["param_groups"]] == [g["params"] for g in other["param_groups"]]
+        torch.testing.assert_close(state["state"], other["state"], rtol=0, atol=0)
 
 
 @pytest.mark.promise(75)
-@pytest.mark.parametrize("at", range(1, 8))
-def test_resuming_anywhere_is_bit_equal(at: int) -> None:
+@pytest.mark.parametrize("config", [None, FSDP, DDP, TP])
+def test_resuming_in_any_phase_is_bit_equal(world2: World, tmp_path: Path, config: Any) -> None:
     """In phase 1 (4), with its best weights in the past; and just before (5) and after (6) a thaw."""
-    resumed(None, at)
-
-
-@pytest.mark.promise(75)
-@pytest.mark.parametrize("config", [FSDP, DDP, TP])
-def test_resuming_in_a_phase_is_bit_equal_when_parallel(world2: World, config: Any) -> None:
-    world2(resumed, config, 4)
+    everywhere(world2, config, resumed, tmp_path, *((4, 6) if config else range(1, 8)))
 
 
 @pytest.mark.promise(75)
