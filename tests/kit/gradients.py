@@ -67,11 +67,6 @@ def batch(count: int = 1) -> list[torch.Tensor]:
     return [torch.randn(8, 6, generator=generator) for _ in range(count)]
 
 
-def mine(x: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the batch."""
-    return x.chunk(dist.get_world_size())[dist.get_rank()]
-
-
 def loss_of(result: Any) -> torch.Tensor:
     result = result if isinstance(result, Result) else Result(result, {"square": result.square()})
     return result.logits.mean() + result.extra["square"].mean()

@@ -52,9 +52,8 @@ def messages(bucket_bytes: int = collect.BUCKET_BYTES) -> Iterator[list[int]]:
 
 def profiled(function: Any) -> int:
     """The most bytes that torch's allocator held above what it held at the start."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         torch.empty(16, device="cpu")
         function()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -51,6 +51,7 @@ def ddp(**options: Any) -> ParallelismConfig:
 
 
 def mine(x: Tensor) -> Tensor:
+    """This rank's part of a batch."""
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 

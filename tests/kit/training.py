@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from composer_dist.models import ComposerClassifier, ComposerModel, HuggingFaceModel
 from composer_dist.trainer import (
@@ -80,8 +80,7 @@ def tagged(samples: int, seed: int = 1) -> list[dict[str, Tensor]]:
 
 def joined(samples: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Samples as a batch."""
-    rows = list(samples)
-    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    return default_collate(list(samples))
 
 
 def batches(parts: Sequence[int], index: int) -> list[Any]:
@@ -147,11 +146,9 @@ def on_parts(
     return quiet(tagger() if model is None else model, **options)
 
 
-def fitted_on_parts(
-    parts: list[int], config: Any = None, model: ComposerModel | None = None, **options: Any
-) -> tuple[Trainer, InMemoryLogger]:
+def fitted_on_parts(*args: Any, **options: Any) -> tuple[Trainer, InMemoryLogger]:
     """`on_parts`, after its fit."""
-    trainer, log = on_parts(parts, config, model, **options)
+    trainer, log = on_parts(*args, **options)
     trainer.fit()
     return trainer, log
 

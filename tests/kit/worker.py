@@ -158,18 +158,11 @@ def _clean_slate(job: Job) -> Iterator[None]:
 
 def _torchrun_environment(job: Job) -> dict[str, str]:
     """What torchrun's agent tells its workers; the store is the one that the parent hosts."""
-    return {
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(job.launcher_port),
-        "RANK": str(job.rank),
-        "WORLD_SIZE": str(job.world_size),
-        "LOCAL_RANK": str(job.rank),
-        "LOCAL_WORLD_SIZE": str(job.world_size),
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": "tests",
-    }
+    rank, size = str(job.rank), str(job.world_size)
+    found = {"MASTER_ADDR": HOST, "MASTER_PORT": str(job.launcher_port), "GROUP_RANK": "0"}
+    found |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    found |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return found | {"TORCHELASTIC_RUN_ID": "tests"}
 
 
 def _tear_down() -> None:

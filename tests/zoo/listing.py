@@ -1,9 +1,7 @@
 """Which model types of transformers 5.23 do not build at toy size, and why."""
 
 REASONS: dict[str, str] = {
-    "forward wants an inference session, not tensors": (
-        "edgetam_video sam2_video sam3_tracker_video sam3_video"
-    ),
+    "forward wants an inference session": "edgetam_video sam2_video sam3_tracker_video sam3_video",
     "its validator ties sizes that the shrink rules do not know": (
         "depth_pro dots3_note efficientloftr gemma4_assistant gemma4_unified_assistant nemo_speechlm "
         "nemotron3_5_transcribe_audio nemotron3_diarization"
@@ -27,13 +25,9 @@ REASONS: dict[str, str] = {
         "pp_doclayout_v2 pp_doclayout_v3 pp_ocrv5_server_det pp_ocrv5_server_rec pp_ocrv6_medium_det "
         "pp_ocrv6_small_rec pp_ocrv6_tiny_rec sam2 sam2_hiera_det_model sam2_vision_model sam3_tracker tvp"
     ),
-    "taps layers beyond the second of its backbone": (
-        "chmv2 depth_anything lw_detr prompt_depth_anything tipsv2_dpt zoedepth"
-    ),
+    "taps a third layer": "chmv2 depth_anything lw_detr prompt_depth_anything tipsv2_dpt zoedepth",
     "training is not implemented": "vits",
-    "transducer: its joint network wants decoder inputs": (
-        "nemotron3_5_asr nemotron_asr_streaming parakeet_rnnt parakeet_tdt"
-    ),
+    "transducer: wants decoder inputs": "nemotron3_5_asr nemotron_asr_streaming parakeet_rnnt parakeet_tdt",
     "upstream: the auto-mapping names a class or a type that does not exist": "rf_detr voxtral_realtime_text",
     "upstream: the configuration lacks a field that the model reads": "t5gemma2_encoder",
     "wants inputs that only its processor makes": (

@@ -13,17 +13,8 @@ from composer_dist.distributed.training import averaging
 from composer_dist.distributed.training.averaging import average_plain_gradients
 from composer_dist.distributed.training.gradients import no_sync
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
-from tests.kit.gradients import (
-    Toy,
-    assert_grads,
-    batch,
-    collectives,
-    grads,
-    loss_of,
-    mine,
-    prepared,
-    reference,
-)
+from tests.kit.gradients import Toy, assert_grads, batch, collectives, grads, loss_of, prepared, reference
+from tests.kit.meshes import mine
 from tests.kit.world import on_ranks
 
 

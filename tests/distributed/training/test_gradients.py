@@ -5,17 +5,8 @@ import contextlib
 import pytest
 
 from composer_dist.distributed.training.gradients import no_sync
-from tests.kit.gradients import (
-    Toy,
-    assert_grads,
-    batch,
-    collectives,
-    flags,
-    loss_of,
-    mine,
-    prepared,
-    reference,
-)
+from tests.kit.gradients import Toy, assert_grads, batch, collectives, flags, loss_of, prepared, reference
+from tests.kit.meshes import mine
 from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.promise(33)

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_value
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import full
-from tests.kit.gradients import assert_grads, batch, grads, loss_of, mine, prepared, reference
+from tests.kit.gradients import assert_grads, batch, grads, loss_of, prepared, reference
+from tests.kit.meshes import mine
 from tests.kit.world import on_ranks
 
 

@@ -16,13 +16,10 @@ ROOT = Path(__file__).parents[3]
 _CABLE = """
 set -e
 mount -t tmpfs none /run  # where `ip netns` keeps names
-ip netns add one
-ip netns add two
+for host in one two; do ip netns add $host; ip -n $host link set lo up; done
 ip link add va netns one type veth peer name vb netns two
 ip -n one addr add 10.7.0.1/24 dev va
 ip -n two addr add 10.7.0.2/24 dev vb
-ip -n one link set lo up
-ip -n two link set lo up
 ip -n one link set va up
 ip -n two link set vb up
 """
@@ -56,11 +53,5 @@ def on_two_hosts(first: Sequence[str], second: Sequence[str], timeout: float = 2
 def _isolated(script: str, timeout: float) -> subprocess.CompletedProcess[str]:
     """Runs a script where it may make namespaces; they, and what runs there, end with it."""
     command = ["unshare", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child"]
-    return subprocess.run(
-        [*command, "bash", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    options = {"timeout": timeout, "cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    return subprocess.run([*command, "bash", "-c", script], capture_output=True, text=True, **options)

@@ -20,7 +20,7 @@ from composer_dist.distributed.ranks import process_group
 from composer_dist.models import ComposerClassifier
 from composer_dist.trainer import Callback, CheckpointSaver, DistributedDataLoader, Logger, State, Trainer
 from tests.kit.compare import weights
-from tests.kit.training import points
+from tests.kit.training import points, quiet
 
 SAMPLES, GLOBAL_BATCH = 22, 4
 
@@ -76,25 +76,24 @@ class Noting(Callback):
 def build(folder: Path, *callbacks: Callback, parallel: bool) -> Trainer:
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 4))
-    model = ComposerClassifier(module, num_classes=4)
-    return Trainer(
-        model=model,
-        optimizers=AdamW(model.parameters(), lr=0.05),
-        train_dataloader=DistributedDataLoader(
-            points(SAMPLES), global_batch_size=GLOBAL_BATCH, shuffle=True, seed=2
-        ),
+    data = DistributedDataLoader(points(SAMPLES), global_batch_size=GLOBAL_BATCH, shuffle=True, seed=2)
+    return quiet(
+        ComposerClassifier(module, num_classes=4),
+        optimizers=lambda model: AdamW(model.parameters(), lr=0.05),
+        train_dataloader=data,
         max_duration="3ep",
         parallelism_config="fsdp" if parallel else None,
         device="cpu",
         callbacks=[CheckpointSaver(folder / "checkpoints", "2ba"), Noting(folder), *callbacks],
-        progress_bar=False,
         seed=7,
         resume=True,
-    )
+    )[0]
 
 
-def main(folder: Path, ending: Callback) -> None:
+def main(folder: Path, batch: int, name: str, rank: int, parent: bool) -> None:
     folder.mkdir(exist_ok=True, parents=True)
+    waits = name == "wait"
+    ending = Waiting(folder, batch) if waits else Ending(folder, batch, signal.Signals[name], rank, parent)
     trainer = build(folder, ending, parallel=process_group.is_distributed())
     trainer.fit()
     final = weights(trainer.state.model)
@@ -106,10 +105,4 @@ def main(folder: Path, ending: Callback) -> None:
 
 if __name__ == "__main__":
     path, batch, name, rank, *target = sys.argv[1:]
-    folder = Path(path)
-    main(
-        folder,
-        Waiting(folder, int(batch))
-        if name == "wait"
-        else Ending(folder, int(batch), signal.Signals[name], int(rank), target == ["parent"]),
-    )
+    main(Path(path), int(batch), name, int(rank), target == ["parent"])
