@@ -16,7 +16,7 @@ from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit import compare, models
 from tests.kit.planning import BLOCKS, checkpointed, dropping_gradients
-from tests.kit.world import World
+from tests.kit.world import on_ranks
 
 
 def count_packed(value: Any) -> tuple[int, int]:
@@ -127,7 +127,9 @@ def test_what_selective_checkpointing_keeps_lies_on_the_host_too() -> None:
     assert Counter(kept) == {torch.Size([20, 8]): 6, torch.Size([20, 16]): 3}  # three products per block
 
 
-def by_rule() -> list[tuple[bool, str | None]]:
+@pytest.mark.promise(29)
+@on_ranks(2)
+def test_parameters_and_activations_are_offloaded_by_rule() -> None:
     """Parameters and activations of one block each way; the training is the same."""
     rules = [
         Rule("layers.0", offload=True, act_ckpt="offload"),
@@ -137,14 +139,8 @@ def by_rule() -> list[tuple[bool, str | None]]:
     done = compare.assert_same_training(models.B, ParallelismConfig(rules=rules))
     modes = {one.module: one.mode for one in done.plan.checkpointing}
     assert modes == {"layers.0": "offload", "layers.1": "composable", "layers.2": "composable"}
+    offloads = [unit.offload for unit in done.plan.units if unit.name in BLOCKS]
+    assert offloads == ["auto", None, "auto"]
     layers: Any = done.model.layers
-    return [
-        (all(param.offload_to_cpu for param in _torch.fsdp_params(layer)), unit.offload)
-        for layer, unit in zip(layers, (u for u in done.plan.units if u.name in BLOCKS), strict=True)
-    ]
-
-
-@pytest.mark.promise(29)
-def test_parameters_and_activations_are_offloaded_by_rule(world2: World) -> None:
-    for found in world2(by_rule):
-        assert found == [(True, "auto"), (False, None), (True, "auto")]
+    for layer, offload in zip(layers, offloads, strict=True):
+        assert all(param.offload_to_cpu == bool(offload) for param in _torch.fsdp_params(layer))

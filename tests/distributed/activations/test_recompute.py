@@ -19,7 +19,7 @@ from tests.kit.huggingface import dropping_gpt2, llama
 from tests.kit.meshes import mine
 from tests.kit.planning import BLOCKS, Dropping, DroppingBlock, checkpointed, dropping_gradients, ids
 from tests.kit.toy import sharded
-from tests.kit.world import World
+from tests.kit.world import on_ranks
 
 MODES: list[Any] = [
     "composable",
@@ -249,7 +249,11 @@ def test_apply_ac_warns_where_nothing_is_marked_and_refuses_a_check_fn_alone() -
 # Sharded
 
 
-def train_sharded(value: Any, reshard: bool | int) -> None:
+@pytest.mark.promise(26)
+@pytest.mark.parametrize("value", MODES[::2], ids=str)
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_under_fully_shard(value: Any, reshard: bool) -> None:
     model, plain = checkpointed(value)
     sharded(model.eval(), reshard_after_forward=reshard)
     plain.eval()
@@ -261,13 +265,6 @@ def train_sharded(value: Any, reshard: bool | int) -> None:
         same_parameters(model, plain, gradients=True)
     runs = 2 if value == "offload" else 4
     assert [layer.calls for layer in model.layers] == [runs] * 3
-
-
-@pytest.mark.promise(26)
-@pytest.mark.parametrize("value", MODES[::2], ids=str)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_under_fully_shard(world2: World, value: Any, reshard: bool) -> None:
-    world2(train_sharded, value, reshard)
 
 
 # Hugging Face

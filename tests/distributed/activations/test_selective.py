@@ -25,7 +25,7 @@ from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.distributed.activations.selective import operators
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit import compare, models
-from tests.kit.world import World
+from tests.kit.world import on_ranks
 
 BLOCKS = ["0", "1"]
 EXACT = {"early_stop": False}  # recompute the whole forward, so that the counts are round
@@ -300,28 +300,23 @@ class Communicating(nn.Module):
         return x + sum(gathered.sin().chunk(dist.get_world_size()))  # type: ignore[arg-type]
 
 
-def collectives() -> dict[str, int]:
-    found = {}
-    for value in ("composable", "selective"):
-        model, plain = two_blocks((value, EXACT), Communicating)
-        counts: Counter[str] = Counter()
-        reference: Counter[str] = Counter()
-        same(step(model, counts), step(plain, reference))
-        name = "_c10d_functional.all_gather_into_tensor"
-        found[value] = counts[name] - reference[name]
-    return found
-
-
-def sharded() -> dict[str, int]:
-    for build in (models.B, models.tied, models.own_dtype):  # the last has a unit in a block
-        for value in ("selective", ("wrapped", {"save": ["aten.mm"]}), ("selective", {"offload": True})):
-            done = compare.assert_same_training(build, ParallelismConfig(activation_checkpointing=value))
-            names = [name for name, _ in named_parameters_canonical(done.model)]
-            assert not any("_checkpoint_wrapped_module" in name for name in names)
-    return collectives()
+@pytest.mark.promise(26)
+@pytest.mark.parametrize(("value", "again"), [("composable", 2), ("selective", 0)])
+@on_ranks(2)
+def test_collectives_that_are_kept_run_once(value: str, again: int) -> None:
+    model, plain = two_blocks((value, EXACT), Communicating)
+    counts: Counter[str] = Counter()
+    reference: Counter[str] = Counter()
+    same(step(model, counts), step(plain, reference))
+    name = "_c10d_functional.all_gather_into_tensor"
+    assert counts[name] - reference[name] == again
 
 
 @pytest.mark.promise(26)
-def test_sharded_training_is_the_same_and_collectives_run_once(world2: World) -> None:
-    for found in world2(sharded):
-        assert found == {"composable": 2, "selective": 0}
+@pytest.mark.parametrize("build", [models.B, models.tied, models.own_dtype])  # the last has a unit in a block
+@on_ranks(2)
+def test_sharded_training_is_the_same(build: Callable[[], nn.Module]) -> None:
+    for value in ("selective", ("wrapped", {"save": ["aten.mm"]}), ("selective", {"offload": True})):
+        done = compare.assert_same_training(build, ParallelismConfig(activation_checkpointing=value))
+        names = [name for name, _ in named_parameters_canonical(done.model)]
+        assert not any("_checkpoint_wrapped_module" in name for name in names)

@@ -13,7 +13,7 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit.compare import same_parameters
 from tests.kit.meshes import mine
 from tests.kit.toy import built
-from tests.kit.world import World
+from tests.kit.world import on_ranks
 
 
 class Body(nn.Module):
@@ -49,7 +49,10 @@ class Model(nn.Module):
         return {"loss": (self(x) - y).square().mean() + encoded.square().mean()}
 
 
-def _steps(reshard: bool) -> list[str]:
+@pytest.mark.promise(35)
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_other_methods_gather_as_forward_does(reshard: bool) -> None:
     reference, model = built(Model), built(Model)
     rules = [Rule([presets.layers("blocks"), ""], shard=True, reshard_after_forward=reshard)]
     config = ParallelismConfig(rules=rules, forward_methods=("training_step", "encode"))
@@ -70,14 +73,8 @@ def _steps(reshard: bool) -> list[str]:
             torch.testing.assert_close(model(x[0]), reference(x[0]))
     assert "forward" not in vars(model)
     assert model.training_step.__name__ == "training_step"
-    return sorted(done.plain_parameters)
-
-
-@pytest.mark.promise(35)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_other_methods_gather_as_forward_does(world2: World, reshard: bool) -> None:
-    plain = ["blocks.0.scale", "blocks.1.scale"]  # scalars, averaged for these methods too
-    assert world2(_steps, reshard) == [plain] * 2
+    # Scalars, which are averaged for these methods too.
+    assert sorted(done.plain_parameters) == ["blocks.0.scale", "blocks.1.scale"]
 
 
 @pytest.mark.promise(35)
@@ -96,22 +93,19 @@ def test_a_method_that_no_unit_has_is_refused() -> None:
         ParallelismConfig(forward_methods="training_step")
 
 
-def _failing() -> None:
+@pytest.mark.promise(35)
+@on_ranks(1)
+def test_a_method_that_fails_leaves_forward_as_it_was() -> None:
     model = Model()
-    config = ParallelismConfig(forward_methods=["training_step"])
-    parallelize_model(model, config)
+    parallelize_model(model, ParallelismConfig(forward_methods=["training_step"]))
     with pytest.raises(TypeError):
         model.training_step(None)
     assert "forward" not in vars(model)
     assert model(torch.ones(1, 4)).shape == (1, 2)
 
 
-@pytest.mark.promise(35)
-def test_a_method_that_fails_leaves_forward_as_it_was(world1: World) -> None:
-    world1(_failing)
-
-
-def _two_models() -> None:
+@on_ranks(2)
+def test_several_models_in_one_program() -> None:
     """A generator and its critic: two prepared models, two optimizers, one loss through both."""
 
     pairs = [(built(Model), built(lambda: nn.Sequential(nn.Linear(2, 4), nn.Tanh()))) for _ in range(2)]
@@ -129,7 +123,8 @@ def _two_models() -> None:
             same_parameters(prepared, reference)
 
 
-def _a_part() -> list[bool]:
+@on_ranks(2)
+def test_a_part_of_a_model_is_prepared_separately() -> None:
     """Only the blocks are prepared; the head is the caller's own."""
     reference, model = built(Model), built(Model)
     done = parallelize_model(model.blocks[0], "fsdp")
@@ -141,13 +136,5 @@ def _a_part() -> list[bool]:
         dist.all_reduce(parameter.grad)
         parameter.grad /= 2
     same_parameters(model, reference, gradients=True)
-    return [isinstance(p, DTensor) for p in model.parameters()]
-
-
-def test_several_models_in_one_program(world2: World) -> None:
-    world2(_two_models)
-
-
-def test_a_part_of_a_model_is_prepared_by_itself(world2: World) -> None:
     # scale (a scalar), inner.weight and inner.bias of the first block; the second block; the head
-    assert world2(_a_part) == [[False, True, True, *[False] * 5]] * 2
+    assert [isinstance(p, DTensor) for p in model.parameters()] == [False, True, True, *[False] * 5]

@@ -1,5 +1,6 @@
 """Ranks that run different units at one time: an error with their names, the same on every rank."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 from composer_dist import MeshConfig, ParallelismConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismRuntimeError
+from tests.kit.compare import fails_alike
 from tests.kit.models import WIDTH, Layer, Multimodal
-from tests.kit.world import World
+from tests.kit.world import on_ranks
 
 
-def _skips(who: list[int], mesh: MeshConfig, backward: bool = False) -> str:
-    """Train and evaluate with images everywhere, then without them on some ranks; the error."""
+def skip(who: list[int], mesh: MeshConfig, expected: str) -> None:
+    """Train and evaluate with images everywhere, then without them on some ranks."""
     torch.manual_seed(0)
     model = Multimodal()
     parallelize_model(model, ParallelismConfig(mesh=mesh))
@@ -24,29 +26,26 @@ def _skips(who: list[int], mesh: MeshConfig, backward: bool = False) -> str:
         model(*rows)[0].mean().backward()
         with torch.no_grad():
             model(*rows)
-    with pytest.raises(ParallelismRuntimeError) as caught:
+    with fails_alike(ParallelismRuntimeError, expected):
         model(text, None if dist.get_rank() in who else images)[0].mean().backward()
-    return str(caught.value)
 
 
-def test_a_tower_that_one_rank_skips_is_an_error_that_names_it(world2: World) -> None:
+@on_ranks(2)
+def test_a_tower_that_one_rank_skips_is_an_error_that_names_it() -> None:
     text = (
         "The ranks run different units: rank 0 is about to gather vision.layers.0, rank 1 to gather layers.0."
         " Every rank must run every unit, in the same order. If some ranks skip a module (an image tower, "
         "for a batch without images), mark it with Rule(its name, skippable='replicate') or 'root'."
     )
-    assert world2(_skips, [1], MeshConfig()) == [text] * 2
+    skip([1], MeshConfig(), text)
 
 
-def test_replicas_that_differ_are_seen_when_they_reduce(world4: World) -> None:
+@on_ranks(4)
+def test_replicas_that_differ_are_seen_when_they_reduce() -> None:
     """Ranks 2 and 3 are one replica, which skips as a whole: forward is in order."""
-    texts = world4(_skips, [2, 3], MeshConfig(dp_replicate=2))
-    assert len(set(texts)) == 1
     # Without images the first layer's input has no gradient: FSDP2 reduces it later, after the root.
-    assert texts[0].startswith(
-        "The ranks run different units: rank 0 is about to reduce the gradients of layers.0, rank 2 to "
-        "reduce the gradients of the root."
-    )
+    text = "rank 0 is about to reduce the gradients of layers.0, rank 2 to reduce the gradients of the root."
+    skip([2, 3], MeshConfig(dp_replicate=2), f"The ranks run different units: {text}")
 
 
 class Experts(nn.Module):
@@ -61,32 +60,22 @@ class Experts(nn.Module):
         return out
 
 
-def _uses_another() -> str:
+@on_ranks(2)
+def test_gradients_that_some_ranks_lack_are_an_error() -> None:
     model = Experts()
     parallelize_model(model, ParallelismConfig(sync="rank0"), fsdp_wrap_policy=lambda module: module is model)
-    with pytest.raises(ParallelismRuntimeError) as caught:
+    remedy = "mark such modules with Rule(..., skippable='root')."
+    text = "The ranks reduce different gradients of the root: rank 0 "
+    with fails_alike(ParallelismRuntimeError, text, remedy):
         model(torch.randn(3, WIDTH), dist.get_rank()).mean().backward()
-    return str(caught.value)
-
-
-def test_gradients_that_some_ranks_lack_are_an_error(world2: World) -> None:
-    first, second = world2(_uses_another)
-    assert first == second
-    assert first.startswith("The ranks reduce different gradients of the root: rank 0 ")
-    assert first.endswith("mark such modules with Rule(..., skippable='root').")
-
-
-def _counts(check: bool | str) -> int:
-    model = Multimodal()
-    parallelize_model(model, ParallelismConfig(sync="rank0", check_order=check))  # type: ignore[arg-type]
-    with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gather:
-        model(torch.randn(3, WIDTH), torch.randn(3, WIDTH))[0].mean().backward()
-    return gather.call_count
 
 
 @pytest.mark.parametrize(("check", "made"), [("auto", 13), (False, 0)])
-def test_each_collective_of_a_unit_is_preceded_by_one_comparison(
-    world2: World, check: bool | str, made: int
-) -> None:
+@on_ranks(2)
+def test_each_collective_of_a_unit_is_preceded_by_one_comparison(check: Any, made: int) -> None:
+    model = Multimodal()
+    parallelize_model(model, ParallelismConfig(sync="rank0", check_order=check))
+    with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gather:
+        model(torch.randn(3, WIDTH), torch.randn(3, WIDTH))[0].mean().backward()
     # Forward gathers the root and four layers, backward the three that were freed, and five are reduced.
-    assert world2(_counts, check) == [made] * 2
+    assert gather.call_count == made

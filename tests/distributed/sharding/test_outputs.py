@@ -6,7 +6,9 @@ from torch import nn
 from composer_dist import FSDP2Config
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.sharding.hooks import own_outputs
-from tests.kit.world import run
+from tests.kit.compare import same_parameters
+from tests.kit.toy import built
+from tests.kit.world import on_ranks
 
 
 class Views(nn.Module):
@@ -35,22 +37,12 @@ def test_views_become_tensors_over_the_same_memory() -> None:
         assert not model(x)["logits"].requires_grad
 
 
-def in_place() -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of a weight whose unit's output is added to in place; and unsharded."""
-    found = []
-    for sharded in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-        if sharded:
-            parallelize_model(model, FSDP2Config(reshard_after_forward=True))
-        output = model(torch.ones(2, 5, 3))
+@on_ranks(2)
+def test_an_output_changed_in_place_still_gathers_for_backward() -> None:
+    reference, model = (built(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))) for _ in range(2))
+    parallelize_model(model, FSDP2Config(reshard_after_forward=True))
+    for each in (reference, model):
+        output = each(torch.ones(2, 5, 3))
         output += 1
         output.square().sum().backward()
-        gradient = model[0].weight.grad
-        found.append(gradient.full_tensor() if sharded else gradient)
-    return found[0], found[1]
-
-
-def test_an_output_changed_in_place_still_gathers_for_backward() -> None:
-    for found, expected in run(in_place, 2):
-        assert torch.allclose(found, expected)
+    same_parameters(model, reference, gradients=True)
