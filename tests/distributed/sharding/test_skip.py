@@ -20,7 +20,7 @@ from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import same_parameters
 from tests.kit.models import WIDTH, Layer, Multimodal
 from tests.kit.toy import built
-from tests.kit.world import run
+from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.promise(35)
 ROOT = ParallelismConfig(rules=[Rule("vision", skippable="root")])
@@ -39,9 +39,18 @@ WHO_SEES = [(True, False), (False, True), (False, False), (True, True)]
 """Which of two data-parallel ranks have images, step by step; with more ranks it repeats."""
 
 
-def _train(
-    policy: str, frozen: bool, replicas: int = 1, passes: int = 1, by_steps: bool = False
-) -> list[str]:
+@pytest.mark.parametrize(
+    ("ranks", "policy", "frozen", "replicas", "passes", "by_steps"),
+    [
+        *((2, policy, frozen, 1, 1, False) for policy in ("replicate", "root") for frozen in (True, False)),
+        (4, "root", False, 2, 2, False),
+        (2, "root", False, 1, 1, True),
+    ],
+)
+@on_ranks("ranks")
+def test_towers_that_a_rank_skips_train_like_one_process(
+    ranks: int, policy: str, frozen: bool, replicas: int, passes: int, by_steps: bool
+) -> None:
     reference, model = (built(lambda: Multimodal(frozen)) for _ in range(2))
     rules = [Rule("vision", skippable=policy)]
     config = ParallelismConfig(mesh=MeshConfig(dp_replicate=replicas), rules=rules)
@@ -50,11 +59,10 @@ def _train(
     optimizers = [torch.optim.AdamW(m.parameters(), 0.05) for m in (reference, model)]
     if not by_steps:
         plan = parallelize_model(model, config, optimizers[1]).plan
-    world, rank = dist.get_world_size(), dist.get_rank()
+    rank = dist.get_rank()
     for sees in WHO_SEES:
-        rows = [
-            (torch.randn(3, WIDTH), torch.randn(3, WIDTH) if sees[one % 2] else None) for one in range(world)
-        ]
+        texts, images = torch.randn(2, ranks, 3, WIDTH)
+        rows = [(texts[i], images[i] if sees[i % 2] else None) for i in range(ranks)]
         _loss(reference, rows).backward()
         for _ in range(passes):
             (_loss(model, rows[rank : rank + 1]) / passes).backward()
@@ -64,28 +72,13 @@ def _train(
             optimizer.zero_grad()
         same_parameters(model, reference)
         with torch.no_grad():
-            torch.testing.assert_close(
-                _loss(model, rows[rank : rank + 1]), _loss(reference, rows[rank : rank + 1])
-            )
+            losses = (_loss(one, rows[rank : rank + 1]) for one in (model, reference))
+            torch.testing.assert_close(*losses)
     theirs = dict(named_parameters_canonical(model))
     plain = {name for name, p in theirs.items() if not isinstance(p, DTensor)}
     vision = {name for name in theirs if name.startswith("vision")}
     assert plain == (vision if policy == "replicate" else {"vision.gain"})
-    return [unit.name for unit in plan.units]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "policy", "frozen", "options"),
-    [
-        *((2, policy, frozen, {}) for policy in ("replicate", "root") for frozen in (True, False)),
-        (4, "root", False, {"replicas": 2, "passes": 2}),
-        (2, "root", False, {"by_steps": True}),
-    ],
-)
-def test_towers_that_a_rank_skips_train_like_one_process(
-    ranks: int, policy: str, frozen: bool, options: dict[str, Any]
-) -> None:
-    assert run(_train, ranks, policy, frozen, **options) == [["", "layers.0", "layers.1"]] * ranks
+    assert [unit.name for unit in plan.units] == ["", "layers.0", "layers.1"]
 
 
 def test_the_plan_says_so() -> None:

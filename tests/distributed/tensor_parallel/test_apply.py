@@ -31,12 +31,12 @@ from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.distributed.wishes import Request
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
-from tests.kit.compare import close, part_of, same
+from tests.kit.compare import close, fails, part_of, same
 from tests.kit.decoder import Decoder, UnevenMlp, loss_of, token_batch
 from tests.kit.huggingface import gpt2, llama, lora_gpt2, lora_llama, phi3, qwen3, tied_llama
 from tests.kit.measure import Collectives
 from tests.kit.toy import built
-from tests.kit.world import run
+from tests.kit.world import on_ranks, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
 
@@ -103,7 +103,7 @@ def train(make: Make, settings: ParallelismConfig, before: int = 0, **options: A
     return done.plan.explain("")
 
 
-def check_mlp(tp: int, inner: int) -> dict[str, Any]:
+def trained_mlp(tp: int, inner: int) -> Any:
     """Forward, backward and placements of a pair of matrices."""
     reference, model = built(lambda: UnevenMlp(inner)), built(lambda: UnevenMlp(inner))
     parallelize_model(model, config(tp=tp, plan={"up": "colwise", "down": "rowwise"}))
@@ -117,24 +117,22 @@ def check_mlp(tp: int, inner: int) -> dict[str, Any]:
     clip_grad_value(model, 0.01)
     nn.utils.clip_grad_value_(reference.parameters(), 0.01)
     close(gradients(model), gradients(reference))
-    return {n: getattr(p, "placements", None) for n, p in model.named_parameters()} | {
-        "shape": model.up.weight.to_local().shape
-    }
+    return model
 
 
 @pytest.mark.promise(30)
+@on_ranks(2)
 def test_a_pair_of_matrices_equals_the_reference_forward_and_backward() -> None:
-    for found in run(check_mlp, 2, 2, 6):
-        assert found["up.weight"] == (Shard(0),)
-        assert found["up.bias"] == (Shard(0),)
-        assert found["down.weight"] == (Shard(1),)
-        assert found["down.bias"] is None
-        assert found["norm.weight"] is None
-        assert found["shape"] == (3, 8)
+    model = trained_mlp(2, 6)
+    found = {name: getattr(p, "placements", None) for name, p in model.named_parameters()}
+    cut = {"up.weight": (Shard(0),), "up.bias": (Shard(0),), "down.weight": (Shard(1),)}
+    assert found == dict.fromkeys(found) | cut
+    assert model.up.weight.to_local().shape == (3, 8)
 
 
+@on_ranks(4)
 def test_uneven_parts_equal_the_reference_too() -> None:
-    assert [found["shape"] for found in run(check_mlp, 4, 4, 7)] == [(2, 8), (2, 8), (2, 8), (1, 8)]
+    assert trained_mlp(4, 7).up.weight.to_local().shape == (1 if dist.get_rank() == 3 else 2, 8)
 
 
 @pytest.mark.promise(30, 32)
@@ -145,17 +143,20 @@ def test_uneven_parts_equal_the_reference_too() -> None:
         *((4, make) for make in (Decoder, llama, gpt2, lora_llama, lora_gpt2)),
     ],
 )
+@on_ranks("ranks")
 def test_tensor_parallel_alone_and_with_fsdp2_equals_the_reference(ranks: int, make: Make) -> None:
-    run(train, ranks, make, config())
+    train(make, config())
 
 
 @pytest.mark.promise(83)
+@on_ranks(4)
 def test_an_optimizer_with_state_follows_through_both() -> None:
-    run(train, 4, gpt2, config(), before=2)
+    train(gpt2, config(), before=2)
 
 
+@on_ranks(4)
 def test_hsdp_and_foreach_optimizers_go_with_it() -> None:
-    run(train, 4, tied_llama, config(replicas=2), foreach=True)
+    train(tied_llama, config(replicas=2), foreach=True)
 
 
 def recomputed(mode: Any, **options: Any) -> dict[str, Any]:
@@ -182,15 +183,19 @@ REENTRANT = ("wrapped", {"checkpoint_impl": "REENTRANT"})
         *((2, Decoder, recomputed(mode, **SEQUENCE)) for mode in ("composable", REENTRANT)),
     ],
 )
+@on_ranks("ranks")
 def test_sequence_and_loss_parallel_and_checkpointing_equal_the_reference(
     ranks: int, make: Make, options: dict[str, Any]
 ) -> None:
-    for explained in run(train, ranks, make, config(**options)):
-        assert "Tensor parallel" not in explained
+    assert "Tensor parallel" not in train(make, config(**options))
 
 
-def deliver(make: Make, transport: Any) -> bool:
-    """Weights of rank 0 where the others have none; initialization where nobody has any."""
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "auto"), (4, "messages")])
+@pytest.mark.parametrize("make", [Decoder, gpt2])
+@on_ranks("ranks")
+def test_weights_come_from_rank_0_or_from_initializers_bit_for_bit(
+    make: Make, ranks: int, transport: Any
+) -> None:
     reference = built(make)
     model = built(make, device="cpu" if dist.get_rank() == 0 else "meta")
     parallelize_model(model, config(transport=transport))
@@ -205,31 +210,20 @@ def deliver(make: Make, transport: Any) -> bool:
     same(full_model_state(model, ranks="all"), reference.state_dict())
     batches = loss_of(model, token_batch()), loss_of(reference, token_batch())
     torch.testing.assert_close(*batches)
-    return True
 
 
-@pytest.mark.parametrize(("world", "transport"), [(2, "auto"), (4, "messages")])
-@pytest.mark.parametrize("make", [Decoder, gpt2], ids=lambda make: make.__name__)
-def test_weights_come_from_rank_0_or_from_initializers_bit_for_bit(
-    make: Make, world: int, transport: str
-) -> None:
-    assert run(deliver, world, make, transport) == [True] * world
-
-
-def lightnings_mesh() -> str:
-    """A mesh of the user's own, whose dimensions have the names of Lightning's."""
+@pytest.mark.promise(3)
+@on_ranks(4)
+def test_a_mesh_of_the_users_own_is_read_by_its_names() -> None:
+    """The names are Lightning's."""
     reference, model = built(UnevenMlp), built(UnevenMlp)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
     plan = TPConfig(plan={"up": "colwise", "down": "rowwise"})
     parallelize_model(model, ParallelismConfig(mesh=mesh, tp=plan), torch.optim.SGD(model.parameters()))
     same(full_model_state(model, ranks="all"), reference.state_dict())
     torch.testing.assert_close(model(torch.ones(2, 8)), reference(torch.ones(2, 8)))
-    return str(dict(named_parameters_canonical(model))["up.weight"].placements)
-
-
-@pytest.mark.promise(3)
-def test_a_mesh_of_the_users_own_is_read_by_its_names() -> None:
-    assert set(run(lightnings_mesh, 4)) == {"(_StridedShard(dim=0, sf=2), Shard(dim=0))"}
+    placements = dict(named_parameters_canonical(model))["up.weight"].placements
+    assert str(placements) == "(_StridedShard(dim=0, sf=2), Shard(dim=0))"
 
 
 def test_eight_ranks_replicate_shard_and_cut() -> None:
@@ -247,24 +241,21 @@ def test_eight_ranks_replicate_shard_and_cut() -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def count() -> list[int]:
-    """All-reduces of a forward, and of a backward."""
+@on_ranks(2)
+def test_query_key_and_value_sum_the_gradient_of_their_input_once() -> None:
     model = built(Decoder)
     parallelize_model(model, config())
     with Collectives() as counted:
         loss = loss_of(model, token_batch())
         forward = counted.counts["all_reduce"]
         loss.backward()
-    return [forward, counted.counts["all_reduce"] - forward]
-
-
-def test_query_key_and_value_sum_the_gradient_of_their_input_once() -> None:
     # Forward: the embedding, two a block (the head gathers). Backward: the head, two a block.
-    assert run(count, 2) == [[5, 5]] * 2
+    assert (forward, counted.counts["all_reduce"] - forward) == (5, 5)
 
 
-def low_precision() -> tuple[int, float]:
-    """Gradients of a model that computes in bfloat16, against one that does not; their relative distance."""
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks("ranks")
+def test_mixed_precision_is_fsdp2s_on_one_data_parallel_rank_too(ranks: int) -> None:
     reference, model = built(Decoder), built(Decoder)
     done = parallelize_model(model, config(), precision="amp_bf16")
     loss_of(reference, token_batch()).backward()
@@ -272,14 +263,8 @@ def low_precision() -> tuple[int, float]:
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     far = [(gather(p.grad) - q.grad).norm() / q.grad.norm().clamp(min=1e-3) for p, q in pairs]  # type: ignore
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
-    return len(done.plan.units), float(max(far))
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_mixed_precision_is_fsdp2s_on_one_data_parallel_rank_too(world: int) -> None:
-    for units, distance in run(low_precision, world):
-        assert units == 3
-        assert 1e-4 < distance < 0.05
+    assert len(done.plan.units) == 3
+    assert 1e-4 < max(far) < 0.05
 
 
 def drop_out() -> tuple[Tensor, Tensor, Tensor]:
@@ -297,8 +282,9 @@ def test_dropout_draws_the_same_on_ranks_that_share_activations() -> None:
     assert first != second
 
 
-def with_torch_styles() -> dict[str, Any]:
-    """Torch's style objects, one of them by a rule; two micro-batches under no_sync."""
+@on_ranks(4)
+def test_torchs_own_style_objects_are_taken() -> None:
+    """One of them by a rule; two microbatches under no_sync."""
     reference, model = built(UnevenMlp), built(UnevenMlp)
     sequence = SequenceParallel(sequence_dim=1, use_local_output=True)
     done = parallelize_model(
@@ -319,70 +305,47 @@ def with_torch_styles() -> dict[str, Any]:
     (2 * reference(x).square().mean()).backward()
     found = {n: gather(p.grad) for n, p in model.named_parameters() if "norm" not in n}
     close(found, {n: p.grad for n, p in reference.named_parameters() if "norm" not in n})
-    return {name: str(parameter.placements) for name, parameter in model.named_parameters()}
+    placed = {name: str(parameter.placements) for name, parameter in model.named_parameters()}
+    assert placed["up.weight"].endswith("Shard(dim=0))")
+    assert placed["down.weight"].endswith("Shard(dim=1))")
+    assert placed["norm.weight"] == "(Shard(dim=0), Replicate())"
 
 
-def test_torchs_own_style_objects_are_taken() -> None:
-    for found in run(with_torch_styles, 4):
-        assert found["up.weight"].endswith("Shard(dim=0))")
-        assert found["down.weight"].endswith("Shard(dim=1))")
-        assert found["norm.weight"] == "(Shard(dim=0), Replicate())"
-
-
-AGAIN = "The model is already sharded; prepare an unsharded model, once."
-
-
-def misuse() -> list[str]:
-    """What is called out of turn is refused, and what is refused leaves the model as it was."""
-    texts = []
-
-    def refused(call: Callable[[], Any]) -> None:
-        with pytest.raises((ParallelismRuntimeError, ParallelismValueError)) as error:
-            call()
-        texts.append(str(error.value))
-
+@pytest.mark.promise(31)
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks("ranks")
+def test_what_is_refused_is_named_and_changes_nothing(ranks: int) -> None:
     model = built(lambda: Decoder(num_heads=4, num_kv_heads=1))
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
-    refused(lambda: parallelize_model(model, config()))
+    text = "(GroupedAttention) has num_kv_heads=1, which tp=2 does"
+    with fails(ParallelismValueError, f"layers.0.attention {text}", f"layers.1.attention {text}"):
+        parallelize_model(model, config())
     assert before == {name: id(parameter) for name, parameter in model.named_parameters()}
     assert model.layers[0].attention.num_heads == 4
     assert "forward" not in vars(model.head)
     model = built(Decoder)
-    done = parallelize_model(model, config(sequence_parallel=True))
-    if done.plan.units:
-        refused(lambda: model.head(torch.ones(1, 16)))
+    parallelize_model(model, config(sequence_parallel=True))
+    if ranks == 4:
+        with fails(ParallelismRuntimeError, "while its weight is sharded; call the prepared model"):
+            model.head(torch.ones(1, 16))
     else:
-        refused(lambda: model(token_batch()[:, :7]))
+        with fails(ParallelismValueError, "the 7 positions", "pad the sequences"):
+            model(token_batch()[:, :7])
     with summon_full_params(model):
         assert type(model.head.weight) is nn.Parameter
         assert model.head.weight.shape == (21, 16)
-        refused(lambda: model.head(torch.ones(1, 16)))
+        with fails(ParallelismRuntimeError, "outside of summon_full_params"):
+            model.head(torch.ones(1, 16))
     model = built(llama)
     parallelize_model(model, config())
     for again in (ParallelismConfig(), config()):
-        refused(lambda again=again: parallelize_model(model, again))
-    return texts
+        with fails(ParallelismValueError, "The model is already sharded; prepare an unsharded model, once."):
+            parallelize_model(model, again)
 
 
-@pytest.mark.promise(31)
-def test_what_is_refused_is_named_and_changes_nothing() -> None:
-    for texts in run(misuse, 2):
-        assert "layers.0.attention (GroupedAttention) has num_kv_heads=1, which tp=2 does" in texts[0]
-        assert "layers.1.attention (GroupedAttention) has num_kv_heads=1" in texts[0]
-        assert "the 7 positions" in texts[1]
-        assert "pad the sequences" in texts[1]
-        assert "outside of summon_full_params" in texts[2]
-        assert texts[3:] == [AGAIN] * 2
-    for texts in run(misuse, 4):
-        assert "while its weight is sharded; call the prepared model" in texts[1]
-
-
-def read_back() -> None:
+@on_ranks(4)
+def test_states_are_whole_beside_context_parallelism() -> None:
     model = built(llama)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     parallelize_model(model, ParallelismConfig(mesh=MeshConfig(cp=2, tp=2), tp=TPConfig()))
     same(full_model_state(model, ranks="all"), expected)
-
-
-def test_states_are_whole_beside_context_parallelism() -> None:
-    run(read_back, 4)
