@@ -209,7 +209,6 @@ def _may_miss(names: _Names, first: str) -> bool:
 def _misfits(
     held: Held, blueprint: Blueprint, entries: Mapping[str, Entry], keys: list[str]
 ) -> Iterator[str]:
-    """Why a stored tensor cannot be loaded into this one."""
     info, shape = held.info, tuple(blueprint.shape)
     name = info.name if keys[0] == info.name else f"{info.name} (from {', '.join(keys[:2])})"
     if shape != info.shape:

@@ -67,7 +67,6 @@ def read_index(path: Path) -> Index:
 
 
 def _find(path: Path) -> Path:
-    """The file or the index at `path`."""
     if path.is_file():
         if path.suffix == ".safetensors" or path.name.endswith(".index.json"):
             return path
@@ -147,21 +146,16 @@ def _collect(
 
 def _read_header(path: Path, number: int) -> tuple[dict[str, Entry], int, int]:
     """The tensors of one file, its size, and the bytes read."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    try:
-        size = os.fstat(descriptor).st_size
-        first = os.pread(descriptor, 8, 0)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        first = file.read(8)
         length = int.from_bytes(first, "little")
         if len(first) < 8 or length > min(_MAX_HEADER, size - 8):
             raise CheckpointValueError(
                 f"{path} is corrupt or truncated: it has {size} bytes, but its header should have "
                 f"{length if len(first) == 8 else 'a length of 8'}."
             )
-        text = b""
-        while len(text) < length and (more := os.pread(descriptor, length - len(text), 8 + len(text))):
-            text += more
-    finally:
-        os.close(descriptor)
+        text = file.read(length)
     try:
         header = json.loads(text, object_pairs_hook=_once)
         if not isinstance(header, dict):

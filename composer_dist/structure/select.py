@@ -56,7 +56,6 @@ def inherited(name: str, modules: Mapping[str, nn.Module], attribute: str) -> An
 
 
 def _type_names(module: nn.Module) -> set[str]:
-    """A module's class and base classes, by name and by full name."""
     kinds = type(module).__mro__
     return {name for k in kinds for name in (k.__qualname__, f"{k.__module__}.{k.__qualname__}")}
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -181,15 +181,15 @@ def _walk(
 
 
 def _places(module: nn.Module) -> Iterator[Registration]:
-    for key, parameter in module._parameters.items():
-        if parameter is not None:
-            yield Registration(module, "parameter", key)
-    for key, buffer in module._buffers.items():
-        if buffer is not None:
-            yield Registration(module, "buffer", key)
-    for key, value in vars(module).items():
-        if isinstance(value, torch.Tensor):
-            yield Registration(module, "attribute", key)
+    holders: tuple[tuple[Kind, dict[str, Any]], ...] = (
+        ("parameter", module._parameters),
+        ("buffer", module._buffers),
+        ("attribute", vars(module)),
+    )
+    for kind, held in holders:
+        yield from (
+            Registration(module, kind, key) for key, one in held.items() if isinstance(one, torch.Tensor)
+        )
 
 
 def _duplicates(modules: dict[str, nn.Module], first: dict[str, str]) -> Iterator[tuple[str, ...]]:

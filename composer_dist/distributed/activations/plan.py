@@ -112,10 +112,9 @@ def _by_rule(
     rules: Mapping[str, tuple[Any, str]], modules: Mapping[str, nn.Module], strict: bool
 ) -> Iterator[Checkpointed]:
     together: dict[tuple[str, str], list[str]] = {}
-    for name in modules:
-        if name in rules:
-            value, source = rules[name]
-            together.setdefault((source, repr(value)), []).append(name)
+    for name in filter(rules.__contains__, modules):
+        value, source = rules[name]
+        together.setdefault((source, repr(value)), []).append(name)
     for (source, _), names in together.items():
         mode = ac_mode(rules[names[0]][0], strict=strict)
         if mode is not None:
@@ -179,9 +178,8 @@ def check_modules(modules: Mapping[str, nn.Module], names: Sequence[str], mode: 
         faults += [f"there is no module {name!r}" for name in names if name not in modules]
         if mode == "wrapped" and "" in names:
             faults.append("the root cannot be wrapped, because no module contains it (use 'composable')")
-        for name in names:
-            module = modules.get(name)
-            if module is not None and not has_forward(module):
+        for name in filter(modules.__contains__, names):
+            if not has_forward(modules[name]):
                 faults.append(f"{name!r} has no forward of its own (choose the modules in it)")
-            elif mode != "offload" and module is not None and is_checkpointed(module):
+            elif mode != "offload" and is_checkpointed(modules[name]):
                 faults.append(f"{name!r} is checkpointed already")

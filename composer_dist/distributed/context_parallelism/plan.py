@@ -60,7 +60,6 @@ def plan(structure: Structure, request: Request, sizes: Mapping[str, int]) -> Co
 
 
 def _configured(model: nn.Module) -> Iterator[str]:
-    """Reasons against splitting in the configurations of transformers and peft."""
     for base in transformers_models(model):
         if base.config.get_text_config() is not base.config:
             yield f"{class_name(base)} has parts with separate sequences; use only its text model"
@@ -94,7 +93,6 @@ def _configured_one(base: Any) -> Iterator[str]:
 
 
 def _built(modules: dict[str, nn.Module]) -> Iterator[str]:
-    """Reasons against splitting in the modules, each with the modules' names."""
     found: dict[tuple[type[nn.Module], str], list[str]] = {}
     for name, module in modules.items():
         if why := _fault(module):

@@ -30,18 +30,16 @@ def own_outputs(unit: nn.Module, traced: bool = False) -> None:
 
 
 def _replace_views(module: nn.Module, args: Any, output: Any) -> Any:
-    if torch.is_grad_enabled() and any(_is_view(tensor) for tensor in tensors_in(output)):
-        return _torch.apply_to_tensors(_owned, output)
-    return output
+    if not torch.is_grad_enabled() or not any(map(_is_view, tensors_in(output))):
+        return output
+    return _torch.apply_to_tensors(
+        lambda tensor: _Own.apply(tensor) if _is_view(tensor) else tensor,  # type: ignore[no-untyped-call]
+        output,
+    )
 
 
 def _is_view(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and _torch.is_view(tensor)
-
-
-def _owned(tensor: torch.Tensor) -> torch.Tensor:
-    own: torch.Tensor = _Own.apply(tensor) if _is_view(tensor) else tensor  # type: ignore[no-untyped-call]
-    return own
 
 
 class _Own(torch.autograd.Function):

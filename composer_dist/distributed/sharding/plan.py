@@ -127,13 +127,9 @@ def plan(
         for group in assignment.groups
     )
     methods = tuple(wishes.config.forward_methods)
-    check_forward_methods(methods, structure, [name for unit in units for name in unit.modules])
-    skippable = tuple(plan_skippable(structure, wishes, assignment))
-    reasons = {
-        name: choices.units.get(name, group.choice).reason
-        for group in assignment.groups
-        for name in group.modules
-    }
+    homes = {name: group for group in assignment.groups for name in group.modules}
+    check_forward_methods(methods, structure, list(homes))
+    reasons = {name: choices.units.get(name, group.choice).reason for name, group in homes.items()}
     several, check_order = any(size > 1 for size in sizes.values()), wishes.config.check_order
     found = ShardingPlan(
         units=units,
@@ -142,7 +138,7 @@ def plan(
         skipped=assignment.skipped,
         replicated=choices.plain,
         blocks=blocks,
-        skippable=skippable,
+        skippable=tuple(plan_skippable(structure, wishes, assignment)),
         forward_methods=methods,
         check_order=several and (wishes.device_type == "cpu" if check_order == "auto" else check_order),
         warnings=(*choices.warnings, *assignment.warnings, *idle),

@@ -149,7 +149,6 @@ def _around(inner: Callable[..., Any], style: Style, mesh: DeviceMesh) -> forwar
 def _with_parts(
     module: nn.Module, style: Style, mesh: DeviceMesh, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a module's forward with this rank's parts of the parameters."""
     with _local_parameters(module, style, mesh):
         return forward(*args, **kwargs)
 
@@ -157,7 +156,6 @@ def _with_parts(
 def _with_collectives(
     module: nn.Module, style: Style, mesh: DeviceMesh, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a module's forward between the collectives of its style."""
     if style.share:
         with _sharing():
             return forward(*args, **kwargs)

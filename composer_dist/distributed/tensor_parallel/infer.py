@@ -60,7 +60,6 @@ def infer_styles(structure: Structure) -> tuple[dict[str, Styled], dict[str, str
 
 
 def _with_own_plan(structure: Structure) -> list[str]:
-    """The outermost transformers models with a plan of their own."""
     found: list[str] = []
     for name, module in structure.modules.items():
         own = is_a(module, "PreTrainedModel") and getattr(module, "_tp_plan", None)

@@ -227,14 +227,12 @@ def _cuts(structure: Structure, styled: Mapping[str, Styled], size: int) -> dict
 
 
 def _module_cuts(module: nn.Module, style: Any) -> Iterator[tuple[str, Cut]]:
+    if isinstance(style, ColwiseParallel):
+        style = STYLES["colwise"]
+    elif isinstance(style, RowwiseParallel):
+        style = STYLES["vocab" if isinstance(module, nn.Embedding) else "rowwise"]
     if isinstance(style, Style):
         yield from cuts_of(module, style)
-    elif isinstance(style, (ColwiseParallel, RowwiseParallel)):
-        along_out = isinstance(style, ColwiseParallel)
-        known = STYLES["colwise" if along_out else "rowwise"]
-        if isinstance(module, nn.Embedding) and not along_out:
-            known = STYLES["vocab"]
-        yield from cuts_of(module, known)
 
 
 def _misfit(module: nn.Module, style: Any) -> str | None:

@@ -21,6 +21,7 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.structure import Structure, describe
 from composer_dist.tensors.fingerprint import fingerprint
 from composer_dist.tensors.inner import parts
+from composer_dist.wording import listed
 
 _SHOWN = 5
 """How many differences an error lists."""
@@ -130,13 +131,13 @@ def _sort(
     lacking = sorted(per_rank[0] - nowhere)
     if lacking:
         raise ParallelismValueError(
-            f"Rank 0 holds {_list(lacking)} on the meta device while other ranks hold real values. Weights "
+            f"Rank 0 holds {listed(lacking)} on the meta device while other ranks hold real values. Weights "
             "are delivered from rank 0: build them there, or put them on meta everywhere."
         )
     mixed = somewhere - nowhere
     if sync == "verify" and mixed:
         raise ParallelismValueError(
-            f"sync='verify' compares values, but some ranks hold {_list(sorted(mixed))} on the meta device; "
+            f"sync='verify' compares values, but some ranks hold {listed(sorted(mixed))} on the meta device; "
             "use sync='auto', which delivers rank 0's."
         )
     real = everything - somewhere
@@ -165,7 +166,7 @@ def _verify(agreement: Agreement, tensors: Mapping[str, torch.Tensor]) -> None:
         rows = zip(tensors, zip(*findings, strict=True), strict=True)
         different = [name for name, row in rows if len(set(row)) > 1]
         raise ParallelismValueError(
-            f"The ranks hold different values of {_list(different)}. Seed all ranks alike before building "
+            f"The ranks hold different values of {listed(different)}. Seed all ranks alike before building "
             "the model (and clear gradients), or use rank 0's values with sync='rank0'."
         )
 
@@ -228,8 +229,3 @@ def _plan_difference(rank: int, first: Any, theirs: Any) -> list[str]:
 
 def _unit(fact: Any) -> str:
     return _key(fact) or "(root)"
-
-
-def _list(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return shown + (f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else "")
