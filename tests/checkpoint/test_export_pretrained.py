@@ -52,8 +52,6 @@ def settings(path: Path) -> dict[str, Any]:
     return {k: sorted(v) if isinstance(v, list) else v for k, v in read.items()}
 
 
-# Models
-
 BUILDS: dict[str, Callable[[], Any]] = {
     "llama": pretrained_llama,
     "tied": lambda: pretrained_llama(tied=True),
@@ -88,14 +86,8 @@ def test_transformers_loads_it(world2: World, tmp_path: Path, kind: str, max_sha
 
 
 @pytest.mark.promise(96)
-def test_a_plain_model_without_a_process_group(tmp_path: Path) -> None:
-    export("llama", tmp_path, False, "5GB")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(pretrained_llama()))
-
-
-@pytest.mark.promise(96)
 @pytest.mark.parametrize(("first", "second"), [("5GB", "4KB"), ("4KB", "5GB")])
-def test_nothing_of_an_earlier_export_is_read(tmp_path: Path, first: str, second: str) -> None:
+def test_a_plain_model_over_an_earlier_export(tmp_path: Path, first: str, second: str) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     export("tied", tmp_path, False, first)
     export("llama", tmp_path, False, second)
@@ -114,9 +106,6 @@ def test_a_model_is_as_before_after_its_export(tmp_path: Path, strategy: str) ->
     model(input_ids=prompt(0), labels=prompt(0)).loss.backward()
     assert type(model).__name__ == f"{strategy.upper()}LlamaForCausalLM"
     assert all(p.grad is not None for p in model.parameters())
-
-
-# Adapters
 
 
 def export_adapter(path: Path, kind: str) -> None:
@@ -228,9 +217,6 @@ def test_an_adapter_from_every_mesh_loads_in_plain_peft(tmp_path: Path, ranks: i
         base = {"llama": llama, "gpt2": gpt2}[kind]()
         loaded = PeftModel.from_pretrained(base, tmp_path / name / kind)
         assert torch.equal(logits(loaded), logits(seeded(kind))), name
-
-
-# Errors
 
 
 @on_ranks(2)

@@ -69,15 +69,6 @@ def test_a_state_is_a_copy_with_ties(size: int) -> None:
     assert all(value.untyped_storage().nbytes() == value.nbytes for value in tensors), "without padding"
 
 
-def test_a_plain_model_needs_no_process_group() -> None:
-    model = stateful()
-    state = full_model_state(model)
-    equal(state, model.state_dict())
-    with torch.no_grad():
-        model.scale.add_(1)
-    assert not torch.equal(state["scale"], model.scale)
-
-
 @pytest.mark.promise(103)
 @pytest.mark.parametrize(("ranks", "reshard_after_forward"), [(2, True), (2, False), (4, 2)])
 @on_ranks("ranks")
@@ -177,9 +168,6 @@ def test_options_are_checked() -> None:
         full_model_state(stateful(), select="adapters")
     with torch.device("meta"), pytest.raises(CheckpointValueError, match=r"meta device: .*weight"):
         full_model_state(nn.Linear(2, 2))
-
-
-# load_full_model_state
 
 
 CASES = itertools.product([False, True], ["rank0", "all"], ["float32", "bfloat16"])
@@ -298,10 +286,13 @@ def test_a_model_that_was_loaded_half_says_so() -> None:
         model(six_tokens())
 
 
-def test_a_plain_model_loads_without_a_process_group() -> None:
+def test_a_plain_model_needs_no_process_group() -> None:
     model = stateful(7)
+    state = full_model_state(model)
+    equal(state, model.state_dict())
     assert load_full_model_state(model, stateful(3).state_dict()) == ([], [])
     equal(full_model_state(model), stateful(3).state_dict())
+    equal(state, stateful(7).state_dict())  # a copy
     with torch.device("meta"):
         model = stateful()
     load_full_model_state(model, stateful(3).state_dict())

@@ -60,19 +60,14 @@ def test_composer_attributes_are_carried_over() -> None:
 
 
 def test_composer_attributes_without_meaning_warn_once_each() -> None:
-    attrs = {
-        "activation_checkpointing": True,
-        "invalid_attribute1": "value1",
-        "auto_wrap": True,
-        "sync_module_states": True,
-    }
+    ignored = {"invalid_attribute1": "value1", "auto_wrap": True, "sync_module_states": True}
+    attrs = {"activation_checkpointing": True, **ignored}
     with pytest.warns(UserWarning, match="is ignored") as caught:
         config = FSDP2Config.from_compatible_attrs(attrs)
     assert config.activation_checkpointing is True
-    texts = [str(one.message) for one in caught]
-    assert len(texts) == 3
-    for part in ("'invalid_attribute1: value1'", "'auto_wrap: True'", "'sync_module_states: True'"):
-        assert sum(part in text for text in texts) == 1
+    assert len(caught) == 3
+    for name, value in ignored.items():
+        assert sum(f"'{name}: {value}'" in str(one.message) for one in caught) == 1
     assert len(attrs) == 4
 
 
@@ -86,20 +81,10 @@ def test_fsdp1_sharding_strategy_becomes_resharding() -> None:
 
 
 @pytest.mark.promise(91)
-def test_a_misspelt_key_names_itself_and_its_neighbor() -> None:
+def test_misspelt_keys_name_themselves_and_their_neighbors_all_at_once() -> None:
     with pytest.raises(ParallelismValueError) as caught:
         ParallelismConfig.from_dict({"fsdp": {}, "sync": "rank0"})
     assert str(caught.value) == "ParallelismConfig.fsdp: unknown key 'fsdp'. Did you mean 'fsdp2'?"
-
-
-@pytest.mark.promise(91)
-def test_nested_keys_too_and_all_at_once() -> None:
-    values = {
-        "mesh": {"dp_shards": 2},
-        "fsdp2": {"reshard_after_forwards": True},
-        "rules": [{"match": "a", "shrad": True}],
-        "sync": "rank1",
-    }
     with fails(
         ParallelismValueError,
         "ParallelismConfig.mesh.dp_shards: unknown key 'dp_shards'. Did you mean 'dp_shard'?\n",
@@ -107,7 +92,9 @@ def test_nested_keys_too_and_all_at_once() -> None:
         "rules.0.shrad: unknown key 'shrad'. Did you mean 'shard'?\n",
         "sync: expected 'auto', 'rank0' or 'verify', got 'rank1'",
     ):
-        ParallelismConfig.from_dict(values)
+        rules = [{"match": "a", "shrad": True}]
+        rest = {"fsdp2": {"reshard_after_forwards": True}, "rules": rules, "sync": "rank1"}
+        ParallelismConfig.from_dict({"mesh": {"dp_shards": 2}, **rest})
 
 
 @pytest.mark.promise(91)
@@ -133,10 +120,10 @@ def test_yaml() -> None:
 
 
 @pytest.mark.promise(91)
-def test_bool_and_int_stay_what_they_are() -> None:
-    assert FSDP2Config.from_dict({"reshard_after_forward": True}).reshard_after_forward is True
-    assert FSDP2Config.from_dict({"reshard_after_forward": 1}).reshard_after_forward == 1
-    assert not isinstance(FSDP2Config.from_dict({"reshard_after_forward": 1}).reshard_after_forward, bool)
+@pytest.mark.parametrize("value", [True, 1])
+def test_bool_and_int_stay_what_they_are(value: Any) -> None:
+    found = FSDP2Config.from_dict({"reshard_after_forward": value}).reshard_after_forward
+    assert (type(found), found) == (type(value), value)
 
 
 def test_everything_resolves_to_one_config() -> None:

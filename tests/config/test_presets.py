@@ -1,24 +1,31 @@
 """Presets on real adapters: LoRA left whole beside sharded layers. (Numbered layers: test_rules.)"""
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist.config import presets
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import named_parameters_canonical, parallelize_model
-from tests.kit.compare import full
+from tests.kit.compare import close, full, values
 from tests.kit.huggingface import VOCABULARY, adapter, pretrained_llama
-from tests.kit.world import World
+from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 
-def _unsharded_adapters(kind: str) -> tuple[list[str], list[str]]:
-    import peft
+def gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: full(p.grad) for name, p in parameters.items() if p.grad is not None}
 
+
+@pytest.mark.promise(94)
+@pytest.mark.parametrize("kind", ["lora", "dora", "embedding"])
+@on_ranks(2)
+def test_adapters_left_whole_beside_sharded_layers(kind: str) -> None:
     models = []
     for _ in range(2):
         base = pretrained_llama()
@@ -34,24 +41,12 @@ def _unsharded_adapters(kind: str) -> tuple[list[str], list[str]]:
         mine = tokens.chunk(2)[dist.get_rank()]
         for one, batch in ((reference, tokens), (model, mine)):
             one(input_ids=batch, labels=batch).loss.backward()
-        for name, parameter in reference.named_parameters():
-            gradient = theirs[name].grad
-            assert (gradient is None) == (parameter.grad is None), name
-            if gradient is not None:
-                torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
+        close(gradients(theirs), gradients(dict(reference.named_parameters())), rtol=1e-4)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        for name, parameter in reference.named_parameters():
-            torch.testing.assert_close(full(theirs[name].detach()), parameter.detach(), rtol=1e-4, atol=1e-5)
+        close(values(model), values(reference), rtol=1e-4, atol=1e-5)
     whole = [name for name, p in theirs.items() if not isinstance(p, DTensor)]
     assert whole == list(done.plain_parameters)
-    return whole, [name for name, p in reference.named_parameters() if p.requires_grad]
-
-
-@pytest.mark.promise(94)
-@pytest.mark.parametrize("kind", ["lora", "dora", "embedding"])
-def test_adapters_left_whole_beside_sharded_layers(world2: World, kind: str) -> None:
-    for whole, trainable in world2(_unsharded_adapters, kind):
-        assert whole == trainable
-        assert whole
+    assert whole == [name for name, p in reference.named_parameters() if p.requires_grad]
+    assert whole

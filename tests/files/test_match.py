@@ -66,9 +66,6 @@ def own(tmp_path: Path) -> Path:
     return tmp_path / "own.safetensors"
 
 
-# Wrappers
-
-
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_names_that_wrappers_have_lengthened(own: Path, prefix: str) -> None:
     model, other = (random(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), seed) for seed in (1, 2))
@@ -108,9 +105,6 @@ def test_a_tied_tensor_under_any_of_its_names(own: Path, name: str) -> None:
     assert match.keys["transformer.wte.weight"] == [name]
     same(model.state_dict(), source.state_dict())
     assert model.lm_head.weight is model.transformer.wte.weight
-
-
-# transformers
 
 
 @pytest.mark.parametrize(
@@ -177,9 +171,6 @@ def test_a_buffer_that_the_model_does_not_save_is_passed_over(own: Path) -> None
     fill(model, write(own, {"weight": torch.zeros(1, 3), "table": torch.zeros(3)}))
     assert torch.equal(model.table, torch.arange(3.0))
     assert not model.weight.any()
-
-
-# peft
 
 
 @pytest.mark.parametrize(
@@ -280,9 +271,6 @@ def test_prompts(tmp_path: Path) -> None:
     base.save_pretrained(tmp_path / "base")
     fill(model, tmp_path / "base")
     same(model.base_model.state_dict(), base.state_dict())
-
-
-# What does not fit
 
 
 def test_every_fault_is_listed_at_once(own: Path) -> None:

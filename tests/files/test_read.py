@@ -1,5 +1,6 @@
 """Reads: every part of every layout arrives, cast and rearranged, with as few bytes as can be."""
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -37,16 +38,18 @@ def target(layout: Layout, at: Coordinate, dtype: torch.dtype) -> torch.Tensor:
     return torch.full(layout.local_shape(at), -1, dtype=dtype)
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stage", [16, 1 << 20])
-@pytest.mark.parametrize("worth", [1, 512])
-def test_parts_of_any_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, stage: int, worth: int
-) -> None:
+@pytest.fixture(params=itertools.product([16, 1 << 20], [1, 512]), ids=str)
+def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small and large stages, and reads of their own for few or many bytes."""
+    stage, worth = request.param
     for module in (reading, slab_work):
         monkeypatch.setattr(module, "STAGE_BYTES", stage)
         monkeypatch.setattr(module, "BATCH_BYTES", 64)
     monkeypatch.setattr(reading, "_WORTH", worth)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_of_any_layout(tmp_path: Path, sizes: None, stored: torch.dtype) -> None:
     values = {str(one.shape): NUMBERS[: torch.Size(one.shape).numel()].view(one.shape) for one in layouts()}
     index = write(tmp_path / "all.safetensors", **{name: value.to(stored) for name, value in values.items()})
     slabs, targets = [], []
@@ -67,12 +70,7 @@ def test_parts_of_any_layout(
     assert counted.done == counted.total == sum(local.numel() for *_, local in targets) * stored.itemsize
 
 
-@pytest.mark.parametrize("stage", [64, 1 << 20])
-@pytest.mark.parametrize("worth", [1, 512])
-def test_rearranged_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, worth: int) -> None:
-    for module in (reading, slab_work):
-        monkeypatch.setattr(module, "STAGE_BYTES", stage)
-    monkeypatch.setattr(reading, "_WORTH", worth)
+def test_rearranged_tensors(tmp_path: Path, sizes: None) -> None:
     values = {name: torch.randn(6, 8, dtype=torch.float64) for name in "abcd"}
     index = write(tmp_path / "all.safetensors", **values)
     made = {name: Blueprint.stored(name, (6, 8), torch.float64) for name in "abcd"}

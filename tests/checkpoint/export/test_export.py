@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 from composer_dist import FSDP2Config
@@ -181,12 +182,7 @@ def test_what_transformers_computes_is_gathered_alone(tmp_path: Path) -> None:
     assert any(name.endswith("half.weight") for name in tensors(tmp_path / "found"))
 
 
-# Memory, and what fails
-
-
 def big() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "vocab_size": 16384}
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
 
