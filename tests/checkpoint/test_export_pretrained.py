@@ -18,23 +18,9 @@ from composer_dist.checkpoint import export_pretrained, full_model_state, load_p
 from composer_dist.distributed import init_context, parallelize_model
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, ParallelismTypeError
 from composer_dist.models import HuggingFaceModel
+from tests.kit import huggingface as hf
 from tests.kit.compare import fails_alike
 from tests.kit.files import files
-from tests.kit.huggingface import (
-    ADAPTERS,
-    LORA,
-    adapted,
-    adapter,
-    base_for,
-    gpt2,
-    llama,
-    logits,
-    pretrained_llama,
-    pretrained_t5,
-    prompt,
-    sharded,
-    tokenizer,
-)
 from tests.kit.meshes import BY_WORLD, PLACES
 from tests.kit.world import World, on_ranks, run
 
@@ -53,17 +39,17 @@ def settings(path: Path) -> dict[str, Any]:
 
 
 BUILDS: dict[str, Callable[[], Any]] = {
-    "llama": pretrained_llama,
-    "tied": lambda: pretrained_llama(tied=True),
-    "t5": pretrained_t5,
+    "llama": hf.pretrained_llama,
+    "tied": lambda: hf.pretrained_llama(tied=True),
+    "t5": hf.pretrained_t5,
 }
 
 
 def export(kind: str, path: Path, wrapped: bool, max_shard_size: str) -> None:
     model = BUILDS[kind]()
-    given = HuggingFaceModel(model, tokenizer()) if wrapped else model
+    given = HuggingFaceModel(model, hf.tokenizer()) if wrapped else model
     if dist.is_initialized():
-        sharded(given)
+        hf.sharded(given)
     if dist.is_initialized() and dist.get_rank() == 1:
         path = path / "of another rank"
     export_pretrained(given, path, max_shard_size=max_shard_size)
@@ -77,7 +63,7 @@ def test_transformers_loads_it(world2: World, tmp_path: Path, kind: str, max_sha
     auto = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
     model, report = auto.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
-    assert torch.equal(logits(model), logits(BUILDS[kind]()))
+    assert torch.equal(hf.logits(model), hf.logits(BUILDS[kind]()))
     assert type(model) is type(BUILDS[kind]())
     assert model.generation_config.eos_token_id == 2
     assert AutoTokenizer.from_pretrained(tmp_path)("a b").input_ids == [4, 5]
@@ -91,7 +77,8 @@ def test_a_plain_model_over_an_earlier_export(tmp_path: Path, first: str, second
     (tmp_path / "notes.txt").write_text("mine")
     export("tied", tmp_path, False, first)
     export("llama", tmp_path, False, second)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(pretrained_llama()))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(hf.logits(loaded), hf.logits(hf.pretrained_llama()))
     assert ("model.safetensors" in files(tmp_path)) == (second == "5GB")
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert not [name for name in files(tmp_path) if ".export-" in name]
@@ -100,45 +87,45 @@ def test_a_plain_model_over_an_earlier_export(tmp_path: Path, first: str, second
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 @on_ranks(2)
 def test_a_model_is_as_before_after_its_export(tmp_path: Path, strategy: str) -> None:
-    model = pretrained_llama()
+    model = hf.pretrained_llama()
     parallelize_model(model, strategy)
     export_pretrained(model, tmp_path)
-    model(input_ids=prompt(0), labels=prompt(0)).loss.backward()
+    model(input_ids=hf.prompt(0), labels=hf.prompt(0)).loss.backward()
     assert type(model).__name__ == f"{strategy.upper()}LlamaForCausalLM"
     assert all(p.grad is not None for p in model.parameters())
 
 
 def export_adapter(path: Path, kind: str) -> None:
-    model = adapted(kind)
+    model = hf.adapted(kind)
     parallelize_model(model, "fsdp")
     export_pretrained(model, path)
 
 
 @pytest.mark.promise(95)
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", hf.ADAPTERS)
 def test_peft_loads_the_directory(world2: World, tmp_path: Path, kind: str) -> None:
     world2(export_adapter, tmp_path, kind)
-    reference = adapted(kind)
+    reference = hf.adapted(kind)
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= files(tmp_path)
     assert not {name for name in files(tmp_path) if name.startswith("model")}
     expected = tmp_path / "expected"
     reference.model.save_pretrained(expected)
     assert settings(tmp_path) == settings(expected)
     assert "FSDP" not in (tmp_path / "README.md").read_text()
-    loaded = PeftModel.from_pretrained(base_for(kind), tmp_path)
-    torch.testing.assert_close(logits(loaded), logits(reference.model), rtol=0, atol=0)
+    loaded = PeftModel.from_pretrained(hf.base_for(kind), tmp_path)
+    torch.testing.assert_close(hf.logits(loaded), hf.logits(reference.model), rtol=0, atol=0)
 
 
 def reloads(path: Path, expected: Tensor) -> None:
     with init_context(empty=dist.get_rank() != 0):
-        base = pretrained_llama()
+        base = hf.pretrained_llama()
     if dist.get_rank() == 0:
         model = HuggingFaceModel(PeftModel.from_pretrained(base, path))
     else:
         model = HuggingFaceModel(base, peft_config=PeftConfig.from_pretrained(path))
     parallelize_model(model, "fsdp")
     with torch.no_grad():
-        torch.testing.assert_close(model.eval()({"input_ids": prompt(0)}).logits, expected)
+        torch.testing.assert_close(model.eval()({"input_ids": hf.prompt(0)}).logits, expected)
 
 
 @pytest.mark.promise(95)
@@ -146,31 +133,31 @@ def test_an_adapter_reloads_into_any_number_of_ranks(
     world1: World, world2: World, world4: World, tmp_path: Path
 ) -> None:
     world2(export_adapter, tmp_path, "lora")
-    expected = logits(adapted("lora").model)
+    expected = hf.logits(hf.adapted("lora").model)
     for world in (world1, world2, world4):
         world(reloads, tmp_path, expected)
 
 
 def two_adapters() -> HuggingFaceModel:
-    model = adapted("lora")
+    model = hf.adapted("lora")
     second = LoraConfig(r=2, target_modules=["o_proj"], bias="all", init_lora_weights=False)
     model.model.add_adapter("second", second)
     return model
 
 
 def lora_of_peft() -> Any:
-    return adapted("lora").model
+    return hf.adapted("lora").model
 
 
 def injected() -> Any:
-    model = pretrained_llama()
+    model = hf.pretrained_llama()
     torch.manual_seed(1)
-    model.add_adapter(adapter("lora"))
+    model.add_adapter(hf.adapter("lora"))
     return model
 
 
 def export_made(path: Path, make: Callable[[], Any]) -> None:
-    export_pretrained(sharded(make()), path)
+    export_pretrained(hf.sharded(make()), path)
 
 
 @pytest.mark.promise(95)
@@ -179,26 +166,26 @@ def test_several_adapters(world2: World, tmp_path: Path) -> None:
     reference = two_adapters().model
     for name, place in (("default", tmp_path), ("second", tmp_path / "second")):
         reference.set_adapter(name)
-        loaded = PeftModel.from_pretrained(pretrained_llama(), place)
-        assert torch.equal(logits(loaded), logits(reference)), name
+        loaded = PeftModel.from_pretrained(hf.pretrained_llama(), place)
+        assert torch.equal(hf.logits(loaded), hf.logits(reference)), name
 
 
 @pytest.mark.promise(95)
 @pytest.mark.parametrize("make", [lora_of_peft, injected])
 def test_adapters_without_the_wrapper(world2: World, tmp_path: Path, make: Callable[[], Any]) -> None:
     world2(export_made, tmp_path, make)
-    loaded = PeftModel.from_pretrained(pretrained_llama(), tmp_path)
-    assert torch.equal(logits(loaded), logits(make()))
+    loaded = PeftModel.from_pretrained(hf.pretrained_llama(), tmp_path)
+    assert torch.equal(hf.logits(loaded), hf.logits(make()))
 
 
 def seeded(kind: str, seed: int = 3) -> Any:
     torch.manual_seed(seed)
-    return LORA[kind]().eval()
+    return hf.LORA[kind]().eval()
 
 
 def adapters(directory: Path, names: list[str]) -> None:
     warnings.simplefilter("ignore")
-    for name, kind in itertools.product(names, LORA):
+    for name, kind in itertools.product(names, hf.LORA):
         model, other = seeded(kind), seeded(kind, seed=4)
         for one in (model, other):
             parallelize_model(one, BY_WORLD[name]())
@@ -212,11 +199,11 @@ def adapters(directory: Path, names: list[str]) -> None:
 @pytest.mark.parametrize(("ranks", "names"), PLACES)
 def test_an_adapter_from_every_mesh_loads_in_plain_peft(tmp_path: Path, ranks: int, names: list[str]) -> None:
     run(adapters, ranks, tmp_path, names, timeout=180)
-    for kind, name in itertools.product(LORA, names):
+    for kind, name in itertools.product(hf.LORA, names):
         torch.manual_seed(3)
-        base = {"llama": llama, "gpt2": gpt2}[kind]()
+        base = {"llama": hf.llama, "gpt2": hf.gpt2}[kind]()
         loaded = PeftModel.from_pretrained(base, tmp_path / name / kind)
-        assert torch.equal(logits(loaded), logits(seeded(kind))), name
+        assert torch.equal(hf.logits(loaded), hf.logits(seeded(kind))), name
 
 
 @on_ranks(2)
@@ -224,15 +211,12 @@ def test_what_rank_0_cannot_write_fails_everywhere(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("in the way")
     with fails_alike(CheckpointRuntimeError, f"export_pretrained cannot write {file}"):
-        export_pretrained(sharded(pretrained_llama()), file)
+        export_pretrained(hf.sharded(hf.pretrained_llama()), file)
 
 
 @pytest.mark.promise(92)
 def test_an_empty_adapter_is_never_written(tmp_path: Path) -> None:
-    model = adapted("lora").model
-    for module in model.modules():
-        if hasattr(module, "lora_A"):
-            del module.lora_A["default"], module.lora_B["default"]
+    model = hf.emptied(hf.adapted("lora").model)
     with pytest.raises(CheckpointValueError, match="'default'"):
         export_pretrained(model, tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()

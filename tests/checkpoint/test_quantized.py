@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from composer_dist.checkpoint import (
     export_pretrained,
@@ -117,8 +118,6 @@ def export(path: Path) -> None:
 @pytest.mark.promise(96)
 @NF4
 def test_nf4_is_exported_dense(world2: World, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     world2(export, tmp_path)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report

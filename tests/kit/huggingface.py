@@ -210,3 +210,11 @@ def random(model: nn.Module, seed: int = 1) -> Any:
         if value.is_floating_point():
             value.copy_(torch.rand(value.shape, generator=generator))
     return model
+
+
+def emptied(model: nn.Module) -> nn.Module:
+    """The model, whose adapters have lost their tensors."""
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            del module.lora_A["default"], module.lora_B["default"]
+    return model

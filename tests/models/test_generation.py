@@ -12,16 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_composer_model, parallelize_model
 from composer_dist.models import HuggingFaceModel
-from tests.kit.huggingface import (
-    adapter,
-    llama,
-    pretrained_gpt2,
-    pretrained_llama,
-    pretrained_t5,
-    prompt,
-    sharded,
-    tokenizer,
-)
+from tests.kit import huggingface as hf
 from tests.kit.meshes import BY_WORLD, PLACES
 from tests.kit.world import on_ranks
 
@@ -30,11 +21,11 @@ OPTIONS = {
     "beams": {"max_new_tokens": 6, "num_beams": 3, "do_sample": False},
 }
 BUILDS: dict[str, Callable[[], Any]] = {
-    "llama": pretrained_llama,
-    "gpt2": pretrained_gpt2,
-    "t5": pretrained_t5,
-    "lora": lambda: HuggingFaceModel(pretrained_llama(), peft_config=adapter("lora")).model,
-    "prompt": lambda: HuggingFaceModel(pretrained_llama(), peft_config=adapter("prompt")).model,
+    "llama": hf.pretrained_llama,
+    "gpt2": hf.pretrained_gpt2,
+    "t5": hf.pretrained_t5,
+    "lora": lambda: HuggingFaceModel(hf.pretrained_llama(), peft_config=hf.adapter("lora")).model,
+    "prompt": lambda: HuggingFaceModel(hf.pretrained_llama(), peft_config=hf.adapter("prompt")).model,
 }
 
 
@@ -58,16 +49,16 @@ def build(kind: str) -> HuggingFaceModel:
 @pytest.mark.parametrize("kind", BUILDS)
 @on_ranks(2)
 def test_the_unsharded_models_tokens(kind: str, place: str, root: bool | None, mode: str) -> None:
-    model, given = build(kind), prompt(dist.get_rank())
+    model, given = build(kind), hf.prompt(dist.get_rank())
     expected = model.generate(given, **OPTIONS[mode])
     if place == "prepared":
         parallelize_composer_model(model, config=FSDP2Config(reshard_after_forward=root is not False))
     else:
-        sharded(model if place == "wrapper" else model.model, root=root)
+        hf.sharded(model if place == "wrapper" else model.model, root=root)
     assert torch.equal(model.generate(given, **OPTIONS[mode]), expected)
     assert "generate" not in vars(model.model)
     with torch.no_grad():
-        model({"input_ids": prompt(0), "labels": prompt(0)})  # an ordinary forward goes on working
+        model({"input_ids": hf.prompt(0), "labels": hf.prompt(0)})  # an ordinary forward goes on working
     assert torch.equal(model.generate(input_ids=given, **OPTIONS[mode]), expected)
 
 
@@ -78,23 +69,23 @@ def test_the_unsharded_models_tokens_on_every_mesh(ranks: int, names: list[str])
     warnings.simplefilter("ignore")
     for name in names:
         torch.manual_seed(3)
-        model = HuggingFaceModel(llama().eval())
-        expected = model.generate(prompt(0), **OPTIONS["greedy"])
+        model = HuggingFaceModel(hf.llama().eval())
+        expected = model.generate(hf.prompt(0), **OPTIONS["greedy"])
         parallelize_model(model, BY_WORLD[name]())
-        assert torch.equal(model.generate(prompt(0), **OPTIONS["greedy"]), expected)
+        assert torch.equal(model.generate(hf.prompt(0), **OPTIONS["greedy"]), expected)
 
 
 @pytest.mark.promise(97)
 @on_ranks(2)
 def test_ranks_may_stop_at_other_lengths() -> None:
     model, options = build("llama"), {"max_new_tokens": 2 + 10 * dist.get_rank(), "do_sample": False}
-    expected = model.generate(prompt(0), **options)
-    sharded(model.model)
-    assert torch.equal(model.generate(prompt(0), **options), expected)
+    expected = model.generate(hf.prompt(0), **options)
+    hf.sharded(model.model)
+    assert torch.equal(model.generate(hf.prompt(0), **options), expected)
     assert any(isinstance(module, FSDPModule) for module in model.model.modules())
 
 
 def test_generate_pads_with_the_tokenizers_token() -> None:
-    model = HuggingFaceModel(pretrained_llama(), tokenizer())
+    model = HuggingFaceModel(hf.pretrained_llama(), hf.tokenizer())
     model.model.generation_config.pad_token_id = None
-    assert model.generate(prompt(0), max_new_tokens=2, do_sample=False).shape == (2, 6)
+    assert model.generate(hf.prompt(0), max_new_tokens=2, do_sample=False).shape == (2, 6)

@@ -16,17 +16,8 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import init_context, parallelize_composer_model
 from composer_dist.errors import CheckpointError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerModel, HuggingFaceModel
+from tests.kit import huggingface as hf
 from tests.kit.compare import equal, same
-from tests.kit.huggingface import (
-    ADAPTERS,
-    adapter,
-    base_for,
-    pretrained_llama,
-    pretrained_t5,
-    prompt,
-    sharded,
-    tokenizer,
-)
 from tests.kit.world import on_ranks
 
 # peft 0.21 reads an attribute that transformers 5.23 deprecates.
@@ -35,44 +26,44 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 
 def adapted_base(kind: str = "lora", **options: Any) -> HuggingFaceModel:
     torch.manual_seed(1)
-    return HuggingFaceModel(base_for(kind), peft_config=adapter(kind), **options)
+    return HuggingFaceModel(hf.base_for(kind), peft_config=hf.adapter(kind), **options)
 
 
 def batch() -> dict[str, Tensor]:
-    ids = prompt(0)
+    ids = hf.prompt(0)
     labels = ids.clone()
     labels[0, :2] = -100
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
 def test_forward_and_loss_are_the_models_own() -> None:
-    model = HuggingFaceModel(pretrained_llama())
+    model = HuggingFaceModel(hf.pretrained_llama())
     assert isinstance(model, ComposerModel)
     given = batch() | {"of no use": torch.zeros(1)}
     before = dict(given)
     outputs = model(given)
-    expected = pretrained_llama()(**batch())
+    expected = hf.pretrained_llama()(**batch())
     assert torch.equal(outputs.logits, expected.logits)
     assert torch.equal(model.loss(outputs, given), expected.loss)
     assert given == before, "the batch is not changed"
 
 
 def test_the_loss_is_weighted_by_the_labels_that_count() -> None:
-    assert HuggingFaceModel(pretrained_llama()).loss_weight(batch()) == 2 + 3
-    assert HuggingFaceModel(pretrained_t5()).loss_weight(batch()) == 2 + 4
-    assert HuggingFaceModel(pretrained_llama()).loss_weight({"input_ids": torch.ones(1, 2)}) is None
+    assert HuggingFaceModel(hf.pretrained_llama()).loss_weight(batch()) == 2 + 3
+    assert HuggingFaceModel(hf.pretrained_t5()).loss_weight(batch()) == 2 + 4
+    assert HuggingFaceModel(hf.pretrained_llama()).loss_weight({"input_ids": torch.ones(1, 2)}) is None
 
 
 def test_batches_and_losses_are_checked() -> None:
-    model = HuggingFaceModel(pretrained_llama())
+    model = HuggingFaceModel(hf.pretrained_llama())
     with pytest.raises(ParallelismTypeError, match="tuple"):
-        model((prompt(0),))
-    outputs = model({"input_ids": prompt(0)})
+        model((hf.prompt(0),))
+    outputs = model({"input_ids": hf.prompt(0)})
     with pytest.raises(ParallelismValueError, match="needs labels; it has only input_ids"):
-        model.loss(outputs, {"input_ids": prompt(0)})
+        model.loss(outputs, {"input_ids": hf.prompt(0)})
 
 
-@pytest.mark.parametrize(("build", "shifts"), [(pretrained_llama, True), (pretrained_t5, False)])
+@pytest.mark.parametrize(("build", "shifts"), [(hf.pretrained_llama, True), (hf.pretrained_t5, False)])
 def test_metrics_see_logits_and_shifted_labels(build: Callable[[], Any], shifts: bool) -> None:
     model = HuggingFaceModel(build(), use_logits=True, metrics=[Perplexity(ignore_index=-100)])
     given = batch()
@@ -91,18 +82,18 @@ def test_metrics_see_logits_and_shifted_labels(build: Callable[[], Any], shifts:
 
 
 def test_a_larger_tokenizer_needs_leave_to_resize() -> None:
-    large = tokenizer()
+    large = hf.tokenizer()
     large.add_tokens([f"word{i}" for i in range(60)])
     with pytest.raises(ParallelismValueError, match=f"{len(large)} tokens, .* 64"):
-        HuggingFaceModel(pretrained_llama(), large)
-    model = HuggingFaceModel(pretrained_llama(), large, allow_embedding_resizing=True)
+        HuggingFaceModel(hf.pretrained_llama(), large)
+    model = HuggingFaceModel(hf.pretrained_llama(), large, allow_embedding_resizing=True)
     assert model.model.get_input_embeddings().num_embeddings == len(large)
     assert model.config.vocab_size == len(large)
 
 
 @pytest.mark.promise(92)
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", hf.ADAPTERS)
 def test_the_state_dict_is_what_peft_would_save(kind: str) -> None:
     model = adapted_base(kind)
     state = model.state_dict()
@@ -159,8 +150,8 @@ def test_several_adapters_of_any_name_and_peft_without_a_peft_model() -> None:
     names = list(model.state_dict())
     assert len([n for n in names if ".default." in n]) == 8
     assert len([n for n in names if n.endswith("o_proj.lora_A.second.weight")]) == 2
-    base = pretrained_llama()
-    base.add_adapter(adapter("lora"))
+    base = hf.pretrained_llama()
+    base.add_adapter(hf.adapter("lora"))
     names = list(HuggingFaceModel(base).state_dict())
     assert len(names) == len([name for name in names if "lora_" in name]) == 8
 
@@ -172,26 +163,23 @@ def test_everything_on_request() -> None:
     with pytest.raises(RuntimeError, match=r"lm_head\.weight"):
         model.load_state_dict(full_model_state(model, select="adapters"))
     with pytest.raises(ParallelismValueError, match="already a PeftModel"):
-        HuggingFaceModel(model.model, peft_config=adapter("lora"))
+        HuggingFaceModel(model.model, peft_config=hf.adapter("lora"))
 
 
 @pytest.mark.promise(92)
 def test_an_empty_adapter_is_refused() -> None:
-    model = adapted_base()
-    for module in model.modules():
-        if hasattr(module, "lora_A"):
-            del module.lora_A["default"], module.lora_B["default"]
+    model = hf.emptied(adapted_base())
     with pytest.raises(CheckpointError, match="'default' of model"):
         model.state_dict()
     with pytest.raises(CheckpointError, match="'default' of the model"):
         HuggingFaceModel(model.model)
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", hf.ADAPTERS)
 def test_an_adapter_on_a_meta_base_is_on_meta_too(kind: str) -> None:
     with torch.device("meta"):
-        base = base_for(kind)
-    model = HuggingFaceModel(base, peft_config=adapter(kind))
+        base = hf.base_for(kind)
+    model = HuggingFaceModel(base, peft_config=hf.adapter(kind))
     real = adapted_base(kind)
     parameters = dict(model.named_parameters())
     assert [name for name, p in parameters.items() if not p.is_meta] == []
@@ -212,7 +200,7 @@ def test_the_same_from_shards(kind: str, wrapped: bool) -> None:
         layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == 2)
         for i in range(2):
             layers[i] = checkpoint_wrapper(layers[i])
-    sharded(model)
+    hf.sharded(model)
     for options in ({}, {"select": "adapters"}):
         equal(full_model_state(model, ranks="all", **options), expected)
 
@@ -224,7 +212,7 @@ def test_adapters_load_into_shards_strictly() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
-    sharded(model)
+    hf.sharded(model)
     assert load_full_model_state(model, {} if dist.get_rank() else expected) == ([], [])
     equal(full_model_state(model, ranks="all"), expected)
 
@@ -232,12 +220,12 @@ def test_adapters_load_into_shards_strictly() -> None:
 def base_of(rank: int, dtype: torch.dtype) -> Any:
     """Real weights on rank 0, none elsewhere."""
     with init_context(empty=rank != 0, dtype=dtype):
-        return pretrained_llama()
+        return hf.pretrained_llama()
 
 
 def trained_adapters(base: Any) -> tuple[HuggingFaceModel, torch.optim.Optimizer]:
     torch.manual_seed(1)
-    model = HuggingFaceModel(base, peft_config=adapter("lora"), should_save_peft_only=False)
+    model = HuggingFaceModel(base, peft_config=hf.adapter("lora"), should_save_peft_only=False)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model, torch.optim.AdamW(trainable, lr=1e-2)
 
