@@ -210,6 +210,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     def fail(*arguments: Any) -> bytes:
         raise OSError(5, "Input/output error", str(tmp_path / "model.safetensors"))
 
-    monkeypatch.setattr(os, "fstat", fail)
+    monkeypatch.setattr(Path, "open", fail)
     with pytest.raises(CheckpointRuntimeError, match=r"Cannot read .*model.safetensors: Input/output error"):
         read_index(tmp_path)
