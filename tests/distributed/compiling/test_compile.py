@@ -25,7 +25,7 @@ from tests.kit.huggingface import dropping_gpt2, llama
 from tests.kit.meshes import mine
 from tests.kit.planning import BLOCKS
 from tests.kit.toy import built
-from tests.kit.world import World
+from tests.kit.world import on_ranks
 
 # Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -318,36 +318,36 @@ def trained(build: Any, config: dict[str, Any]) -> tuple[int, int]:
     return graphs(), sum(counters["graph_break"].values())
 
 
-def train_all() -> list[tuple[int, int]]:
-    def aot(build: Any, ac: Any = None, **config: Any) -> tuple[int, int]:
-        return trained(build, {"compile": AOT, "activation_checkpointing": ac} | config)
+@pytest.mark.promise(26)
+@pytest.mark.parametrize(
+    ("build", "ac", "config", "compilations"),
+    [
+        (models.B, None, {"compile": {"backend": "eager", "fullgraph": True}}, 1),
+        (models.tied, "composable", {}, 1),
+        *((models.B, ac, {}, 1) for ac in ("selective", "wrapped", "offload")),
+        (models.bert, BUDGET, {}, 1),
+        (models.scalar, None, {"rules": [Rule("layers.1", act_ckpt="selective")]}, 2),
+    ],
+)
+@on_ranks(2)
+def test_training_compiled_and_sharded_is_the_same(
+    build: Any, ac: Any, config: dict[str, Any], compilations: int
+) -> None:
+    assert trained(build, {"compile": AOT, "activation_checkpointing": ac} | config) == (compilations, 0)
 
-    return [
-        aot(models.B, compile={"backend": "eager", "fullgraph": True}),
-        aot(models.tied, "composable"),
-        *(aot(models.B, ac) for ac in ("selective", "wrapped", "offload")),
-        aot(models.bert, BUDGET),
-        aot(models.scalar, rules=[Rule("layers.1", act_ckpt="selective")]),
-    ]
+
+@pytest.mark.parametrize("build", [models.own_dtype, models.dtypes])
+@on_ranks(2)
+def test_a_block_around_a_unit_breaks_its_graph_and_trains_the_same(build: Any) -> None:
+    config = {"compile": {"backend": "aot_eager"}, "fsdp2": FSDP2Config(reshard_after_forward=False)}
+    parts, breaks = trained(build, config)
+    assert parts > 0
+    assert breaks > 0
 
 
 @pytest.mark.promise(26)
-def test_training_compiled_and_sharded_is_the_same(world2: World) -> None:
-    for found in world2(train_all, timeout=120):
-        assert found == [(1, 0)] * 6 + [(2, 0)]
-
-
-def train_with_inner_units() -> list[tuple[int, int]]:
-    config = {"compile": {"backend": "aot_eager"}, "fsdp2": FSDP2Config(reshard_after_forward=False)}
-    return [trained(models.own_dtype, config), trained(models.dtypes, config)]
-
-
-def test_a_block_around_a_unit_breaks_its_graph_and_trains_the_same(world2: World) -> None:
-    for found in world2(train_with_inner_units):
-        assert all(parts > 0 and breaks > 0 for parts, breaks in found)
-
-
-def train_replicas() -> int:
+@on_ranks(2)
+def test_replicas_compile_too() -> None:
     fresh()
     reference, model = built(models.B), built(models.B)
     parallelize_model(
@@ -357,15 +357,15 @@ def train_replicas() -> int:
     model(mine(x)).square().mean().backward()
     reference(x).square().mean().backward()
     compare.same_parameters(model, reference, gradients=True)
-    return graphs()
+    assert graphs() == 1
 
 
-@pytest.mark.promise(26)
-def test_replicas_compile_too(world2: World) -> None:
-    assert world2(train_replicas) == [1, 1]
-
-
-def train_tensor_parallel(ac: Any) -> int:
+# Dynamo makes an object of an autograd function for itself.
+@pytest.mark.promise(30)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("ac", [None, "selective", "offload"])
+@on_ranks(2)
+def test_tensor_parallel_blocks_compile_whole(ac: Any) -> None:
     fresh()
     deep = partial(llama, num_hidden_layers=10)
     reference, model = built(deep), built(deep)
@@ -373,15 +373,7 @@ def train_tensor_parallel(ac: Any) -> int:
     parallelize_model(model, ParallelismConfig(activation_checkpointing=ac, **config))
     for one, other in zip(one_step(model, False), one_step(reference, False), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    return graphs()
-
-
-# Dynamo makes an object of an autograd function for itself.
-@pytest.mark.promise(30)
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("ac", [None, "selective", "offload"])
-def test_tensor_parallel_blocks_compile_whole(world2: World, ac: Any) -> None:
-    assert world2(train_tensor_parallel, ac) == [1, 1]
+    assert graphs() == 1
 
 
 # Hugging Face
@@ -395,31 +387,28 @@ def one_step(model: nn.Module, use_cache: bool) -> list[torch.Tensor]:
     return [loss.detach(), *(compare.full(p.grad) for p in model.parameters())]
 
 
-def hugging_face(build: Any, ac: Any, use_cache: bool) -> int:
+DEEP, DEEP_GPT2 = partial(llama, num_hidden_layers=10), partial(dropping_gpt2, n_layer=10)
+
+
+@pytest.mark.promise(26)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "ac", "use_cache"),
+    [
+        (DEEP, None, False),
+        (DEEP, "composable", True),
+        (DEEP_GPT2, "selective", True),
+        (DEEP_GPT2, "wrapped", True),
+    ],
+)
+@on_ranks(2)
+def test_hugging_face_models_compile_once(build: Any, ac: Any, use_cache: bool) -> None:
     fresh()
     plain, model = built(build).train(), built(build).train()
     parallelize_model(model, ParallelismConfig(compile=AOT, activation_checkpointing=ac))
     for one, other in zip(one_step(model, use_cache), one_step(plain, use_cache), strict=True):
         torch.testing.assert_close(one, other)
-    return graphs()
-
-
-def hugging_face_models() -> list[int]:
-    deep = partial(llama, num_hidden_layers=10)
-    gpt2 = partial(dropping_gpt2, n_layer=10)
-    return [
-        hugging_face(deep, None, False),
-        hugging_face(deep, "composable", True),
-        hugging_face(gpt2, "selective", True),
-        hugging_face(gpt2, "wrapped", True),
-    ]
-
-
-@pytest.mark.promise(26)
-@pytest.mark.slow
-def test_hugging_face_models_compile_once(world2: World) -> None:
-    for found in world2(hugging_face_models, timeout=120):
-        assert found == [1, 1, 1, 1]
+    assert graphs() == 1
 
 
 def test_training_with_a_cache_is_warned_about() -> None:

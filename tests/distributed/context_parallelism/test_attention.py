@@ -18,7 +18,7 @@ from composer_dist.distributed.context_parallelism.attention import (
     distributed_attention,
 )
 from composer_dist.errors import ParallelismValueError
-from tests.kit.world import World
+from tests.kit.world import World, on_ranks
 
 CPU = torch.device("cpu")
 
@@ -80,9 +80,10 @@ def _attention(device: str, dtype: torch.dtype, tolerance: float) -> None:
                 assert difference < tolerance, (causal, balanced, options, float(difference))
 
 
-def test_attention_and_its_gradients_are_those_of_the_whole_sequence(world2: World) -> None:
-    world2(_attention, "cpu", torch.float32, 1e-5)
-    world2(_attention, "cpu", torch.bfloat16, 2e-2)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@on_ranks(2)
+def test_attention_and_its_gradients_are_those_of_the_whole_sequence(dtype: Any, tolerance: float) -> None:
+    _attention("cpu", dtype, tolerance)
 
 
 def _ring() -> None:
@@ -100,11 +101,8 @@ def test_torch_s_ring_gives_attention_and_its_gradients(world2: World) -> None:
     world2(_ring, setup="environment")
 
 
-def test_dropout_is_attention_s_own(world2: World) -> None:
-    world2(_dropout)
-
-
-def _dropout() -> None:
+@on_ranks(2)
+def test_dropout_is_attention_s_own() -> None:
     mesh = init_device_mesh("cpu", (2,))
     ones = torch.ones(1, 1, 8, 4)
     with distributed_attention(SequenceSplit(16, 2, mesh.get_local_rank(), True), mesh):

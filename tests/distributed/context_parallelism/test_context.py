@@ -25,7 +25,7 @@ from composer_dist.errors import ParallelismKeyError, ParallelismRuntimeError, P
 from tests.kit.compare import full
 from tests.kit.huggingface import gpt2, llama
 from tests.kit.toy import built
-from tests.kit.world import World
+from tests.kit.world import on_ranks
 
 VOCABULARY, WIDTH, LENGTH = 24, 16, 16
 BUFFERS = {"table": 0}
@@ -164,7 +164,10 @@ def alike(
         assert difference < tolerance, (name, float(difference))
 
 
-def _two() -> None:
+# Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@on_ranks(2, timeout=180)
+def test_cp_on_two_ranks_equals_one_process() -> None:
     mesh = {"cp": 2}
     recomputed = {"activation_checkpointing": "composable"}
     same_training(llama, padded, own_loss, mesh, config=recomputed)
@@ -175,23 +178,14 @@ def _two() -> None:
     same_training(partial(llama, use_cache=False), padded, own_loss, mesh, config=compiled)
 
 
-# Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_cp_on_two_ranks_equals_one_process(world2: World) -> None:
-    world2(_two, timeout=180)
-
-
-def _four() -> None:
+@on_ranks(4, timeout=180)
+def test_cp_beside_data_and_tensor_parallelism_equals_one_process() -> None:
     same_training(llama, padded, own_loss, {"dp_shard": 2, "cp": 2})
     same_training(Plain, tokens, square, {"dp_replicate": 2, "dp_shard": 1, "cp": 2}, buffers=BUFFERS)
     same_training(llama, padded, own_loss, {"cp": 4})
     cut = {"tp": TPConfig(sequence_parallel=True, loss_parallel=True)}
     same_training(llama, padded, own_loss, {"dp_shard": 1, "cp": 2, "tp": 2}, config=cut)
     same_training(Plain, tokens, square, {"cp": 4}, buffers=BUFFERS, balanced=False)
-
-
-def test_cp_beside_data_and_tensor_parallelism_equals_one_process(world4: World) -> None:
-    world4(_four, timeout=180)
 
 
 def by_import(*heads: Tensor, is_causal: bool) -> Tensor:
@@ -218,7 +212,8 @@ UNFIT: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
 ]
 
 
-def _refusals() -> None:
+@on_ranks(2)
+def test_what_mixes_positions_otherwise_is_named_before_the_first_step() -> None:
     for build, options, message in UNFIT:
         model = build()
         parallelize_model(model, ParallelismConfig(mesh=MeshConfig(cp=2)))
@@ -251,10 +246,6 @@ def _refusals() -> None:
         pytest.raises(ParallelismRuntimeError, match="context_parallel cannot be nested"),
     ):
         context_parallel(model, part).__enter__()
-
-
-def test_what_mixes_positions_otherwise_is_named_before_the_first_step(world2: World) -> None:
-    world2(_refusals)
 
 
 def test_without_context_parallel_ranks_the_batch_is_the_whole_one() -> None:

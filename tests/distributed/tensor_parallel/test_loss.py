@@ -8,10 +8,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from composer_dist.distributed import parallel_cross_entropy
 from composer_dist.errors import ParallelismValueError
-from tests.kit.world import run
+from tests.kit.world import on_ranks
 
 
-def losses(classes: int) -> None:
+@pytest.mark.parametrize("classes", [6, 7])
+@on_ranks(2)
+def test_it_equals_torchs_own(classes: int) -> None:
     """Every reduction, values and gradients, in float32 and bfloat16; 30 is far in the exponent."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
@@ -31,11 +33,6 @@ def losses(classes: int) -> None:
         assert part.grad is not None
         assert whole.grad is not None
         torch.testing.assert_close(part.grad, whole.grad.chunk(2, -1)[mesh.get_local_rank()])
-
-
-@pytest.mark.parametrize("classes", [6, 7])
-def test_it_equals_torchs_own(classes: int) -> None:
-    run(losses, 2, classes)
 
 
 def test_whole_logits_are_taken_too() -> None:
