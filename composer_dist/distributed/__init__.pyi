@@ -21,11 +21,11 @@ from .steps import plan_parallelism as plan_parallelism
 from .steps import prepare_fully_shard as prepare_fully_shard
 from .steps import sync_module_states as sync_module_states
 from .tensor_parallel.loss import parallel_cross_entropy as parallel_cross_entropy
+from .training.clipping import clip_grad_norm as clip_grad_norm
+from .training.clipping import clip_grad_value as clip_grad_value
 from .training.gradients import accumulate as accumulate
 from .training.gradients import accumulated_bytes as accumulated_bytes
 from .training.gradients import no_sync as no_sync
-from .training.norms import clip_grad_norm as clip_grad_norm
-from .training.norms import clip_grad_value as clip_grad_value
 from .training.summon import summon_full_params as summon_full_params
 from .weights.initialize import assert_no_meta as assert_no_meta
 from .wishes import presets as presets

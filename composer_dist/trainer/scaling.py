@@ -17,7 +17,7 @@ import torch
 
 from composer_dist import _torch
 from composer_dist.distributed.ranks import process_group
-from composer_dist.distributed.training.norms import local_gradient
+from composer_dist.distributed.training.clipping import local_gradient
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import Precision
 

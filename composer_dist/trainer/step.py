@@ -18,8 +18,8 @@ from torch import Tensor
 from composer_dist.distributed.context_parallelism.context import context_parallel
 from composer_dist.distributed.prepared import prepared_mesh
 from composer_dist.distributed.ranks import process_group
+from composer_dist.distributed.training.clipping import clip_grad_norm, clip_grad_value
 from composer_dist.distributed.training.gradients import Accumulate, accumulate
-from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_value
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import autocast
 from composer_dist.trainer.data.batch import num_samples, num_tokens, split, to_device

@@ -1,4 +1,4 @@
-"""What keeps an optimizer from following its parameters, found before anything is touched."""
+"""Checks whether optimizers can follow their parameters, before anything is changed."""
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ _UNABLE: dict[str, tuple[int, str]] = {
     "Rprop": (1, "DTensor (torch 2.13) has no masked assignment, which it uses"),
     "Adafactor": (2, "DTensor (torch 2.13) cannot square its norms over sharded rows in place"),
 }
-"""torch.optim classes that cannot step on sharded parameters: from which number of dimensions, and why."""
+"""torch.optim classes that cannot step on sharded parameters of at least so many dimensions, and why."""
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], structure: Structure, plain: Mapping[str, str]) -> None:
@@ -29,17 +29,16 @@ def check_optimizers(optimizers: Sequence[Optimizer], structure: Structure, plai
 
     Raises:
         ParallelismTypeError: not an optimizer.
-        ParallelismValueError: parameters of another model (with their number), state that cannot be
-            sharded, a `foreach` or `fused` group that mixes sharded and replicated parameters, only
-            frozen parameters where the model has trainable ones.
+        ParallelismValueError: parameters of another model, state that cannot be sharded, a `foreach` or
+            `fused` group with both sharded and replicated parameters, or only frozen ones of a trainable
+            model.
     """
     names = names_by_id(structure)
     with Faults() as faults:
         for index, optimizer in enumerate(optimizers):
             if not isinstance(optimizer, Optimizer):
-                raise ParallelismTypeError(
-                    f"optimizer {index} is a {type(optimizer).__name__}, not an Optimizer."
-                )
+                kind = type(optimizer).__name__
+                raise ParallelismTypeError(f"optimizer {index} is a {kind}, not an Optimizer.")
             label = type(optimizer).__name__
             label = f"optimizer {index} ({label})" if len(optimizers) > 1 else label
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -63,7 +62,7 @@ def _foreign(optimizer: Optimizer, held: Sequence[torch.Tensor], names: Mapping[
     shape = tuple(getattr(foreign[0], "shape", ()))
     return (
         f"holds {len(foreign)} parameters (of {len(held)}) that are not this model's, the first of shape "
-        f"{shape}; build it from the parameters of the model that is prepared, and before it is prepared."
+        f"{shape}; build it from this model's parameters, before the model is prepared."
     )
 
 
@@ -72,9 +71,8 @@ def _frozen(held: Sequence[torch.Tensor], structure: Structure) -> str | None:
     if not held or not trainable or any(parameter.requires_grad for parameter in held):
         return None
     return (
-        f"holds only frozen parameters ({len(held)}), while others of the model are trainable: it would "
-        "move nothing. Build it after freezing (an adapter freezes its base), from the parameters with "
-        "requires_grad."
+        f"holds only frozen parameters ({len(held)}), while others of the model are trainable, so it would "
+        "update nothing. Build it after freezing, from the parameters with requires_grad."
     )
 
 
@@ -87,8 +85,8 @@ def _unable(
     if not unable:
         return None
     return (
-        f"cannot step on sharded parameters ({listed(unable, 4)}): {why}. Use another optimizer, or leave "
-        "their modules replicated with Rule(..., shard=False)."
+        f"cannot step on sharded parameters ({listed(unable, 4)}): {why}. Use another optimizer, or "
+        "Rule(..., shard=False) for their modules."
     )
 
 
@@ -99,17 +97,14 @@ def _mixed_groups(optimizer: Optimizer, names: Mapping[int, str], plain: Mapping
         if mode and whole and len(whole) < len(group["params"]):
             yield (
                 f"group {number} has {mode}=True but would mix sharded parameters with the replicated "
-                f"{listed(whole, 4)}; give those a group of their own, or leave {mode} out."
+                f"{listed(whole, 4)}; put those in a separate group, or leave {mode} out."
             )
 
 
 def check_refills(optimizers: Sequence[Optimizer], structure: Structure, init: frozenset[str]) -> None:
-    """Refuse state on the meta device that nobody can give values to.
+    """Raise a ParallelismValueError for state on the meta device that cannot be initialized.
 
-    Adagrad makes its state at construction, and says with which value.
-
-    Raises:
-        ParallelismValueError: names the state.
+    Only Adagrad makes its state at construction, with a known value.
     """
     names = names_by_id(structure)
     after = ": its parameter is on the meta device, without values. Prepare the model before the first step."
@@ -126,10 +121,9 @@ def check_refills(optimizers: Sequence[Optimizer], structure: Structure, init: f
 
 
 def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) -> list[str]:
-    """Optimizers of this process that hold the model's parameters but were not handed in.
+    """Warnings of optimizers in this process that hold the model's parameters but were not passed.
 
-    They would keep stepping the old parameters, which no module holds anymore. They are found among the
-    objects that the garbage collector knows; one that the caller has dropped may be among them.
+    They would update the old parameters. They are found by the garbage collector, so some may be unused.
     """
     if not _torch.optimizers_were_made():
         return []
@@ -142,46 +136,34 @@ def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) 
         held = [p for group in thing.param_groups for p in group["params"] if id(p) in names]
         if held and id(thing) not in known:
             found.append(
-                f"{type(thing).__name__} holds {len(held)} parameters of this model, but was not passed: "
-                "it will move nothing. Pass it as optimizer=, or build it after preparation."
+                f"{type(thing).__name__} holds {len(held)} parameters of this model, but was not passed, so "
+                "it will update nothing. Pass it as optimizer=, or build it after preparation."
             )
     return found
 
 
 def check_hooks(structure: Structure, plain: Mapping[str, str]) -> None:
-    """Refuse gradient hooks on parameters that will be sharded: FSDP2 would drop them.
-
-    Raises:
-        ParallelismValueError: names the parameters.
-    """
-    hooked = [
-        name
-        for name, held in structure.parameters.items()
-        if name not in plain and _torch.gradient_hooks(held.get())
-    ]
-    if hooked:
+    """Raise a ParallelismValueError for gradient hooks on parameters to be sharded, which FSDP2 drops."""
+    sharded = ((name, held.get()) for name, held in structure.parameters.items() if name not in plain)
+    if hooked := [name for name, parameter in sharded if _torch.gradient_hooks(parameter)]:
         raise ParallelismValueError(
-            f"Gradient hooks (Tensor.register_hook) on {', '.join(hooked)} cannot be kept: the gradient "
-            "they would see is reduced and sharded. Use register_post_accumulate_grad_hook, or register "
-            "after preparation."
+            f"Gradient hooks (Tensor.register_hook) on {', '.join(hooked)} cannot be kept, because gradients "
+            "are reduced and sharded. Use register_post_accumulate_grad_hook, or register after preparation."
         )
 
 
 def _state_fault(value: Any, parameter: torch.Tensor) -> str | None:
+    remedy = "prepare the model before the first step."
     if value is None or isinstance(value, (bool, int, float)):
         return None
     if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__} cannot be sharded; prepare the model before the first step."
+        return f"a {type(value).__name__} cannot be sharded; {remedy}"
     if value.ndim == 0:
         return None
     if codec_of(value) is not None:
-        return f"a {type(value).__name__} is quantized as a whole; prepare the model before the first step."
-    fits = value.ndim == parameter.ndim and all(
-        have in (want, 1) for have, want in zip(value.shape, parameter.shape, strict=True)
-    )
-    if fits and not isinstance(value, DTensor):
+        return f"a {type(value).__name__} is quantized as a whole; {remedy}"
+    have, want = tuple(value.shape), tuple(parameter.shape)
+    matches = len(have) == len(want) and all(h in (w, 1) for h, w in zip(have, want, strict=True))
+    if matches and not isinstance(value, DTensor):
         return None
-    return (
-        f"shape {tuple(value.shape)} does not follow from the parameter's {tuple(parameter.shape)}, so it "
-        "cannot be sharded; prepare the model before the first step."
-    )
+    return f"shape {have} does not follow from the parameter's {want}, so it cannot be sharded; {remedy}"

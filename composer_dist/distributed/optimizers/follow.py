@@ -1,10 +1,9 @@
-"""The optimizer follows its parameters, state included.
+"""Moves optimizers and their state to the new parameters.
 
-Sharding makes new parameter objects, and an optimizer that was made before still holds the old ones. So
-its groups are rewritten in place (the group dictionaries and their lists stay the same objects, because
-schedulers hold them), and its state is sharded like its parameter: a tensor of the parameter's shape by
-rows, one that has the parameter's shape with some dimensions reduced to 1 (Adafactor's) by its remaining
-dimensions, and scalars not at all. Pending gradients are sharded in the same way.
+Sharding makes new parameter objects, but an optimizer that was made before holds the old ones. Its groups are
+rewritten in place (the dictionaries and lists stay the same objects, because schedulers hold them), and its
+state is sharded like its parameter: tensors of the parameter's shape by rows, tensors in which some of its
+dimensions are 1 (Adafactor's) by the others, and scalars not at all. Pending gradients are sharded too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,29 +27,29 @@ from composer_dist.wording import dtype_name
 
 @dataclass(frozen=True)
 class StateEntry:
-    """One value of an optimizer's state, or the pending gradient of a parameter, in plain types."""
+    """One value of an optimizer's state, or a pending gradient, in plain types."""
 
     optimizer: int | None
     """Index of the optimizer; None for a pending gradient."""
     parameter: str
     key: str
     value: Any = None
-    """What is held where it is not a tensor; the number in a tensor without dimensions."""
+    """The value if it is not a tensor; the number in a tensor without dimensions."""
     dtype: str | None = None
-    """None where it is not a tensor."""
+    """None if it is not a tensor."""
     shape: Sequence[int] = ()
-    """A list, as JSON has it: the ranks compare entries."""
+    """A list, as in JSON, because the ranks compare entries."""
 
     @property
     def label(self) -> str:
-        """What to call it in an error."""
+        """Its name in errors."""
         if self.optimizer is None:
             return f"the gradient of {self.parameter}"
         return f"optimizer {self.optimizer}'s {self.key} of {self.parameter}"
 
 
 def describe_groups(optimizers: Sequence[Optimizer], structure: Structure) -> list[list[str]]:
-    """What must be alike on all ranks: classes, parameters of each group, plain hyperparameters."""
+    """What must be equal on all ranks: classes, parameters of each group, plain hyperparameters."""
     names = names_by_id(structure)
     facts: list[list[str]] = []
     for index, optimizer in enumerate(optimizers):
@@ -65,7 +64,7 @@ def describe_groups(optimizers: Sequence[Optimizer], structure: Structure) -> li
 
 
 def find_states(optimizers: Sequence[Optimizer], structure: Structure) -> Iterator[tuple[StateEntry, Any]]:
-    """The states of optimizers, then the pending gradients: each described, and as it is."""
+    """The optimizers' states, then the pending gradients, each with its description."""
     names = names_by_id(structure)
     for index, optimizer in enumerate(optimizers):
         for parameter, state in optimizer.state.items():
@@ -89,9 +88,9 @@ class Follower:
     Args:
         optimizers: as the caller made them.
         structure: the model before it is sharded.
-        states: the state to build, this rank's own or the first rank's.
-        here: whether this rank has the tensors of the state, full.
-        init: parameters on the meta device everywhere, whose state is made anew.
+        states: the state to build: this rank's or the first rank's.
+        here: whether this rank has the full tensors of the state.
+        init: parameters on the meta device on all ranks, whose state is initialized.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class Follower:
         self._new: list[tuple[StateEntry, Any]] = []
 
     def cargoes(self, new: Mapping[str, nn.Parameter]) -> list[Cargo]:
-        """Build the state for the new parameters; the cargoes are its tensors that need values."""
+        """Build the state for the new parameters; return cargoes for its tensors that need values."""
         cargoes: list[Cargo] = []
         for one in self._states:
             parameter, group = new[one.parameter], {}
@@ -145,7 +144,7 @@ class Follower:
         return self._optimizers[one.optimizer].state.get(old, {}).get(one.key)
 
     def rebind(self, new: Mapping[str, nn.Parameter]) -> None:
-        """Let every optimizer hold the new parameters and their state."""
+        """Give every optimizer the new parameters and their state."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [new.get(self._names[id(p)], p) for p in group["params"]]
@@ -159,11 +158,7 @@ class Follower:
 
 
 def empty_state(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialized state of a parameter, cut as it is, where it has the parameter's dimensions.
-
-    Args:
-        shape: of the full state, of as many dimensions as the parameter.
-    """
+    """Uninitialized state of a parameter, of this full shape, cut like it in the dimensions they share."""
     if not isinstance(parameter, DTensor):
         return torch.empty(shape, dtype=dtype, device=parameter.device)
     mesh, here = parameter.device_mesh, local_part(parameter)
@@ -184,7 +179,7 @@ def empty_state(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
 
 
 def carry_attributes(old: torch.Tensor, new: nn.Parameter) -> None:
-    """Give a new parameter the Python attributes and the gradient hooks of the old one."""
+    """Copy the Python attributes and gradient hooks of a parameter to a new one."""
     new.__dict__.update(own_attributes(old))
     for hook in _torch.gradient_hooks(old):
         new.register_hook(hook)
@@ -198,7 +193,7 @@ def names_by_id(structure: Structure) -> dict[int, str]:
 
 
 def _scalar(one: StateEntry, source: Any, parameter: nn.Parameter, group: Mapping[str, Any]) -> torch.Tensor:
-    """A 0-dim state tensor, the rank's own or rebuilt, on the device that `load_state_dict` gives it."""
+    """A 0-dim state tensor, the rank's own or rebuilt, on the device that `load_state_dict` uses."""
     if source is None or source.is_meta:
         source = torch.tensor(one.value, dtype=getattr(torch, str(one.dtype)), device="cpu")
     value: torch.Tensor = source.to(scalar_device(one.key, parameter, group, source.device))
@@ -208,12 +203,12 @@ def _scalar(one: StateEntry, source: Any, parameter: nn.Parameter, group: Mappin
 def scalar_device(
     key: str, parameter: torch.Tensor, group: Mapping[str, Any], otherwise: torch.device
 ) -> torch.device:
-    """Where an optimizer wants a 0-dim state tensor, by the rules of its `load_state_dict`."""
+    """The device of a 0-dim state tensor, by the rules of `Optimizer.load_state_dict`."""
     follows = key != "step" or group.get("capturable") or group.get("fused")
     return parameter.device if follows else otherwise
 
 
 def is_made_at_construction(optimizer: Optimizer, key: str, value: torch.Tensor) -> bool:
-    """Whether a tensor is state that Adagrad makes for parameters on meta, and says with which value."""
+    """Whether a tensor is state of Adagrad's, which it makes for meta parameters with a known value."""
     known = key == "step" or value.is_meta
     return known and "initial_accumulator_value" in optimizer.defaults

@@ -1,4 +1,4 @@
-"""Tensors and gradients replaced by their means over ranks, in few collectives."""
+"""Averages tensors and gradients over ranks, in few collectives."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def average_plain_gradients(
     """
     if sharded := [name for name, p in parameters.items() if isinstance(p, DTensor)]:
         raise ParallelismTypeError(
-            f"Only plain parameters can be averaged here, but {', '.join(sharded)} are DTensors, "
-            "whose gradients FSDP2 reduces."
+            f"{', '.join(sharded)} are DTensors, whose gradients FSDP2 reduces; pass plain parameters only."
         )
     return PlainGradientAveraging(root, parameters, mesh)
 
@@ -114,11 +113,7 @@ class PlainGradientAveraging:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Replace each gradient by its mean over the ranks.
-
-        The mean is linear, so gradients that `no_sync` has accumulated are averaged together with the new
-        ones; those averaged before are equal on all ranks, and their mean is the same again.
-        """
+        """Replace each gradient by its mean over the ranks, including what `no_sync` has accumulated."""
         self._pending = False
         groups = _groups(self._mesh)
         if not self.sync or not groups:
@@ -163,7 +158,7 @@ def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _store_gradient(parameter: torch.Tensor, mean: torch.Tensor, used: torch.Tensor) -> None:
-    """Write into the existing gradient; read `used`, which waits for a GPU, only if there is none."""
+    """Write into the existing gradient; only without one read `used`, which waits for a GPU."""
     mean = mean.view(parameter.shape)
     if parameter.grad is not None and not parameter.grad.is_sparse:
         parameter.grad.copy_(mean)

@@ -4,7 +4,6 @@ FSDP2 and DDP reduce the gradients that they manage; `average_plain_gradients` a
 that stay whole on purpose (a scalar, `Rule(shard=False)`). `no_sync` and `accumulate` apply to all of them.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -49,7 +48,7 @@ def accumulated_bytes(model: nn.Module, how: Accumulate = "sharded") -> int:
     return sum(_torch.accumulated_nbytes(m) for m in model.modules() if isinstance(m, FSDPModule))
 
 
-@contextlib.contextmanager
+@contextmanager
 def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     """Accumulate gradients locally: backward inside this context communicates none.
 
@@ -65,9 +64,9 @@ def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
+@contextmanager
 def synchronizing(model: nn.Module, decide: Callable[[str], bool]) -> Iterator[None]:
-    """Inside, backward reduces the gradients for whose flag `decide` returns True."""
+    """Inside, backward reduces the gradients for whose flags `decide` returns True."""
     flags: list[tuple[object, str, bool]] = []
     for module in model.modules():
         flags += _torch.gradient_sync_flags(module)

@@ -1,4 +1,4 @@
-"""Temporarily replaces shards by full parameters."""
+"""Temporarily replaces shards with full parameters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from composer_dist.tensors.inner import encoded
 
 @dataclass
 class _Summoned:
-    """One sharded parameter, wherever it is registered, and the full one that stands in."""
+    """A sharded parameter, the places where it is registered, and the full one that replaces it."""
 
     shard: nn.Parameter
     places: list[tuple[nn.Module, str]]
@@ -80,8 +80,8 @@ def summon_full_params(
 
 def _refuse_forward(module: nn.Module, arguments: object) -> None:
     raise ParallelismRuntimeError(
-        f"The forward of {type(module).__name__}, which is sharded, was called inside "
-        "summon_full_params; call it outside."
+        f"The forward of {type(module).__name__}, which is sharded, was called inside summon_full_params; "
+        "call it outside."
     )
 
 
@@ -106,7 +106,7 @@ def _modules(module: nn.Module, prefix: str, recurse: bool) -> Iterator[tuple[st
 def _summon(
     shard: nn.Parameter, present: bool, offload_to_cpu: bool, with_grads: bool
 ) -> nn.Parameter | None:
-    """The full parameter that stands in for `shard`; None where this rank gets none."""
+    """The full parameter that replaces `shard`; None if this rank gets none."""
 
     def full(tensor: Tensor) -> Tensor | None:
         value = gather(tensor)  # a collective: on every rank, whether or not it keeps the value
@@ -127,7 +127,7 @@ def _register(places: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> N
 
 
 def _write_back(summoned: list[_Summoned], rank0_only: bool, with_grads: bool) -> None:
-    """Write what the modules hold now into the shards, after checking all of it."""
+    """Check the parameters that the modules hold now, and write them into the shards."""
     with Agreement().together("summon_full_params"):
         held = [None if one.full is None else _held(one, with_grads) for one in summoned]
     for one, full in zip(summoned, held, strict=True):

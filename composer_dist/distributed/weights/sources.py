@@ -1,8 +1,7 @@
 """Decides where each tensor of a model gets its value from.
 
-Ranks may hold a model differently: rank 0 real and the others on the meta device, all real, all on
-meta, or a mixture tensor by tensor. They exchange what they have and
-come to one decision; if they differ, the error names the differences.
+A tensor may be real on all ranks, on the meta device on all ranks, or real on rank 0 and on meta elsewhere.
+The ranks exchange what they have and make one decision; an error names what differs between them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,16 +28,16 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Sources:
-    """The decision, equal on all ranks. Tensors that are not listed keep each rank's own value."""
+    """The decision, the same on all ranks. Other tensors keep each rank's own value."""
 
     rank0: frozenset[str] = frozenset()
     """Delivered from the first rank."""
     init: frozenset[str] = frozenset()
-    """On meta everywhere: initialized."""
+    """On the meta device on all ranks: initialized."""
     local: frozenset[str] = frozenset()
-    """Real and equal everywhere: every rank takes its part of its own."""
+    """Real and equal on all ranks: each takes its part of its own value."""
     disk: frozenset[str] = frozenset()
-    """Read from files, whatever was there."""
+    """Read from files."""
     seed: int = 0
     """The first rank's, for initialization."""
     states: tuple[StateEntry, ...] = ()
@@ -54,14 +53,14 @@ def decide_sources(
     optimizers: Sequence[Optimizer],
     disk: frozenset[str] = frozenset(),
 ) -> Sources:
-    """Exchange what every rank has, and decide; nothing has been changed when this raises.
+    """Exchange what every rank has, and decide; nothing is changed.
 
     Args:
-        disk: names of the tensors that files have values for, the same on every rank.
+        disk: names of the tensors for which files have values, the same on every rank.
 
     Raises:
-        ParallelismValueError: ranks differ in structure, dtype, `requires_grad`, plan or values, the
-            first rank lacks what others have, or `sync` asks for what cannot be; the same everywhere.
+        ParallelismValueError: ranks differ in structure, dtype, `requires_grad`, plan or values, the first
+            rank lacks values that others have, or `sync` is impossible; the same on all ranks.
     """
     on_meta = [name for name, held in structure.tensors.items() if held.get().is_meta]
     mine: dict[str, Any] = {
@@ -123,13 +122,11 @@ def decide_sources(
 def _sort(
     structure: Structure, sync: str, metas: Sequence[Any], disk: frozenset[str], ignored: frozenset[str]
 ) -> dict[str, Any]:
-    """Where each tensor that is not in files gets its value, from what every rank has on meta."""
+    """Where each tensor that is not in files gets its value, given what every rank has on meta."""
     everything = set(structure.tensors) - disk
     per_rank = [everything if meta == "all" else set(meta) - disk for meta in metas]
-    nowhere = set.intersection(*per_rank)
-    somewhere = set.union(*per_rank)
-    lacking = sorted(per_rank[0] - nowhere)
-    if lacking:
+    nowhere, somewhere = set.intersection(*per_rank), set.union(*per_rank)
+    if lacking := sorted(per_rank[0] - nowhere):
         raise ParallelismValueError(
             f"Rank 0 holds {listed(lacking)} on the meta device while other ranks hold real values. Weights "
             "are delivered from rank 0: build them there, or put them on meta everywhere."
@@ -142,19 +139,17 @@ def _sort(
         )
     real = everything - somewhere
     kept = ignored & real
-    kept |= {  # every rank keeps its own plain attributes, unless sync asks for rank 0's
-        name
-        for name, held in structure.tensors.items()
-        if name in real
-        and ((held.info.kind == "attribute" and sync != "rank0") or isinstance(held.get(), DTensor))
-    }
-    # Where some are on meta, rank 0 is the source for all: a constructor may make a few real regardless.
+    for name in real:
+        held = structure.tensors[name]  # every rank keeps its own plain attributes, unless sync="rank0"
+        if (held.info.kind == "attribute" and sync != "rank0") or isinstance(held.get(), DTensor):
+            kept |= {name}
+    # If some are on meta, rank 0 is the source for all: a constructor may make a few real regardless.
     rank0 = mixed | (real - kept if mixed or sync == "rank0" else set())
     return {"rank0": sorted(rank0), "init": sorted(nowhere), "kept": sorted(kept)}
 
 
 def _verify(agreement: Agreement, tensors: Mapping[str, torch.Tensor]) -> None:
-    """All ranks hold the same values of these tensors, by hash, or all raise."""
+    """Raise unless all ranks hold the same values of these tensors, by hash."""
     if len(agreement.ranks) == 1:
         return
     hashes = [fingerprint(tensor) for tensor in tensors.values()]
@@ -179,7 +174,7 @@ def _explain(what: str, ranks: Sequence[int]) -> Callable[[list[list[Any]]], Non
         first = {_key(fact): fact for fact in findings[0]}
         for rank, facts in zip(ranks[1:], findings[1:], strict=True):
             theirs = {_key(fact): fact for fact in facts}
-            for key in [*first, *(key for key in theirs if key not in first)]:
+            for key in dict.fromkeys([*first, *theirs]):
                 if first.get(key) != theirs.get(key):
                     lines += _difference(what, rank, first.get(key), theirs.get(key))
         given = {"structure": "model", "plan": "configuration", "optimizers": "optimizer"}[what]
@@ -194,38 +189,26 @@ def _explain(what: str, ranks: Sequence[int]) -> Callable[[list[list[Any]]], Non
 
 
 def _difference(what: str, rank: int, first: Any, theirs: Any) -> list[str]:
-    """One line with what rank 0 and this rank have; none if other facts say it."""
-    if what == "plan":
-        return [f"  {text}" for text in _plan_difference(rank, first, theirs)]
+    """One line about what differs between rank 0 and this rank; none if other facts say it."""
+    name = _key(first or theirs)
+    name = f"unit {name or '(root)'}" if what == "plan" else name
     if first is None or theirs is None:
-        name = _key(first or theirs)
         has, lacks = (0, rank) if theirs is None else (rank, 0)
         return [f"  {name}: rank {has} has it, rank {lacks} does not"]
     if what == "optimizers":
-        return [f"  {first[0]}: {first[1]} on rank 0, {theirs[1]} on rank {rank}"]
+        return [f"  {name}: {first[1]} on rank 0, {theirs[1]} on rank {rank}"]
+    if what == "plan":  # facts about modules only repeat what units and the configuration say
+        mine, other = first[1], theirs[1]
+        keys = [key for key in mine | other if mine.get(key) != other.get(key)]
+        texts = (f"{key} is {mine.get(key)} on rank 0, {other.get(key)} on rank {rank}" for key in keys)
+        return [("  " if first[0] == "config" else f"  {name}: ") + "; ".join(texts)] if keys else []
     labels = ("names", "kind", "shape", "dtype", "requires_grad", "made of")
     for label, mine, other in zip(labels, first, theirs, strict=True):
         if mine != other:
-            return [f"  {first[0][0]}: {label} is {mine} on rank 0, {other} on rank {rank}"]
-    return [f"  {first[0][0]}"]
+            return [f"  {name}: {label} is {mine} on rank 0, {other} on rank {rank}"]
+    return [f"  {name}"]
 
 
 def _key(fact: Any) -> str:
     """What a fact is about: a label, or the first of a list of names."""
     return str(fact[0] if isinstance(fact[0], str) else fact[0][0])
-
-
-def _plan_difference(rank: int, first: Any, theirs: Any) -> list[str]:
-    """What differs in a unit or in the configuration; facts about modules only repeat it."""
-    if first is None or theirs is None:
-        has, lacks = (0, rank) if theirs is None else (rank, 0)
-        return [f"unit {_unit(first or theirs)}: rank {has} has it, rank {lacks} does not"]
-    whose = "" if first[0] == "config" else f"unit {_unit(first)}: "
-    mine, other = first[1], theirs[1]
-    keys = [key for key in mine | other if mine.get(key) != other.get(key)]
-    shown = "; ".join(f"{key} is {mine.get(key)} on rank 0, {other.get(key)} on rank {rank}" for key in keys)
-    return [whose + shown] if shown else []
-
-
-def _unit(fact: Any) -> str:
-    return _key(fact) or "(root)"

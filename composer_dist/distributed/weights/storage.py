@@ -14,31 +14,24 @@ from composer_dist.structure.structure import Held, Structure
 from composer_dist.tensors.inner import codec_of, dtensor_like, empty_like, local_part
 
 
-def give_memory(structure: Structure, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-    """Give uninitialized memory to tensors on the meta device, and to whole ones that are not contiguous.
+def give_memory(structure: Structure, names: Iterable[str], device: torch.device) -> None:
+    """Allocate tensors that are on the meta device, and whole ones that are not contiguous.
 
     Args:
         names: of the tensors; each may be sharded or not.
-        device: where memory is allocated; shards of units with offload are in host memory instead.
-
-    Returns:
-        This rank's part of each tensor, by name.
+        device: where to allocate; shards of units with offload are in host memory instead.
     """
     modules = structure.modules.values()
     fsdp = {key: param for module in modules for key, param in fsdp_params_by_place(module).items()}
-    found = {}
     for name in names:
         held = structure.tensors[name]
         now = held.get()
         if isinstance(now, DTensor) and now.is_meta:
             param = next((fsdp[place.key_of] for place in held.places if place.key_of in fsdp), None)
-            carry_attributes(
-                now, _new_part(held, now, device) if param is None else _new_shard(param, now, device)
-            )
+            new = _new_part(held, now, device) if param is None else _new_shard(param, now, device)
+            carry_attributes(now, new)
         elif now.is_meta or not (isinstance(now, DTensor) or now.is_contiguous()):
             make_anew(held, device)
-        found[name] = local_part(held.get()).detach()
-    return found
 
 
 def _new_shard(param: Any, now: DTensor, device: torch.device) -> nn.Parameter:
@@ -63,10 +56,8 @@ def _new_part(held: Held, now: DTensor, device: torch.device) -> nn.Parameter:
 def make_anew(held: Held, device: torch.device) -> None:
     """Hold a new, uninitialized, whole tensor in place of this one."""
     info = held.info
-    if info.inner:
-        replace(held, empty_like(held.get(), device))
-    else:
-        replace(held, torch.empty(info.shape, dtype=info.dtype, device=device))
+    plain = None if info.inner else torch.empty(info.shape, dtype=info.dtype, device=device)
+    replace(held, empty_like(held.get(), device) if plain is None else plain)
 
 
 def replace(held: Held, value: torch.Tensor) -> None:

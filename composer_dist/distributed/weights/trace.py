@@ -1,4 +1,4 @@
-"""Finds what initializers touch by running them on the meta device; keeps the random state around them."""
+"""Finds what initializers touch by running them on the meta device; seeds and random states."""
 
 import hashlib
 import random
@@ -32,7 +32,7 @@ class Initializer:
 
 
 def trace(structure: Structure, initializers: list[Initializer]) -> None:
-    """Run the initializers on meta shadows and note what they touch; then put everything back."""
+    """Run the initializers on meta copies and record what they touch; the model is not changed."""
     before = {name: [p.get() for p in held.places] for name, held in structure.tensors.items()}
     below: dict[str, list[str]] = {}
     for name, held in structure.tensors.items():
@@ -77,7 +77,7 @@ def trace(structure: Structure, initializers: list[Initializer]) -> None:
 
 
 def _check_ties(structure: Structure, names: list[str], initializer: Initializer) -> None:
-    """Refuse an initializer that puts another tensor in one place of a tie, which breaks the tie."""
+    """Refuse an initializer that breaks a tie."""
     for name in names:
         held = structure.tensors[name]
         if len({id(place.get()) for place in held.places}) > 1:
@@ -88,7 +88,7 @@ def _check_ties(structure: Structure, names: list[str], initializer: Initializer
 
 
 class _Recorder(_torch.TorchDispatchMode):
-    """Notes which tensors of a model the operations under it write and read, by their storage."""
+    """Records which tensors of a model operations write and read, by their storage."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ class _Recorder(_torch.TorchDispatchMode):
         self.start()
 
     def start(self) -> None:
-        """Forget what has been noted."""
+        """Clear the record."""
         self.writes: set[str] = set()
         self.reads: set[str] = set()
         self.lacked_values = False
@@ -126,7 +126,7 @@ class _Recorder(_torch.TorchDispatchMode):
 
 
 class _Escapes(TorchFunctionMode):
-    """Tells a recorder of failed calls that ask a meta tensor for its values without an operation."""
+    """Records failed calls that read a meta tensor's values without an operation."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from composer_dist.distributed.training.norms import global_norm, gradient_part, norms
+from composer_dist.distributed.training.clipping import global_norm, gradient_part, norms
 from composer_dist.trainer.callbacks.base import Periodic
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.logger import Logger

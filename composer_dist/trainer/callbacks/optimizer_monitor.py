@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from composer_dist.distributed.prepared import named_parameters_canonical
-from composer_dist.distributed.training.norms import Part, global_norm, gradient_part, norms, part_of
+from composer_dist.distributed.training.clipping import Part, global_norm, gradient_part, norms, part_of
 from composer_dist.trainer.callbacks.base import Periodic
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.logger import Logger

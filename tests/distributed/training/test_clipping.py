@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from composer_dist.distributed.training.norms import clip_grad_norm, clip_grad_value
+from composer_dist.distributed.training.clipping import clip_grad_norm, clip_grad_value
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import full
 from tests.kit.gradients import assert_grads, batch, grads, loss_of, prepared, reference

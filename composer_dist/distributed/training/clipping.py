@@ -1,4 +1,4 @@
-"""Norms of gradients and other tensors, sharded or plain, of one mesh or several; clipping.
+"""Clipping of gradients; norms of gradients and other tensors, sharded or plain, of one mesh or several.
 
 A shard gives only its part of a tensor's norm. The parts are summed over the ranks that hold the tensor,
 for all tensors that are sharded alike in one collective.
