@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.parallelism import Config, ParallelismConfig, resolve_config
 from composer_dist.distributed.activations import recompute as activations
-from composer_dist.distributed.activations.recompute import check_pinning
 from composer_dist.distributed.compiling import apply as compiling
 from composer_dist.distributed.compiling import float8
 from composer_dist.distributed.context_parallelism.context import expect_context
 from composer_dist.distributed.mesh.build import meet, mesh_sizes
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.into import write_full
+from composer_dist.distributed.moving.memory import check_pinning
 from composer_dist.distributed.moving.transfer import deliver, inner_cargoes
 from composer_dist.distributed.optimizers.check import check_hooks
 from composer_dist.distributed.optimizers.follow import carry_attributes
@@ -34,7 +34,7 @@ from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.replication.plan import check_replica
 from composer_dist.distributed.sharding import apply as sharding
-from composer_dist.distributed.sharding.apply import average_plain, check_offload
+from composer_dist.distributed.sharding.apply import average_plain
 from composer_dist.distributed.sharding.choose_units import composer_children
 from composer_dist.distributed.tensor_parallel import apply as tensor_parallel
 from composer_dist.distributed.weights.initialize import (
@@ -219,8 +219,9 @@ def check_here(
 ) -> None:
     """Refuse a plan that cannot be carried out with this model's objects, or on this machine."""
     check_aliasing(structure, plan.plain)
-    check_offload(plan.sharding)
-    check_pinning(plan.activations)
+    pinned = [f"cpu_offload='pinned' (unit {u.name or 'root'})" for u in plan.units if u.offload == "pinned"]
+    pinned += [f"pin_memory=True ({c.module})" for c in plan.checkpointing if c.options.get("pin_memory")]
+    check_pinning(pinned)
     if plan.float8:
         require_fp8(mesh.device)
     check_hooks(structure, plan.plain)

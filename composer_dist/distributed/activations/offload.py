@@ -13,20 +13,6 @@ from composer_dist import _torch
 from composer_dist.errors import ParallelismRuntimeError
 
 
-def pin_memory(wanted: bool | None) -> bool:
-    """Whether to pin the memory of host copies; None means yes if there is an accelerator.
-
-    Raises:
-        ParallelismRuntimeError: `wanted` is True, but there is no accelerator.
-    """
-    available = torch.accelerator.is_available()
-    if wanted and not available:
-        raise ParallelismRuntimeError(
-            "pin_memory=True needs an accelerator, and this machine has none; leave it out."
-        )
-    return available if wanted is None else wanted
-
-
 class HostSaved:
     """Keeps what autograd saves during a module's forward in host memory.
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from composer_dist.distributed.activations.options import Mode, ac_mode, in_words
 from composer_dist.distributed.feature_plan import FeaturePlan
 from composer_dist.distributed.forwards import is_checkpointed
+from composer_dist.distributed.moving.memory import pins
 from composer_dist.distributed.wishes import CheckFn, Wishes
 from composer_dist.errors import Faults, ParallelismValueError
 from composer_dist.structure.blocks import has_forward
@@ -85,7 +86,15 @@ def plan(
         )
     for kind in dict.fromkeys(one.mode for one in chosen.values()):
         check_modules(modules, [name for name, one in chosen.items() if one.mode == kind], kind)
-    return ActivationPlan(tuple(chosen.values())) if chosen else None
+    return ActivationPlan(tuple(_pinned(one, wishes) for one in chosen.values())) if chosen else None
+
+
+def _pinned(one: Checkpointed, wishes: Wishes) -> Checkpointed:
+    """The same with a decision about pinned memory, if it offloads."""
+    if one.mode != "offload" and not one.options.get("offload"):
+        return one
+    pinned = pins(one.options.get("pin_memory"), wishes.device_type)
+    return replace(one, options={**one.options, "pin_memory": pinned})
 
 
 def _by_default(
@@ -97,7 +106,7 @@ def _by_default(
     if not names and check_fn is None:
         names, reason = list(blocks), "it is a block"
     if not names:
-        why = "activation_checkpointing_check_fn chooses no module" if check_fn else "the model has no block"
+        why = "activation_checkpointing_check_fn chooses no module" if check_fn else "no module is marked"
         message = (
             f"activation_checkpointing is on, but {why}. Mark modules with _activation_checkpointing, or "
             "pass another check function."

@@ -7,7 +7,6 @@ autograd saves. The first two have the options `save`, which keeps the results o
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,14 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 from composer_dist import _torch
 from composer_dist.config.fully_shard import flagged_activations
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import forwards
-from composer_dist.distributed.activations.offload import HostSaved, pin_memory, stay, to_host
-from composer_dist.distributed.activations.options import Mode, ac_mode, is_reentrant
-from composer_dist.distributed.activations.plan import ActivationPlan, check_modules, checkpointed_modules
+from composer_dist.distributed.activations.offload import HostSaved, stay, to_host
+from composer_dist.distributed.activations.options import Mode, is_reentrant
+from composer_dist.distributed.activations.plan import ActivationPlan, check_modules
+from composer_dist.distributed.activations.plan import plan as plan_activations
 from composer_dist.distributed.activations.selective import keeping
 from composer_dist.distributed.forwards import Layer, without_cache
-from composer_dist.distributed.wishes import CheckFn
-from composer_dist.errors import ParallelismValueError
+from composer_dist.distributed.wishes import CheckFn, Wishes
 from composer_dist.structure.structure import Structure, read_structure
 
 
@@ -51,24 +52,12 @@ def apply_ac(
     Raises:
         ParallelismValueError: `check_fn` is given, but neither option is on.
     """
-    chosen = ac_mode(flagged_activations(activation_checkpointing, activation_cpu_offload))
-    if chosen is None:
-        if check_fn is not None:
-            raise ParallelismValueError(
-                "activation_checkpointing_check_fn has no effect: neither activation_checkpointing "
-                "nor activation_cpu_offload is on. Switch one on, or leave the function out."
-            )
-        return
-    names = checkpointed_modules(model, check_fn)
-    if not names:
-        warnings.warn(
-            "No module is marked for activation checkpointing: pass a check_fn, or set "
-            "_activation_checkpointing or activation_checkpointing_fn on the model.",
-            UserWarning,
-            stacklevel=2,
-        )
-    kind, options = chosen
-    checkpoint_modules(model, names, mode if kind == "composable" else kind, options)
+    wanted = flagged_activations(activation_checkpointing, activation_cpu_offload)
+    if isinstance(wanted, tuple):
+        wanted = mode, wanted[1]
+    config = ParallelismConfig(mesh=MeshConfig(), activation_checkpointing=wanted, strict=False)
+    structure = read_structure(model)
+    apply(structure, plan_activations(structure, Wishes(config=config, check_fn=check_fn), {}, ()))
 
 
 def apply(structure: Structure, plan: ActivationPlan | None) -> Structure:
@@ -96,13 +85,12 @@ def checkpoint_modules(
 
     Raises:
         ParallelismValueError: see `check_modules`; the model is unchanged.
-        ParallelismRuntimeError: `pin_memory=True` without an accelerator.
     """
     modules = dict(model.named_modules())
     check_modules(modules, names, mode)
     options = dict(options)
     offload = options.pop("offload", mode == "offload")
-    pinned = pin_memory(options.pop("pin_memory", None))
+    pinned = bool(options.pop("pin_memory", False))
     if "save" in options:
         pack = functools.partial(to_host, kept=frozenset(), pin_memory=pinned) if offload else stay
         options["save"] = keeping(options["save"], pack)
@@ -160,13 +148,3 @@ class _Recompute:
             run, traced = self._contexts
             options = {**options, "context_fn": traced if torch.compiler.is_compiling() else run}
         return checkpoint(function, *args, **options)
-
-
-def check_pinning(plan: ActivationPlan | None) -> None:
-    """Check that there is an accelerator if a module needs pinned memory.
-
-    Raises:
-        ParallelismRuntimeError: there is none.
-    """
-    for one in plan.modules if plan else ():
-        pin_memory(one.options.get("pin_memory"))

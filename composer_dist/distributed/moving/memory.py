@@ -26,6 +26,21 @@ import torch
 from composer_dist.distributed.moving.messages import in_buckets
 from composer_dist.errors import ParallelismRuntimeError
 
+
+def pins(wanted: bool | None, device_type: str) -> bool:
+    """Whether host copies of tensors on this device type are pinned; None pins them for accelerators."""
+    return device_type != "cpu" if wanted is None else wanted
+
+
+def check_pinning(users: Sequence[str]) -> None:
+    """Raise a ParallelismRuntimeError if there are users of pinned memory, but no accelerator."""
+    if users and not torch.accelerator.is_available():
+        raise ParallelismRuntimeError(
+            f"{users[0]} needs an accelerator, and this machine has none; use cpu_offload=True or "
+            "pin_memory=None, which pin memory for accelerators only."
+        )
+
+
 _ENOUGH = 32 << 20
 """Bytes of a buffer from which a larger one gains nothing."""
 

@@ -23,24 +23,9 @@ from composer_dist.distributed.sharding.order import check_call_order
 from composer_dist.distributed.sharding.plan import ShardingPlan, Unit
 from composer_dist.distributed.sharding.skip import let_skip
 from composer_dist.distributed.training.averaging import average_plain_gradients
-from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import empty_like
-
-
-def check_offload(plan: ShardingPlan | None) -> None:
-    """Check that there is an accelerator if a unit needs pinned memory.
-
-    Raises:
-        ParallelismRuntimeError: there is none.
-    """
-    pinned = [unit.name or "the root" for unit in (plan.units if plan else ()) if unit.offload == "pinned"]
-    if pinned and not torch.accelerator.is_available():
-        raise ParallelismRuntimeError(
-            f"cpu_offload='pinned' (unit {pinned[0]}) needs an accelerator, and this machine has none; use "
-            "cpu_offload=True, which pins memory only if there is one."
-        )
 
 
 def apply(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -75,11 +60,6 @@ def fsdp_params_by_place(module: nn.Module) -> dict[tuple[int, str], Any]:
     return found
 
 
-def pins_memory(unit: Unit) -> bool:
-    """Whether a unit's shards are in pinned host memory."""
-    return unit.offload == "pinned" or (unit.offload == "auto" and torch.accelerator.is_available())
-
-
 def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
     modules = [structure.modules[name] for name in unit.modules]
     mine = {structure.tensors[name].get() for name in unit.parameters}
@@ -89,7 +69,7 @@ def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
         mesh=mesh,
         reshard_after_forward=unit.reshard_after_forward,
         mp_policy=unit.mp_policy,
-        offload_policy=CPUOffloadPolicy(pin_memory=pins_memory(unit)) if unit.offload else OffloadPolicy(),
+        offload_policy=CPUOffloadPolicy(unit.offload == "pinned") if unit.offload else OffloadPolicy(),
         ignored_params=others,
     )
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.feature_plan import FeaturePlan
 from composer_dist.distributed.mesh.dimensions import roles
+from composer_dist.distributed.moving.memory import pins
 from composer_dist.distributed.sharding.assign_units import (
     Assignment,
     Draft,
@@ -166,7 +167,7 @@ def _unit(group: Draft, structure: Structure, wishes: Wishes, shards: int, is_la
         nbytes=sum(structure.tensors[name].info.nbytes for name in group.parameters),
         reshard_after_forward=_reshard(group, fsdp2, shards, is_last),
         mp_policy=options.get("mp_policy") or mixed_precision_policy(wishes.precision, mixed),
-        offload=_offload(options, fsdp2),
+        offload=_offload(options, fsdp2, wishes.device_type),
         reason=group.choice.reason,
     )
 
@@ -189,14 +190,16 @@ def _reshard(group: Draft, fsdp2: FSDP2Config, shards: int, is_last: bool) -> bo
     return wanted == shards if wanted in {1, shards} else wanted
 
 
-def _offload(options: Mapping[str, Any], fsdp2: FSDP2Config) -> str | None:
+def _offload(options: Mapping[str, Any], fsdp2: FSDP2Config, device_type: str) -> str | None:
     policy = options.get("offload_policy")
     if isinstance(policy, CPUOffloadPolicy):
         return "pinned" if policy.pin_memory else "pageable"
     wanted = False if policy else options.get("offload", fsdp2.cpu_offload)
     if wanted is True:
         # The rule decides whether, and the configuration how.
-        return fsdp2.cpu_offload if isinstance(fsdp2.cpu_offload, str) else "auto"
+        wanted = fsdp2.cpu_offload or True
+    if wanted is True:
+        return "pinned" if pins(None, device_type) else "pageable"
     return wanted or None
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from composer_dist import ParallelismConfig, Rule, _torch
 from composer_dist.distributed.activations import offload as activation_offload
 from composer_dist.distributed.activations import recompute as activation_checkpointing
+from composer_dist.distributed.activations.options import ac_mode
 from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit import compare, models
@@ -118,7 +119,7 @@ def test_what_selective_checkpointing_keeps_lies_on_the_host_too() -> None:
         return to_host(tensor, options.get("kept", kept_storages), options["pin_memory"])
 
     with mock.patch.object(activation_checkpointing, "to_host", packing):
-        chosen = activation_checkpointing.ac_mode(("selective", {"offload": True}))
+        chosen = ac_mode(("selective", {"offload": True}))
         assert chosen is not None
         checkpoint_modules(plain, BLOCKS, *chosen)
         found = dropping_gradients(plain)
@@ -140,7 +141,7 @@ def test_parameters_and_activations_are_offloaded_by_rule() -> None:
     modes = {one.module: one.mode for one in done.plan.checkpointing}
     assert modes == {"layers.0": "offload", "layers.1": "composable", "layers.2": "composable"}
     offloads = [unit.offload for unit in done.plan.units if unit.name in BLOCKS]
-    assert offloads == ["auto", None, "auto"]
+    assert offloads == ["pageable", None, "pageable"]
     layers: Any = done.model.layers
     for layer, offload in zip(layers, offloads, strict=True):
         assert all(param.offload_to_cpu == bool(offload) for param in _torch.fsdp_params(layer))

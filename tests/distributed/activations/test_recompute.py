@@ -11,7 +11,8 @@ from torch import nn
 
 from composer_dist.distributed import apply_ac, named_parameters_canonical
 from composer_dist.distributed.activations.options import ac_mode
-from composer_dist.distributed.activations.recompute import checkpoint_modules, checkpointed_modules
+from composer_dist.distributed.activations.plan import checkpointed_modules
+from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.distributed.forwards import is_checkpointed
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit.compare import same, same_parameters
@@ -242,7 +243,7 @@ def test_apply_ac_warns_where_nothing_is_marked_and_refuses_a_check_fn_alone() -
     with pytest.raises(ParallelismValueError, match="activation_checkpointing_check_fn"):
         apply_ac(Dropping(), False, False, is_block)
     apply_ac(Dropping(), False, False)
-    with pytest.warns(UserWarning, match="No module is marked"):
+    with pytest.warns(UserWarning, match="no module is marked"):
         apply_ac(Dropping(), True, False)
 
 

@@ -164,13 +164,15 @@ def test_where_shards_live() -> None:
         return {unit.offload for unit in _plan(models.B(), **options).units}
 
     assert offloads() == {None}
-    assert offloads(fsdp2=FSDP2Config(cpu_offload=True)) == {"auto"}
+    for device, home in {"cpu": "pageable", "cuda": "pinned"}.items():
+        mesh = MeshConfig(device_type=device)
+        assert offloads(mesh=mesh, fsdp2=FSDP2Config(cpu_offload=True)) == {home}
+        assert offloads(mesh=mesh, rules=[Rule("layers.0", offload=True)]) == {None, home}
     assert offloads(fsdp2=FSDP2Config(cpu_offload="pinned")) == {"pinned"}
     assert offloads(fsdp2=FSDP2Config(cpu_offload="pageable"), rules=[Rule("layers.0", offload=False)]) == {
         None,
         "pageable",
     }
-    assert offloads(rules=[Rule("layers.0", offload=True)]) == {None, "auto"}
     pageable = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     assert offloads(fsdp_wrap_policy=lambda m: pageable if isinstance(m, models.B) else False) == {"pageable"}
 
