@@ -62,7 +62,7 @@ def test_another_kind_of_match_is_refused(match: Any) -> None:
 
 
 @pytest.mark.promise(10)
-def test_a_pattern_that_is_none_is_refused() -> None:
+def test_an_invalid_pattern_is_refused() -> None:
     with pytest.raises(ParallelismValueError, match=r"'re:\(a' is an invalid regular expression: missing \)"):
         Rule("re:(a", shard=True)
 
@@ -88,17 +88,13 @@ def test_every_part_of_a_list_matches() -> None:
         f"No module matches Conv1d. {allow}",
     ]
     assert "layers.0" in choose(models.B(), Rule(match, shard=True, optional=True)).units
+    assert list(choose(models.B(), Rule("nope", shard=True, optional=True)).units) == ["", *BLOCKS]
 
 
 @pytest.mark.promise(12)
 def test_a_rule_that_sets_nothing_is_refused() -> None:
     with pytest.raises(ParallelismValueError, match="The rule 'head' sets nothing; give it one of shard, "):
         choose(models.B(), Rule("head"))
-
-
-@pytest.mark.promise(12)
-def test_optional_rules_may_match_nothing() -> None:
-    assert list(choose(models.B(), Rule("nope", shard=True, optional=True)).units) == ["", *BLOCKS]
 
 
 @pytest.mark.promise(13)
@@ -121,27 +117,21 @@ def test_rules_merge_by_field_and_the_later_wins() -> None:
 
 
 @pytest.mark.promise(14)
-def test_containers_in_containers() -> None:
-    model = nn.ModuleDict({"a": nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)])})
-    assert list(choose(model, Rule("a", shard=True)).units) == ["a.0.0", "a.1"]
-
-
-@pytest.mark.promise(14)
-def test_containers_can_be_skipped() -> None:
-    choices = choose(models.B(), Rule("layers", shard=True), Rule("head", shard=True), containers="skip")
-    assert list(choices.units) == ["head"]
-    assert choices.warnings == ("layers is a ModuleList, which has no forward of its own; it is skipped.",)
-
-
-def test_a_parameter_list_is_no_unit() -> None:
+def test_containers_give_their_children_or_are_skipped() -> None:
+    nested = nn.ModuleDict({"a": nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)])})
+    assert list(choose(nested, Rule("a", shard=True)).units) == ["a.0.0", "a.1"]
     model = models.B()
     model.extra = nn.ParameterList([torch.ones(3)])
-    choices = choose(model, Rule("extra", shard=True), Rule("head", shard=True))
-    assert list(choices.units) == ["head"]
-    assert choices.warnings == ("extra is a ParameterList, which has no forward of its own; it is skipped.",)
-    assert dict(choose(model, Rule("extra", shard=False)).plain) == {
-        "extra": "rule 'extra' leaves it replicated"
-    }
+    for name, kind, options in (
+        ("layers", "ModuleList", {"containers": "skip"}),
+        ("extra", "ParameterList", {}),
+    ):
+        choices = choose(model, Rule(name, shard=True), Rule("head", shard=True), **options)
+        assert list(choices.units) == ["head"]
+        text = f"{name} is a {kind}, which has no forward of its own; it is skipped."
+        assert choices.warnings == (text,)
+    plain = dict(choose(model, Rule("extra", shard=False)).plain)
+    assert plain == {"extra": "rule 'extra' leaves it replicated"}
 
 
 @pytest.mark.promise(20)
@@ -161,17 +151,18 @@ def test_a_pattern_for_numbered_layers() -> None:
 
 @pytest.mark.promise(23)
 @pytest.mark.parametrize(
-    "values", [{"shard": "yes"}, {"reshard_after_forward": "no"}, {"offload": "pinned"}, {"optional": 2}]
+    "values",
+    [
+        {"shard": "yes"},
+        {"reshard_after_forward": "no"},
+        {"offload": "pinned"},
+        {"optional": 2},
+        {"reshard": True},
+    ],
 )
-def test_a_value_that_a_field_cannot_have_is_refused(values: Any) -> None:
-    with pytest.raises(ParallelismError, match=next(iter(values))):
+def test_fields_and_values_that_do_not_exist_are_refused(values: Any) -> None:
+    with pytest.raises((ParallelismError, TypeError), match=next(iter(values))):
         Rule("a", **values)
-
-
-@pytest.mark.promise(23)
-def test_a_rule_has_no_other_fields() -> None:
-    with pytest.raises(TypeError, match="reshard"):
-        Rule("a", reshard=True)  # type: ignore[call-arg]
 
 
 def test_rules_are_spelt_alike_on_every_rank() -> None:

@@ -21,11 +21,7 @@ from composer_dist.distributed.mesh.dimensions import mesh_dim_names, roles
 from composer_dist.distributed.mesh.mesh import Mesh, fsdp_mesh, submesh
 from composer_dist.distributed.prepared import mesh_of, record
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from tests.kit.world import World
-
-
-def _sampler(**sizes: int) -> dict[str, int]:
-    return sampler_kwargs(build_mesh(MeshConfig(**sizes)))
+from tests.kit.world import on_ranks
 
 
 @pytest.mark.promise(2)
@@ -35,19 +31,23 @@ def test_a_mesh_needs_a_process_group() -> None:
 
 
 @pytest.mark.promise(3)
-def test_who_sees_which_data(world2: World) -> None:
-    same = [{"num_replicas": 1, "rank": 0}] * 2
-    own = [{"num_replicas": 2, "rank": 0}, {"num_replicas": 2, "rank": 1}]
-    assert world2(_sampler, tp=2) == same
-    assert world2(_sampler, dp_shard=2) == own
-    assert world2(_sampler, dp_replicate=2) == own
-
-
-@pytest.mark.promise(3)
-def test_tensor_parallel_peers_see_the_same(world4: World) -> None:
-    both = world4(_sampler, dp_shard=2, tp=2)
-    assert [(one["num_replicas"], one["rank"]) for one in both] == [(2, 0), (2, 0), (2, 1), (2, 1)]
-    assert [one["rank"] for one in world4(_sampler, dp_replicate=2, dp_shard=2)] == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "replicas", "own"),
+    [
+        (2, {"tp": 2}, 1, [0, 0]),
+        (2, {"dp_shard": 2}, 2, [0, 1]),
+        (2, {"dp_replicate": 2}, 2, [0, 1]),
+        (4, {"dp_shard": 2, "tp": 2}, 2, [0, 0, 1, 1]),
+        (4, {"dp_shard": 2, "cp": 2}, 2, [0, 0, 1, 1]),
+        (4, {"dp_replicate": 2, "dp_shard": 2}, 4, [0, 1, 2, 3]),
+    ],
+)
+@on_ranks("ranks")
+def test_who_sees_which_data(ranks: int, sizes: dict[str, int], replicas: int, own: list[int]) -> None:
+    expected = {"num_replicas": replicas, "rank": own[dist.get_rank()]}
+    assert sampler_kwargs(build_mesh(MeshConfig(**sizes))) == expected
+    if ranks == 4 and "tp" in sizes:
+        assert sampler_kwargs(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))) == expected
 
 
 def test_dimensions_of_size_one_are_left_out() -> None:
@@ -62,13 +62,6 @@ def test_dimensions_of_size_one_are_left_out() -> None:
     assert names(dp_replicate=2, dp_shard=2, tp=2) == ("dp_replicate", "dp_shard", "tp")
 
 
-def _own_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> Any:
-    own = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    mesh = mesh_for(resolve_config(FSDP2Config(device_mesh=own)).mesh).device_mesh
-    same_groups = all(mesh.get_group(dim) is own.get_group(dim) for dim in range(mesh.ndim))
-    return mesh.mesh_dim_names, tuple(mesh.shape), same_groups, sampler_kwargs(mesh)["rank"]
-
-
 @pytest.mark.promise(89)
 @pytest.mark.parametrize(
     ("shape", "names", "expected"),
@@ -79,19 +72,15 @@ def _own_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> Any:
         ((2, 2), ("outer", "inner"), ("outer", "inner")),
     ],
 )
+@on_ranks(4)
 def test_the_users_mesh_is_kept_over_the_same_groups(
-    world4: World, shape: tuple[int, ...], names: Any, expected: Any
+    shape: tuple[int, ...], names: Any, expected: Any
 ) -> None:
-    assert world4(_own_mesh, shape, names) == [(expected, shape, True, rank) for rank in range(4)]
-
-
-def _own_tp_mesh() -> dict[str, int]:
-    return sampler_kwargs(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
-
-
-@pytest.mark.promise(3)
-def test_the_users_own_names_beside_tp(world4: World) -> None:
-    assert [one["rank"] for one in world4(_own_tp_mesh)] == [0, 0, 1, 1]
+    own = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = mesh_for(resolve_config(FSDP2Config(device_mesh=own)).mesh).device_mesh
+    assert (mesh.mesh_dim_names, tuple(mesh.shape)) == (expected, shape)
+    assert all(mesh.get_group(dim) is own.get_group(dim) for dim in range(mesh.ndim))
+    assert sampler_kwargs(mesh)["rank"] == dist.get_rank()
 
 
 def _fake(world_size: int, rank: int = 0) -> None:
@@ -146,22 +135,17 @@ def test_sharding_beside_tensor_and_context_parallelism() -> None:
     assert model.weight.to_local().shape == (2, 16)
 
 
-def _all_reduced() -> list[float]:
-    """The ranks' numbers, summed along each dimension of a mesh of all kinds."""
+@pytest.mark.promise(3)
+@on_ranks(4)
+def test_sums_along_each_dimension() -> None:
     mesh = build_mesh(MeshConfig(dp_shard=2, cp=2))
-    parts = [submesh(mesh, "dp_shard"), submesh(mesh, "cp"), fsdp_mesh(mesh)]
     sums = []
-    for part in parts:
+    for part in (submesh(mesh, "dp_shard"), submesh(mesh, "cp"), fsdp_mesh(mesh)):
         value = torch.tensor(float(dist.get_rank()))
         assert part is not None
         dist.all_reduce(value, group=part.get_group())
         sums.append(value.item())
-    return [*sums, sampler_kwargs(mesh)["rank"], sampler_kwargs(mesh)["num_replicas"]]
-
-
-@pytest.mark.promise(3)
-def test_context_parallel_peers_see_the_same(world4: World) -> None:
-    assert world4(_all_reduced) == [[2, 1, 6, 0, 2], [4, 1, 6, 0, 2], [2, 5, 6, 1, 2], [4, 5, 6, 1, 2]]
+    assert sums == [[2, 1, 6], [4, 1, 6], [2, 5, 6], [4, 5, 6]][dist.get_rank()]
 
 
 @pytest.mark.promise(89)
@@ -237,16 +221,10 @@ def test_a_prepared_model_remembers_its_whole_mesh() -> None:
 def test_two_answers_to_what_the_mesh_is_are_refused() -> None:
     _fake(2)
     own = init_device_mesh("cpu", (2,))
-    config = ParallelismConfig(
-        mesh=MeshConfig(dp_replicate=2, dp_shard=1), fsdp2=FSDP2Config(device_mesh=own)
-    )
-    with pytest.raises(ParallelismValueError, match="device_mesh and ParallelismConfig.mesh"):
-        resolve_config(config)
-    with pytest.raises(ParallelismValueError, match="device_mesh and ParallelismConfig.mesh"):
-        resolve_config(ParallelismConfig(mesh=MeshConfig(), fsdp2=FSDP2Config(device_mesh=own)))
-    other = init_device_mesh("cpu", (2, 1))
-    with pytest.raises(ParallelismValueError, match="device_mesh and ParallelismConfig.mesh"):
-        resolve_config(ParallelismConfig(mesh=other, fsdp2=FSDP2Config(device_mesh=own)))
+    for mesh in (MeshConfig(dp_replicate=2, dp_shard=1), MeshConfig(), init_device_mesh("cpu", (2, 1))):
+        config = ParallelismConfig(mesh=mesh, fsdp2=FSDP2Config(device_mesh=own))
+        with pytest.raises(ParallelismValueError, match="device_mesh and ParallelismConfig.mesh"):
+            resolve_config(config)
 
 
 def test_a_rank_outside_of_the_mesh_samples_nothing() -> None:

@@ -15,6 +15,8 @@ from composer_dist.distributed.ranks import launch as launching
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
+pytestmark = pytest.mark.promise(68)
+
 
 def _sum(start: int, *, scale: int = 1) -> tuple[int, int, torch.Tensor]:
     process_group.init()
@@ -37,7 +39,6 @@ def _die() -> None:
     os._exit(7)
 
 
-@pytest.mark.promise(68)
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_every_method_returns_rank_0_s_value(method: str) -> None:
@@ -47,7 +48,6 @@ def test_every_method_returns_rank_0_s_value(method: str) -> None:
     assert not process_group.is_distributed()
 
 
-@pytest.mark.promise(68)
 def test_what_is_no_method_lists_those_that_are() -> None:
     with pytest.raises(ParallelismValueError, match="one of spawn, fork, not 'thread'"):
         launch(_sum, 2, "thread")
@@ -55,7 +55,6 @@ def test_what_is_no_method_lists_those_that_are() -> None:
         launch(_sum, 0)
 
 
-@pytest.mark.promise(68)
 def test_a_child_s_exception_propagates_and_its_peers_end() -> None:
     with pytest.raises(OwnError, match="no data for 1") as caught:
         launch(_fail, 2, "fork", (1,))
@@ -65,13 +64,11 @@ def test_a_child_s_exception_propagates_and_its_peers_end() -> None:
         launch(_die, 2, "fork")
 
 
-@pytest.mark.promise(68)
 def test_what_cannot_be_sent_is_refused() -> None:
     with pytest.raises(ParallelismValueError, match="'spawn' cannot send .*top level"):
         launch(lambda: None, 1, "spawn")
 
 
-@pytest.mark.promise(68)
 def test_a_process_of_a_launcher_s_does_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
@@ -109,14 +106,12 @@ print("value", launch(work, 2, "fork"))
 """
 
 
-@pytest.mark.promise(68)
 def test_a_fork_of_a_process_with_a_pool_of_threads_does_not_hang(tmp_path: Path) -> None:
     """OpenMP's threads have no copies, and an operation that needs them waits forever (torch 2.13)."""
     done = _output(tmp_path, _PARALLEL, OMP_NUM_THREADS="2", PYTHONWARNINGS="ignore")
     assert done.stdout == "value 2000000\n", done.stderr
 
 
-@pytest.mark.promise(68)
 def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
     call = 'print("value", launch(work, 2, "spawn", (1,)))'
     done = _output(tmp_path, _SUM + call)
@@ -128,7 +123,6 @@ def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
     assert guarded.stdout == "value 3\n", guarded.stderr
 
 
-@pytest.mark.promise(68)
 def test_a_fork_inherits_no_group_from_the_caches_of_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of a group has no threads: clearing the caches in the forked process waited forever."""
     steps = []

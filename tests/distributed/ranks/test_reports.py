@@ -1,70 +1,55 @@
 """A rank that waits for one that has failed raises what that one reported."""
 
 import os
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from composer_dist.distributed.ranks.reports import told_to_all
-from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from composer_dist.errors import ParallelismError, ParallelismRuntimeError, ParallelismValueError
+from tests.kit.compare import fails
 from tests.kit.training import joined, quiet, tagged, tagger
 from tests.kit.world import WorkerError, World
 
 
-def fails_elsewhere() -> str:
+def fails_elsewhere(error: Exception, kind: type[ParallelismError], **options: Any) -> str:
     """Rank 1 trains a while, then its loss raises; it leaves as a process does that nobody catches."""
     model = tagger()
-    trainer, _ = quiet(model, train_dataloader=[joined(tagged(3))] * 4, parallelism_config="fsdp")
-    trainer.fit(duration="1ba")
-    if dist.get_rank() == 1:
-        model.loss = _raise  # type: ignore[method-assign]
-        with pytest.raises(ValueError, match="a label of 17"):
-            trainer.fit(duration="1ba")
-        os._exit(1)
-    with pytest.raises(ParallelismValueError) as caught:
-        trainer.fit(duration="1ba")
-    return str(caught.value)
-
-
-def _raise(outputs: object, batch: object) -> torch.Tensor:
-    raise ValueError("a label of 17")
-
-
-def test_the_others_say_what_the_first_one_said(world2: World) -> None:
-    with pytest.raises(WorkerError) as caught:
-        world2(fails_elsewhere)
-    assert caught.value.results == {0: "Rank 1: ValueError: a label of 17"}
-
-
-def out_of_memory_once_settled() -> str:
-    model = tagger()
-    trainer, _ = quiet(
-        model,
-        train_dataloader=[joined(tagged(3))] * 4,
-        parallelism_config="fsdp",
-        device_train_microbatch_size="auto",
-    )
+    data = [joined(tagged(3))] * 4
+    trainer, _ = quiet(model, train_dataloader=data, parallelism_config="fsdp", **options)
     trainer.fit(duration="2ba")
     if dist.get_rank() == 1:
-        model.loss = _out_of_memory  # type: ignore[method-assign]
-        with pytest.raises(torch.OutOfMemoryError):
+        model.loss = mock.Mock(side_effect=error)  # type: ignore[method-assign]
+        with fails(type(error), str(error)):
             trainer.fit(duration="1ba")
         os._exit(1)
-    with pytest.raises(ParallelismRuntimeError) as caught:
+    with pytest.raises(kind) as caught:
         trainer.fit(duration="1ba")
     return str(caught.value)
 
 
-def _out_of_memory(outputs: object, batch: object) -> torch.Tensor:
-    raise torch.OutOfMemoryError("CUDA out of memory (injected)")
-
-
-@pytest.mark.promise(99)
-def test_once_the_size_is_settled_running_out_of_memory_raises_on_all_ranks(world2: World) -> None:
+@pytest.mark.parametrize(
+    ("error", "kind", "options", "text"),
+    [
+        (ValueError("a label of 17"), ParallelismValueError, {}, "Rank 1: ValueError: a label of 17"),
+        pytest.param(
+            torch.OutOfMemoryError("CUDA out of memory (injected)"),
+            ParallelismRuntimeError,
+            {"device_train_microbatch_size": "auto"},  # settled by then
+            "Rank 1: OutOfMemoryError: CUDA out of memory (injected)",
+            marks=pytest.mark.promise(99),
+        ),
+    ],
+)
+def test_the_others_say_what_the_first_one_said(
+    world2: World, error: Exception, kind: type, options: dict[str, Any], text: str
+) -> None:
     with pytest.raises(WorkerError) as caught:
-        world2(out_of_memory_once_settled)
-    assert caught.value.results == {0: "Rank 1: OutOfMemoryError: CUDA out of memory (injected)"}
+        world2(fails_elsewhere, error, kind, **options)
+    assert caught.value.results == {0: text}
 
 
 def test_alone_an_error_is_itself() -> None:
