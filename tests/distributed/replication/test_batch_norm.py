@@ -15,6 +15,8 @@ from composer_dist.distributed.replication.batch_norm import (
 )
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
+pytestmark = pytest.mark.promise(67)
+
 
 class Named(nn.BatchNorm2d):
     """A subclass that only has a name of its own."""
@@ -33,7 +35,6 @@ class Norms(nn.Module):
         return out
 
 
-@pytest.mark.promise(67)
 def test_convert_and_revert_keep_everything() -> None:
     model = Norms()
     model(torch.randn(4, 3))  # moves the statistics
@@ -62,7 +63,6 @@ def test_convert_and_revert_keep_everything() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True))
 
 
-@pytest.mark.promise(67)
 def test_the_root_may_be_one() -> None:
     model = nn.BatchNorm2d(3)
     assert convert_sync_batch_norm(model) == [""]
@@ -71,7 +71,6 @@ def test_the_root_may_be_one() -> None:
     assert type(model) is nn.BatchNorm2d
 
 
-@pytest.mark.promise(67)
 def test_one_that_torch_has_converted_takes_inputs_of_any_shape() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm2d(3)).eval()
     x = torch.randn(4, 3, 5)
@@ -94,7 +93,6 @@ def test_a_forward_of_its_own_is_not_lost() -> None:
     assert type(model[0]) is nn.BatchNorm1d
 
 
-@pytest.mark.promise(67)
 def test_preparing_on_cpu_names_what_cannot_run_there() -> None:
     for model, config in (
         (Norms(), DDPConfig(sync_batch_norm=True)),

@@ -17,6 +17,8 @@ from tests.kit.gradients import Toy, assert_grads, batch, collectives, grads, lo
 from tests.kit.meshes import mine
 from tests.kit.world import on_ranks
 
+pytestmark = pytest.mark.promise(94)
+
 
 @on_ranks(2)
 def test_tensors_of_any_layout_and_dtype_in_buckets() -> None:
@@ -49,7 +51,6 @@ def test_unused_parameters_count_as_zero_where_any_rank_used_them() -> None:
     assert table.weight.grad.tolist() == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]]
 
 
-@pytest.mark.promise(94)
 @pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), ("hsdp", 2), ("hsdp", 4)])
 @on_ranks("ranks")
 def test_scalars_and_unsharded_parameters_are_averaged_once_a_backward(kind: str, ranks: int) -> None:
@@ -63,7 +64,6 @@ def test_scalars_and_unsharded_parameters_are_averaged_once_a_backward(kind: str
         assert_grads(model, reference(single, [x]))
 
 
-@pytest.mark.promise(94)
 @on_ranks(2)
 def test_unused_here_counts_as_zero_and_unused_everywhere_stays_none() -> None:
     """Rank 1 does not use the adapter, and no rank the gains."""
@@ -79,7 +79,6 @@ def test_unused_here_counts_as_zero_and_unused_everywhere_stays_none() -> None:
     assert model.adapter.weight.grad is not None
 
 
-@pytest.mark.promise(94)
 @on_ranks(2)
 def test_several_forwards_one_backward_and_the_reverse() -> None:
     first, second = batch(2)
@@ -97,7 +96,6 @@ def test_several_forwards_one_backward_and_the_reverse() -> None:
     assert_grads(model, reference(single, [first]))
 
 
-@pytest.mark.promise(94)
 @pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
 def test_averaging_next_to_activation_checkpointing(reshard: bool) -> None:
@@ -109,7 +107,6 @@ def test_averaging_next_to_activation_checkpointing(reshard: bool) -> None:
     assert_grads(model, reference(single, batches))
 
 
-@pytest.mark.promise(94)
 @on_ranks(2)
 def test_a_failed_backward_does_not_stop_the_next_one_and_remove_does() -> None:
     torch.manual_seed(3)
@@ -139,7 +136,6 @@ def _bare_forward(self: Toy, x: torch.Tensor) -> torch.Tensor:
     return self.blocks[0].gain * x
 
 
-@pytest.mark.promise(94)
 @on_ranks(2)
 def test_one_all_reduce_per_dtype_and_none_for_frozen_parameters() -> None:
     torch.manual_seed(3)
@@ -173,7 +169,6 @@ def test_a_gradient_that_bypasses_the_root_is_an_error() -> None:
         model.adapter(x).sum().backward()
 
 
-@pytest.mark.promise(94)
 @on_ranks(2)
 def test_sharded_parameters_are_refused() -> None:
     model = fully_shard(nn.Linear(4, 4))
@@ -181,7 +176,6 @@ def test_sharded_parameters_are_refused() -> None:
         average_plain_gradients(model, dict(model.named_parameters()), None)
 
 
-@pytest.mark.promise(94)
 def test_one_process_needs_no_group() -> None:
     model = Toy()
     average_plain_gradients(model, dict(model.named_parameters()), None)

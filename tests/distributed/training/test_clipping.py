@@ -16,6 +16,8 @@ from tests.kit.gradients import assert_grads, batch, grads, loss_of, prepared, r
 from tests.kit.meshes import mine
 from tests.kit.world import on_ranks
 
+pytestmark = pytest.mark.promise(32)
+
 
 def both_with_gradients(reshard: bool | int = True, kind: str = "fsdp") -> tuple[nn.Module, nn.Module]:
     """A prepared model and its unsharded copy, after the backward of one batch."""
@@ -26,7 +28,6 @@ def both_with_gradients(reshard: bool | int = True, kind: str = "fsdp") -> tuple
     return model, single
 
 
-@pytest.mark.promise(32)
 @pytest.mark.parametrize(
     ("ranks", "kind", "norm_type", "max_norm"),
     [
@@ -52,7 +53,6 @@ def test_norm_over_sharded_and_plain_gradients(
     assert all(torch.equal(norm, other) for other in norms)
 
 
-@pytest.mark.promise(32)
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @on_ranks(4)
 def test_several_meshes_frozen_and_missing_gradients(norm_type: float) -> None:
@@ -96,7 +96,6 @@ def test_several_meshes_frozen_and_missing_gradients(norm_type: float) -> None:
             torch.testing.assert_close(full(parameter.grad), plain.grad)
 
 
-@pytest.mark.promise(32)
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @on_ranks(2)
@@ -121,7 +120,6 @@ def test_clipping_after_an_evaluation(reshard: bool | int) -> None:
     assert_grads(model, grads(single))
 
 
-@pytest.mark.promise(32)
 @on_ranks(2)
 def test_clipping_by_value() -> None:
     model, single = both_with_gradients()
@@ -130,7 +128,6 @@ def test_clipping_by_value() -> None:
     assert_grads(model, grads(single))
 
 
-@pytest.mark.promise(32)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_one_process_any_dtype(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
@@ -142,13 +139,11 @@ def test_one_process_any_dtype(dtype: torch.dtype) -> None:
     torch.testing.assert_close(parameter.grad, expected, rtol=1e-2, atol=0)
 
 
-@pytest.mark.promise(32)
 def test_nothing_to_clip() -> None:
     assert clip_grad_norm([], 1.0).item() == 0.0
     assert clip_grad_norm(nn.Linear(2, 2), 1.0).item() == 0.0
 
 
-@pytest.mark.promise(32)
 @pytest.mark.parametrize(("max_norm", "norm_type"), [(1.0, 0.0), (1.0, -2.0), (-1.0, 2.0)])
 def test_impossible_norms_are_refused(max_norm: float, norm_type: float) -> None:
     with pytest.raises(ParallelismValueError, match="norm_type > 0 and max_norm >= 0"):

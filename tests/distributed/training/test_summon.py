@@ -19,6 +19,8 @@ from tests.kit.meshes import BY_WORLD, PLACES
 from tests.kit.toy import Stateful, sharded, six_tokens, stateful, trainable
 from tests.kit.world import on_ranks
 
+pytestmark = pytest.mark.promise(90)
+
 
 def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
@@ -28,7 +30,6 @@ def state(model: torch.nn.Module) -> dict[str, Tensor]:
     return tensors(full_model_state(model, ranks="all"))
 
 
-@pytest.mark.promise(90)
 @pytest.mark.parametrize("options", [{}, {"offload_to_cpu": True}, {"writeback": False}])
 @on_ranks(2)
 def test_inside_are_plain_full_parameters(options: dict[str, bool]) -> None:
@@ -43,7 +44,6 @@ def test_inside_are_plain_full_parameters(options: dict[str, bool]) -> None:
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.promise(90)
 @on_ranks(2)
 def test_rank0_only_leaves_the_others_their_shards() -> None:
     model = sharded(stateful())
@@ -51,7 +51,6 @@ def test_rank0_only_leaves_the_others_their_shards() -> None:
         assert {isinstance(p, DTensor) for p in model.parameters()} == {dist.get_rank() > 0}
 
 
-@pytest.mark.promise(90)
 @pytest.mark.parametrize("rank0_only", [False, True])
 @pytest.mark.parametrize("writeback", [False, True])
 @on_ranks(2)
@@ -80,7 +79,6 @@ def test_changes_are_kept_or_dropped_and_training_goes_on(writeback: bool, rank0
     torch.testing.assert_close(state(model)[name], reference.state_dict()[name])
 
 
-@pytest.mark.promise(90)
 @on_ranks(2)
 def test_a_leaf_and_without_recursion() -> None:
     model = sharded(stateful()).eval()
@@ -97,7 +95,6 @@ def test_a_leaf_and_without_recursion() -> None:
         assert list(plain(model)) == ["scale", "embed.weight"]
 
 
-@pytest.mark.promise(90)
 @on_ranks(2)
 def test_gradients_come_along_and_go_back() -> None:
     model, reference = sharded(stateful()).eval(), stateful().eval()
@@ -129,7 +126,6 @@ def test_after_an_eval_forward(reshard_after_forward: bool) -> None:
     equal(state(model), tensors(reference.state_dict()))
 
 
-@pytest.mark.promise(90)
 @pytest.mark.parametrize(
     ("kind", "rank0_only", "text"),
     [("forward", False, "forward of FSDPStateful"), ("shape", True, "layers.0.up.weight")],
@@ -157,7 +153,6 @@ def adapted_llama() -> Any:
     return lora_llama().eval()
 
 
-@pytest.mark.promise(90)
 @pytest.mark.parametrize(("ranks", "names"), PLACES)
 @on_ranks("ranks", timeout=180)
 def test_on_every_mesh(ranks: int, names: list[str]) -> None:
@@ -179,7 +174,6 @@ def test_on_every_mesh(ranks: int, names: list[str]) -> None:
         assert {id(p) for group in optimizer.param_groups for p in group["params"]} <= set(held.values())
 
 
-@pytest.mark.promise(90)
 def test_a_plain_model_is_left_alone() -> None:
     model = stateful()
     with summon_full_params(model), torch.no_grad():
