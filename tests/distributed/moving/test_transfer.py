@@ -6,9 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.messages import Cargo
 from composer_dist.distributed.moving.transfer import deliver, take_part
@@ -39,39 +37,6 @@ def test_every_element_arrives_from_any_source(size: int, replicas: int, bucket_
         cargoes = cargoes_of(everything, mesh, source)
         deliver({source: cargoes}, Mesh(mesh), bucket_bytes)
         check(cargoes, everything, mesh)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "names"), [(4, ("dp_shard", "tp")), (4, ("dp_replicate", "tp")), (2, ("tp",))]
-)
-@on_ranks("ranks")
-def test_tensor_parallel_parts_arrive_from_any_source(ranks: int, names: tuple[str, ...]) -> None:
-    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
-    full = torch.arange(7.0 * 12).view(7, 12)
-    cuts = [(0, 1), (1, 1), (1, 3), (None, 1)]
-    layouts = [Layout((7, 12), "dp_shard" in names, dim, groups) for dim, groups in cuts]
-    at = Mesh(mesh).here
-    for source in range(ranks):
-        for bucket_bytes in (60, MIB):
-            given = full if dist.get_rank() == source else None
-            cargoes = [
-                Cargo(str(layout), layout, full.dtype, torch.full(layout.local_shape(at), -1.0), given)
-                for layout in layouts
-            ]
-            deliver({source: cargoes}, Mesh(mesh), bucket_bytes)
-            for cargo in cargoes:
-                assert torch.equal(cargo.target.view(-1), cargo.layout.part(at).of(full)), cargo.name
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-@on_ranks(4)
-def test_several_ranks_deliver_at_a_time(replicas: int) -> None:
-    mesh = mesh_of(replicas)
-    lots = {source: awkward_tensors()[source * 3 : source * 3 + 4] for source in range(4)}
-    cargoes = {source: cargoes_of(lot, mesh, source) for source, lot in lots.items()}
-    deliver(cargoes, Mesh(mesh), 256)
-    for source, lot in lots.items():
-        check(cargoes[source], lot, mesh)
 
 
 @on_ranks(2)

@@ -91,7 +91,7 @@ def test_a_way_that_does_not_exist_is_refused() -> None:
 
 FULL = torch.arange(7.0 * 12).view(7, 12)
 WINDOWS = {"rows": (0, 1), "columns": (1, 1), "fused": (1, 3), "not cut": (None, 1)}
-MESHES = ["dp_shard", "dp_replicate", "dp_replicate dp_shard", "dp_shard tp", "dp_replicate tp"]
+MESHES = ["dp_shard", "dp_replicate", "tp", "dp_replicate dp_shard", "dp_shard tp", "dp_replicate tp"]
 
 
 @pytest.mark.parametrize("asked", ["memory", "messages"])
@@ -103,15 +103,15 @@ def test_every_element_arrives_from_one_source_and_from_several_at_once(asked: s
         dims = tuple(names.split())
         mesh = init_device_mesh("cpu", (4,) if len(dims) == 1 else (2, 2), mesh_dim_names=dims)
         here = Mesh(mesh).here
-        for lots, bucket_bytes in (
-            ({2: everything}, 1 << 30),
-            ({2: everything[:5]}, 100),
-            ({rank: everything[rank : rank + 9] for rank in range(4)}, 4000),
+        for source, lots, bucket_bytes in (
+            (3, {2: everything}, 1 << 30),
+            (0, {2: everything[:5]}, 60),
+            (2, {rank: everything[rank : rank + 9] for rank in range(4)}, 4000),
         ):
-            cargoes = {source: cargoes_of(lot, mesh, source) for source, lot in lots.items()}
-            windows = windows_of(mesh, source=3) if "tp" in names else []
+            cargoes = {rank: cargoes_of(lot, mesh, rank) for rank, lot in lots.items()}
+            windows = windows_of(mesh, source) if "tp" in names else []
             with Transport(Mesh(mesh), Agreement(), bucket_bytes, asked) as way:  # type: ignore[arg-type]
-                way.send(cargoes | {3: [*cargoes.get(3, ()), *windows]})
+                way.send(cargoes | {source: [*cargoes.get(source, ()), *windows]})
             assert way.way == asked
             expected = dict(everything) | dict.fromkeys(WINDOWS, FULL)
             for cargo in [*windows, *(cargo for each in cargoes.values() for cargo in each)]:
