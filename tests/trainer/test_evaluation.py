@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
 from composer_dist.trainer import Evaluator
-from tests.kit.training import At, classifier, fitted, joined, loader, points, quiet, tagged, tagger
+from tests.kit.training import classifier, fitted, joined, loader, points, quiet, seen_at, tagged, tagger
 from tests.kit.world import World
 
 
@@ -60,12 +60,10 @@ def test_modes_and_gradients_come_back() -> None:
     module = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4))
     model = ComposerClassifier(module, num_classes=4)
     module[0].eval()
-    seen: list[tuple[bool, bool, Any]] = []
-
-    def note(state: Any) -> None:
-        seen.append((model.training, torch.is_grad_enabled(), state.dataloader_label))
-
-    trainer, _ = quiet(model, callbacks=At(eval_after_forward=note))
+    seen, callback = seen_at(
+        "eval_after_forward", lambda state: (model.training, torch.is_grad_enabled(), state.dataloader_label)
+    )
+    trainer, _ = quiet(model, callbacks=callback)
     trainer.eval(loader())
     assert seen == [(False, False, "eval")] * 3
     assert [module[0].training, module[1].training, model.training] == [False, True, True]

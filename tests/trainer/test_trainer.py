@@ -14,7 +14,7 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
 from composer_dist.trainer import Callback, LossScaling, Time, Trainer
 from tests.kit.compare import close, weights
-from tests.kit.training import At, classifier, fitted, joined, loader, points, quiet, sgd, tagged, tagger
+from tests.kit.training import classifier, fitted, joined, loader, points, quiet, seen_at, sgd, tagged, tagger
 
 
 def by_hand(epochs: int) -> dict[str, torch.Tensor]:
@@ -140,13 +140,10 @@ def rates(every_batch: bool | None, duration: str) -> list[float]:
     return log.values("lr-SGD/group0")
 
 
-def test_schedulers_step_by_batches_or_epochs() -> None:
+def test_schedulers_step_by_batches_or_epochs_and_one_that_would_never_move_is_warned_of() -> None:
     """What is logged of a batch is the rate that its step has used."""
     assert rates(True, "4ba") == [1.0, 0.5, 0.25, 0.125]
     assert rates(False, "4ba") == rates(None, "4ba") == [1.0, 1.0, 1.0, 0.5]
-
-
-def test_a_schedule_that_would_never_move_is_told() -> None:
     for duration in ("1ep", "3ba"):
         with pytest.warns(UserWarning, match="the learning rate will not move"):
             rates(None, duration)
@@ -174,8 +171,7 @@ def test_a_seed_repeats_a_run_with_dropout() -> None:
 
 
 def test_bf16_computes_low_and_keeps_float32_weights() -> None:
-    dtypes = []
-    seen = At(after_forward=lambda state: dtypes.append(state.outputs.dtype))
+    dtypes, seen = seen_at("after_forward", lambda state: state.outputs.dtype)
     for precision, dtype in [("amp_bf16", torch.bfloat16), ("fp32", torch.float32)]:
         trainer, _ = fitted(precision=precision, callbacks=seen)
         assert dtypes.pop() is dtype

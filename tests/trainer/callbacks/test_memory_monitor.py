@@ -44,7 +44,4 @@ def test_least_mean_and_most_of_the_ranks_are_logged_at_intervals(world2: World)
             "memory/host/rss/mean": [(2, 20.0), (4, 20.0)],
             "memory/host/rss/max": [(2, 30.0), (4, 30.0)],
         }
-
-
-def test_one_process_is_its_own_least_and_most() -> None:
     assert over_ranks({"a": 3.0}) == {"a/min": 3.0, "a/mean": 3.0, "a/max": 3.0}

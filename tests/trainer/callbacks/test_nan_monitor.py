@@ -1,4 +1,4 @@
-"""A loss that is no number stops all ranks, which name what is bad."""
+"""A loss that is not finite stops all ranks, which name what is bad."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import Callback, NaNMonitor, Trainer
 from tests.kit.compare import close, weights
-from tests.kit.training import At, classifier, loader, on_parts, points, quiet
+from tests.kit.training import classifier, loader, on_parts, points, quiet, seen_at
 from tests.kit.world import World
 
 
@@ -35,12 +35,11 @@ def message(trainer: Trainer, **fit: Any) -> str:
 
 
 def test_a_bad_batch_is_named_and_the_weights_stay() -> None:
-    before: dict[str, Any] = {}
-    keep = At(batch_end=lambda state: before.update(weights(state.model)))
+    before, keep = seen_at("batch_end", lambda state: weights(state.model))
     trainer, _ = quiet(callbacks=[Spoil("batch", 1), NaNMonitor(), keep])
     text = message(trainer, train_dataloader=[points(4)[:] for _ in range(3)])
     assert text.startswith("The loss of batch 1 is nan. Not finite: the batch's '[0]' on rank 0. The opt")
-    close(weights(trainer.state.model), before)
+    close(weights(trainer.state.model), before[-1])
 
 
 def test_an_overflowing_loss_has_no_bad_tensor_but_the_gradients() -> None:

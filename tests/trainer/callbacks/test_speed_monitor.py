@@ -67,10 +67,13 @@ def test_ranks_that_share_a_matrix_count_it_once(world2: World) -> None:
         assert found == pytest.approx(expected, rel=0.02)
 
 
-def test_without_a_peak_nothing_is_counted() -> None:
+def test_peaks_are_known_by_name_and_without_one_nothing_is_counted() -> None:
     _, log = fitted()
     assert not any("flops" in name or "mfu" in name for name in log.data)
     assert peak_flops(torch.device("cpu")) is None
+    known = {"NVIDIA H200": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-80GB": 312e12}
+    known |= {"NVIDIA L40S": 362e12, "Abacus 3": None}
+    assert {name: peak_of(name) for name in known} == known
 
 
 def test_a_model_may_say_what_it_needs() -> None:
@@ -97,12 +100,6 @@ def test_an_error_ends_the_counting() -> None:
     with pytest.raises(ZeroDivisionError):
         fitted(callbacks=callbacks)
     assert not own._entered
-
-
-def test_devices_are_known_by_name() -> None:
-    known = {"NVIDIA H200": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-80GB": 312e12}
-    known |= {"NVIDIA L40S": 362e12, "Abacus 3": None}
-    assert {name: peak_of(name) for name in known} == known
 
 
 def test_sizes_must_be_positive() -> None:

@@ -1,4 +1,4 @@
-"""The dataloader of its own: every sample once, on any number of ranks, before and after a resume."""
+"""DistributedDataLoader: every sample once, on any number of ranks, before and after a resume."""
 
 import random
 from collections.abc import Iterator
@@ -126,12 +126,10 @@ def test_a_global_batch_stays_whatever_the_number_of_ranks() -> None:
 
 
 def test_data_that_changed_are_refused() -> None:
-    [loader] = loaders(1)
-    state = loader.state_dict()
-    [other] = loaders(1, list(range(9)), shuffle=True, seed=2)
+    [loader], [other] = loaders(1), loaders(1, list(range(9)), shuffle=True, seed=2)
     message = "length was 23, is now 9; shuffle was False, is now True; seed was 0, is now 2"
     with pytest.raises(ParallelismValueError, match=message):
-        other.load_state_dict(state)
+        other.load_state_dict(loader.state_dict())
 
 
 class Noisy:
@@ -202,9 +200,8 @@ def test_a_stream_is_shared_without_loss(workers: int) -> None:
     assert in_order(read(dropped, 0)) == list(range(18))
 
 
-def test_the_dataset_hears_of_the_epoch() -> None:
-    stream = Stream()
-    [loader] = loaders(1, stream)
+def test_the_dataset_is_given_the_epoch() -> None:
+    [loader] = loaders(1, stream := Stream())
     loader.set_epoch(3)
     assert stream.epoch == 3
     loader.load_state_dict({**loader.state_dict(), "epoch": 5})

@@ -100,7 +100,7 @@ def test_the_loss_of_a_block_is_that_of_its_documents() -> None:
 
 
 class Documents:
-    """Begins anew each time."""
+    """Starts over each time."""
 
     epoch = 0
 
@@ -111,7 +111,7 @@ class Documents:
         return iter([torch.arange(5) + self.epoch])
 
 
-def test_a_stream_hears_of_the_epoch() -> None:
+def test_a_stream_is_given_the_epoch() -> None:
     loader = DistributedDataLoader(PackedStream(Documents(), 5), 1)
     loader.set_epoch(3)
     assert next(iter(loader))["input_ids"].tolist() == [[3, 4, 5, 6, 7]]

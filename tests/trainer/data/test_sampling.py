@@ -1,9 +1,8 @@
-"""Samplers that fit, and those that do not."""
+"""Samplers that match the mesh, and those that do not."""
 
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from composer_dist.distributed.mesh.mesh import sampler_kwargs
@@ -50,9 +49,8 @@ def samplers() -> None:
     assert trainer.preparation is not None
     with pytest.raises(ParallelismValueError, match="All 2 data-parallel ranks .* same samples"):
         trainer.fit(duration="1ba", train_dataloader=loader())
-    other = DistributedSampler(data, num_replicas=4, rank=dist.get_rank())
     with pytest.raises(ParallelismValueError, match="DistributedSampler is for num_replicas=4"):
-        trainer.fit(duration="1ba", train_dataloader=DataLoader(data, 2, sampler=other))
+        trainer.fit(duration="1ba", train_dataloader=DataLoader(data, 2, sampler=distributed(4, 0)))
     right = DistributedSampler(data, **sampler_kwargs(trainer.preparation.mesh))
     trainer.fit(duration="1ba", train_dataloader=DataLoader(data, 2, sampler=right))
     assert trainer.state.timestamp.sample == 4
@@ -60,5 +58,5 @@ def samplers() -> None:
 
 
 @pytest.mark.promise(3)
-def test_samplers_that_do_not_fit_the_mesh_are_refused(world2: World) -> None:
+def test_samplers_that_do_not_match_the_mesh_are_refused(world2: World) -> None:
     world2(samplers)

@@ -69,17 +69,12 @@ def test_what_is_trained_returns_with_its_moments(world2: World, config: Any, fo
         everywhere(world2, config, back_and_forth, form=form)
 
 
-def test_state_that_came_later_goes() -> None:
+def test_state_that_came_later_is_removed_and_weights_of_another_model_are_refused() -> None:
     model, optimizer = trained(None, 0)
     best = take_snapshot(model, [optimizer])
     step(model, optimizer, 1)
     put_back(best, model, [optimizer])
     assert not optimizer.state
-
-
-def test_weights_of_another_model_are_refused() -> None:
-    model, optimizer = trained(None, 0)
-    best = take_snapshot(model, [optimizer])
     best["parameters"]["elsewhere"] = torch.zeros(1)
     with pytest.raises(CheckpointKeyError, match="The model has no elsewhere"):
         put_back(best, model, [optimizer])

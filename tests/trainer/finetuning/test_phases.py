@@ -34,7 +34,7 @@ from tests.kit.phases import (
     phased,
     recorded,
 )
-from tests.kit.training import At
+from tests.kit.training import seen_at
 from tests.kit.world import World
 
 MICROBATCHES = {"device_train_microbatch_size": 1}
@@ -162,8 +162,8 @@ def test_groups_that_mix_sharded_and_plain_parameters_are_reported_by_phase(worl
 def running_means(policy: Any, config: Any) -> list[torch.Tensor]:
     """The batch norm's running mean after each batch."""
     phases = [Phase("module.head", until="3ba"), Phase(["module.norm", "rest"])]
-    model, means = net(norm=True), list[torch.Tensor]()
-    seen = At(batch_end=lambda state: means.append(model.get_buffer("module.norm.running_mean").clone()))
+    model = net(norm=True)
+    means, seen = seen_at("batch_end", lambda _: model.get_buffer("module.norm.running_mean").clone())
     options = {"eval_dataloader": mine(config), "eval_interval": "2ba", "callbacks": [seen]}
     recorded(FineTuningPhases(phases, frozen_batch_norm=policy), config, model, **options)
     return means
