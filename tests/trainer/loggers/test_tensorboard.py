@@ -31,6 +31,7 @@ def test_scalars_hyperparameters_and_tables(tmp_path: Path) -> None:
     (table,) = found.Tensors("generations/text_summary")
     assert table.step == 3
     assert table.tensor_proto.string_val == [b"| prompt | text |\n| --- | --- |\n| a\\|b | c<br>d |"]
+    assert markdown(["a"], [[1.5], ["x"]]) == "| a |\n| --- |\n| 1.5 |\n| x |"
     (hyperparameters,) = found.Tensors("hyperparameters/text_summary")
     assert b"| max_duration | 1ep |" in hyperparameters.tensor_proto.string_val[0]
 
@@ -57,7 +58,3 @@ def test_rank_0_writes_for_all(world2: World, tmp_path: Path) -> None:
     world2(on_two_ranks, tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
     assert [one.step for one in events(tmp_path).Scalars("loss/train/total")] == [1, 2, 3, 4]
-
-
-def test_cells_stay_cells() -> None:
-    assert markdown(["a"], [[1.5], ["x"]]) == "| a |\n| --- |\n| 1.5 |\n| x |"

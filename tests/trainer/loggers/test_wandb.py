@@ -23,12 +23,9 @@ def records(directory: Path) -> Iterator[Any]:
     whole = b""
     for kind, data in chunks(path.read_bytes()):
         whole += data
-        if kind in (FULL, LAST):
+        if kind in (1, 4):  # a whole record, or the last part of one
             yield Record.FromString(whole)
             whole = b""
-
-
-FULL, LAST = 1, 4
 
 
 def chunks(data: bytes) -> Iterator[tuple[int, bytes]]:
