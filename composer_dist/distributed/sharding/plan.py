@@ -44,8 +44,7 @@ class Unit:
     reshard_after_forward: bool | int
     mp_policy: MixedPrecisionPolicy
     offload: str | None
-    """The kind of host memory for the shards: "pinned", "pageable", or "auto", which is pinned if there is an
-    accelerator; None keeps them on the device."""
+    """The kind of host memory for the shards, "pinned" or "pageable"; None keeps them on the device."""
     reason: str
 
     @property
