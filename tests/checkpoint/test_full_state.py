@@ -23,7 +23,7 @@ from composer_dist.errors import (
     ParallelismRuntimeError,
     ParallelismValueError,
 )
-from tests.kit.compare import close, equal, fails_alike
+from tests.kit.compare import close, equal, fails_alike, tensors_of
 from tests.kit.huggingface import gpt2
 from tests.kit.measure import messages
 from tests.kit.meshes import MESHES
@@ -39,10 +39,6 @@ def prepared(model: nn.Module, mesh: str) -> nn.Module:
         parallelize_model(model, DDPConfig())
         return model
     return sharded(model, replicas=2 if mesh == "hsdp" else 1)
-
-
-def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 @pytest.mark.promise(42)
@@ -65,8 +61,8 @@ def test_a_state_is_a_copy_with_ties(size: int) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)
     equal(state, before)
-    tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    assert all(value.untyped_storage().nbytes() == value.nbytes for value in tensors), "without padding"
+    for name, value in tensors_of(state).items():
+        assert value.untyped_storage().nbytes() == value.nbytes, f"{name} is padded"
 
 
 @pytest.mark.promise(103)

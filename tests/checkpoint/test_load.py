@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint import (
@@ -26,16 +26,12 @@ from composer_dist.errors import (
     ParallelismError,
     ParallelismRuntimeError,
 )
-from tests.kit.compare import equal, fails_alike
+from tests.kit.compare import equal, fails_alike, tensors_of
 from tests.kit.runs import assert_same, save_run, snapshot, start, train
 from tests.kit.toy import Stateful, sharded, stateful
 from tests.kit.world import World, on_ranks
 
 EACH_FORM = pytest.mark.parametrize("form", ["sharded", "one file"])
-
-
-def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 @pytest.mark.promise(50)
@@ -86,7 +82,7 @@ class Longer(Stateful):
 @EACH_FORM
 @on_ranks(2)
 def test_a_new_layer(tmp_path: Path, form: str) -> None:
-    saved = tensors(save_run(str(tmp_path / "c"), "fsdp2", sharded=form == "sharded")[0])
+    saved = tensors_of(save_run(str(tmp_path / "c"), "fsdp2", sharded=form == "sharded")[0])
     torch.manual_seed(5)
     model = Longer()
     kept = model.extra.weight.detach().clone()
@@ -147,7 +143,7 @@ def test_shapes_that_differ_are_named(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_into_a_model_from_meta(tmp_path: Path, form: str, how: str) -> None:
     path = str(tmp_path / "c")
-    saved = tensors(save_run(path, "fsdp2", sharded=form == "sharded")[0])
+    saved = tensors_of(save_run(path, "fsdp2", sharded=form == "sharded")[0])
     with torch.device("meta"):
         model = Stateful()
     model.table = torch.zeros(3)  # no checkpoint has it, and nothing initializes it
@@ -158,7 +154,7 @@ def test_into_a_model_from_meta(tmp_path: Path, form: str, how: str) -> None:
     else:
         load_checkpoint(path, {"model": sharded(model)})
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    equal(tensors(full_model_state(model, ranks="all")), saved)
+    equal(tensors_of(full_model_state(model, ranks="all")), saved)
 
 
 class Evil:
@@ -217,15 +213,11 @@ def test_a_load_that_fails_on_one_rank_leaves_nothing_half_loaded_unnoticed(tmp_
         full_model_state(model)
 
 
-class Odd:
-    """What is not restored without running code."""
-
-
 @on_ranks(2)
 def test_what_cannot_be_read_is_found_before_anything_changes(tmp_path: Path) -> None:
     model, optimizer = start("fsdp2", stateful, 0)
     train(model, optimizer)
-    save_checkpoint(tmp_path / "c", {"model": model, "optimizer": optimizer, "odd": Odd()})
+    save_checkpoint(tmp_path / "c", {"model": model, "optimizer": optimizer, "odd": Evil()})
     train(model, optimizer)
     before = snapshot(model, optimizer)
     with fails_alike(CheckpointValueError, "odd is an object that could run code"):

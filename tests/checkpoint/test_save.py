@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 
 from composer_dist.checkpoint import full_model_state, latest_checkpoint, load_checkpoint, save_checkpoint
 from composer_dist.checkpoint.storage import local as commit
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.prepare import parallelize_model
 from composer_dist.errors import CheckpointIsADirectoryError, CheckpointRuntimeError, CheckpointValueError
-from tests.kit.compare import equal, fails_alike
+from tests.kit.compare import equal, fails_alike, tensors_of
 from tests.kit.runs import assert_same, load_run, save_run, snapshot, start, train
 from tests.kit.toy import Stateful, stateful
 from tests.kit.world import WorkerError, World, on_ranks, run
@@ -37,7 +37,7 @@ def test_plain_dcp_reads_it(tmp_path: Path) -> None:
     train(model, optimizer)
     values = {"steps": 3, "note": {"a": [1, "b"]}}
     save_checkpoint(path, {"model": model, "optimizer": optimizer, **values})
-    tensors = {name: v for name, v in full_model_state(model, ranks="all").items() if isinstance(v, Tensor)}
+    tensors = tensors_of(full_model_state(model, ranks="all"))
     read = {
         "model": {name: torch.zeros_like(v) for name, v in tensors.items()},
         "steps": 0,

@@ -74,6 +74,11 @@ def equal(found: Any, expected: Any, path: str = "") -> None:
         assert found == expected, path
 
 
+def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    """A state without what is no tensor, such as a module's extra state."""
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
 def alike(model: nn.Module, part: Callable[[Tensor], Tensor | None] = lambda p: p.detach()) -> bool:
     """Whether all ranks hold the same values."""
     flat = torch.cat([value.flatten().double() for p in model.parameters() if (value := part(p)) is not None])

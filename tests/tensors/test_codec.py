@@ -6,6 +6,7 @@ Every test of the machinery runs on an 8-bit class of its own; those of NF4 need
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -203,10 +204,8 @@ def holding(weight: Tensor, requires_grad: bool = False) -> Stack:
 @pytest.fixture
 def codecs() -> Iterator[None]:
     """Codecs that a test registers are gone after it."""
-    before = dict(known_codecs)
-    yield
-    known_codecs.clear()
-    known_codecs.update(before)
+    with mock.patch.dict(known_codecs):
+        yield
 
 
 def as_other(values: Tensor) -> Any:

@@ -3,10 +3,10 @@
 import errno
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -92,13 +92,6 @@ def test_every_mesh_writes_what_transformers_writes(
             same_files(tmp_path / "found" / name / kind, tmp_path / "expected" / kind, kind)
 
 
-def test_experts_are_written_from_the_shards() -> None:
-    model = mixtral()
-    plan = planned(model)
-    assert plan.groups == ()
-    assert plan.direct["model.layers.0.mlp.experts.gate_up_proj"].boxes[0].source.startswith("model.layers.0")
-
-
 def planned(model: Any, **options: Any) -> export_plan.ExportPlan:
     state = dict(model.state_dict(keep_vars=True))
     sources = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
@@ -106,7 +99,10 @@ def planned(model: Any, **options: Any) -> export_plan.ExportPlan:
     return export_plan.plan_export(model, sources, parts, 0, "5GB", **options)
 
 
-def test_what_would_be_scattered_or_is_asked_for_is_gathered() -> None:
+def test_what_is_written_from_the_shards_and_what_is_gathered() -> None:
+    plan = planned(mixtral())
+    assert plan.groups == ()
+    assert plan.direct["model.layers.0.mlp.experts.gate_up_proj"].boxes[0].source.startswith("model.layers.0")
     model = gpt2()
     model.tie_weights()
     assert planned(model).groups == ()
@@ -117,13 +113,9 @@ def test_what_would_be_scattered_or_is_asked_for_is_gathered() -> None:
         assert planned(model).direct == {}
 
 
-@contextmanager
-def gathering() -> Iterator[None]:
+def gathering() -> Any:
     """Inside, nothing is written from the shards."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_plan, "_FEW", 0)
-        patch.setattr(export_plan, "_WORTH", 1 << 30)
-        yield
+    return mock.patch.multiple(export_plan, _FEW=0, _WORTH=1 << 30)
 
 
 def export_gathered(directory: Path) -> None:

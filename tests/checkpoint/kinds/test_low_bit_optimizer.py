@@ -1,7 +1,5 @@
 """torchao's optimizers hold their state in 8 or 4 bits, quantized by each rank for its own part."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,11 +32,9 @@ pytestmark = pytest.mark.promise(46)
 CONFIG = ParallelismConfig(fsdp2=FSDP2Config())
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
+def uncompiled() -> Any:
     """Inside, their steps run as written: compiling each of them for a test takes a minute."""
-    with mock.patch.object(torch, "compile", lambda step, **options: step):
-        yield
+    return mock.patch.object(torch, "compile", lambda step, **options: step)
 
 
 def model_of(seed: int = 0) -> nn.Sequential:
