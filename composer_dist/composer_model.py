@@ -1,4 +1,4 @@
-"""What the Trainer asks of a model, by Composer's names."""
+"""The interface of models that the Trainer can train, with Composer's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ComposerModel(nn.Module, ABC):
-    """A model that takes a whole batch of the dataloader and knows its loss and its metrics.
+    """A model that takes a whole batch from the dataloader and computes its loss and metrics.
 
     `forward` and `loss` are enough to train. Keep metrics in a plain dictionary, as
     `ComposerClassifier` does: a metric that is an attribute becomes a submodule, and its state part
@@ -28,14 +28,14 @@ class ComposerModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch: Any) -> Any:
-        """The outputs for a batch as the dataloader gives it."""
+        """The outputs for a batch from the dataloader."""
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Any) -> Any:
         """The mean loss of a batch: a scalar, or a sequence or mapping of scalars to be summed."""
 
     def loss_weight(self, batch: Any) -> float | None:
-        """How many terms `loss` averages over in this batch; None stands for its samples.
+        """The number of terms that `loss` averages over in this batch; None means its samples.
 
         The Trainer weights each microbatch of each rank by it, so that gradients equal those of
         the whole batch at once. A model whose loss averages over tokens returns their number.
@@ -43,11 +43,11 @@ class ComposerModel(nn.Module, ABC):
         return None
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        """What `update_metric` and `Trainer.predict` get: `outputs` where they are known."""
+        """The input of `update_metric` and result of `Trainer.predict`; `outputs` are reused if given."""
         return self(batch) if outputs is None else outputs
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
-        """The metrics to follow while training or while evaluating, by name."""
+        """The metrics to compute during training or evaluation, by name."""
         return {}
 
     def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> None:
@@ -63,8 +63,8 @@ class ComposerClassifier(ComposerModel):
     Args:
         module: called with the inputs, returns logits `(samples, classes)`.
         num_classes: for the default metric, the accuracy; else the module's own `num_classes`.
-        train_metrics: torchmetrics to follow while training.
-        val_metrics: torchmetrics to follow while evaluating.
+        train_metrics: torchmetrics to compute during training.
+        val_metrics: torchmetrics to compute during evaluation.
         loss_fn: `(logits, targets) -> scalar`, a mean over samples; targets may be class indices or
             probabilities.
 
@@ -99,7 +99,7 @@ class ComposerClassifier(ComposerModel):
         return self._loss_fn(outputs, targets)
 
     def loss_weight(self, batch: Any) -> float | None:
-        """The targets that the default loss counts: it leaves out those that are -100."""
+        """The number of targets that the default loss averages over: those that are not -100."""
         _, targets = batch
         if self._loss_fn is functional.cross_entropy and not targets.is_floating_point():
             return float((targets != -100).sum())
@@ -123,7 +123,9 @@ class ComposerClassifier(ComposerModel):
             return {type(metrics).__name__: metrics}
         named = dict(metrics.items())
         if strangers := [name for name, metric in named.items() if not isinstance(metric, Metric)]:
-            raise ParallelismTypeError(f"These metrics are no torchmetrics.Metric: {', '.join(strangers)}.")
+            raise ParallelismTypeError(
+                f"These metrics are not torchmetrics.Metric objects: {', '.join(strangers)}."
+            )
         return named
 
     def _accuracy(self) -> Metric:

@@ -8,7 +8,7 @@ can drop the pages again.
 import mmap
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -256,8 +256,9 @@ def _to_huggingface(
     )
     stage.expect(sum(entry.nbytes for entry in plan.index.entries.values()))
     with staged(target) as directory:
-        for file in _others(like):
-            shutil.copyfile(file, directory / file.name)
+        for file in sorted(like.iterdir()) if like.is_dir() else ():  # configuration, tokenizer, code
+            if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, directory / file.name)
         model.config.dtype = next(iter(kept.values())).dtype
         write_settings(model, directory)
         paths = plan.create_files(directory)
@@ -268,13 +269,6 @@ def _to_huggingface(
                     entry = plan.index.entries[name]
                     stage.advance(write_tensor(made[name], files, entry.file, entry.offset))
             files.flush()
-
-
-def _others(directory: Path) -> Iterator[Path]:
-    """The files besides the weights: configuration, tokenizer, code."""
-    for file in sorted(directory.iterdir()) if directory.is_dir() else ():
-        if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
-            yield file
 
 
 def _save(contents: Mapping[str, tuple[Kind, Any]], target: Path, sharded: bool) -> None:

@@ -63,7 +63,10 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
     for name, values in named["state"].items():
         for key, value in values.items():
             values[key] = full[_label(name, key)] if isinstance(value, Tensor) else deepcopy(value)
-    groups = [{key: _copied(value) for key, value in group.items()} for group in named["param_groups"]]
+    groups = named["param_groups"]
+    for group in groups:
+        for key, value in group.items():
+            group[key] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)
     return {"state": named["state"], "param_groups": groups}
 
 
@@ -167,7 +170,3 @@ def _labeled(state: State) -> dict[str, Tensor]:
         for key, value in values.items()
         if isinstance(value, Tensor)
     }
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)

@@ -32,7 +32,7 @@ def latest_checkpoint(directory: str | os.PathLike[str], *, verify: bool = True)
                 if verify:
                     opened.verify(agreement.ranks.index(agreement.rank), len(agreement.ranks))
         except CheckpointError as error:
-            warnings.warn(f"Skipping {path}: {error}", UserWarning, stacklevel=2)
+            warnings.warn(f"Skipping {path}: {error}", stacklevel=2)
         else:
             return path
     return None

@@ -133,7 +133,7 @@ def _match(restore: Restore, where: str, strict: bool) -> list[Loading]:
     loadings = [KINDS[kind_of(state[key])].plan(restore, key) for key in known]
     mismatch.check(f"{where} does not match", strict)
     if names := mismatch.names():
-        warnings.warn(f"{where} was loaded in part. {'. '.join(names)}.", UserWarning, stacklevel=4)
+        warnings.warn(f"{where} was loaded in part. {'. '.join(names)}.", stacklevel=4)
     return loadings
 
 
@@ -161,5 +161,5 @@ def _rest(opened: Opened, state: Mapping[str, Any]) -> dict[str, Any]:
         try:
             rest[key] = opened.value(code)
         except CheckpointError as error:
-            warnings.warn(f"{key!r} of the checkpoint is left out: {error}", UserWarning, stacklevel=3)
+            warnings.warn(f"{key!r} of the checkpoint is left out: {error}", stacklevel=3)
     return rest

@@ -6,13 +6,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from composer_dist.checkpoint.export.directory import staged, write_settings, written
 from composer_dist.checkpoint.export.merged import check_mergeable, merged_sources
 from composer_dist.checkpoint.export.weights import Export
 from composer_dist.checkpoint.full_state import LoadResult, full_model_state
 from composer_dist.checkpoint.kinds.filling import fill_model
+from composer_dist.checkpoint.kinds.model import live_state
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.prepared import check_usable, mesh_of_world, prepared_mesh, reshard
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -23,7 +24,6 @@ from composer_dist.distributed.weights.initialize import find_components
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models.adapters import adapter_hosts, as_peft_names
 from composer_dist.structure.families import is_a, original_classes
-from composer_dist.structure.names import canonical_name
 from composer_dist.structure.structure import read_structure
 
 
@@ -147,7 +147,7 @@ def _model(
     base = saved.get_base_model() if is_a(saved, "PeftModel") else saved
     with Agreement().together("export_pretrained"):
         check_mergeable(hosts)
-        tensors, layers = merged_sources(base) if hosts else (_state(base), {})
+        tensors, layers = merged_sources(base) if hosts else (live_state(base), {})
         export = Export(base, tensors, layers, mesh, max_shard_size)
 
     def write(directory: Path) -> None:
@@ -170,8 +170,3 @@ def _pretrained(model: nn.Module) -> nn.Module:
         "export_pretrained needs a HuggingFaceModel, a transformers or a peft model, not "
         f"{type(inner).__name__}; pass the part of your model that is one."
     )
-
-
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's own tensors under all their names."""
-    return {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}

@@ -71,10 +71,14 @@ def doctor(
 
 def survey() -> Iterator[Finding]:
     """The checks that start no other process."""
+    import torch
+
     for check in (_python, _torch, _packages, _devices, _backends, _shared_memory, _open_files, _host_name):
         yield check()
     said = os.environ.get("OMP_NUM_THREADS")
-    yield Finding("threads", f"OMP_NUM_THREADS={said}" if said else f"{_default_threads()} in one process")
+    yield Finding(
+        "threads", f"OMP_NUM_THREADS={said}" if said else f"{torch.get_num_threads()} in one process"
+    )
     yield from _variables()
 
 
@@ -232,12 +236,6 @@ def _host_name() -> Finding:
     except OSError:
         remedy = "Gloo needs one: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME."
         return Finding("host name", f"{name!r} has no address", "warning", remedy)
-
-
-def _default_threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
 
 
 def _variables() -> Iterator[Finding]:

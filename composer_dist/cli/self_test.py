@@ -50,6 +50,9 @@ def self_test(nbytes: int = _NBYTES) -> SelfTest:
     reduced = _rate(payload, lambda: dist.all_reduce(payload, op=dist.ReduceOp.MAX)) if world > 1 else 0.0
     total = process_group.all_reduce(torch.arange(8) + rank, "sum")
     expected = world * torch.arange(8) + world * (world - 1) // 2
+    with readable_by_siblings():
+        beacon = Beacon()
+        memory = process_group.gather_objects(can_read(process_group.broadcast(beacon.describe())))
     return SelfTest(
         backend=dist.get_backend(),
         device=payload.device.type,
@@ -57,7 +60,7 @@ def self_test(nbytes: int = _NBYTES) -> SelfTest:
         pairs=pairs,
         all_reduce=reduced,
         right=process_group.all_ranks(torch.equal(total, expected)),
-        memory=_readers(),
+        memory=memory,
     )
 
 
@@ -84,10 +87,3 @@ def _rate(payload: torch.Tensor, work: Callable[[], None]) -> float:
             torch.accelerator.synchronize(payload.device)
         seconds.append(process_group.all_reduce(time.perf_counter() - begin, "max"))
     return payload.nbytes / statistics.median(seconds)
-
-
-def _readers() -> list[bool]:
-    with readable_by_siblings():
-        beacon = Beacon()
-        able = can_read(process_group.broadcast(beacon.describe()))
-        return process_group.gather_objects(able)

@@ -78,7 +78,7 @@ class FSDP2Config(FromDict):
         known = {field.name for field in dataclasses.fields(cls)}
         for key in sorted(rest.keys() - known):
             text = f"FSDP2Config has no {key!r}; '{key}: {rest.pop(key)}' is ignored.{near_miss(key, known)}"
-            warnings.warn(text, UserWarning, stacklevel=2)
+            warnings.warn(text, stacklevel=2)
         return cls.from_dict(rest)
 
 

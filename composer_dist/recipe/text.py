@@ -7,6 +7,7 @@ any resume.
 import glob
 import sysconfig
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -122,42 +123,40 @@ class TokenSamples(Dataset[Sample]):
         return {"input_ids": self._tokens[index], "labels": self._labels[index]}
 
 
+@dataclass(eq=False)
 class MaskedSamples(Dataset[Sample]):
     """Samples for masked language models, masked anew in each epoch as in RoBERTa (arXiv:1907.11692).
 
     Of the chosen tokens 80% become the mask, 10% another token, and 10% stay (BERT, arXiv:1810.04805).
-
-    Args:
-        tokens: `(samples, length)`.
-        mask: the mask's token.
-        vocabulary: how many tokens there are.
-        share: of the tokens that are chosen.
-        seed: of the choice, together with the epoch and the sample's index.
     """
 
-    def __init__(self, tokens: Tensor, mask: int, vocabulary: int, share: float, seed: int) -> None:
-        self._tokens = tokens
-        self._mask = mask
-        self._vocabulary = vocabulary
-        self._share = share
-        self._seed = seed
-        self._epoch = 0
+    tokens: Tensor
+    """`(samples, length)`."""
+    mask: int
+    """The mask's token."""
+    vocabulary: int
+    """How many tokens there are."""
+    share: float
+    """The share of the tokens that are chosen."""
+    seed: int
+    """Determines the choice, together with the epoch and the sample's index."""
+    epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses other tokens."""
-        self._epoch = epoch
+        self.epoch = epoch
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self.tokens)
 
     def __getitem__(self, index: int) -> Sample:
-        tokens = self._tokens[index]
+        tokens = self.tokens[index]
         # One generator per sample: the rank that reads it and earlier reads make no difference.
-        generator = torch.Generator().manual_seed(hash((self._seed, self._epoch, index)) % 2**63)
-        chosen = torch.rand(len(tokens), generator=generator) < self._share
+        generator = torch.Generator().manual_seed(hash((self.seed, self.epoch, index)) % 2**63)
+        chosen = torch.rand(len(tokens), generator=generator) < self.share
         chosen[int(torch.randint(len(tokens), (), generator=generator))] = True  # at least one
         fate = torch.rand(len(tokens), generator=generator)
-        others = torch.randint(self._vocabulary, (len(tokens),), generator=generator)
-        masked = torch.where(chosen & (fate < 0.8), self._mask, tokens)
+        others = torch.randint(self.vocabulary, (len(tokens),), generator=generator)
+        masked = torch.where(chosen & (fate < 0.8), self.mask, tokens)
         masked = torch.where(chosen & (fate >= 0.9), others, masked)
         return {"input_ids": masked, "labels": torch.where(chosen, tokens, IGNORED)}

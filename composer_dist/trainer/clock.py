@@ -7,7 +7,7 @@ training), `90sec`, also written `1h30m`. A `Timestamp` counts all the units at 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from functools import total_ordering
@@ -220,12 +220,16 @@ class Timestamp:
         Raises:
             ParallelismValueError: a counter is missing or unknown.
         """
-        names = {field.name for field in fields(cls)}
-        if wrong := names.symmetric_difference(state):
-            raise ParallelismValueError(
-                f"Not a Timestamp state: missing or unknown keys: {', '.join(sorted(wrong))}."
-            )
+        check_keys("Timestamp", state, {field.name for field in fields(cls)})
         return cls(**state)
+
+
+def check_keys(what: str, state: Mapping[str, Any], keys: Collection[str]) -> None:
+    """Raise unless the saved state of `what` has exactly these keys."""
+    if wrong := set(keys).symmetric_difference(state):
+        raise ParallelismValueError(
+            f"Not a {what} state: missing or unknown keys: {', '.join(sorted(wrong))}."
+        )
 
 
 def end_of_fit(now: Timestamp, planned: Time | None, duration: Time | None) -> Time:

@@ -238,7 +238,10 @@ def as_evaluators(given: Any, label: str = "eval") -> list[Evaluator]:
     if isinstance(given, Mapping):
         if not given:
             raise ParallelismValueError("eval_dataloader is an empty mapping.")
-        return [_labeled(name, one) for name, one in given.items()]
+        return [
+            replace(one, label=name) if isinstance(one, Evaluator) else Evaluator(name, one)
+            for name, one in given.items()
+        ]
     if isinstance(given, Sequence) and any(isinstance(one, Evaluator | DataLoader) for one in given):
         if strangers := [one for one in given if not isinstance(one, Evaluator)]:
             raise ParallelismTypeError(
@@ -285,12 +288,6 @@ class Timetable:
         due = [one for one in evaluators if self.evaluated.get(one.label) != now]
         self.evaluated |= {one.label: now for one in due}
         return due
-
-
-def _labeled(label: str, given: Any) -> Evaluator:
-    if isinstance(given, Evaluator):
-        return replace(given, label=label)
-    return Evaluator(label, given)
 
 
 @dataclass(frozen=True)

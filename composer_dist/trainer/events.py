@@ -1,4 +1,4 @@
-"""The moments of a run at which callbacks are called, and intervals that pass again and again."""
+"""The events at which callbacks are called, and repeating intervals."""
 
 from enum import StrEnum
 
@@ -7,21 +7,21 @@ from composer_dist.trainer.state import State
 
 
 class Event(StrEnum):
-    """A moment of a run, in the order in which they come; names and order are Composer's.
+    """The events of a run, in order; names and order are Composer's.
 
-    The value is the name of the `Callback` method. What happens between them:
+    An event's value is the name of the `Callback` method. What happens between the events:
 
     ```
     INIT                                        the Trainer is set up
     FIT_START
     EPOCH_START
-        BEFORE_DATALOADER, AFTER_DATALOADER     state.batch is there; its size is counted
+        BEFORE_DATALOADER, AFTER_DATALOADER     state.batch is set; its size is counted
         BATCH_START, BEFORE_TRAIN_BATCH
             BEFORE_FORWARD, AFTER_FORWARD       once per microbatch, as the next four
             BEFORE_LOSS, AFTER_LOSS
             BEFORE_BACKWARD, AFTER_BACKWARD
-        AFTER_TRAIN_BATCH                       gradients are complete; then clipping and the step
-        BATCH_END, (evaluation,) BATCH_CHECKPOINT       the timestamp has moved on
+        AFTER_TRAIN_BATCH                       the gradients are complete; clipping and the step follow
+        BATCH_END, (evaluation,) BATCH_CHECKPOINT       the timestamp has advanced
     EPOCH_END, (evaluation,) EPOCH_CHECKPOINT
     FIT_END
     ```
@@ -65,10 +65,10 @@ class Event(StrEnum):
 
 
 class Every:
-    """An interval that passes again and again, at its multiples since the start of the run.
+    """A repeating interval; it passes at each of its multiples since the start of the run.
 
     Args:
-        name: what the user calls it, for the error.
+        name: the option's name, for the error.
         interval: such as "10ba", "1ep" or "30sec"; an integer means epochs.
 
     Raises:
@@ -80,16 +80,16 @@ class Every:
         self._seen = 0
 
     def start(self, state: State) -> None:
-        """Counts from now on: what has passed, in this process or an earlier one, has been seen."""
+        """Starts counting now; intervals that have already passed do not count."""
         self._seen = state.intervals(self.interval)
 
     def passed(self, state: State, at: Timestamp | None = None) -> bool:
-        """Whether the interval has passed since the last time this was true."""
+        """Whether the interval has passed since this last returned True."""
         count = state.intervals(self.interval, at)
         due = count > self._seen
         self._seen = max(count, self._seen)
         return due
 
     def passes_with_this_batch(self, state: State) -> bool:
-        """`passed`, asked within a training batch about the time when it will have ended."""
+        """Like `passed`, for the end of the current training batch."""
         return self.passed(state, state.timestamp.next_batch())

@@ -1,7 +1,7 @@
 """One call that reaches every destination of metrics."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -11,8 +11,8 @@ Metrics = Mapping[str, float | Tensor]
 Row = Sequence[str | float]
 
 
-class Destination(Protocol):
-    """What a `Logger` writes to; `LoggerDestination` is the base class of ours."""
+class Destination:
+    """What a `Logger` writes to; `LoggerDestination` is this and a callback."""
 
     def log_metrics(self, metrics: Metrics, state: State) -> None:
         """Takes values by name, as of `state.timestamp`."""

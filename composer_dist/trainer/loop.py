@@ -46,40 +46,32 @@ class LoopOptions:
             raise ParallelismValueError(f"accumulate is 'sharded' or 'unsharded', not {self.accumulate!r}.")
 
 
+@dataclass
 class TrainingLoop:
     """Trains until the state's `max_duration`; a later `run` continues in the middle of the epoch.
 
     Every decision is based on what all ranks know, so that they all decide alike.
-
-    Args:
-        replicas: the number of ranks with different data.
-        run_event: calls the callbacks.
-        evaluate: evaluates what it is given.
     """
 
-    def __init__(
-        self,
-        state: State,
-        logger: Logger,
-        options: LoopOptions,
-        replicas: int,
-        run_event: Callable[[Event], None],
-        evaluate: Callable[[Sequence[Evaluator]], object],
-    ) -> None:
-        self._state = state
-        self._logger = logger
-        self._options = options
-        self._replicas = replicas
-        self._run_event = run_event
-        self._evaluate = evaluate
-        self._microbatches = Microbatches(state, options.microbatch_size)
+    _state: State
+    _logger: Logger
+    _options: LoopOptions
+    _replicas: int
+    """The number of ranks with different data."""
+    _run_event: Callable[[Event], None]
+    """Calls the callbacks."""
+    _evaluate: Callable[[Sequence[Evaluator]], object]
+    """Evaluates on what it is given."""
+
+    def __post_init__(self) -> None:
+        self._microbatches = Microbatches(self._state, self._options.microbatch_size)
         self._feed: Feed | None = None
         self._place: Mapping[str, Any] | None = None
-        """Where the next pass begins, if not at the start."""
+        """Where the next pass starts, if not at the beginning."""
         self._began = 0.0
 
     def plan(self, max_duration: Time | None, duration: Time | None) -> None:
-        """Sets where the next `run` ends, and warns of what it would do in vain.
+        """Sets where the next `run` ends, and warns of options without effect.
 
         Raises:
             ParallelismValueError: there is nothing to train on or with, or no time left.
@@ -92,17 +84,17 @@ class TrainingLoop:
         check_steps(state, self._options.schedule_batches, length_of(state.train_dataloader))
 
     def restart_epoch(self) -> None:
-        """Forgets the place in the dataloader, because it is another one now."""
+        """Forgets the position in the dataloader, because the dataloader has been replaced."""
         self._feed = self._place = None
 
     def place(self) -> dict[str, Any] | None:
-        """The place in the training data, of all ranks; None at the start of an epoch. Every rank asks."""
+        """The position of all ranks in the training data; None at the start of an epoch. A collective."""
         if self._feed is not None:
             return self._feed.place()
         return dict(self._place) if self._place else None
 
     def go_to(self, place: Mapping[str, Any] | None) -> None:
-        """Has the next `run` begin where `place` told."""
+        """Makes the next `run` begin at a position that `place` returned."""
         self._feed, self._place = None, place
 
     @property
@@ -111,7 +103,7 @@ class TrainingLoop:
         return self._options.timetable.evaluated
 
     def generators(self) -> dict[str, Any]:
-        """The host's generators at that place, if reading has moved them since; else {}."""
+        """The states of the host's generators at that position, if they have changed since; else {}."""
         return self._feed.generators() if self._feed else {}
 
     def run(self) -> None:
@@ -134,7 +126,7 @@ class TrainingLoop:
         state.dataloader, state.dataloader_label, state.dataloader_len = None, None, None
 
     def _epoch(self) -> bool:
-        """Trains to the end of the epoch or of the fit; False if a rank wished to stop."""
+        """Trains to the end of the epoch or of the fit; returns False if a rank asked to stop."""
         state = self._state
         if self._feed is None:
             self._feed = self._open_feed()
@@ -226,6 +218,5 @@ def _check_trainable(state: State) -> None:
             f"{listed(idle, 5)} {'is' if len(idle) == 1 else 'are'} trainable but in no optimizer: gradients "
             "will be computed for nothing. Give them to an optimizer (built after adapters are added), or "
             "freeze them.",
-            UserWarning,
             stacklevel=4,
         )

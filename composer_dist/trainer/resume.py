@@ -16,6 +16,7 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.callbacks import Callback
 from composer_dist.trainer.callbacks.checkpoint_saver import CheckpointSaver, contents
+from composer_dist.trainer.clock import check_keys
 from composer_dist.trainer.data.randomness import generator_states, set_generator_states
 from composer_dist.trainer.loop import TrainingLoop
 from composer_dist.trainer.state import State
@@ -48,11 +49,7 @@ def load_run_state(
     """
     saved = dict(saved)
     place, generators = saved.pop("data", None), saved.pop("generators", [])
-    parts = {"state", "loss_scaler", "schedulers", "callbacks"}
-    if wrong := parts.symmetric_difference(saved):
-        raise ParallelismValueError(
-            f"Not a Trainer state: missing or unknown keys: {', '.join(sorted(wrong))}."
-        )
+    check_keys("Trainer", saved, ("state", "loss_scaler", "schedulers", "callbacks"))
     if len(saved["schedulers"]) != len(state.schedulers):
         raise CheckpointValueError(
             f"The checkpoint's run had {len(saved['schedulers'])} of torch's schedulers, but the Trainer has "
@@ -62,7 +59,6 @@ def load_run_state(
     if gone := [name for name in saved["callbacks"] if name not in named]:
         warnings.warn(
             f"The saved states of {', '.join(gone)} are not used: the Trainer has no such callbacks.",
-            UserWarning,
             stacklevel=3,
         )
     clock = dict(saved["state"])
@@ -249,6 +245,5 @@ class _Ignored:
             warnings.warn(
                 f"load_ignore_keys: {', '.join(map(repr, self._unused))} matched nothing in the checkpoint. "
                 "Names are such as 'model.head.weight', 'optimizer', 'data', 'callbacks.EarlyStopping/0'.",
-                UserWarning,
                 stacklevel=4,
             )

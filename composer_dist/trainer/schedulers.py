@@ -52,7 +52,7 @@ class Schedule(ABC):
             ParallelismValueError: times are in units that cannot be compared.
         """
         unit = self._unit(state)
-        now, warmup = _elapsed(state, unit), _amount(state, self.t_warmup, unit)
+        now, warmup = state.passed(unit), _amount(state, self.t_warmup, unit)
         target = self.after_warmup(state, max(now, warmup), warmup, unit)
         return target * now / warmup if now < warmup else target
 
@@ -152,7 +152,6 @@ def check_steps(state: State, every_batch: bool | None, epoch_length: int | None
             f"Schedulers step after each epoch, and training ends at '{end}', within the first: "
             "the learning rate will not move. Pass step_schedulers_every_batch=True, or False if "
             "that is what you want.",
-            UserWarning,
             stacklevel=4,
         )
 
@@ -165,14 +164,6 @@ def _end(state: State) -> Time:
     if state.schedule_end is None:
         raise ParallelismValueError("A schedule in 'dur' needs a max_duration.")
     return state.schedule_end
-
-
-def _elapsed(state: State, unit: TimeUnit) -> float:
-    """The time passed; of an epoch that has begun, by its batches, if they are known."""
-    value: float = state.timestamp.get(unit).value
-    if unit is TimeUnit.EPOCH and state.train_length:
-        value += min(state.timestamp.batch_in_epoch / state.train_length, 1.0)
-    return value
 
 
 def _amount(state: State, time: Time | str, unit: TimeUnit) -> float:

@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from composer_dist.composer_model import ComposerModel
-from composer_dist.errors import ParallelismValueError
 from composer_dist.precision import Precision
-from composer_dist.trainer.clock import Time, Timestamp, TimeUnit, end_of_fit
+from composer_dist.trainer.clock import Time, Timestamp, TimeUnit, check_keys, end_of_fit
 from composer_dist.trainer.scaling import LossScaler
 from composer_dist.trainer.throughput import Throughput
 
@@ -104,11 +103,7 @@ class State:
         Raises:
             ParallelismValueError: it is not such a state.
         """
-        names = {"timestamp", "train_length"}
-        if wrong := names.symmetric_difference(state):
-            raise ParallelismValueError(
-                f"Not a Trainer state: missing or unknown keys: {', '.join(sorted(wrong))}."
-            )
+        check_keys("Trainer", state, ("timestamp", "train_length"))
         self.timestamp = Timestamp.from_state_dict(state["timestamp"])
         self.train_length = state["train_length"]
 
@@ -131,13 +126,17 @@ class State:
 
     def elapsed_duration(self, at: Timestamp | None = None) -> float | None:
         """The share of `max_duration` that has passed; within an epoch by its batches, if known."""
-        at = at or self.timestamp
         if self.max_duration is None or not self.max_duration:
             return None
-        value: float = at.get(self.max_duration.unit).value
-        if self.max_duration.unit is TimeUnit.EPOCH and self.train_length:
+        return self.passed(self.max_duration.unit, at) / self.max_duration.value
+
+    def passed(self, unit: TimeUnit, at: Timestamp | None = None) -> float:
+        """The time that has passed; within an epoch by its batches, if known."""
+        at = at or self.timestamp
+        value: float = at.get(unit).value
+        if unit is TimeUnit.EPOCH and self.train_length:
             value += min(at.batch_in_epoch / self.train_length, 1.0)
-        return value / self.max_duration.value
+        return value
 
     def has_passed(self, time: Time, since: Timestamp) -> bool:
         """Whether at least `time` has passed since then."""

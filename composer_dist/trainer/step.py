@@ -2,7 +2,7 @@
 
 Gradients are those of the mean loss over the batches of all ranks together, whatever their sizes.
 FSDP2 and DDP average gradients over ranks; so a microbatch whose loss is a mean over `w` terms
-counts `w / W`, where `W` is the mean over ranks of a rank's terms in this batch.
+has the weight `w / W`, where `W` is the mean over ranks of a rank's terms in this batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from composer_dist.trainer.state import State
 
 
 def measure(state: State, batch: Any) -> Size:
-    """What a batch contributes."""
+    """A batch's samples, tokens and terms in the loss."""
     return Size(samples=num_samples(batch), tokens=num_tokens(batch), weight=weight_of(state, batch))
 
 
@@ -52,7 +52,7 @@ def train_batch(
 
     Returns:
         Metrics by name: the loss, and the gradients' norm before clipping if it is clipped. With a loss
-        scaler, a batch whose gradients are not finite on some rank is not stepped on any.
+        scaler, no rank steps on a batch whose gradients are not finite on some rank.
 
     Raises:
         ParallelismValueError: no batch of any rank has a term that the loss counts.
@@ -60,7 +60,7 @@ def train_batch(
     if not fed.mean_weight > 0:
         raise ParallelismValueError(
             f"The loss of batch {state.timestamp.batch} has no terms on any rank (are all labels "
-            "-100?), so it has no gradient; leave such batches out."
+            "-100?), so it has no gradient; leave out such batches."
         )
     run_event(Event.BEFORE_TRAIN_BATCH)
     total = microbatches.run(fed.most, lambda parts: _gradients(state, fed, parts, run_event, how))
@@ -84,7 +84,7 @@ def train_batch(
 def _gradients(
     state: State, fed: Fed, parts: int, run_event: Callable[[Event], None], how: Accumulate
 ) -> Tensor:
-    """The gradients of one batch, in so many microbatches, and this rank's share of its loss."""
+    """Computes the gradients of one batch in `parts` microbatches; returns this rank's share of its loss."""
     for optimizer in state.optimizers:
         optimizer.zero_grad()
     for metric in state.train_metrics.values():
@@ -99,7 +99,7 @@ def _gradients(
 
 
 def total_loss(loss: Any) -> Tensor:
-    """What a model's `loss` returned, as one scalar: the sum of its parts."""
+    """The sum of the losses that a model's `loss` returned, as one scalar."""
     parts: Sequence[Any] = [loss]
     if isinstance(loss, Mapping):
         parts = list(loss.values())
@@ -114,10 +114,9 @@ def total_loss(loss: Any) -> Tensor:
 
 
 def _microbatches(state: State, fed: Fed, count: int) -> Iterator[tuple[Any, float, bool]]:
-    """Microbatch, weight, and whether it is the last; as many as any rank needs.
+    """Each microbatch, its weight, and whether it is the last; every rank has the same number of them.
 
-    A rank with fewer samples than microbatches repeats its first one at weight 0, as does a rank
-    that has run out, so that all ranks communicate alike.
+    A rank with fewer samples than microbatches, or without data, repeats its first microbatch at weight 0.
     """
     parts = split(fed.batch, count)
     weights = [0.0 if fed.filler else weight_of(state, part) for part in parts]
@@ -129,7 +128,7 @@ def _microbatches(state: State, fed: Fed, count: int) -> Iterator[tuple[Any, flo
 
 @contextmanager
 def _part(state: State, batch: Any, weight: float) -> Iterator[float]:
-    """Set `state.batch`, with context parallelism to this rank's part of it, and give its weight."""
+    """Set `state.batch` (with context parallelism, this rank's part of it) and yield its weight."""
     state.batch = to_device(batch, state.device)
     mesh = prepared_mesh(state.model)
     cp = mesh.cp if mesh is not None else None
@@ -144,7 +143,7 @@ def _part(state: State, batch: Any, weight: float) -> Iterator[float]:
 
 
 def _forward_backward(state: State, run_event: Callable[[Event], None], scale: float) -> Tensor:
-    """The microbatch's loss, detached, unscaled; its gradients are added, scaled."""
+    """Adds the scaled gradients of a microbatch; returns its loss, detached and unscaled."""
     with autocast(state.precision, state.device):
         run_event(Event.BEFORE_FORWARD)
         state.outputs = state.model(state.batch)
@@ -182,7 +181,7 @@ def _clip(state: State, clipping: GradientClipping) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientClipping:
-    """How the gradients of all ranks are bounded before each step; the two may be combined."""
+    """How gradients are clipped before each step; `norm` and `value` may be combined."""
 
     norm: float | None = None
     """Scale all gradients together, so that their global norm is at most this."""

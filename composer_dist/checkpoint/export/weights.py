@@ -100,12 +100,13 @@ class Export:
             if self.first:
                 nonce.touch()
         seen = Path(self.agreement.reach("the directory", str(nonce), lambda found: found[0])).exists()
-        blind = self.agreement.reach("who sees the directory", seen, _blind)
+        views: list[bool] = self.agreement.reach("who sees the directory", seen, list)
+        blind = [rank for rank, sees in zip(self.agreement.ranks, views, strict=True) if not sees]
         if self.first:
             nonce.unlink()
         if blind and self.first:
             warnings.warn(
-                f"Ranks {', '.join(str(self.agreement.ranks[number]) for number in blind)} do not see "
+                f"Ranks {', '.join(map(str, blind))} do not see "
                 f"{directory.parent}, where rank {self.agreement.ranks[0]} writes: it gathers and writes "
                 "everything alone. Export to a directory that all ranks share to write in parallel.",
                 stacklevel=4,
@@ -120,7 +121,7 @@ class Export:
                 raise CheckpointValueError(f"Entries of the model's state are {what}: {', '.join(names)}.")
         kept = untied(self.model, self.tensors, self.values)
         parts = {
-            name: Layout.of(tensor).part(_first_of(tensor))
+            name: Layout.of(tensor).part(replace(_here(tensor), shard=0, tp=0))  # the same on all ranks
             for name, tensor in kept.items()
             if name not in self.layers and codec_of(tensor) is None
         }
@@ -218,15 +219,6 @@ class Export:
 def _here(tensor: Tensor) -> Coordinate:
     """This rank's coordinate in the tensor's mesh."""
     return Mesh.of(tensor).here if isinstance(tensor, DTensor) else Coordinate()
-
-
-def _first_of(tensor: Tensor) -> Coordinate:
-    """The coordinate of the rank with the first part, the same on all ranks."""
-    return replace(_here(tensor), shard=0, tp=0)
-
-
-def _blind(seen: list[bool]) -> list[int]:
-    return [number for number, sees in enumerate(seen) if not sees]
 
 
 def _same_plan(digests: list[str]) -> None:

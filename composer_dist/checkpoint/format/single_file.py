@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from composer_dist.checkpoint.background import Buffers
 from composer_dist.checkpoint.format.structure import Leaves, decode, encode
@@ -17,6 +15,7 @@ from composer_dist.checkpoint.storage.place import Place, complete
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.files.checked import CheckedFile, Sink
 from composer_dist.files.torch_save import LENGTH, block_for, seal_of
+from composer_dist.tensors.nested import tensors_in
 
 
 @dataclass
@@ -75,7 +74,7 @@ def write_single_file(contents: Any, sink: Sink, name: str) -> None:
         CheckpointValueError: a value cannot be pickled.
         CheckpointRuntimeError: the file cannot be written.
     """
-    file = CheckedFile(sink, name, block_for(2 * sum(tensor.nbytes for tensor in _tensors(contents))))
+    file = CheckedFile(sink, name, block_for(2 * sum(tensor.nbytes for tensor in tensors_in(contents))))
     with file:
         file.save_object(contents, through=_WithoutLength(file))
         file.append(seal_of(file.stored()))
@@ -98,14 +97,3 @@ class _WithoutLength:
 
     def flush(self) -> None:
         """Do nothing: the last field must not be written."""
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)

@@ -90,7 +90,8 @@ def check_contents(state: Mapping[str, Any], model: nn.Module | None, filters: F
             'The state has no model; save {"model": model, ...}, or pass model= to save only an optimizer.'
         )
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if world > 1 and not any(_is_parallel(one) for one in [*models, model] if one is not None):
+    every = [one for one in [*models, model] if one is not None]
+    if world > 1 and not any(isinstance(m, DistributedDataParallel) or mesh_of(m) for m in every):
         raise CheckpointValueError(
             f"None of the models is parallel, but there are {world} ranks, which may hold different values; "
             "prepare it with parallelize_model first."
@@ -105,7 +106,3 @@ def models_in(state: Mapping[str, Any], model: nn.Module | None) -> list[nn.Modu
     """The models whose parameters an optimizer may hold."""
     found = [value for value in state.values() if isinstance(value, nn.Module)]
     return [bare(one) for one in ([model] if model is not None else found)]
-
-
-def _is_parallel(model: nn.Module) -> bool:
-    return isinstance(model, DistributedDataParallel) or mesh_of(model) is not None

@@ -64,12 +64,10 @@ class LocalPlace:
         return token
 
     def sink(self, token: str, name: str | None) -> Sink:
-        """A new file of the checkpoint; None for the only one."""
         aside = self._aside(token)
         return LocalSink(aside if name is None else aside / name)
 
     def finish(self, token: str, marks: dict[str, bytes]) -> None:
-        """Write the marks and rename."""
         for name, contents in marks.items():
             sink = self.sink(token, name)
             sink.write(memoryview(contents))
@@ -77,22 +75,18 @@ class LocalPlace:
         put_in_place(self._aside(token), self.path)
 
     def discard(self, token: str) -> None:
-        """Remove the files of this save, as far as possible."""
         with suppress(OSError):
             _remove(self._aside(token))
 
     def read(self, name: str) -> bytes | None:
-        """All of a file of the checkpoint; None if it does not exist."""
         with suppress(FileNotFoundError):
             return (self.path / name).read_bytes()
         return None
 
     def inside(self) -> list[str]:
-        """The complete checkpoints in this directory, newest first."""
         return [str(path) for path in _newest_first(self.path)]
 
     def beside(self) -> list[str]:
-        """The other complete checkpoints in the same directory, newest first."""
         return [str(path) for path in _newest_first(self.path.parent) if path != self.path]
 
     def remove(self) -> None:

@@ -21,7 +21,6 @@ class RemoteSink:
         self._file = system.open(name, "wb")
 
     def write(self, data: memoryview) -> None:
-        """Write all of it."""
         self._file.write(bytes(data))
 
     def close(self) -> None:
@@ -43,7 +42,6 @@ class RemotePlace:
         self._parent, _, self._name = self._root.rpartition("/")
 
     def reserve(self, sharded: bool) -> str:
-        """Check that a checkpoint may be put here; returns a token of this save."""
         if not sharded and self._system.isdir(self._root) and not self._system.exists(f"{self._root}/{NAME}"):
             raise CheckpointIsADirectoryError(
                 f"{self.path} is a directory, but not a checkpoint; give a file name in it, or save sharded."
@@ -52,7 +50,6 @@ class RemotePlace:
         return secrets.token_hex(4)
 
     def sink(self, token: str, name: str | None) -> Sink:
-        """A new file of the checkpoint; None for the only one."""
         return RemoteSink(self._system, self._aside(token) if name is None else f"{self._root}/{name}")
 
     def finish(self, token: str, marks: dict[str, bytes]) -> None:
@@ -70,7 +67,6 @@ class RemotePlace:
                 self._system.rm(f"{self._root}/{file.name}")
 
     def discard(self, token: str) -> None:
-        """Remove the files of this save."""
         with suppress(Exception):
             self._system.rm(self._aside(token))
         with suppress(Exception):
@@ -79,7 +75,6 @@ class RemotePlace:
                     self._system.rm(name)
 
     def read(self, name: str) -> bytes | None:
-        """All of a file of the checkpoint; None if it does not exist."""
         try:
             contents: bytes = self._system.cat_file(f"{self._root}/{name}")
         except FileNotFoundError:
@@ -87,15 +82,12 @@ class RemotePlace:
         return contents
 
     def inside(self) -> list[str]:
-        """URLs of the complete sharded checkpoints below this one, newest first."""
         return _newest_first(self._system, self._root)
 
     def beside(self) -> list[str]:
-        """URLs of the other complete sharded checkpoints in the same directory, newest first."""
         return _newest_first(self._system, self._parent, but=self._root)
 
     def remove(self) -> None:
-        """Remove the checkpoint, its mark first."""
         self._system.rm(f"{self._root}/{NAME}")
         self._system.rm(self._root, recursive=True)
 

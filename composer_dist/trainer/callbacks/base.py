@@ -143,7 +143,7 @@ class Periodic(Callback):
         interval: how often; an integer means epochs.
     """
 
-    def __init__(self, interval: Time | str | int) -> None:
+    def __init__(self, interval: Time | str | int = "1ba") -> None:
         self._every = Every(f"{type(self).__name__}'s interval", interval)
 
     def fit_start(self, state: State, logger: Logger) -> None:

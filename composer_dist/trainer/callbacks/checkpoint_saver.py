@@ -92,11 +92,9 @@ class CheckpointSaver(Callback):
             state.raise_alarm()  # all ranks finish it together, after the next batch
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Saves if it is time."""
         self._save_if_due(state)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Saves, and returns when the checkpoint is complete."""
         self._save(state)
         self._finish()
         self._restore_handler()

@@ -61,7 +61,6 @@ class EarlyStopping(Callback):
         return self._improvement.best
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Notes whether the evaluation gave the metric."""
         self._is_new = self._is_new or state.dataloader_label == self._label
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
@@ -71,21 +70,17 @@ class EarlyStopping(Callback):
         self._is_new = False
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Checks any other metric."""
         if self._label is None:
             self._check(state)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Raises if the metric was never logged."""
         if self.best is None and self._monitor not in state.metric_values:
             raise no_such_metric("EarlyStopping", self._monitor, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, when it was measured, and the checks since."""
         return self._improvement.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
         self._improvement = Improvement.from_state_dict(state)
 
     def _check(self, state: State) -> None:

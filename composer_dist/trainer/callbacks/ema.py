@@ -62,7 +62,6 @@ class EMA(Callback):
 
     @torch.no_grad()
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Updates the averages."""
         if not state.timestamp.reached(self._start) or state.timestamp.batch % int(self._interval.value):
             return
         weights = _weights(state)
@@ -77,12 +76,10 @@ class EMA(Callback):
         self._updated = state.timestamp
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
-        """The model gets the averages."""
         if not self._swapped:
             self._exchange(state)
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
-        """The model gets its weights back."""
         self.close(state, logger)
 
     def close(self, state: State, logger: Logger) -> None:

@@ -51,7 +51,6 @@ class Generate(Periodic):
         self._options = default | {"do_sample": False} | options
 
     def init(self, state: State, logger: Logger) -> None:
-        """Refuses models that cannot generate."""
         lacking = [name for name in ("generate", "tokenizer") if getattr(state.model, name, None) is None]
         if lacking:
             raise ParallelismTypeError(
@@ -60,7 +59,6 @@ class Generate(Periodic):
             )
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Generates, if it is time to."""
         if self._every.passed(state):
             with state.throughput.pause(), _at_rest(state):
                 texts = [text for batch in self._batches(state) for text in self._continue(state, batch)]
@@ -78,7 +76,8 @@ class Generate(Periodic):
 
     def _continue(self, state: State, prompts: list[str]) -> list[str]:
         model: Any = state.model
-        padding = {"padding": True, "padding_side": _side(model)} if len(prompts) > 1 else {}
+        side = "right" if model.config.is_encoder_decoder else "left"  # a decoder continues at the right end
+        padding = {"padding": True, "padding_side": side} if len(prompts) > 1 else {}
         inputs = model.tokenizer(prompts, return_tensors="pt", **padding).to(state.device)
         inputs.pop("token_type_ids", None)
         with autocast(state.precision, state.device):
@@ -87,11 +86,6 @@ class Generate(Periodic):
             tokens = tokens[:, inputs["input_ids"].shape[1] :]
         texts: list[str] = model.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return texts
-
-
-def _side(model: Any) -> str:
-    """A decoder continues at the right end, so it is padded on the left."""
-    return "right" if model.config.is_encoder_decoder else "left"
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from torch import Tensor
 
 from composer_dist.distributed.training.clipping import global_norm, gradient_part, norms
 from composer_dist.trainer.callbacks.base import Periodic
-from composer_dist.trainer.clock import Time
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
 
@@ -16,12 +15,9 @@ class GradientNorm(Periodic):
         interval: how often; an integer means epochs.
     """
 
-    def __init__(self, interval: Time | str | int = "1ba") -> None:
-        super().__init__(interval)
-        self._norm: Tensor | None = None
+    _norm: Tensor | None = None
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Measures, if it is time to; the value is logged at the batch's end."""
         self._norm = None
         if self._every.passes_with_this_batch(state):
             parts = {
@@ -31,6 +27,5 @@ class GradientNorm(Periodic):
             self._norm = global_norm(norms(parts).values())
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Logs it."""
         if self._norm is not None:
             logger.log_metrics({"l2_norm/grad/global": self._norm})

@@ -24,7 +24,6 @@ class LRMonitor(Callback):
         self._rates = learning_rates(state.optimizers)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Logs them."""
         logger.log_metrics(self._rates)
 
 

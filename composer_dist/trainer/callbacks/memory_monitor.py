@@ -35,7 +35,6 @@ class MemoryMonitor(Periodic):
         super().__init__(interval)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Logs, if it is time to."""
         if self._every.passed(state):
             logger.log_metrics(over_ranks(memory_of(state.device)))
 

@@ -11,7 +11,6 @@ from composer_dist.distributed.prepared import named_buffers_canonical, named_pa
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.callbacks.base import Periodic
-from composer_dist.trainer.clock import Time
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
 
@@ -25,9 +24,6 @@ class NaNMonitor(Periodic):
     Args:
         interval: how often to check; an integer means epochs. Each check waits for the device.
     """
-
-    def __init__(self, interval: Time | str | int = "1ba") -> None:
-        super().__init__(interval)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Checks the loss, which is the same on all ranks.

@@ -35,7 +35,6 @@ class OptimizerMonitor(Periodic):
         self._before: dict[str, Tensor] = {}
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Measures the gradients and keeps the parameters, if it is time to."""
         self._gradients, self._before = {}, {}
         if not self._every.passes_with_this_batch(state):
             return
@@ -45,7 +44,6 @@ class OptimizerMonitor(Periodic):
 
     @torch.no_grad()
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Measures the parameters after the step, and logs."""
         if not self._before:
             return
         parameters = dict(_trained(state))

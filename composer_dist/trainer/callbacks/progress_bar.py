@@ -49,36 +49,30 @@ class ProgressBar(Callback):
         self._at = Timestamp()
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Opens the display."""
         self._began = self._clock()
         self._shown = None
         self._at = state.timestamp
         self._open(state)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Shows the new state, if it is time to."""
         self._at = state.timestamp
         if self._due():
             self._show_training(state)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Shows the last state."""
         self._show_training(state)
         self.close(state, logger)
 
     def eval_start(self, state: State, logger: Logger) -> None:
-        """Opens the display, if the evaluation is not part of a fit."""
         self._open(state)
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
-        """Shows how far the evaluation, or prediction, is."""
         if self._display and self._due():
             done, total = state.eval_batch, state.dataloader_len
             share = done / total if total else None
             self._display.show(state.dataloader_label or "", share, f"batch {_of(done, total)}")
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Shows the metrics."""
         if not self._display:
             return
         label = state.dataloader_label or ""
@@ -92,7 +86,6 @@ class ProgressBar(Callback):
         self._display.leave(label, "  ".join(where + parts))
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
-        """Closes the display, unless the evaluation is part of a fit."""
         if state.dataloader_label != "train":
             self.close(state, logger)
 
@@ -100,11 +93,9 @@ class ProgressBar(Callback):
     predict_batch_end = eval_batch_end
 
     def predict_end(self, state: State, logger: Logger) -> None:
-        """Closes the display."""
         self.close(state, logger)
 
     def close(self, state: State, logger: Logger) -> None:
-        """Gives the terminal back."""
         if self._display:
             self._display.close()
         self._display = None
@@ -112,7 +103,9 @@ class ProgressBar(Callback):
     def _open(self, state: State) -> None:
         if state.rank == 0 and self._display is None:
             stream = self._stream or sys.stderr
-            bar = _can_show_a_bar(stream) if self._bar is None else self._bar
+            bar = self._bar
+            if bar is None:
+                bar = stream.isatty() and "TORCHELASTIC_RUN_ID" not in os.environ
             self._display = _Bar(stream) if bar else _Lines(stream)
 
     def _due(self) -> bool:
@@ -204,10 +197,6 @@ class _Bar:
 
     def close(self) -> None:
         self._progress.stop()
-
-
-def _can_show_a_bar(stream: TextIO) -> bool:
-    return stream.isatty() and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def _where(state: State, at: Timestamp) -> str:

@@ -1,5 +1,6 @@
 """The time that is left."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,11 +35,9 @@ class RuntimeEstimator(Callback):
         """The share that had passed at the last evaluation."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Starts measuring again."""
         self._start, self._skipped, self._paused = None, 0, 0.0
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Logs the estimate, once there is one."""
         share = state.elapsed_duration()
         if share is None:
             return
@@ -52,15 +51,13 @@ class RuntimeEstimator(Callback):
         if share > first:
             seconds_per_share = (self._clock() - began - self._paused) / (share - first)
             left = max(1.0 - share, 0.0)
-            remaining = left * seconds_per_share + self._evaluations_in(left) * self._mean_eval()
+            remaining = left * seconds_per_share + left * self._eval_seconds / (self._last_eval or math.inf)
             logger.log_metrics({"time/remaining_estimate": remaining})
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
-        """An evaluation begins."""
         self._eval_began = self._clock()
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
-        """Notes how long it took."""
         if state.dataloader_label != "train":
             return  # not part of a fit
         seconds = self._clock() - self._eval_began
@@ -70,7 +67,6 @@ class RuntimeEstimator(Callback):
         self._last_eval = state.elapsed_duration() or 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """The number and duration of evaluations."""
         return {
             "eval_seconds": self._eval_seconds,
             "evaluations": self._evaluations,
@@ -78,12 +74,5 @@ class RuntimeEstimator(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
         self._eval_seconds, self._evaluations = state["eval_seconds"], state["evaluations"]
         self._last_eval = state["last_eval"]
-
-    def _mean_eval(self) -> float:
-        return self._eval_seconds / self._evaluations if self._evaluations else 0.0
-
-    def _evaluations_in(self, share: float) -> float:
-        return share * self._evaluations / self._last_eval if self._last_eval else 0.0

@@ -54,14 +54,12 @@ class SpeedMonitor(Callback):
         self._per_token: float | None = None
 
     def init(self, state: State, logger: Logger) -> None:
-        """Looks up the devices' peak."""
         state.throughput.window = self._window
         mine = self._given or peak_of_device(state.device)
         if process_group.all_ranks(mine is not None):
             self._peak = process_group.all_reduce(mine or 0.0, "sum")
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
-        """Prepares to count, at the first batch."""
         self._leave()
         self._count = None
         self._before = state.timestamp
@@ -78,12 +76,10 @@ class SpeedMonitor(Callback):
             warnings.warn(
                 "The FLOPs of a compiled model cannot be counted, so no MFU is logged. Give the model a "
                 "method flops_per_batch(batch).",
-                UserWarning,
                 stacklevel=2,
             )
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        """Counts the forward of a microbatch."""
         self._leave()
         if self._count is not None and not hasattr(state.model, "flops_per_batch"):
             self._count = FlopCount()
@@ -103,7 +99,6 @@ class SpeedMonitor(Callback):
         self._leave()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Logs the speed."""
         if self._count is not None:
             self._learn(state)
             self._count = None
@@ -123,7 +118,6 @@ class SpeedMonitor(Callback):
         logger.log_metrics(metrics)
 
     def close(self, state: State, logger: Logger) -> None:
-        """Stops counting after an error."""
         self._leave()
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,7 +125,6 @@ class SpeedMonitor(Callback):
         return {} if self._per_sample is None else {"flops": [self._per_sample, self._per_token]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
         self._per_sample, self._per_token = state["flops"]
 
     def _learn(self, state: State) -> None:

@@ -200,7 +200,6 @@ class Feed:
                 f"The {self._label} dataloader of {_spell(without, self._world)} ended after "
                 f"{self._count - 1} batches, before the others. Until all have ended, it repeats its last "
                 "batch at weight 0: results are exact, but its time is wasted.",
-                UserWarning,
                 stacklevel=4,
             )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -15,15 +16,15 @@ Request = tuple[int, list[int]]
 Collate = Callable[[list[Any]], Any]
 
 
+@dataclass(eq=False)
 class FetchBatch(Dataset[Any]):
     """Whole batches of a dataset: `fetch[seed, indices]`, collated.
 
     What the dataset and `collate` draw at random depends on the seed alone, in any process.
     """
 
-    def __init__(self, dataset: Any, collate: Collate) -> None:
-        self.dataset = dataset
-        self.collate = collate
+    dataset: Any
+    collate: Collate
 
     def __getitem__(self, request: Request) -> Any:
         seed, indices = request
@@ -33,35 +34,24 @@ class FetchBatch(Dataset[Any]):
             return self.collate(many(indices) if many else [self.dataset[index] for index in indices])
 
 
+@dataclass(eq=False, kw_only=True)
 class StreamBatches(IterableDataset[Any]):
-    """Batches of one rank's share of a stream that every rank reads as a whole.
+    """Batches of one rank's share of a stream that every rank reads as a whole."""
 
-    Args:
-        dataset: gives the same samples on every rank.
-        collate: samples to a batch.
-        size: samples of all ranks together.
-        num_replicas: ranks with different data.
-        rank: this one.
-        start: samples to skip.
-        drop_last: leave out a last batch that is smaller.
-        seed: of what the dataset and `collate` draw.
-    """
-
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        collate: Collate,
-        *,
-        size: int,
-        num_replicas: int,
-        rank: int,
-        start: int,
-        drop_last: bool,
-        seed: int,
-    ) -> None:
-        self.dataset, self.collate, self.seed = dataset, collate, seed
-        self.size, self.num_replicas, self.rank = size, num_replicas, rank
-        self.start, self.drop_last = start, drop_last
+    dataset: Iterable[Any]
+    """Gives the same samples on every rank."""
+    collate: Collate
+    size: int
+    """Samples of all ranks together."""
+    num_replicas: int
+    """Ranks with different data."""
+    rank: int
+    start: int
+    """Samples to skip."""
+    drop_last: bool
+    """Leave out a last batch that is smaller."""
+    seed: int
+    """Determines what the dataset and `collate` draw."""
 
     def __iter__(self) -> Iterator[Any]:
         randomness = OwnRandomness(self.seed)

@@ -172,8 +172,8 @@ class DistributedDataLoader:
         options = {"collate_fn": _as_it_is, "generator": torch.Generator(), **self._options}
         if self._length is None:
             stream = StreamBatches(
-                self.dataset,
-                self.collate_fn,
+                dataset=self.dataset,
+                collate=self.collate_fn,
                 size=self._size,
                 start=self._start,
                 drop_last=self.drop_last,

@@ -6,6 +6,7 @@ hyperparameters of their old group.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -29,55 +30,50 @@ class _Kind(NamedTuple):
     decays: bool
 
 
+@dataclass
 class PhaseGroups:
     """Takes parameters out of optimizers and returns them phase by phase.
-
-    Args:
-        optimizers: all of the run.
-        schedulers: of these optimizers; they are extended for every new group.
-        parameters: of all phases, by name.
-        no_decay: names of parameters without weight decay.
-        apply_lambdas: whether a scheduler's function of time also applies to groups with a phase's learning
-            rate.
 
     Raises:
         ParallelismValueError: a parameter is in no optimizer, and there are several to choose from.
     """
 
-    def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        schedulers: Sequence[LRScheduler],
-        parameters: Mapping[str, nn.Parameter],
-        no_decay: Collection[str],
-        apply_lambdas: bool,
-    ) -> None:
-        self._optimizers, self._schedulers = optimizers, schedulers
-        self._no_decay, self._apply_lambdas = no_decay, apply_lambdas
+    optimizers: Sequence[Optimizer]
+    """All of the run."""
+    schedulers: Sequence[LRScheduler]
+    """Those of these optimizers; they are extended for every new group."""
+    parameters: InitVar[Mapping[str, nn.Parameter]]
+    """The parameters of all phases, by name."""
+    no_decay: Collection[str]
+    """Names of parameters without weight decay."""
+    apply_lambdas: bool
+    """Whether a scheduler's function of time also applies to groups with a phase's learning rate."""
+
+    def __post_init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._source = {
             parameter: (number, index)
-            for number, optimizer in enumerate(optimizers)
+            for number, optimizer in enumerate(self.optimizers)
             for index, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }
         self._groups: dict[_Kind, int] = {}
         self._parked: dict[nn.Parameter, dict[str, Any]] = {}
         outside = [name for name, parameter in parameters.items() if parameter not in self._source]
-        if outside and len(optimizers) > 1:
+        if outside and len(self.optimizers) > 1:
             raise ParallelismValueError(
-                f"{listed(outside)}: in a phase, but in none of the {len(optimizers)} optimizers. Give every "
-                "optimizer all its parameters; the phases take out those that wait."
+                f"{listed(outside)}: in a phase, but in none of the {len(self.optimizers)} optimizers. Give "
+                "every optimizer all its parameters; the phases take out those that wait."
             )
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
         """The names of the parameters that are in a group now."""
-        present = {p for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        present = {p for o in self.optimizers for group in o.param_groups for p in group["params"]}
         return [name for name, parameter in parameters.items() if parameter in present]
 
     def withdraw(self, parameters: Collection[nn.Parameter]) -> None:
         """Takes parameters and their state out of the optimizers; emptied groups stay."""
         out = set(parameters)
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 keep = [index for index, p in enumerate(group["params"]) if p not in out]
                 for key in ("params", "param_names"):
@@ -98,10 +94,10 @@ class PhaseGroups:
         new = {name: parameter for name, parameter in parameters.items() if name not in present}
         if phase == 0 and lr is not None:
             for number, index in sorted({self._source[p] for p in new.values() if p in self._source}):
-                rebase(self._schedulers, self._optimizers[number], index, lr)
+                rebase(self.schedulers, self.optimizers[number], index, lr)
         left_out: list[str] = []
         for kind, members in self._by_kind(phase, new, lr).items():
-            optimizer = self._optimizers[kind.optimizer]
+            optimizer = self.optimizers[kind.optimizer]
             for parameter in members.values():
                 if parameter in self._parked:
                     optimizer.state[parameter] = self._parked.pop(parameter)
@@ -137,11 +133,11 @@ class PhaseGroups:
         kinds: dict[_Kind, dict[str, nn.Parameter]] = {}
         for name, parameter in parameters.items():
             number, index = self._source.get(parameter, (0, None))
-            optimizer = self._optimizers[number]
+            optimizer = self.optimizers[number]
             source = optimizer.defaults if index is None else optimizer.param_groups[index]
             own_rate = lr is not None and (phase > 0 or index is None)
             # A group without weight decay is good for both kinds of parameters.
-            decays = name not in self._no_decay or not source.get("weight_decay")
+            decays = name not in self.no_decay or not source.get("weight_decay")
             kind = _Kind(number, index, phase if own_rate else None, decays)
             kinds.setdefault(kind, {})[name] = parameter
         return kinds
@@ -154,7 +150,7 @@ class PhaseGroups:
 
     def _make(self, kind: _Kind, lr: float | None) -> list[str]:
         """Adds an empty group like the one that the parameters left; returns what `add` returns."""
-        optimizer = self._optimizers[kind.optimizer]
+        optimizer = self.optimizers[kind.optimizer]
         groups = optimizer.param_groups
         source = optimizer.defaults if kind.source is None else groups[kind.source]
         if kind.source is None and lr is None:
@@ -171,10 +167,10 @@ class PhaseGroups:
         if any("param_names" in group for group in groups):
             options["param_names"] = []
         optimizer.add_param_group({"params": [], **options})
-        keep_lambdas = self._apply_lambdas or lr is None
-        apart = extend(self._schedulers, optimizer, kind.source or 0, keep_lambdas)
+        keep_lambdas = self.apply_lambdas or lr is None
+        apart = extend(self.schedulers, optimizer, kind.source or 0, keep_lambdas)
         if lr is not None:
-            rebase(self._schedulers, optimizer, -1, lr)
-            if not (keep_lambdas and has_lambdas(self._schedulers, optimizer)):
+            rebase(self.schedulers, optimizer, -1, lr)
+            if not (keep_lambdas and has_lambdas(self.schedulers, optimizer)):
                 groups[-1]["lr"] = like(groups[-1]["lr"], lr)
         return [type(scheduler).__name__ for scheduler in apart]

@@ -109,7 +109,6 @@ class FineTuningPhases(Callback):
         return select(self._schedule or default_phases(model), model, self._no_decay)
 
     def init(self, state: State, logger: Logger) -> None:
-        """Freezes everything but phase 0."""
         self._state, self.phase, self._progress, self._best = state, 0, PhaseProgress(), None
         self._is_best = False
         with process_group.together("the phases of fine-tuning"):
@@ -140,14 +139,12 @@ class FineTuningPhases(Callback):
         if self._is_last and self._is_over():
             warnings.warn(
                 f"The last phase has already ended ('until' of phase {self.phase}): this fit trains nothing.",
-                UserWarning,
                 stacklevel=2,
             )
         self._fix_batch_norms()
         logger.log_metrics({"phases/phase": self.phase})
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
-        """Ends the training when the last phase has ended."""
         if self._is_last and self._is_over():
             self._return_to_best()
             state.stop_training()
@@ -167,11 +164,9 @@ class FineTuningPhases(Callback):
         logger.log_metrics({"phases/phase": self.phase})
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Measures a metric of the dataloader that has been evaluated."""
         self._measure(state.dataloader_label)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Measures any other metric."""
         self._measure(None)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
@@ -179,7 +174,6 @@ class FineTuningPhases(Callback):
         self._keep_best()
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Likewise."""
         self._keep_best()
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -188,13 +182,11 @@ class FineTuningPhases(Callback):
         self._fitting = False
 
     def close(self, state: State, logger: Logger) -> None:
-        """Warns of phases that never began."""
         left = len(self.phases) - 1 - self.phase
         if left > 0 and state.timestamp.batch and state.rank == 0:
             _log.warning("Training has ended in phase %d; %d more have not begun.", self.phase, left)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is in the schedule, and the best weights of the phase."""
         self._keep_best()
         return {
             "phase": self.phase,
@@ -237,7 +229,6 @@ class FineTuningPhases(Callback):
             warnings.warn(
                 f"Phase {number}: {', '.join(unmoved)} changes learning rates by a function, but not those "
                 f"of phases: lr stays {phase.lr}. FineTuningPhases(apply_lambdas=True) changes it too.",
-                UserWarning,
                 stacklevel=2,
             )
 
@@ -328,7 +319,6 @@ class FineTuningPhases(Callback):
             warnings.warn(
                 f"{listed(held)} stay in their optimizer groups before their phase begins, and keep the rate "
                 f"of these{effect}. Leave out reduce_optimizers=False.",
-                UserWarning,
                 stacklevel=2,
             )
 

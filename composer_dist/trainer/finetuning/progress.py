@@ -57,7 +57,6 @@ class PhaseProgress(Improvement):
             warnings.warn(
                 f"Ranks have different values of {until.metric}: some would end the phase, some would not. "
                 "All end it. Log a value that is the same on every rank, as torchmetrics' are.",
-                UserWarning,
                 stacklevel=3,
             )
         return bool(some_better)

@@ -28,36 +28,29 @@ class ConsoleLogger(LoggerDestination):
         self._pending: dict[str, Any] = {}
 
     def log_metrics(self, metrics: Metrics, state: State) -> None:
-        """Keeps the values until their turn to be printed."""
         self._pending.update(metrics)
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Keeps them for the first printout."""
         self._pending.update(hyperparameters)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Row], state: State) -> None:
-        """Prints it at once, a block for each row."""
         if state.rank == 0:
             cells = (cell for row in rows for cell in zip(columns, row, strict=True))
             self._write(state, f" {name}", [f"{column}: {value}" for column, value in cells])
 
     def init(self, state: State, logger: Logger) -> None:
-        """Prints the hyperparameters."""
         self._print(state)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Prints, if the interval has passed."""
         if self._every.passed(state):
             self._print(state)
 
     epoch_end = batch_end
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Prints the evaluation's metrics."""
         self._print(state)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Prints what is left."""
         self._print(state)
 
     def _print(self, state: State) -> None:

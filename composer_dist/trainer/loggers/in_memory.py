@@ -30,15 +30,12 @@ class InMemoryLogger(LoggerDestination):
         return self._data
 
     def log_metrics(self, metrics: Metrics, state: State) -> None:
-        """Appends the values."""
         self._pending.append((state.timestamp, dict(metrics)))
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Keeps them in `hyperparameters`."""
         self.hyperparameters.update(hyperparameters)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Row], state: State) -> None:
-        """Keeps it in `tables`."""
         named = [dict(zip(columns, row, strict=True)) for row in rows]
         self.tables.setdefault(name, []).append((state.timestamp, named))
 

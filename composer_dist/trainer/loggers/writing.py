@@ -49,7 +49,6 @@ class WritingLogger(LoggerDestination):
         """What a later process needs to continue the same output, equal on all ranks."""
 
     def log_metrics(self, metrics: Metrics, state: State) -> None:
-        """Keeps the values until it is time to write."""
         if state.rank:
             return
         if not self._metrics or self._metrics[-1][0] != state.timestamp:
@@ -57,12 +56,10 @@ class WritingLogger(LoggerDestination):
         self._metrics[-1][1].update(metrics)
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Keeps them until it is time to write."""
         self._hyperparameters.update(hyperparameters)
         self._news.update(hyperparameters)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Row], state: State) -> None:
-        """Keeps it until it is time to write."""
         if state.rank == 0:
             self._tables.append((state.timestamp, name, columns, rows))
 
@@ -74,18 +71,15 @@ class WritingLogger(LoggerDestination):
             self._attempt(lambda: self._rewind(state.timestamp))
 
     def eval_start(self, state: State, logger: Logger) -> None:
-        """Opens, the first time."""
         self._begin(state)
 
     predict_start = eval_start
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Writes, if it is time to."""
         if self._every.passed(state):
             self._flush()
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
-        """Writes what there is."""
         self._flush()
 
     fit_end = predict_end = eval_after_all
@@ -96,7 +90,6 @@ class WritingLogger(LoggerDestination):
         return {"id": self._id} if self._id else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues the output of an earlier process."""
         self._id = state["id"]
 
     def close(self, state: State, logger: Logger) -> None:
@@ -148,7 +141,6 @@ class WritingLogger(LoggerDestination):
         except self.failures as error:
             warnings.warn(
                 f"{type(self).__name__} could not write: {type(error).__name__}: {error}. Training goes on.",
-                UserWarning,
                 stacklevel=2,
             )
 
