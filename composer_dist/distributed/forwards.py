@@ -56,11 +56,7 @@ def add(module: nn.Module, layer: Layer, wrap: Wrap) -> None:
 
 
 def remove(module: nn.Module, layer: Layer) -> None:
-    """Remove a layer. Without layers, the module is as it was before the first one.
-
-    Raises:
-        ParallelismRuntimeError: the module has no such layer, or other code has set a forward on top of it.
-    """
+    """Remove a layer. Without layers, the module is as it was before the first one."""
     layers = _layers(module)
     if layer not in layers.wraps:
         why = "other code has set a forward on top of it" if has(module, layer) else "there is no such layer"

@@ -136,13 +136,7 @@ def check_module(model: object) -> None:
 
 
 def check_usable(thing: nn.Module | Optimizer) -> None:
-    """Raise if preparing a model, or loading into a model or an optimizer, has failed halfway.
-
-    Raises:
-        ParallelismTypeError: `thing` is neither a model nor an optimizer.
-        ParallelismRuntimeError: the model is unusable; names the cause.
-        CheckpointRuntimeError: the optimizer is unusable; names the cause.
-    """
+    """Raise if preparing a model, or loading into a model or an optimizer, has failed halfway."""
     if not isinstance(thing, Optimizer):
         check_module(thing)
     found = of(thing)

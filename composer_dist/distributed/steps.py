@@ -233,10 +233,8 @@ def divide(structure: Structure, plan: ParallelPlan, mesh: Mesh) -> tuple[Struct
     """Wrap the modules' forwards, and replace divided parameters by this rank's parts, on the meta device.
 
     The order matters: torchao replaces classes; checkpointing must be inside compilation, and both inside the
-    collectives of tensor parallelism; FSDP2 shards what tensor parallelism has cut.
-
-    Returns:
-        The new structure, and the divided parameters as they were before, by first name.
+    collectives of tensor parallelism; FSDP2 shards what tensor parallelism has cut. The results are the new
+    structure, and the divided parameters as they were before, by first name.
     """
     float8.apply(structure, plan.compiling)
     structure = activations.apply(structure, plan.activations)

@@ -87,9 +87,6 @@ def merge_rules(
 
     A ModuleList or ModuleDict represents its children, or nothing with `containers="skip"`; the second result
     has a warning for each.
-
-    Raises:
-        ParallelismValueError: lists all rules that set nothing, or that are not optional and match nothing.
     """
     modules = structure.modules
     merged: dict[str, dict[str, tuple[Any, str]]] = {}

@@ -69,9 +69,8 @@ def to_host(tensor: torch.Tensor, kept: Set[int], pin_memory: bool) -> Packed:
 def unpack(packed: Packed) -> torch.Tensor:
     """The saved tensor on its own device.
 
-    Raises:
-        ParallelismRuntimeError: it was not copied, and it has changed since. Autograd does not check this
-            for tensors that hooks save.
+    It is refused if it was not copied and has changed since; autograd does not check this for tensors that
+    hooks save.
     """
     tensor = packed.tensor
     if packed.home is not None:

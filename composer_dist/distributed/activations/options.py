@@ -59,10 +59,6 @@ def ac_mode(value: ActivationCheckpointing, *, strict: bool = True) -> tuple[Mod
         value: None or False for none, True for "composable", a mode, or a pair of a mode and
             options (a mapping or None).
         strict: if False, an unknown mode gives a warning and "composable".
-
-    Raises:
-        ParallelismValueError: an unknown mode, option or value, or two options that exclude each other.
-        ParallelismTypeError: the value has none of these forms.
     """
     if value is None or value is False:
         return None

@@ -65,10 +65,6 @@ def plan(
 
     Args:
         blocks: the default modules.
-
-    Raises:
-        ParallelismValueError: `check_fn` has no effect, a mode or option does not exist, modules cannot be
-            checkpointed, or no module is chosen.
     """
     modules, strict = structure.modules, wishes.config.strict
     by_rule = wishes.ruled("act_ckpt")
@@ -177,12 +173,7 @@ def _wants_checkpoint(
 
 
 def check_modules(modules: Mapping[str, nn.Module], names: Sequence[str], mode: Mode) -> None:
-    """Check that the activations of all these modules can be checkpointed.
-
-    Raises:
-        ParallelismValueError: lists names that do not exist, have no forward or are checkpointed already,
-            and the root in mode "wrapped".
-    """
+    """Refuse modules whose activations cannot be checkpointed."""
     with Faults("Cannot checkpoint activations: ", ".", "; ") as faults:
         faults += [f"there is no module {name!r}" for name in names if name not in modules]
         if mode == "wrapped" and "" in names:

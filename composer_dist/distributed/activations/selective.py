@@ -41,6 +41,7 @@ _DEFAULT = (
     "_c10d_functional.reduce_scatter_tensor_coalesced",
 )
 Pack = Callable[[torch.Tensor], Packed]
+"""Saves a result; `unpack` restores it."""
 
 
 def keeping(names: str | Sequence[str], pack: Pack) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -49,17 +50,10 @@ def keeping(names: str | Sequence[str], pack: Pack) -> tuple[Callable[[], Any], 
     A call that draws random numbers (such as attention with dropout) is repeated anyway; otherwise the
     operations after it would not draw the same numbers as in forward.
 
-    Args:
-        names: of operations, see `operators`.
-        pack: saves a result; `unpack` restores it.
-
     Returns:
         Our own, for running, and torch's, which marks the results to keep for torch.compile. When it is run,
         torch's needs every operation to be repeated, including those of FSDP2's hooks, allows only one
         backward, and cannot offload (torch 2.13).
-
-    Raises:
-        ParallelismValueError: see `operators`.
     """
     kept = operators(names)
 
@@ -126,12 +120,7 @@ class _Replay(_torch.TorchDispatchMode):
 
 
 def operators(names: str | Sequence[str]) -> frozenset[Any]:
-    """The operations with the given names: all overloads if a name does not include one.
-
-    Raises:
-        ParallelismValueError: lists names of unknown operations, and of operations that torch decomposes
-            before they run, that change a tensor in place, or that always draw random numbers.
-    """
+    """The operations with the given names: all overloads if a name does not include one."""
     names = [names] if isinstance(names, str) else names
     known = _torch.operators()
     found: set[Any] = set()

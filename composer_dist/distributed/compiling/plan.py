@@ -41,13 +41,7 @@ class Compiled:
 
 
 def compile_options(value: Compile) -> dict[str, Any] | None:
-    """The options of torch.compile that a user's value for `compile` stands for; None compiles nothing.
-
-    Raises:
-        ParallelismValueError: lists unknown options, backends, modes and inductor options, and options that
-            exclude each other.
-        ParallelismTypeError: the value is neither a bool nor a mapping.
-    """
+    """The options of torch.compile that a user's value for `compile` stands for; None compiles nothing."""
     if value is None or value is False:
         return None
     if value is not True and not isinstance(value, Mapping):
@@ -145,10 +139,6 @@ def plan(
 
     Args:
         blocks: the default modules.
-
-    Raises:
-        ParallelismValueError: see `compile_options`; there is nothing to compile, or a module's options
-            conflict with its other plans.
     """
     modules, by_rule = structure.modules, wishes.ruled("compile")
     general = compile_options(wishes.config.compile)

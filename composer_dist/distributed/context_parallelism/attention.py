@@ -149,11 +149,7 @@ def gathered_attention(layout: SequenceSplit, group: dist.ProcessGroup) -> Atten
 
 
 def check_call(layout: SequenceSplit, call: AttentionCall) -> None:
-    """Refuse attention that a rank cannot compute with its part of the sequence.
-
-    Raises:
-        ParallelismValueError: the call has a mask, or queries and keys whose length is not this rank's.
-    """
+    """Refuse attention that a rank cannot compute with its part of the sequence."""
     if call.attn_mask is not None:
         raise ParallelismValueError(
             f"Attention with a mask {tuple(call.attn_mask.shape)} cannot be split over the sequence "

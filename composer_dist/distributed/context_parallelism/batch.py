@@ -52,11 +52,7 @@ class Splitter:
         self.balanced = self._causal if balanced is None else balanced
 
     def layout(self, batch: Any, ranks: int, rank: int) -> SequenceSplit:
-        """How to split a batch of this length.
-
-        Raises:
-            ParallelismValueError: the length cannot be divided by the ranks.
-        """
+        """How to split a batch of this length."""
         length = self._length(batch)
         parts = ranks * (1 + self.balanced)
         if length % parts or length < 2 * ranks:  # a single query is never causal in transformers
@@ -71,11 +67,7 @@ class Splitter:
         return SequenceSplit(length, ranks, rank, self.balanced)
 
     def split(self, batch: Any, layout: SequenceSplit) -> Any:
-        """This rank's part of a batch, of the same type, with the positions and labels that it does not show.
-
-        Raises:
-            ParallelismValueError: a tensor or mask cannot be split.
-        """
+        """This rank's part of a batch, of the same type, with the positions and labels that it lacks."""
         items: float | None = None
         if isinstance(batch, Mapping):
             batch, items = self._complete(batch, layout)

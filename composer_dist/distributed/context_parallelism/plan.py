@@ -43,12 +43,7 @@ class ContextPlan(FeaturePlan):
 
 
 def plan(structure: Structure, request: Request, sizes: Mapping[str, int]) -> ContextPlan | None:
-    """Plan context parallelism; None for `cp=1`.
-
-    Raises:
-        ParallelismValueError: lists every module that mixes positions other than by scaled-dot-product
-            attention.
-    """
+    """Plan context parallelism; None for `cp=1`."""
     ranks = sizes["cp"]
     if ranks == 1:
         return None

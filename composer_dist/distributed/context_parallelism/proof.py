@@ -44,19 +44,7 @@ effect."""
 def prove(
     splitter: Splitter, batch: Any, layout: SequenceSplit, cp: DeviceMesh, agreement: Agreement
 ) -> None:
-    """Compare a model's results for a few positions with those for this rank's part. All ranks call it.
-
-    Args:
-        splitter: of the model.
-        batch: the whole batch.
-        layout: how it is split.
-        cp: the ranks that share a sequence.
-        agreement: among all ranks of the model.
-
-    Raises:
-        ParallelismValueError: on every rank, if the ranks that share a sequence have different batches,
-            something other than attention mixes positions, or the loss is not a mean over the labels.
-    """
+    """Compare a model's results for a few positions with those for this rank's part. All ranks call it."""
     model = splitter.model
     with agreement.together("the batch of context parallelism"):
         blocks = layout.ranks * len(layout.blocks(0))

@@ -35,11 +35,6 @@ def mesh_for(wanted: MeshConfig | DeviceMesh) -> Mesh:
     """The requested mesh: the user's own, or one built from sizes.
 
     A 2-D mesh without names is rebuilt over the same groups with names, because FSDP2 requires names.
-
-    Raises:
-        ParallelismRuntimeError: used before the process group is initialized.
-        ParallelismValueError: sizes that do not multiply to the world size, or a mesh of the user's own
-            that cannot be used (see `roles`).
     """
     if isinstance(wanted, MeshConfig):
         return Mesh(build_mesh(wanted))
@@ -53,12 +48,7 @@ def mesh_for(wanted: MeshConfig | DeviceMesh) -> Mesh:
 
 
 def mesh_sizes(wanted: MeshConfig | DeviceMesh, world_size: int) -> dict[str, int]:
-    """Each of `DIMENSIONS` to its size: from the user's own mesh if there is one.
-
-    Raises:
-        ParallelismValueError: sizes that do not multiply to `world_size`, or a mesh of the user's own
-            that cannot be used.
-    """
+    """Each of `DIMENSIONS` to its size: from the user's own mesh if there is one."""
     return wanted.resolve(world_size) if isinstance(wanted, MeshConfig) else Mesh(wanted).sizes
 
 
@@ -81,9 +71,6 @@ def meet(ask: Callable[[], R]) -> tuple[R, Mesh, Agreement]:
 
     Returns:
         The request, its mesh, and the agreement among the ranks of the mesh.
-
-    Raises:
-        ParallelismValueError: the ranks ask for different meshes, or for one that does not match the world.
     """
     error, asked, request, wanted, ranks = None, "", None, None, None
     try:

@@ -33,9 +33,6 @@ def roles(mesh: DeviceMesh) -> dict[str, int]:
 
     Known names decide. Up to two dimensions with other names, or without names, are read as (replicate,
     shard), a single one as shard.
-
-    Raises:
-        ParallelismValueError: there are more dimensions, or their order cannot be used.
     """
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     found = {SYNONYMS[name]: index for index, name in enumerate(names) if name in SYNONYMS}

@@ -17,11 +17,7 @@ from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
 
 class Mesh:
-    """A device mesh with its sizes, groups and ranks.
-
-    Args:
-        mesh: made by `build_mesh`, or the user's own.
-    """
+    """A device mesh, made by `build_mesh` or the user's own, with its sizes, groups and ranks."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.device_mesh = mesh

@@ -32,12 +32,7 @@ from composer_dist.tensors.inner import (
 
 @torch.no_grad()
 def scatter_into(target: Tensor, full: Tensor) -> None:
-    """Write this rank's part of `full` into `target`, in the target's dtype; no communication.
-
-    Args:
-        target: a plain tensor or a DTensor of any placement, changed in place.
-        full: the full value, on any device.
-    """
+    """Write this rank's part of `full` into `target`, in the target's dtype; no communication."""
     if not isinstance(target, DTensor):
         target.copy_(full)
     elif Layout.known(target) is not None and (local := target.to_local()).is_contiguous():
@@ -122,9 +117,6 @@ def fill(
         everywhere: every rank has them; then nothing is sent.
         by_part: each rank encodes its own part of a tensor with a codec, as its optimizer does; otherwise
             rank 0 encodes the whole tensor.
-
-    Raises:
-        ParallelismError: a codec failed, or a rank was lost.
     """
     if not targets:
         return

@@ -65,9 +65,6 @@ class Staging:
 
         Args:
             parcels: a target, flat and of bytes, and the (address, bytes) that fill it, in order.
-
-        Raises:
-            ParallelismRuntimeError: the memory cannot be read.
         """
         for target, runs in parcels:
             start = stop = 0  # of the target: what is in the current buffer
@@ -143,13 +140,7 @@ def can_read(beacon: dict[str, Any]) -> bool:
 
 
 def read(pid: int, ranges: Sequence[Range]) -> None:
-    """Copy memory of process `pid` into this one.
-
-    The call releases the interpreter's lock.
-
-    Raises:
-        ParallelismRuntimeError: the process is gone, the kernel refuses, or an address is not mapped.
-    """
+    """Copy memory of process `pid` into this one, without the interpreter's lock."""
     libc = _libc()
     if libc is None:
         raise ParallelismRuntimeError("This system has no process_vm_readv.")

@@ -70,8 +70,7 @@ class Transport:
     def send(self, cargoes: Mapping[int, Sequence[Cargo]]) -> None:
         """Bring each cargo from its source rank to its targets on all ranks; returns when it has arrived.
 
-        Args:
-            cargoes: source rank (global) to its cargoes; the same, in the same order, on every rank.
+        The cargoes are the same, in the same order, on every rank; source ranks are global.
         """
         if not any(cargoes.values()):
             return
@@ -86,11 +85,7 @@ class Transport:
                 )
 
     def _choose_way(self) -> None:
-        """Find out, once, whether all ranks can read each other.
-
-        Raises:
-            ParallelismRuntimeError: "memory" was asked for, and some rank cannot.
-        """
+        """Find out, once, whether all ranks can read each other."""
         ranks = self._agreement.ranks
         self._pids = {self._agreement.rank: os.getpid()}
         if len(ranks) == 1 or self._asked == "messages":
@@ -135,11 +130,7 @@ class Transport:
         return left
 
     def _copy(self, pairs: Sequence[tuple[Cargo, int]], rank: int, stage: Stage) -> int:
-        """Fill this rank's parts of cargoes that lie at these addresses of a rank.
-
-        Returns:
-            The bytes read: by this rank, or from this rank by the others.
-        """
+        """Fill this rank's parts from a rank's memory; return the bytes that were read by it, or from it."""
         mine = rank == self._agreement.rank
         uploads = [pair for pair in pairs if _needs_upload(pair[0].target)]
         direct = [pair for pair in pairs if not _needs_upload(pair[0].target)]

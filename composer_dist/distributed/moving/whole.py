@@ -101,9 +101,8 @@ def _collect(
 ) -> Iterator[Tensor]:
     """Bring together tensors that are cut over a mesh; a collective.
 
-    Returns:
-        The full tensors in their order, on `device`, each once it is complete: on every rank, or on rank 0
-        alone.
+    The full tensors come in their order, on `device`, each once it is complete: on every rank, or on rank 0
+    alone.
     """
     root = None if everywhere else 0
     if root is not None and root not in mesh.replica(mesh.rank):

@@ -25,14 +25,7 @@ _UNABLE: dict[str, tuple[int, str]] = {
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], structure: Structure, plain: Mapping[str, str]) -> None:
-    """Refuse optimizers that could not follow their parameters.
-
-    Raises:
-        ParallelismTypeError: not an optimizer.
-        ParallelismValueError: parameters of another model, state that cannot be sharded, a `foreach` or
-            `fused` group with both sharded and replicated parameters, or only frozen ones of a trainable
-            model.
-    """
+    """Refuse optimizers that could not follow their parameters."""
     names = names_by_id(structure)
     with Faults() as faults:
         for index, optimizer in enumerate(optimizers):

@@ -123,11 +123,7 @@ class ParallelPlan:
         return {name: one for name, one in found.items() if one is not None}
 
     def wanted_mesh(self, world_size: int) -> MeshConfig | DeviceMesh:
-        """The mesh to carry out the plan on.
-
-        Raises:
-            ParallelismValueError: the plan is for another number of ranks.
-        """
+        """The mesh to carry out the plan on."""
         if self.own_mesh is not None:
             return self.own_mesh
         if self.world_size != world_size:
@@ -204,11 +200,7 @@ class ParallelPlan:
 
 
 def check_plan(plan: ParallelPlan, structure: Structure) -> ParallelPlan:
-    """A ready plan, if it was made for this model.
-
-    Raises:
-        ParallelismValueError: another structure.
-    """
+    """A ready plan; one that was made for another structure is refused."""
     if plan.structure != structure.digest():
         raise ParallelismValueError(
             f"The plan was made for a model with structure {plan.structure}, but this one has "

@@ -11,11 +11,7 @@ _WIDTH = 110
 
 
 def table(title: str, headings: Mapping[str, str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as text.
-
-    Args:
-        headings: of the columns, each with "left" or "right"; ones that are empty are not shown.
-    """
+    """A table as text; each heading has "left" or "right" for its column, and empty headings are hidden."""
     from rich.console import Console  # slow to import
     from rich.table import Table
 

@@ -125,9 +125,6 @@ class Agreement:
         It runs in a separate thread, because a collective without its peers cannot be canceled: when another
         rank reports trouble, this one abandons the thread. Ranks whose body succeeded raise at their next
         agreement. Without trouble nothing is exchanged.
-
-        Raises:
-            ParallelismError: this rank's error or another's, or the name of a lost rank.
         """
         if len(self.ranks) == 1:
             return body()
@@ -249,8 +246,7 @@ class Agreement:
     ) -> tuple[dict[int, Post], list[int]]:
         """Collect posts until all have arrived, a rank has left or ended, or time is up.
 
-        Returns:
-            All posts, and the missing ranks whose processes have ended.
+        The second result is the missing ranks whose processes have ended.
         """
         posts = dict(known)
 

@@ -14,9 +14,6 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
     Slurm's are used in processes that `srun` has started; a batch script's shell has them too, but is a
     single process. In indexed jobs of Kubernetes, the job must set `WORLD_SIZE` and `MASTER_ADDR`.
-
-    Raises:
-        ParallelismRuntimeError: the launcher's variables do not suffice.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         # A pod of Kubernetes' PyTorch operator is one process, and has all variables but the local rank.

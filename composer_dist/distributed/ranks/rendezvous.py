@@ -19,11 +19,7 @@ from composer_dist.wording import ranks_named
 
 
 def meeting_place(timeout: timedelta | None = None) -> dict[str, Any]:
-    """The arguments of `init_process_group` for the store and ranks of the launcher's job.
-
-    Raises:
-        ParallelismRuntimeError: a rank did not arrive in time; rank 0 names the missing ones.
-    """
+    """The arguments of `init_process_group` for the store and ranks of the launcher's job."""
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     shared, rank, world_size = next(rendezvous("env://", **limit))
     store = PrefixStore(agreed_name(shared, rank, world_size), shared)

@@ -23,11 +23,7 @@ PATIENCE = timedelta(seconds=2)
 
 @contextmanager
 def told_to_all() -> Iterator[None]:
-    """Run a body whose failure on one rank is reported to the others; every rank enters it.
-
-    Raises:
-        ParallelismError: another rank failed and reported why; the text names it.
-    """
+    """Run a body on every rank; if it fails on one, the others raise its error, which names that rank."""
     world, rank = process_group.world_and_rank()
     if world == 1:
         yield

@@ -23,8 +23,7 @@ PATIENCE = timedelta(seconds=20)
 def poll(limit: timedelta, what: Callable[[], str]) -> Iterator[None]:
     """Yield at growing intervals until time is up; unlike a store's own wait, Ctrl-C interrupts it.
 
-    Args:
-        what: the reason for the wait, which is logged if it takes long.
+    A long wait is logged, with its reason from `what`.
     """
     start, pause, silent = time.monotonic(), 0.001, True
     yield

@@ -173,16 +173,7 @@ def cast_around(dtype: torch.dtype, inner: HookFunction) -> HookFunction:
 
 
 def plan_comm_hook(config: DDPConfig, reduce_dtype: torch.dtype | None) -> HookPlan | None:
-    """The communication hook of a configuration; None leaves DDP's own all-reduce.
-
-    Args:
-        reduce_dtype: the dtype in which the configured precision reduces gradients.
-
-    Raises:
-        ParallelismValueError: an unknown name or option; both a hook and a precision that determine the
-            dtype of messages; post-local SGD without a period.
-        ParallelismTypeError: the hook is neither a name nor a function.
-    """
+    """The communication hook of a configuration; None leaves DDP's own all-reduce."""
     hook, options, period = config.comm_hook, dict(config.comm_hook_options or {}), config.averaging_period
     names: tuple[str, ...] = ()
     spelled = repr(hook)

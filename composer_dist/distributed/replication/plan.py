@@ -106,9 +106,6 @@ def check_unprepared(structure: Structure, replicating: bool) -> None:
 
     Args:
         replicating: whether DDP will manage it now; then FSDP2 must not shard any part of it either.
-
-    Raises:
-        ParallelismTypeError: names the modules.
     """
     for name, module in structure.modules.items():
         label = name or "The model"
@@ -128,12 +125,7 @@ def check_unprepared(structure: Structure, replicating: bool) -> None:
 
 
 def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> ReplicaPlan | None:
-    """Keep every parameter whole on every rank and let DDP average gradients; None where FSDP2 shards.
-
-    Raises:
-        ParallelismValueError: a mesh that does more than replicate, options that do not exist or exclude
-            each other, and, with `strict`, options without effect.
-    """
+    """Keep every parameter whole on every rank and let DDP average gradients; None where FSDP2 shards."""
     ddp = wishes.config.ddp
     if ddp is None:
         return None
@@ -185,12 +177,7 @@ def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> Repl
 def check_replica(
     replica: ReplicaPlan, structure: Structure, optimizers: Sequence[Optimizer], mesh: Mesh
 ) -> None:
-    """Check what depends on the device or the optimizers.
-
-    Raises:
-        ParallelismValueError: synchronized batch norms without an accelerator; post-local SGD without an
-            optimizer, or with a distributed one.
-    """
+    """Check what depends on the device or the optimizers."""
     synced = [name for name, module in structure.modules.items() if isinstance(module, SyncBatchNorm)]
     if replica.sync_batch_norm:
         synced += [name for name, _ in find_batch_norms(structure.modules[""])]

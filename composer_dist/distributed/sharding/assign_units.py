@@ -71,10 +71,6 @@ def assign(structure: Structure, choices: Choices, shards: int) -> Assignment:
 
     Args:
         shards: the number of ranks that share each parameter.
-
-    Raises:
-        ParallelismValueError: lists ties and dtypes that units cannot hold together; the model is sharded
-            already, or nothing would be sharded.
     """
     skipped, warnings = _already_sharded(structure, choices)
     groups = {name: Draft([name], one) for name, one in choices.units.items() if name not in skipped}
@@ -249,11 +245,7 @@ def _modules_around(info: TensorInfo, group: Draft, structure: Structure) -> Ite
 
 
 def plan_skippable(structure: Structure, wishes: Wishes, assignment: Assignment) -> Iterator[Skippable]:
-    """The modules that rules with `skippable` allow ranks to skip.
-
-    Raises:
-        ParallelismValueError: a module with "root" is in no unit, or contains one.
-    """
+    """The modules that rules with `skippable` allow ranks to skip."""
     homes = {name: group for group in assignment.groups for name in group.parameters}
     for module, (how, source) in wishes.ruled("skippable").items():
         units: dict[str | None, list[str]] = {}

@@ -50,13 +50,7 @@ class Choices:
 
 
 def choose_units(structure: Structure, wishes: Wishes) -> Choices:
-    """Decide for every module of a model whether it is a unit, and why.
-
-    Raises:
-        ParallelismValueError: rules contradict each other, or a policy chooses no unit.
-        ParallelismKeyError: a policy's dictionary has a key that is not an option of `fully_shard`.
-        ParallelismTypeError: a policy returns neither a bool nor a dictionary.
-    """
+    """Decide for every module of a model whether it is a unit, and why."""
     modules, rules, policy = structure.modules, wishes.rules, wishes.wrap_policy
     chosen: dict[str, Choice] = {}
     plain = {
@@ -189,9 +183,6 @@ def composer_children(model: nn.Module) -> tuple[str, ...]:
 
     A bare ModuleList or ModuleDict is not a unit, because it is never called; its blocks are found by
     structure.
-
-    Raises:
-        ParallelismTypeError: the model is not a ComposerModel.
     """
     from composer_dist.composer_model import ComposerModel
 

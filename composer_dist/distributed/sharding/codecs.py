@@ -20,9 +20,6 @@ def check_codecs(
         resharded: sharded parameters, each with its unit's `reshard_after_forward`.
         sizes: the sizes of the mesh dimensions.
         cut: the parameters that tensor parallelism cuts.
-
-    Raises:
-        ParallelismValueError: lists the parameters, each with the first reason.
     """
     with Faults() as faults:
         for name in dict.fromkeys((*cut, *resharded)):

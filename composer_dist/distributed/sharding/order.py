@@ -20,11 +20,7 @@ from composer_dist.errors import ParallelismRuntimeError
 
 
 def check_call_order(units: Mapping[str, nn.Module]) -> None:
-    """Compare the ranks before each collective of these units.
-
-    Args:
-        units: the leading module of each unit by name, in the same order on every rank.
-    """
+    """Compare the ranks before each collective of these units: names, in one order, and leading modules."""
     names = [name or "the root" for name in units]
     for index, module in enumerate(units.values()):
         _torch.before_collectives(module, partial(_compare, names, index))

@@ -104,10 +104,6 @@ def plan(
 
     Args:
         cut: parameters on the tensor-parallel mesh, each with the number of its parts.
-
-    Raises:
-        ParallelismError: see `choose_units`, `assign`, `check_forward_methods` and `check_codecs`; FSDP2
-            cannot use the mesh; rules have no effect.
     """
     if wishes.config.ddp is not None:
         return None
@@ -236,11 +232,7 @@ def _with_tensor_parallel(
 
 
 def idle_rules(wishes: Wishes, assignment: Assignment) -> list[str]:
-    """Warnings about rules with a field for units, that match no unit.
-
-    Raises:
-        ParallelismValueError: there are some, and the configuration is `strict`.
-    """
+    """Warnings about rules with a field for units, that match no unit."""
     units = {name for group in assignment.groups for name in group.modules}
     idle: dict[tuple[str, str], list[str]] = {}
     for key in UNIT_FIELDS:

@@ -18,11 +18,7 @@ _PARTS = {"base_layer", "lora_A", "lora_B", "lora_dropout"}
 
 
 def with_adapters(structure: Structure, styled: Mapping[str, Styled]) -> dict[str, Styled]:
-    """The styles, with those of layers with adapters assigned to the layers' parts.
-
-    Raises:
-        ParallelismValueError: lists all adapters other than LoRA beside a cut matrix.
-    """
+    """The styles, with those of layers with adapters assigned to the layers' parts."""
     found: dict[str, Styled] = {}
     with Faults() as faults:
         for name, one in styled.items():

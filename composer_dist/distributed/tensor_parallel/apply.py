@@ -43,11 +43,7 @@ _FIRST = ("hidden_states", "x", "input", "inputs", "input_ids")
 def apply(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh) -> dict[str, Tensor]:
     """Cut the planned parameters, on the meta device, and wrap the forwards of their modules.
 
-    Returns:
-        The parameters before the cut, by first name.
-
-    Raises:
-        ParallelismRuntimeError: torch's own styles cut a tied parameter in two ways.
+    The result is the parameters before the cut, by first name.
     """
     if plan is None or (tp := mesh.tp) is None:
         return {}

@@ -36,14 +36,7 @@ class Division:
 def plan_divisions(
     structure: Structure, styled: Mapping[str, Styled], size: int, extra: Sequence[str]
 ) -> tuple[Division, ...]:
-    """The attributes to divide by `size`.
-
-    Args:
-        extra: names of further attributes to divide.
-
-    Raises:
-        ParallelismValueError: lists what `size` does not divide.
-    """
+    """The attributes to divide by `size`, among them those of the names in `extra`."""
     found: list[Division] = []
     idle = set(extra)
     with Faults() as faults:

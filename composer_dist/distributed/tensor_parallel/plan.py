@@ -68,12 +68,7 @@ class TensorParallelPlan(FeaturePlan):
 
 
 def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> TensorParallelPlan | None:
-    """Decide every module's style; None for one tensor-parallel rank.
-
-    Raises:
-        ParallelismValueError: lists names that match nothing, modules that cannot have their style or that
-            get none, sizes and numbers of heads that cannot be divided, and ties cut in two ways.
-    """
+    """Decide every module's style; None for one tensor-parallel rank."""
     asked, size = wishes.ruled("tp"), sizes["tp"]
     options = wishes.config.tp or TPConfig(plan={})
     if size == 1:
@@ -109,11 +104,7 @@ def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> Tens
 
 
 def idle_styles(wishes: Wishes, sizes: Mapping[str, int]) -> list[str]:
-    """Warnings about tensor-parallel options for a mesh with one tensor-parallel rank.
-
-    Raises:
-        ParallelismValueError: there are some, and the configuration is `strict`.
-    """
+    """Warnings about tensor-parallel options for a mesh with one tensor-parallel rank."""
     asked = [f"Rule({spell(rule.match)})" for rule in wishes.config.rules if rule.tp is not None]
     asked += ["tp=TPConfig(...)"] if wishes.config.tp is not None else []
     if sizes["tp"] > 1 or not asked:

@@ -20,11 +20,7 @@ _REGION = Style("gather_sequence", before="gather_sequence")
 
 
 def with_sequence_parallel(structure: Structure, styled: Mapping[str, Styled]) -> dict[str, Styled]:
-    """The styles, with sequence parallelism in the repeated blocks that hold cut matrices.
-
-    Raises:
-        ParallelismValueError: there are no such blocks, or lists the parts of them that do not support it.
-    """
+    """The styles, with sequence parallelism in the repeated blocks that hold cut matrices."""
     found = dict(styled)
     lists = [
         name

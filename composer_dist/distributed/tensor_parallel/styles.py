@@ -103,12 +103,7 @@ TRANSFORMERS: Mapping[str, Style] = {
 
 
 def as_style(value: Any, where: str) -> AnyStyle:
-    """The style of this name, or one of torch's style objects unchanged.
-
-    Raises:
-        ParallelismValueError: there is no style of this name.
-        ParallelismTypeError: neither a name nor a style object.
-    """
+    """The style of this name, or one of torch's style objects unchanged."""
     if isinstance(value, (Style, ParallelStyle)):
         return value
     if not isinstance(value, str):

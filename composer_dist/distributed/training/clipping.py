@@ -115,11 +115,7 @@ def part_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def norms(parts: Mapping[str, Part]) -> dict[str, torch.Tensor]:
-    """The 2-norm of each whole tensor, by name; a collective with the same names on every rank.
-
-    Returns:
-        Plain 0-dim float32 tensors, equal on all ranks.
-    """
+    """The 2-norm of each whole tensor, by name: 0-dim, float32, equal on all ranks; a collective."""
     if not parts:
         return {}
     likes = [like for like, _ in parts.values()]

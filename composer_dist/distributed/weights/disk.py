@@ -107,9 +107,6 @@ class Pretrained:
 
         Returns:
             None if the ranks' models differ, for which `decide_sources` raises.
-
-        Raises:
-            CheckpointError: the files are missing or corrupt, or do not match the model.
         """
         here = Path(path)
         read = 0
@@ -161,9 +158,6 @@ class Pretrained:
         Args:
             bucket_bytes: most bytes that are gathered at a time.
             progress: None shows progress on the first rank.
-
-        Raises:
-            CheckpointRuntimeError: a file cannot be read, on any rank.
         """
         with self.agreement.together("reading the weights"), open_files(self.root, self.index.files) as files:
             slabs = [slab for target in targets for slab in self._slabs(target, bucket_bytes)]

@@ -198,9 +198,6 @@ def fill_encoded(
         tensors: of the model, by first name: full or sharded, and real.
         device: where values are encoded, one tensor at a time.
         send: sends cargoes from the ranks that have them to all ranks.
-
-    Raises:
-        CheckpointRuntimeError: a file cannot be read, on any rank.
     """
     names, ranks = list(tensors), agreement.ranks
     for start in range(0, len(names), len(ranks)):

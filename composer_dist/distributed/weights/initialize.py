@@ -65,9 +65,6 @@ def find_components(
 
     Args:
         needed: names of the tensors that must get a value.
-
-    Raises:
-        ParallelismValueError: no initializer writes some of them.
     """
     initializers = list(_find_initializers(structure, needed, param_init_fn))
     trace(structure, initializers)
@@ -94,12 +91,7 @@ def agree_on_components(
     optimizers: Sequence[Optimizer],
     agreement: Agreement,
 ) -> list[Component]:
-    """Find the components that initialize the `needed` tensors, the same on all ranks.
-
-    Raises:
-        ParallelismValueError: no initializer writes some of them, the ranks' initializers differ, or an
-            optimizer's state cannot be initialized.
-    """
+    """Find the components that initialize the `needed` tensors, the same on all ranks."""
     components: list[Component] = []
     with agreement.together("the initializers"):
         check_refills(optimizers, structure, needed)

@@ -57,10 +57,6 @@ def decide_sources(
 
     Args:
         disk: names of the tensors for which files have values, the same on every rank.
-
-    Raises:
-        ParallelismValueError: ranks differ in structure, dtype, `requires_grad`, plan or values, the first
-            rank lacks values that others have, or `sync` is impossible; the same on all ranks.
     """
     on_meta = [name for name, held in structure.tensors.items() if held.get().is_meta]
     mine: dict[str, Any] = {
