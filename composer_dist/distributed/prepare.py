@@ -34,14 +34,9 @@ from composer_dist.distributed.sharding import apply as sharding
 from composer_dist.distributed.sharding.choose_units import composer_children
 from composer_dist.distributed.steps import check_here, divide, meta_init
 from composer_dist.distributed.tensor_parallel import apply as tensor_parallel
+from composer_dist.distributed.weights import initialize
 from composer_dist.distributed.weights.disk import Pretrained, check_weights
 from composer_dist.distributed.weights.fill import Filling
-from composer_dist.distributed.weights.initialize import (
-    InitFn,
-    agree_on_components,
-    assert_no_meta,
-    peak_bytes,
-)
 from composer_dist.distributed.weights.sources import decide_sources
 from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.distributed.wishes import Request, WrapPolicy
@@ -61,7 +56,7 @@ def parallelize_model(
     precision: str | Precision | None = None,
     fsdp_wrap_policy: WrapPolicy | None = None,
     activation_checkpointing_check_fn: Callable[[nn.Module], bool] | None = None,
-    param_init_fn: InitFn | None = None,
+    param_init_fn: initialize.InitFn | None = None,
     *,
     weights: Weights = None,
     parallelize_fn: ParallelizeFn | None = None,
@@ -168,9 +163,11 @@ def _prepare(
         strict, weights = plan.delivery.strict, request.weights
         disk = Pretrained.open(weights, structure, agreement, strict) if weights else None
         sources = decide_sources(agreement, structure, plan, optimizers, disk.names if disk else frozenset())
-        components = agree_on_components(structure, sources.init, request.init_fn, optimizers, agreement)
+        components = initialize.agree_on_components(
+            structure, sources.init, request.init_fn, optimizers, agreement
+        )
         done.initialized = tuple(sorted(sources.init))
-        if (init_peak := peak_bytes(components, plan.delivery.bucket_bytes)) != plan.init_peak:
+        if (init_peak := initialize.peak_bytes(components, plan.delivery.bucket_bytes)) != plan.init_peak:
             plan = done.plan = replace(plan, init_peak=init_peak)
     objects_stay = plan.replication is not None and stays(structure, mesh.device)
     forgotten = [] if objects_stay else forgotten_optimizers(optimizers, structure)
@@ -193,7 +190,7 @@ def _prepare(
                 carry_attributes(original, structure.tensors[name].get())  # type: ignore[arg-type]
             parameters = {name: structure.parameters[name].get() for name in plan.plain}
             done.plain_parameters = parameters  # type: ignore[assignment]
-            assert_no_meta(model)
+            initialize.assert_no_meta(model)
             sharding.finish(structure, plan.sharding)
             sharding.arm(structure, plan.sharding, mesh)
             expect_context(model, mesh)

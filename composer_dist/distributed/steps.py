@@ -37,13 +37,7 @@ from composer_dist.distributed.sharding import apply as sharding
 from composer_dist.distributed.sharding.apply import average_plain
 from composer_dist.distributed.sharding.choose_units import composer_children
 from composer_dist.distributed.tensor_parallel import apply as tensor_parallel
-from composer_dist.distributed.weights.initialize import (
-    Component,
-    InitFn,
-    find_components,
-    peak_bytes,
-    run_component,
-)
+from composer_dist.distributed.weights import initialize
 from composer_dist.distributed.weights.storage import give_memory, replace
 from composer_dist.distributed.wishes import CheckFn, Request, WrapPolicy
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
@@ -107,13 +101,13 @@ def plan_parallelism(
     world = process_group.world_and_rank()[0] if world_size is None else world_size
     plan = build_plan(structure, request, mesh_sizes(request.mesh, world))
     on_meta = {name for name, held in structure.tensors.items() if held.get().is_meta}
-    components: list[Component] = []
+    components: list[initialize.Component] = []
     with suppress(ParallelismValueError):  # rank 0 may have values for what nothing initializes
-        components = find_components(structure, on_meta)
-    return changed(plan, init_peak=peak_bytes(components, plan.delivery.bucket_bytes))
+        components = initialize.find_components(structure, on_meta)
+    return changed(plan, init_peak=initialize.peak_bytes(components, plan.delivery.bucket_bytes))
 
 
-def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
+def meta_init(module: nn.Module, param_init_fn: initialize.InitFn | None = None) -> None:
     """Initialize every tensor of `module` that is on the meta device, in place.
 
     For the same `torch.initial_seed()`, device type and torch version, `parallelize_model` gives the same
@@ -137,11 +131,11 @@ def meta_init(module: nn.Module, param_init_fn: InitFn | None = None) -> None:
         for name, held in structure.tensors.items()
         if name not in needed and not isinstance(held.get(), DTensor)
     }
-    components = find_components(structure, needed, param_init_fn)
+    components = initialize.find_components(structure, needed, param_init_fn)
     sharded = [name for name in needed if isinstance(structure.tensors[name].get(), DTensor)]
     give_memory(structure, sharded, device)
     for component in components:
-        values = run_component(component, structure, torch.initial_seed(), device, real)
+        values = initialize.run_component(component, structure, torch.initial_seed(), device, real)
         for name in needed.intersection(component.tensors):
             held = structure.tensors[name]
             if isinstance(held.get(), DTensor):

@@ -19,7 +19,7 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.parallelism import register_strategy as register_strategy
 from composer_dist.config.rule import Rule
 from composer_dist.distributed.ranks import process_group
-from composer_dist.errors import Faults
+from composer_dist.errors import Faults, ParallelismValueError
 from composer_dist.precision import Precision
 from composer_dist.structure.blocks import has_forward
 from composer_dist.structure.select import children_of, container_text, neighbor, parts_of, select, spell
@@ -74,6 +74,12 @@ class Wishes(Request):
         config = request.config
         rules, warnings = merge_rules(config.rules, structure, config.containers)
         return cls(**vars(request), rules=rules, warnings=tuple(warnings))
+
+    def tolerated(self, idle: Sequence[str]) -> list[str]:
+        """Warnings about wishes without effect, which a strict configuration refuses."""
+        if idle and self.config.strict:
+            raise ParallelismValueError("\n".join(idle))
+        return list(idle)
 
     def ruled(self, key: str) -> dict[str, tuple[Any, str]]:
         """Module name to value and source of the rules' field `key`, where a rule sets it."""

@@ -1,12 +1,13 @@
 """The inner tensors of a tensor whose class has a codec; other tensors are used as they are."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from composer_dist import _torch
 from composer_dist.errors import ParallelismValueError
@@ -167,6 +168,14 @@ def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def dtensor_of(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """A contiguous DTensor of this full shape with the given local tensor."""
+    size, stride = torch.Size(shape), torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def own_attributes(tensor: Tensor) -> dict[str, Any]:

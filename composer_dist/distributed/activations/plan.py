@@ -45,7 +45,6 @@ class ActivationPlan(FeaturePlan):
         return {one.module: one.options["budget"] for one in self.modules if one.mode == "memory_budget"}
 
     def explain(self, module: str) -> str:
-        """What happens to the activations of a module, in words."""
         return " ".join(
             f"Its activations are {in_words(one.mode, one.options)}, because {one.reason}."
             for one in self.modules
@@ -53,7 +52,6 @@ class ActivationPlan(FeaturePlan):
         )
 
     def notes(self) -> Iterator[str]:
-        """Lines for the plan as text."""
         modes = sorted({one.mode for one in self.modules})
         yield f"activations of {len(self.modules)} modules: {', '.join(modes)}"
 
@@ -61,11 +59,7 @@ class ActivationPlan(FeaturePlan):
 def plan(
     structure: Structure, wishes: Wishes, sizes: Mapping[str, int], blocks: Sequence[str]
 ) -> ActivationPlan | None:
-    """Choose the modules: by rule, else by `check_fn` or attributes, else the model's blocks.
-
-    Args:
-        blocks: the default modules.
-    """
+    """Choose the modules: by rule, else by `check_fn` or attributes, else `blocks`, the model's blocks."""
     modules, strict = structure.modules, wishes.config.strict
     by_rule = wishes.ruled("act_ckpt")
     chosen = {one.module: one for one in _by_rule(by_rule, modules, strict)}

@@ -23,22 +23,15 @@ _DEFAULT = (
     *("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten._scaled_mm", "aten._grouped_mm"),
     "aten.convolution",
     # attention
-    "aten._scaled_dot_product_flash_attention",
+    *(f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
     "aten._scaled_dot_product_flash_attention_for_cpu",
-    "aten._scaled_dot_product_efficient_attention",
-    "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_fused_attention_overrideable",
-    "aten._flash_attention_forward",
-    "aten._efficient_attention_forward",
-    "higher_order.flex_attention",
+    *("aten._flash_attention_forward", "aten._efficient_attention_forward", "higher_order.flex_attention"),
     # collectives
-    "_c10d_functional.all_gather_into_tensor",
-    "_c10d_functional.all_gather_into_tensor_coalesced",
-    "_c10d_functional.all_reduce",
-    "_c10d_functional.all_reduce_coalesced",
+    *(f"_c10d_functional.all_gather_into_tensor{how}" for how in ("", "_coalesced")),
+    *(f"_c10d_functional.all_reduce{how}" for how in ("", "_coalesced")),
+    *(f"_c10d_functional.reduce_scatter_tensor{how}" for how in ("", "_coalesced")),
     "_c10d_functional.all_to_all_single",
-    "_c10d_functional.reduce_scatter_tensor",
-    "_c10d_functional.reduce_scatter_tensor_coalesced",
 )
 Pack = Callable[[torch.Tensor], Packed]
 """Saves a result; `unpack` restores it."""

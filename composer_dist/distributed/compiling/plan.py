@@ -111,7 +111,6 @@ class CompilePlan(FeaturePlan):
         return (slow,) if self.float8 and not self.modules else ()
 
     def explain(self, module: str) -> str:
-        """How a module is computed, in words."""
         texts = ["It computes in float8, because precision is amp_fp8."] if module in self.float8 else []
         for one in self.modules:
             if one.module == module:
@@ -120,7 +119,6 @@ class CompilePlan(FeaturePlan):
         return " ".join(texts)
 
     def notes(self) -> Iterator[str]:
-        """Lines for the plan as text."""
         if self.modules:
             backends = sorted({one.options["backend"] for one in self.modules})
             yield f"compiled: {len(self.modules)} modules, each separately ({', '.join(backends)})"
@@ -135,11 +133,7 @@ def plan(
     blocks: Sequence[str],
     around: Surroundings,
 ) -> CompilePlan | None:
-    """Choose the modules: by rule, else the model's blocks.
-
-    Args:
-        blocks: the default modules.
-    """
+    """Choose the modules: by rule, else `blocks`, the model's blocks."""
     modules, by_rule = structure.modules, wishes.ruled("compile")
     general = compile_options(wishes.config.compile)
     chosen: dict[str, Compiled] = {}
@@ -167,10 +161,7 @@ def _idle(
     budgets: Mapping[str, float],
 ) -> Iterator[str]:
     if general is not None and not blocks and not chosen:
-        yield (
-            "compile is on, but the model has no repeated block: choose the modules to compile with "
-            "Rule(..., compile=True)."
-        )
+        yield "compile is on, but the model has no repeated block: choose modules by Rule(..., compile=True)."
     excluded: dict[str, list[str]] = {}
     for name, (value, source) in by_rule.items():
         if value is False:

@@ -34,11 +34,9 @@ class ContextPlan(FeaturePlan):
     """The number of ranks that share a sequence."""
 
     def explain(self, module: str) -> str:
-        """How sequences are split, in words, for the root."""
         return "" if module else f"Sequences are split among {self.size} ranks, inside of context_parallel()."
 
     def notes(self) -> Iterator[str]:
-        """Lines for the plan as text."""
         yield f"context parallel: sequences are split among {self.size} ranks"
 
 

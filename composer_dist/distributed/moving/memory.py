@@ -63,8 +63,7 @@ class Staging:
     def read(self, pid: int, parcels: Iterable[tuple[torch.Tensor, Iterable[tuple[int, int]]]]) -> None:
         """Fill targets from the memory of a process; returns when they are filled.
 
-        Args:
-            parcels: a target, flat and of bytes, and the (address, bytes) that fill it, in order.
+        A parcel is a target, flat and of bytes, and the (address, bytes) that fill it, in order.
         """
         for target, runs in parcels:
             start = stop = 0  # of the target: what is in the current buffer

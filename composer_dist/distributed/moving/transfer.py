@@ -19,11 +19,9 @@ from composer_dist.tensors.inner import local_part, parts
 
 
 def inner_cargoes(name: str, tensor: torch.Tensor, source: torch.Tensor | None) -> list[Cargo]:
-    """The cargoes that fill a tensor of the model in place: one, or one for each of its inner tensors.
+    """The cargoes that fill a tensor or shard of the model in place: one, or one per inner tensor.
 
-    Args:
-        tensor: full, or this rank's shard.
-        source: the full value, of the same class, on the source rank only.
+    `source` is the full value, of the same class, on the source rank only.
     """
     return [
         Cargo(part, Layout.of(target), target.dtype, local_part(target), value)

@@ -9,6 +9,7 @@ memory), weights travel by messages (`transfer.deliver`).
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
 
@@ -26,34 +27,23 @@ from composer_dist.tensors.parts import as_bytes
 Way = Literal["memory", "messages"]
 
 
+@dataclass
 class Transport:
-    """Delivers cargoes among the ranks of a mesh; a context manager that all of them enter.
+    """Delivers cargoes among the ranks of a mesh; a context manager that all of them enter."""
 
-    Args:
-        bucket_bytes: most bytes of one source that are on their way in messages at one time.
-        asked: "auto" reads memory if every rank can and otherwise sends messages; "memory" and "messages" are
-            binding.
+    mesh: Mesh
+    agreement: Agreement
+    bucket_bytes: int
+    """Most bytes of one source that are on their way in messages at one time."""
+    asked: Literal["auto", "memory", "messages"] = "auto"
+    """"auto" reads memory if every rank can and otherwise sends messages; the others are binding."""
+    way: Way = field(default="messages", init=False)
+    """How contiguous tensors are sent."""
+    moved: int = field(default=0, init=False)
+    """Bytes that this rank has sent, received and read so far."""
 
-    Attributes:
-        way: how contiguous tensors are sent.
-        moved: bytes that this rank has sent, received and read so far.
-        progress: shows the first rank how far long deliveries are.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        agreement: Agreement,
-        bucket_bytes: int,
-        asked: Literal["auto", "memory", "messages"] = "auto",
-    ) -> None:
-        self.way: Way = "messages"
-        self.moved = 0
-        self.progress = Progress(shown=agreement.rank == agreement.ranks[0])
-        self._mesh = mesh
-        self._agreement = agreement
-        self._bucket_bytes = bucket_bytes
-        self._asked = asked
+    def __post_init__(self) -> None:
+        self.progress = Progress(shown=self.agreement.rank == self.agreement.ranks[0])
         self._stack = ExitStack()
         self._pids: dict[int, int] = {}
 
@@ -80,26 +70,26 @@ class Transport:
             if self.way == "memory":
                 cargoes = self._read_from_peers(cargoes, stage)
             if any(cargoes.values()):
-                self.moved += self._agreement.collectively(
-                    "the delivery", lambda: deliver(cargoes, self._mesh, self._bucket_bytes, stage)
+                self.moved += self.agreement.collectively(
+                    "the delivery", lambda: deliver(cargoes, self.mesh, self.bucket_bytes, stage)
                 )
 
     def _choose_way(self) -> None:
         """Find out, once, whether all ranks can read each other."""
-        ranks = self._agreement.ranks
-        self._pids = {self._agreement.rank: os.getpid()}
-        if len(ranks) == 1 or self._asked == "messages":
+        ranks = self.agreement.ranks
+        self._pids = {self.agreement.rank: os.getpid()}
+        if len(ranks) == 1 or self.asked == "messages":
             return
         beacon = memory.Beacon()
         self._stack.enter_context(memory.readable_by_siblings())
-        shown = self._agreement.reach("the hosts", beacon.describe(), list)
+        shown = self.agreement.reach("the hosts", beacon.describe(), list)
         self._pids = {rank: each["pid"] for rank, each in zip(ranks, shown, strict=True)}
         able = all(memory.can_read(each) for each in shown)
-        self.way = self._agreement.reach("whose memory can be read", able, self._decide)
+        self.way = self.agreement.reach("whose memory can be read", able, self._decide)
 
     def _decide(self, able: Sequence[bool]) -> Way:
-        unable = [rank for rank, each in zip(self._agreement.ranks, able, strict=True) if not each]
-        if unable and self._asked == "memory":
+        unable = [rank for rank, each in zip(self.agreement.ranks, able, strict=True) if not each]
+        if unable and self.asked == "memory":
             raise ParallelismRuntimeError(
                 f"transport='memory' was asked for, but ranks {unable} cannot read the memory of all others "
                 "(another host or container, or the kernel refuses); use 'auto'."
@@ -110,13 +100,13 @@ class Transport:
         self, cargoes: Mapping[int, Sequence[Cargo]], stage: Stage
     ) -> dict[int, list[Cargo]]:
         """Read the cargoes that have an address; return the others, which messages carry."""
-        me = self._agreement.rank
+        me = self.agreement.rank
         mine = [
             memory.address_of(cargo.source, cargo.dtype) if cargo.source is not None else None
             for cargo in cargoes.get(me, ())
         ]
-        found: list[list[int | None]] = self._agreement.reach("the addresses", mine, list)
-        addresses = dict(zip(self._agreement.ranks, found, strict=True))
+        found: list[list[int | None]] = self.agreement.reach("the addresses", mine, list)
+        addresses = dict(zip(self.agreement.ranks, found, strict=True))
         left: dict[int, list[Cargo]] = {}
         near: dict[int, list[tuple[Cargo, int]]] = {}
         for rank, items in cargoes.items():
@@ -124,26 +114,26 @@ class Transport:
             left[rank] = [cargo for cargo, address in pairs if address is None]
             near[rank] = [(cargo, address) for cargo, address in pairs if address is not None]
         stage.expect(sum(cargo.nbytes for known in near.values() for cargo, _ in known))
-        with self._agreement.together("the delivery"):  # no rank frees its tensors before all have read
+        with self.agreement.together("the delivery"):  # no rank frees its tensors before all have read
             for rank, known in near.items():
                 self.moved += self._copy(known, rank, stage)
         return left
 
     def _copy(self, pairs: Sequence[tuple[Cargo, int]], rank: int, stage: Stage) -> int:
         """Fill this rank's parts from a rank's memory; return the bytes that were read by it, or from it."""
-        mine = rank == self._agreement.rank
+        mine = rank == self.agreement.rank
         uploads = [pair for pair in pairs if _needs_upload(pair[0].target)]
         direct = [pair for pair in pairs if not _needs_upload(pair[0].target)]
         if uploads:
             self._upload(uploads, self._pids[rank], stage)
         if mine:
             for cargo, _ in direct:
-                take_part(cargo, self._mesh.here)
+                take_part(cargo, self.mesh.here)
                 stage.advance(cargo.nbytes)
         else:
             memory.read(self._pids[rank], [each for pair in direct for each in self._ranges(*pair)])
             stage.advance(sum(cargo.nbytes for cargo, _ in direct))
-        readers = [other for other in self._pids if other != rank] if mine else [self._agreement.rank]
+        readers = [other for other in self._pids if other != rank] if mine else [self.agreement.rank]
         return sum(self._part(cargo, reader) for cargo, _ in pairs for reader in readers)
 
     def _upload(self, pairs: Sequence[tuple[Cargo, int]], pid: int, stage: Stage) -> None:
@@ -154,16 +144,16 @@ class Transport:
                 yield as_bytes(cargo.target.view(-1)), self._runs(cargo, address)
                 stage.advance(cargo.nbytes)
 
-        memory.Staging(pairs[0][0].target.device, self._bucket_bytes).read(pid, parcels())
+        memory.Staging(pairs[0][0].target.device, self.bucket_bytes).read(pid, parcels())
 
     def _part(self, cargo: Cargo, rank: int) -> int:
         """Bytes of a rank's part."""
-        return cargo.layout.part(self._mesh.at(rank)).numel * cargo.dtype.itemsize
+        return cargo.layout.part(self.mesh.at(rank)).numel * cargo.dtype.itemsize
 
     def _runs(self, cargo: Cargo, address: int) -> Iterator[tuple[int, int]]:
         """Where this rank's part of a cargo at an address lies: (address, bytes), in order."""
         size = cargo.dtype.itemsize
-        for first, length in cargo.layout.part(self._mesh.here).runs():
+        for first, length in cargo.layout.part(self.mesh.here).runs():
             yield address + first * size, length * size
 
     def _ranges(self, cargo: Cargo, address: int) -> Iterator[memory.Range]:

@@ -29,61 +29,39 @@ def check_optimizers(optimizers: Sequence[Optimizer], structure: Structure, plai
     names = names_by_id(structure)
     with Faults() as faults:
         for index, optimizer in enumerate(optimizers):
+            kind = type(optimizer).__name__
             if not isinstance(optimizer, Optimizer):
-                kind = type(optimizer).__name__
                 raise ParallelismTypeError(f"optimizer {index} is a {kind}, not an Optimizer.")
-            label = type(optimizer).__name__
-            label = f"optimizer {index} ({label})" if len(optimizers) > 1 else label
-            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            fault = _foreign(optimizer, held, names) or _frozen(held, structure)
-            if fault := fault or _unable(optimizer, held, names, plain):
-                faults.append(f"{label} {fault}")
-                continue
-            faults += [f"{label} {fault}" for fault in _mixed_groups(optimizer, names, plain)]
-            faults += [
-                f"{label} state {key!r} of {names[id(parameter)]}: {fault}"
-                for parameter, state in optimizer.state.items()
-                for key, value in state.items()
-                if (fault := _state_fault(value, parameter))
-            ]
+            label = f"optimizer {index} ({kind})" if len(optimizers) > 1 else kind
+            faults += [f"{label} {fault}" for fault in _faults(optimizer, structure, names, plain)]
 
 
-def _foreign(optimizer: Optimizer, held: Sequence[torch.Tensor], names: Mapping[int, str]) -> str | None:
-    foreign = [parameter for parameter in [*held, *optimizer.state] if id(parameter) not in names]
-    if not foreign:
-        return None
-    shape = tuple(getattr(foreign[0], "shape", ()))
-    return (
-        f"holds {len(foreign)} parameters (of {len(held)}) that are not this model's, the first of shape "
-        f"{shape}; build it from this model's parameters, before the model is prepared."
-    )
-
-
-def _frozen(held: Sequence[torch.Tensor], structure: Structure) -> str | None:
+def _faults(
+    optimizer: Optimizer, structure: Structure, names: Mapping[int, str], plain: Mapping[str, str]
+) -> Iterator[str]:
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if foreign := [parameter for parameter in [*held, *optimizer.state] if id(parameter) not in names]:
+        yield (
+            f"holds {len(foreign)} parameters (of {len(held)}) that are not this model's, the first of shape "
+            f"{tuple(getattr(foreign[0], 'shape', ()))}; build it from this model's parameters, before the "
+            "model is prepared."
+        )
+        return
     trainable = any(one.info.requires_grad for one in structure.parameters.values())
-    if not held or not trainable or any(parameter.requires_grad for parameter in held):
-        return None
-    return (
-        f"holds only frozen parameters ({len(held)}), while others of the model are trainable, so it would "
-        "update nothing. Build it after freezing, from the parameters with requires_grad."
-    )
-
-
-def _unable(
-    optimizer: Optimizer, held: Sequence[torch.Tensor], names: Mapping[int, str], plain: Mapping[str, str]
-) -> str | None:
+    if held and trainable and not any(parameter.requires_grad for parameter in held):
+        yield (
+            f"holds only frozen parameters ({len(held)}), while others of the model are trainable, so it "
+            "would update nothing. Build it after freezing, from the parameters with requires_grad."
+        )
+        return
     kinds = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim")]
     ndim, why = next((_UNABLE[kind] for kind in kinds if kind in _UNABLE), (0, ""))
-    unable = [names[id(p)] for p in held if ndim and p.ndim >= ndim and names[id(p)] not in plain]
-    if not unable:
-        return None
-    return (
-        f"cannot step on sharded parameters ({listed(unable, 4)}): {why}. Use another optimizer, or "
-        "Rule(..., shard=False) for their modules."
-    )
-
-
-def _mixed_groups(optimizer: Optimizer, names: Mapping[int, str], plain: Mapping[str, str]) -> Iterator[str]:
+    if unable := [names[id(p)] for p in held if ndim and p.ndim >= ndim and names[id(p)] not in plain]:
+        yield (
+            f"cannot step on sharded parameters ({listed(unable, 4)}): {why}. Use another optimizer, or "
+            "Rule(..., shard=False) for their modules."
+        )
+        return
     for number, group in enumerate(optimizer.param_groups):
         mode = next((mode for mode in ("foreach", "fused") if group.get(mode)), None)
         whole = [names[id(p)] for p in group["params"] if names[id(p)] in plain]
@@ -92,6 +70,10 @@ def _mixed_groups(optimizer: Optimizer, names: Mapping[int, str], plain: Mapping
                 f"group {number} has {mode}=True but would mix sharded parameters with the replicated "
                 f"{listed(whole, 4)}; put those in a separate group, or leave {mode} out."
             )
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if fault := _state_fault(value, parameter):
+                yield f"state {key!r} of {names[id(parameter)]}: {fault}"
 
 
 def check_refills(optimizers: Sequence[Optimizer], structure: Structure, init: frozenset[str]) -> None:

@@ -7,7 +7,7 @@ dimensions are 1 (Adafactor's) by the others, and scalars not at all. Pending gr
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.messages import Cargo
 from composer_dist.structure.structure import Structure
-from composer_dist.tensors.inner import local_part, own_attributes
+from composer_dist.tensors.inner import dtensor_of, local_part, own_attributes
 from composer_dist.wording import dtype_name
 
 
@@ -82,34 +82,26 @@ def _describe(optimizer: int | None, name: str, key: str, value: Any) -> StateEn
     return StateEntry(optimizer, name, key, number, dtype_name(value.dtype), list(value.shape))
 
 
+@dataclass
 class Follower:
-    """Moves optimizers, their state and pending gradients from old parameters to new ones.
+    """Moves optimizers, their state and pending gradients from old parameters to new ones."""
 
-    Args:
-        optimizers: as the caller made them.
-        structure: the model before it is sharded.
-        states: the state to build: this rank's or the first rank's.
-        here: whether this rank has the full tensors of the state.
-        init: parameters on the meta device on all ranks, whose state is initialized.
-    """
+    optimizers: Sequence[Optimizer]
+    structure: InitVar[Structure]
+    """The model before it is sharded."""
+    states: Sequence[StateEntry]
+    """The state to build: this rank's or the first rank's."""
+    here: bool
+    """Whether this rank has the full tensors of the state."""
+    init: frozenset[str]
+    """Parameters on the meta device on all ranks, whose state is initialized."""
 
-    def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        structure: Structure,
-        states: Sequence[StateEntry],
-        here: bool,
-        init: frozenset[str],
-    ) -> None:
-        self._optimizers = optimizers
-        self._states = states
-        self._here = here
-        self._init = init
+    def __post_init__(self, structure: Structure) -> None:
         self._old = {name: held.get() for name, held in structure.parameters.items()}
         self._names = names_by_id(structure)
         self._groups = {
             (index, self._names[id(parameter)]): group
-            for index, optimizer in enumerate(optimizers)
+            for index, optimizer in enumerate(self.optimizers)
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
@@ -118,18 +110,18 @@ class Follower:
     def cargoes(self, new: Mapping[str, nn.Parameter]) -> list[Cargo]:
         """Build the state for the new parameters; return cargoes for its tensors that need values."""
         cargoes: list[Cargo] = []
-        for one in self._states:
+        for one in self.states:
             parameter, group = new[one.parameter], {}
             if one.optimizer is not None:
                 group = self._groups[one.optimizer, one.parameter]
-            source = self._source(one) if self._here else None
+            source = self._source(one) if self.here else None
             value = one.value
             if one.dtype is not None and not one.shape:
                 value = _scalar(one, source, parameter, group)
             elif one.dtype is not None:
                 value = empty_state(parameter, tuple(one.shape), getattr(torch, one.dtype))
                 cargo = Cargo(one.label, Layout.of(value), value.dtype, local_part(value))
-                if one.parameter in self._init:
+                if one.parameter in self.init:
                     cargo.target.fill_(group["initial_accumulator_value"])
                 else:
                     cargo.source = source
@@ -141,11 +133,11 @@ class Follower:
         old = self._old[one.parameter]
         if one.optimizer is None:
             return old.grad
-        return self._optimizers[one.optimizer].state.get(old, {}).get(one.key)
+        return self.optimizers[one.optimizer].state.get(old, {}).get(one.key)
 
     def rebind(self, new: Mapping[str, nn.Parameter]) -> None:
         """Give every optimizer the new parameters and their state."""
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [new.get(self._names[id(p)], p) for p in group["params"]]
             optimizer.state.clear()
@@ -154,7 +146,7 @@ class Follower:
             if one.optimizer is None:
                 parameter.grad = value
             else:
-                self._optimizers[one.optimizer].state.setdefault(parameter, {})[one.key] = value
+                self.optimizers[one.optimizer].state.setdefault(parameter, {})[one.key] = value
 
 
 def empty_state(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -168,14 +160,7 @@ def empty_state(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
         keeps = [layout.tp_dim is not None if index == tp else layout.rows for index in range(mesh.ndim)]
         placements = tuple(p if keep else Replicate() for p, keep in zip(placements, keeps, strict=True))
         local = layout.local_shape(Mesh.of(parameter).here)
-    return DTensor.from_local(
-        torch.empty(local, dtype=dtype, device=here.device),
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    return dtensor_of(torch.empty(local, dtype=dtype, device=here.device), mesh, placements, shape)
 
 
 def carry_attributes(old: torch.Tensor, new: nn.Parameter) -> None:

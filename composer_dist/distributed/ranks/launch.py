@@ -96,7 +96,9 @@ def launch(
 
 def _work(rank: int, call: Callable[[], Any], n: int, method: str, port: int, box: Path) -> None:
     (box / f"began-{rank}").touch()
-    os.environ.update(_variables(rank, n, port))
+    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
+    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(n)))
+    os.environ.update(MASTER_ADDR=_HOST, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     if method == "fork":
         # A copy has no threads of OpenMP's pool and would hang waiting for them, as in DataLoader's workers.
         torch.set_num_threads(1)
@@ -131,11 +133,3 @@ def _first_failure(box: Path, seen: Exception, method: str) -> Exception:
             )
         return ParallelismRuntimeError(f"{how}; the others were terminated.")
     return ParallelismRuntimeError(str(seen))
-
-
-def _variables(rank: int, n: int, port: int) -> dict[str, str]:
-    """What torchrun would set; the launching process has the store."""
-    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(n))
-    store = {"MASTER_ADDR": _HOST, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return ranks | sizes | store

@@ -68,12 +68,16 @@ def init(
     if missing and int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ParallelismRuntimeError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but these variables are not set: "
-            f"{', '.join(missing)}. Start with torchrun, or set them, or unset WORLD_SIZE for a single "
-            "process."
+            f"{', '.join(missing)}. Start with torchrun, set them, or unset WORLD_SIZE for one process."
         )
     chosen = torch.device(device) if device is not None else _default_device()
     if chosen.type != "cpu":
-        _make_current(chosen)
+        if (offered := _default_device().type) != chosen.type:
+            raise ParallelismRuntimeError(
+                f"Device {str(chosen)!r} was asked for, but this machine offers {offered!r} to torch "
+                f"{torch.__version__}."
+            )
+        torch.accelerator.set_device_index(_with_index(chosen).index)
     if backend is None:
         backend = backend_for(chosen.type, cpu_ops=chosen.type != "cpu")
     place: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
@@ -250,15 +254,6 @@ def _with_index(device: torch.device) -> torch.device:
         return device
     # Modulo: a launcher may show each process its own device only, as number 0.
     return torch.device(device.type, local_rank() % max(torch.accelerator.device_count(), 1))
-
-
-def _make_current(device: torch.device) -> None:
-    if _default_device().type != device.type:
-        raise ParallelismRuntimeError(
-            f"Device {str(device)!r} was asked for, but this machine offers "
-            f"{_default_device().type!r} to torch {torch.__version__}."
-        )
-    torch.accelerator.set_device_index(_with_index(device).index)
 
 
 def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:

@@ -192,8 +192,7 @@ def plan_comm_hook(config: DDPConfig, reduce_dtype: torch.dtype | None) -> HookP
     _check_options(name, options)
     if config.comm_hook_state is not None and (hook is None or names):
         raise ParallelismValueError(
-            "comm_hook_state is only for a comm_hook that is a function; use comm_hook_options for a named "
-            "one."
+            "comm_hook_state is for a comm_hook that is a function; a named one takes comm_hook_options."
         )
     if period is not None and (not isinstance(period, int) or period < 1):
         raise ParallelismValueError(f"averaging_period must be a positive number of steps, not {period!r}.")

@@ -83,7 +83,6 @@ class ReplicaPlan(FeaturePlan):
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     def explain(self, module: str = "") -> str:
-        """What DDP does, in words, for the root."""
         if module:
             return ""
         if self.idle:
@@ -96,7 +95,6 @@ class ReplicaPlan(FeaturePlan):
         )
 
     def notes(self) -> Iterator[str]:
-        """Lines for the plan as text."""
         yield self.explain()
         yield from (f"left to each rank: {name}" for name in self.ignored)
 
@@ -207,7 +205,6 @@ def stays(structure: Structure, device: torch.device) -> bool:
 
 
 def _without_effect(wishes: Wishes) -> list[str]:
-    """Warn of options that apply to sharding only; with `strict`, refuse them."""
     config = wishes.config
     found = [
         f"{source} sets {key}"
@@ -218,9 +215,7 @@ def _without_effect(wishes: Wishes) -> list[str]:
     others = {"tp": config.tp, "fsdp2": config.fsdp2, "a wrap policy": wishes.wrap_policy}
     found += [f"{name} is given" for name, value in others.items() if value is not None]
     texts = [f"{what}, which has no effect under DDP (ddp=); leave it out." for what in dict.fromkeys(found)]
-    if texts and config.strict:
-        raise ParallelismValueError("\n".join(texts))
-    return texts
+    return wishes.tolerated(texts)
 
 
 def _check_dtypes(structure: Structure, policy: MixedPrecisionPolicy) -> None:

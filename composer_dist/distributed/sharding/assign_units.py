@@ -67,11 +67,7 @@ class Skippable:
 
 
 def assign(structure: Structure, choices: Choices, shards: int) -> Assignment:
-    """Assign every parameter of the model to one unit, or leave it plain.
-
-    Args:
-        shards: the number of ranks that share each parameter.
-    """
+    """Assign every parameter to one unit, or leave it plain; `shards` ranks share each parameter."""
     skipped, warnings = _already_sharded(structure, choices)
     groups = {name: Draft([name], one) for name, one in choices.units.items() if name not in skipped}
     plain: dict[str, str] = {}

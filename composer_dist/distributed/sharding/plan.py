@@ -84,7 +84,6 @@ class ShardingPlan(FeaturePlan):
         object.__setattr__(self, "parameter_units", owners)
 
     def explain(self, module: str) -> str:
-        """What the unit that `module` leads or belongs to gathers, in words."""
         return " ".join(
             f"It gathers {len(unit.parameters)} parameter{'s' * (len(unit.parameters) != 1)}, "
             f"{unit.nbytes:,} bytes; reshard_after_forward={unit.reshard_after_forward}."
@@ -93,7 +92,6 @@ class ShardingPlan(FeaturePlan):
         )
 
     def notes(self) -> Iterator[str]:
-        """Lines for the plan as text, beside the table of units."""
         yield from (f"replicated: {name} ({reason})" for name, reason in self.plain.items())
 
 
@@ -244,6 +242,4 @@ def idle_rules(wishes: Wishes, assignment: Assignment) -> list[str]:
         for (source, key), names in idle.items()
         if units.isdisjoint(names)
     ]
-    if texts and wishes.config.strict:
-        raise ParallelismValueError("\n".join(texts))
-    return texts
+    return wishes.tolerated(texts)

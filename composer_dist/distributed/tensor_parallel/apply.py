@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.distributed.tensor.placement_types import Placement
 
 from composer_dist import _torch
 from composer_dist.distributed import forwards
@@ -34,6 +33,7 @@ from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan
 from composer_dist.distributed.tensor_parallel.styles import Style
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.structure import Held, Structure
+from composer_dist.tensors.inner import dtensor_of
 from composer_dist.tensors.parts import chunk
 
 _FIRST = ("hidden_states", "x", "input", "inputs", "input_ids")
@@ -101,15 +101,8 @@ def _cut(held: Held, cut: Cut, mesh: DeviceMesh) -> nn.Parameter:
     here = Coordinate(tp=mesh.get_local_rank(), tps=mesh.size())
     placement = _torch.StridedShard(cut.dim, split_factor=cut.groups) if cut.groups > 1 else Shard(cut.dim)
     part = torch.empty(layout.local_shape(here), dtype=held.info.dtype, device="meta")
-    value = _as_dtensor(part, mesh, placement, held.info.shape)
+    value = dtensor_of(part, mesh, [placement], held.info.shape)
     return nn.Parameter(value, requires_grad=held.info.requires_grad)
-
-
-def _as_dtensor(part: Tensor, mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...]) -> DTensor:
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        part, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride
-    )
 
 
 def _retie(held: Held) -> None:
@@ -228,7 +221,7 @@ def _leave(module: nn.Module, style: Style, tensor: Tensor, mesh: DeviceMesh) ->
             return collectives.gather(tensor, SEQUENCE, tensor.shape[SEQUENCE] * mesh.size(), mesh)
         case "logits":
             shape = (*tensor.shape[:-1], _out_features(module))
-            return _as_dtensor(tensor, mesh, Shard(tensor.ndim - 1), shape)
+            return dtensor_of(tensor, mesh, [Shard(tensor.ndim - 1)], shape)
     return tensor
 
 

@@ -45,7 +45,6 @@ class TensorParallelPlan(FeaturePlan):
     """The module whose output stays cut, for a loss that accepts cut logits."""
 
     def explain(self, module: str) -> str:
-        """The style of a module, and the sizes that it divides, in words."""
         one = self.modules.get(module)
         divided = [f"{d.attribute} {d.before} -> {d.after}" for d in self.divisions if d.module == module]
         parts = [f"Tensor parallel over {self.size} ranks: {one.label}, because {one.reason}."] if one else []
@@ -61,7 +60,6 @@ class TensorParallelPlan(FeaturePlan):
         return f"cut along dimension {cut.dim}{groups} among {self.size} tensor-parallel ranks"
 
     def notes(self) -> Iterator[str]:
-        """Lines for the plan as text."""
         styles = Counter(one.label for one in self.modules.values())
         counts = ", ".join(f"{count} {style}" for style, count in styles.items())
         yield f"tensor parallel: {styles.total()} modules ({counts})"
@@ -110,9 +108,7 @@ def idle_styles(wishes: Wishes, sizes: Mapping[str, int]) -> list[str]:
     if sizes["tp"] > 1 or not asked:
         return []
     text = f"{', '.join(asked)} asks for tensor parallelism, but the mesh has tp=1: set MeshConfig(tp=...)."
-    if wishes.config.strict:
-        raise ParallelismValueError(text)
-    return [text]
+    return wishes.tolerated([text])
 
 
 def _choose(

@@ -142,8 +142,8 @@ def _held(one: _Summoned, with_grads: bool) -> Tensor:
     now = module._parameters[name]
     if now is None or isinstance(now, DTensor):
         raise ParallelismRuntimeError(
-            f"{one.name} is no longer a full parameter at the end of summon_full_params: it was "
-            "removed, or the forward of an enclosing module replaced it; call that outside."
+            f"{one.name} is no longer a full parameter at the end of summon_full_params: it was removed, or "
+            "the forward of an enclosing module replaced it; call that outside."
         )
     wanted: list[tuple[str, Tensor | None]] = [("", now)]
     if with_grads and one.shard.grad is not None:

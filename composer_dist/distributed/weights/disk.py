@@ -205,8 +205,7 @@ def _shares(target: UnfilledPart, bucket_bytes: int) -> Iterator[tuple[int, int]
         return
     assert target.mesh is not None
     mesh, number, holders = target.mesh.device_mesh, 0, 1
-    here = mesh.get_coordinate()
-    assert here is not None
+    here = mesh.get_coordinate() or ()
     for dim in dims:
         number, holders = number * mesh.size(dim) + here[dim], holders * mesh.size(dim)
     for first, length in _windows(target, bucket_bytes):
@@ -220,8 +219,7 @@ def _gather(target: UnfilledPart, bucket_bytes: int) -> int:
     """Gather the shares of a target from the ranks that read them; return the bytes sent and received."""
     assert target.mesh is not None
     flat, mesh, moved = target.local.view(-1), target.mesh.device_mesh, 0
-    here = mesh.get_coordinate()
-    assert here is not None
+    here = mesh.get_coordinate() or ()
     for first, length in _windows(target, bucket_bytes):
         window, dims = flat[first : first + length], list(target.sharing)
         while dims:  # along the innermost dimension first: there, shares lie side by side

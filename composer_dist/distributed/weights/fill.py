@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed.mesh.layout import Layout
@@ -24,14 +23,6 @@ from composer_dist.distributed.weights.sources import Sources
 from composer_dist.distributed.weights.storage import make_anew, replace
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import encoded, local_part
-
-
-class Traffic(NamedTuple):
-    """What this rank has moved, and how."""
-
-    bytes_moved: int
-    bytes_read: int
-    transport: str
 
 
 @dataclass
@@ -59,8 +50,13 @@ class Filling:
             name: self.originals.get(name, held.get()) for name, held in self.structure.tensors.items()
         }
 
-    def run(self, follower: Follower, step: Callable[[str], AbstractContextManager[None]]) -> Traffic:
-        """Give every tensor its value, and the optimizers their parameters and state; `step` times steps."""
+    def run(
+        self, follower: Follower, step: Callable[[str], AbstractContextManager[None]]
+    ) -> tuple[int, int, str]:
+        """Give every tensor its value, and the optimizers their parameters and state; `step` times steps.
+
+        The result is the bytes that this rank has moved, those that it has read, and how weights were sent.
+        """
         with self.transport:
             with step("weights"):
                 self.deliver_weights()
@@ -70,10 +66,15 @@ class Filling:
             with step("optimizer"):
                 held = self.structure.parameters.items()
                 new: dict[str, Any] = {name: parameter.get() for name, parameter in held}
-                self.deliver_states(follower, new)
+                cargoes = follower.cargoes(new)
+                if self.sources.rank0 and self.sources.states:
+                    self.transport.send({self.first: cargoes})
+                else:
+                    for cargo in cargoes:
+                        take_part(cargo, self.mesh.here)
                 follower.rebind(new)
         moved, read = (self.disk.bytes_moved, self.disk.bytes_read) if self.disk else (0, 0)
-        return Traffic(self.transport.moved + moved, read, self.transport.way)
+        return self.transport.moved + moved, read, self.transport.way
 
     def deliver_weights(self) -> None:
         """Read tensors from files, deliver rank 0's, and slice those that every rank has."""
@@ -130,15 +131,6 @@ class Filling:
                 for rank, mine in turn.items()
             }
         )
-
-    def deliver_states(self, follower: Follower, new: Mapping[str, nn.Parameter]) -> None:
-        """Deliver or slice the optimizers' state and pending gradients."""
-        cargoes = follower.cargoes(new)
-        if self.sources.rank0 and self.sources.states:
-            self.transport.send({self.first: cargoes})
-        else:
-            for cargo in cargoes:
-                take_part(cargo, self.mesh.here)
 
     def _target(self, name: str) -> UnfilledPart:
         tensor = self._destination(name)

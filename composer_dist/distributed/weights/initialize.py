@@ -61,11 +61,7 @@ def assert_no_meta(model: nn.Module) -> None:
 def find_components(
     structure: Structure, needed: set[str], param_init_fn: InitFn | None = None
 ) -> list[Component]:
-    """Trace the initializers of a model and group them; the model is not changed.
-
-    Args:
-        needed: names of the tensors that must get a value.
-    """
+    """Trace and group the initializers that write the `needed` tensors; the model is not changed."""
     initializers = list(_find_initializers(structure, needed, param_init_fn))
     trace(structure, initializers)
     written = {name for initializer in initializers for name in initializer.writes}
@@ -129,9 +125,8 @@ def run_component(
 ) -> dict[str, torch.Tensor]:
     """Run a component's initializers on full tensors, and return these on `device`; the model is not changed.
 
-    Args:
-        seed: the model's; each initializer's seed is a hash of it and its module's name.
-        real: tensors that have values. Initializers get copies, and changes to them are dropped.
+    Each initializer's seed is a hash of `seed`, the model's, and its module's name. Initializers get copies
+    of the `real` tensors, which have values; changes to them are dropped.
     """
     held = {name: structure.tensors[name] for name in component.tensors}
     before = {name: [place.get() for place in one.places] for name, one in held.items()}

@@ -55,8 +55,7 @@ def decide_sources(
 ) -> Sources:
     """Exchange what every rank has, and decide; nothing is changed.
 
-    Args:
-        disk: names of the tensors for which files have values, the same on every rank.
+    `disk` has the names of the tensors for which files have values, the same on every rank.
     """
     on_meta = [name for name, held in structure.tensors.items() if held.get().is_meta]
     mine: dict[str, Any] = {

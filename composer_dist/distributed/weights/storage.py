@@ -15,11 +15,9 @@ from composer_dist.tensors.inner import codec_of, dtensor_like, empty_like, loca
 
 
 def give_memory(structure: Structure, names: Iterable[str], device: torch.device) -> None:
-    """Allocate tensors that are on the meta device, and whole ones that are not contiguous.
+    """Allocate tensors that are on the meta device, and whole ones that are not contiguous, on `device`.
 
-    Args:
-        names: of the tensors; each may be sharded or not.
-        device: where to allocate; shards of units with offload are in host memory instead.
+    Shards of units with offload are in host memory instead.
     """
     modules = structure.modules.values()
     fsdp = {key: param for module in modules for key, param in fsdp_params_by_place(module).items()}
