@@ -36,11 +36,7 @@ _TEXTS = (
 class Attempts:
     """Runs steps that fit into the memory of every rank, or leave all ranks unchanged.
 
-    Args:
-        model: prepared; its gradients are those of the step and of nothing before.
-
-    Raises:
-        ParallelismValueError: this version of torch cannot end FSDP2's step in the middle.
+    The model's gradients must be those of the step and of nothing before.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,14 +51,11 @@ class Attempts:
         """What `body` returns; or, if a rank ran out of memory, None and the text of its error.
 
         Then gradients and whatever hooks had started are discarded, on every rank; the caller restores what
-        else the body changed (buffers, random states).
+        else the body changed (buffers, random states). Any other failure is an error on every rank.
 
         Args:
             what: for errors.
             body: forward and backward; every rank runs the same collectives in it.
-
-        Raises:
-            ParallelismError: on every rank, any other failure; in a single process, the error itself.
         """
         meetings = _Meetings(self._agreement)
         result, account, failure = None, None, None

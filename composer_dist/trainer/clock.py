@@ -31,9 +31,7 @@ _UNITS = "|".join(unit.value for unit in TimeUnit)
 _DECIMAL = r"(?:\d+(?:_\d+)*)?\.?\d+"
 _NUMBER = re.compile(rf"({_DECIMAL}(?:e[+-]?\d+)?)\s*({_UNITS})")
 _CLOCK_SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-_CLOCK = re.compile(
-    r"(?=[\d.])" + "".join(rf"(?:(?P<{letter}>{_DECIMAL}){letter})?" for letter in _CLOCK_SECONDS)
-)
+_CLOCK = re.compile(r"(?=[\d.])" + "".join(rf"(?:(?P<{unit}>{_DECIMAL}){unit})?" for unit in _CLOCK_SECONDS))
 _REAL = (TimeUnit.DURATION, TimeUnit.SECOND)
 
 
@@ -72,11 +70,8 @@ class Time:
         if match := _NUMBER.fullmatch(stripped):
             return cls(float(match[1]), TimeUnit(match[2]))
         if match := _CLOCK.fullmatch(stripped):
-            seconds = sum(
-                float(amount) * _CLOCK_SECONDS[letter]
-                for letter, amount in match.groupdict().items()
-                if amount
-            )
+            amounts = match.groupdict(default="0").items()
+            seconds = sum(float(amount) * _CLOCK_SECONDS[unit] for unit, amount in amounts)
             return cls(seconds, TimeUnit.SECOND)
         raise ParallelismValueError(
             f"{text!r} is not a valid duration. Use a number and a unit: '3ep' (epochs), '100ba' (batches), "
@@ -155,9 +150,7 @@ class Time:
     def _same(self, other: Time | str) -> float:
         other = Time.of(other, unit=None)
         if other.unit is not self.unit:
-            raise ParallelismValueError(
-                f"'{self}' and '{other}' are in different units and cannot be added or compared."
-            )
+            raise ParallelismValueError(f"'{self}' and '{other}' are in different units.")
         return other.value
 
 
@@ -227,17 +220,12 @@ class Timestamp:
 def check_keys(what: str, state: Mapping[str, Any], keys: Collection[str]) -> None:
     """Raise unless the saved state of `what` has exactly these keys."""
     if wrong := set(keys).symmetric_difference(state):
-        raise ParallelismValueError(
-            f"Not a {what} state: missing or unknown keys: {', '.join(sorted(wrong))}."
-        )
+        listing = ", ".join(sorted(wrong))
+        raise ParallelismValueError(f"Not a {what} state: missing or unknown keys: {listing}.")
 
 
 def end_of_fit(now: Timestamp, planned: Time | None, duration: Time | None) -> Time:
-    """Where a `fit` of `duration` ends, or of what is left of the `planned` training.
-
-    Raises:
-        ParallelismValueError: nothing says how long, or nothing is left.
-    """
+    """Where a `fit` of `duration` ends, or of what is left of the `planned` training."""
     if duration is None:
         if planned is None:
             raise ParallelismValueError("No training length given: pass max_duration or fit(duration=...).")

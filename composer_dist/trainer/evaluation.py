@@ -100,11 +100,7 @@ def _batches(state: State, feed: Feed, kind: str, run_event: RunEvent) -> Iterat
 
 
 def fresh_metrics(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
-    """Empty copies on `device`; the model's own stay as they are. Every rank calls it.
-
-    Raises:
-        ParallelismValueError: metrics that some rank made on the meta device, which have no start values.
-    """
+    """Empty copies on `device`; the model's own stay as they are. Every rank calls it."""
     with Agreement().together("the metrics"):
         empty = [name for name, metric in metrics.items() if _is_on_meta(metric)]
         if empty:
@@ -206,11 +202,7 @@ class Evaluator:
         return self.dataloader if self.subset is None else _First(self.dataloader, self.subset)
 
     def chosen(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the model's metrics that count here.
-
-        Raises:
-            ParallelismValueError: the model has no such metric.
-        """
+        """Those of the model's metrics that count here."""
         if self.metrics is None:
             return dict(metrics)
         if unknown := [name for name in self.metrics if name not in metrics]:
@@ -226,10 +218,6 @@ def as_evaluators(given: Any, label: str = "eval") -> list[Evaluator]:
 
     Several dataloaders are a mapping by label; several Evaluators a sequence. Any other iterable is one
     dataloader, called `label`.
-
-    Raises:
-        ParallelismTypeError: a sequence of dataloaders, which have no labels.
-        ParallelismValueError: two of one label; an empty mapping.
     """
     if given is None:
         return []
@@ -256,12 +244,7 @@ def as_evaluators(given: Any, label: str = "eval") -> list[Evaluator]:
 
 
 class Timetable:
-    """When `fit` evaluates, and on which data.
-
-    Args:
-        evaluators: what to evaluate on.
-        interval: for those without an interval of their own; None leaves them out.
-    """
+    """When `fit` evaluates, and on which data; `interval` is for evaluators without one of their own."""
 
     def __init__(self, evaluators: Sequence[Evaluator], interval: Time | None) -> None:
         own = [(one, interval if one.interval is None else one.interval) for one in evaluators]

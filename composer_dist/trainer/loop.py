@@ -71,11 +71,7 @@ class TrainingLoop:
         self._began = 0.0
 
     def plan(self, max_duration: Time | None, duration: Time | None) -> None:
-        """Sets where the next `run` ends, and warns of options without effect.
-
-        Raises:
-            ParallelismValueError: there is nothing to train on or with, or no time left.
-        """
+        """Sets where the next `run` ends, and warns of options without effect."""
         state = self._state
         if state.train_dataloader is None:
             raise ParallelismValueError("Training needs a train_dataloader.")
@@ -171,9 +167,8 @@ class TrainingLoop:
         )
         if options.schedule_batches:
             self._step_schedulers()
-        state.timestamp = state.timestamp.next_batch(
-            samples=fed.samples, tokens=fed.tokens, seconds=fed.seconds
-        )
+        size = {"samples": fed.samples, "tokens": fed.tokens}
+        state.timestamp = state.timestamp.next_batch(**size, seconds=fed.seconds)
         state.throughput.update(state.timestamp)
         metrics |= compute_metrics(state.train_metrics, "train")
         self._logger.log_metrics(metrics)

@@ -25,11 +25,7 @@ class Microbatches:
 
     With "auto" the first batch is tried whole. If any rank runs out of memory, all ranks discard what the
     batch has done, halve the microbatches, restore random state and buffers, and start the batch over. The
-    result equals that of a run with the smaller size from the start.
-
-    Args:
-        state: `device_train_microbatch_size` is written there.
-        size: the most samples in a microbatch; None means whole batches.
+    result equals that of a run with the smaller size from the start. The size is written to the state.
     """
 
     def __init__(self, state: State, size: MicrobatchSize) -> None:
@@ -38,22 +34,14 @@ class Microbatches:
         self._attempts = Attempts(state.model) if size == "auto" else None
         self._fitted = 0
 
-    @property
-    def settled(self) -> bool:
-        """Whether the size is final: then running out of memory is an error."""
-        return self._attempts is None or self._fitted >= _TRIALS
-
     def run(self, most: int, body: Callable[[int], T]) -> T:
-        """What `body` returns, called with the number of microbatches until they fit.
+        """What `body` returns, called with the number of microbatches until they fit on every rank.
 
         Args:
             most: the samples of the largest batch of any rank.
             body: all forwards and backwards of one batch, from gradients of zero.
-
-        Raises:
-            ParallelismRuntimeError: on every rank, if not even single samples fit.
         """
-        if self._attempts is None or self.settled:
+        if self._attempts is None or self._fitted >= _TRIALS:  # then running out of memory is an error
             return body(self._parts(most))
         if self._state.device_train_microbatch_size is None:
             self._state.device_train_microbatch_size = most

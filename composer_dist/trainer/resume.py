@@ -42,10 +42,6 @@ def load_run_state(
 
     Call it before the optimizers' states are loaded: callbacks that change the optimizers' groups restore
     them here.
-
-    Raises:
-        CheckpointValueError: it has another number of schedulers.
-        ParallelismValueError: it is of something else.
     """
     saved = dict(saved)
     place, generators = saved.pop("data", None), saved.pop("generators", [])
@@ -107,9 +103,7 @@ class Resume:
 
     def __post_init__(self) -> None:
         if isinstance(self.load_ignore_keys, str):
-            raise ParallelismTypeError(
-                f"load_ignore_keys is a list of globs: write [{self.load_ignore_keys!r}]."
-            )
+            raise ParallelismTypeError(f"load_ignore_keys is a list: write [{self.load_ignore_keys!r}].")
         if self.load_path is None and not self.autoresume:
             raise ParallelismValueError("Resume needs a load_path or autoresume=True.")
         if self.load_path is None and (self.load_weights_only or self.load_ignore_keys):
@@ -141,9 +135,6 @@ def resume_run(
 
     Returns:
         The checkpoint's path; None where autoresume found none, and a new run begins.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it does not match the run.
     """
     newest = _newest(callbacks) if resume.autoresume else None
     if newest is not None:
@@ -163,9 +154,7 @@ def resume_run(
 def _newest(callbacks: Sequence[Callback]) -> str | None:
     folders = [callback.folder for callback in callbacks if isinstance(callback, CheckpointSaver)]
     if not folders:
-        raise ParallelismValueError(
-            "autoresume needs a CheckpointSaver among the callbacks, to look in its folder."
-        )
+        raise ParallelismValueError("autoresume needs a CheckpointSaver, whose folder it looks in.")
     return latest_checkpoint(folders[0])
 
 

@@ -48,12 +48,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, options: LossScaling | None, precision: Precision | None) -> LossScaler | None:
-        """The scaler that a precision needs, if it does.
-
-        Raises:
-            ParallelismValueError: options for a precision that needs none.
-            ParallelismTypeError: options of another kind.
-        """
+        """The scaler that a precision needs, if it does."""
         if options is not None and precision is not Precision.AMP_FP16:
             raise ParallelismValueError("loss_scaling has an effect with precision='amp_fp16' only.")
         if not isinstance(options, LossScaling | None):

@@ -36,8 +36,7 @@ class Schedule(ABC):
         for field in fields(self):
             if field.name.startswith("t_"):
                 time = Time.of(getattr(self, field.name), unit=None)
-                least = 0 if field.name == "t_warmup" else time.value > 0
-                if time.value < 0 or least is False:
+                if time.value < 0 or (not time.value and field.name != "t_warmup"):
                     raise ParallelismValueError(f"{type(self).__name__}'s {field.name} is '{time}'.")
                 object.__setattr__(self, field.name, time)
 
@@ -109,11 +108,7 @@ class CosineAnnealingWithWarmupScheduler(_Annealing):
 
 
 def sorted_out(given: object, optimizers: Sequence[Optimizer]) -> tuple[list[LRScheduler], list[Schedule]]:
-    """Torch's schedulers and ours; the groups' present rates become those that ours multiply.
-
-    Raises:
-        ParallelismTypeError: something else is among them.
-    """
+    """Torch's schedulers and ours; the groups' present rates become those that ours multiply."""
     items = list(given) if isinstance(given, Sequence) else [] if given is None else [given]
     if wrong := {type(one).__name__ for one in items if not isinstance(one, LRScheduler | Schedule)}:
         raise ParallelismTypeError(

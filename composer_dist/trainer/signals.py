@@ -11,11 +11,7 @@ killed by SIGTERM, so nothing that watches statuses takes the run for complete."
 
 
 class SigtermWatch:
-    """Notes SIGTERM while it is installed, instead of dying.
-
-    Args:
-        tell: called when the signal comes, between two instructions of the main thread.
-    """
+    """Notes SIGTERM while it is installed, instead of dying, and calls `tell` in the main thread."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell

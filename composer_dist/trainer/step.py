@@ -50,12 +50,8 @@ def train_batch(
 ) -> dict[str, float | Tensor]:
     """Trains on one batch; `state.loss` is then the mean loss over the batches of all ranks.
 
-    Returns:
-        Metrics by name: the loss, and the gradients' norm before clipping if it is clipped. With a loss
-        scaler, no rank steps on a batch whose gradients are not finite on some rank.
-
-    Raises:
-        ParallelismValueError: no batch of any rank has a term that the loss counts.
+    Returns the loss, and the gradients' norm before clipping if it is clipped. With a loss scaler, no rank
+    steps on a batch whose gradients are not finite on some rank.
     """
     if not fed.mean_weight > 0:
         raise ParallelismValueError(

@@ -118,9 +118,8 @@ class CheckpointSaver(Callback):
             return
         self._finish()
         path = f"{self.folder.rstrip('/')}/{self._name(now)}"
-        self._pending = save_checkpoint(
-            path, contents(state), asynchronous=self._asynchronous, keep=self._keep
-        )
+        saved = contents(state)
+        self._pending = save_checkpoint(path, saved, asynchronous=self._asynchronous, keep=self._keep)
         self._saved, self._writing = now, path
         if self._pending is None:
             self._finish()

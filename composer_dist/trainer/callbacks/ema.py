@@ -38,13 +38,10 @@ class EMA(Callback):
     def __init__(
         self, half_life: Time | str, start: Time | str = "0ba", update_interval: Time | str = "1ba"
     ) -> None:
-        self._half_life = Time.of(half_life, unit=None)
-        self._start = Time.of(start, unit=None)
-        self._interval = Time.of(update_interval, unit=None)
+        times = (Time.of(time, unit=None) for time in (half_life, start, update_interval))
+        self._half_life, self._start, self._interval = times
         if not self._half_life.value > 0 or self._half_life.unit is TimeUnit.DURATION:
-            raise ParallelismValueError(
-                f"EMA's half_life must be a positive time, and not in 'dur': '{half_life}'."
-            )
+            raise ParallelismValueError(f"EMA's half_life must be positive, and not in 'dur': '{half_life}'.")
         if self._start.value < 0 or self._start.unit is TimeUnit.DURATION:
             raise ParallelismValueError(f"EMA's start must be a time, and not in 'dur': '{start}'.")
         if self._interval.unit is not TimeUnit.BATCH or self._interval.value < 1:
@@ -102,11 +99,7 @@ class EMA(Callback):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads averages of the same parameters, sharded as these are now.
-
-        Raises:
-            CheckpointValueError: they belong to another model.
-        """
+        """Loads averages of the same parameters, sharded as these are now."""
         model = self._state.model if self._state is not None else nn.Module()
         weights = dict(named_parameters_canonical(model))
         _check_alike(weights, state["averages"])
@@ -135,9 +128,7 @@ def _check_alike(weights: Mapping[str, Tensor], averages: Mapping[str, Tensor]) 
         if weights and (name not in weights or weights[name].shape != average.shape)
     ]
     if wrong:
-        raise CheckpointValueError(
-            f"The EMA's averages do not match the model (checkpoint / model): {listed(wrong, 5)}."
-        )
+        raise CheckpointValueError(f"The averages do not match (checkpoint / model): {listed(wrong, 5)}.")
 
 
 def _weights(state: State) -> dict[str, Tensor]:

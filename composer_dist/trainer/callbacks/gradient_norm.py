@@ -20,11 +20,8 @@ class GradientNorm(Periodic):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         self._norm = None
         if self._every.passes_with_this_batch(state):
-            parts = {
-                str(index): gradient_part(parameter)
-                for index, parameter in enumerate(state.optimized_parameters())
-            }
-            self._norm = global_norm(norms(parts).values())
+            parts = enumerate(map(gradient_part, state.optimized_parameters()))
+            self._norm = global_norm(norms({str(index): part for index, part in parts}).values())
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self._norm is not None:

@@ -26,11 +26,7 @@ class NaNMonitor(Periodic):
     """
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Checks the loss, which is the same on all ranks.
-
-        Raises:
-            ParallelismValueError: it is not finite.
-        """
+        """Checks the loss, which is the same on all ranks."""
         if not self._every.passes_with_this_batch(state):
             return
         assert state.loss is not None  # the Trainer has set it

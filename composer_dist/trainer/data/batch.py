@@ -17,11 +17,7 @@ from composer_dist.errors import ParallelismValueError
 
 
 def num_samples(batch: Any) -> int:
-    """The size of dimension 0 of the first tensor that has one.
-
-    Raises:
-        ParallelismValueError: there is no such tensor.
-    """
+    """The size of dimension 0 of the first tensor that has one."""
     for tensor in tensors(batch):
         if tensor.ndim:
             return tensor.shape[0]
@@ -42,11 +38,7 @@ def num_tokens(batch: Any) -> int:
 
 
 def split(batch: Any, count: int) -> list[Any]:
-    """At most `count` parts, in order, whose sizes differ by at most one sample; none is empty.
-
-    Raises:
-        ParallelismValueError: the tensors differ in their first dimension.
-    """
+    """At most `count` parts, in order, whose sizes differ by at most one sample; none is empty."""
     if count == 1:
         return [batch]
     sizes = {tensor.shape[0] for tensor in tensors(batch) if tensor.ndim}

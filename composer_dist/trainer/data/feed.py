@@ -65,13 +65,9 @@ class _Status(IntEnum):
 
 
 class Feed:
-    """One pass over a dataloader, in step with the other ranks.
+    """One pass over this rank's dataloader, in step with the other ranks.
 
     Args:
-        dataloader: this rank's own.
-        label: what to call it in messages.
-        measure: the size of a batch.
-        clock: this rank's seconds.
         replicas: how many ranks have different data; None means all.
         place: where the pass starts, as `place` returned it, perhaps in another process; None: at the start.
     """
@@ -106,11 +102,7 @@ class Feed:
         """The most batches that any rank has, where all know it; from the first `next` on."""
 
     def next(self, stop: bool = False, alarm: bool = False) -> Fed | None:
-        """The next batch; None if all ranks have run out (`ended`), or any asks to `stop`.
-
-        Raises:
-            ParallelismError: on every rank: a dataloader failed, or a rank has no batch at all.
-        """
+        """The next batch; None if all ranks have run out (`ended`), or any asks to `stop`."""
         if self._held is None:
             self._held, self.stopped = self._agree(stop, alarm)
             self.ended = self._held is None

@@ -198,9 +198,8 @@ def _all_tokens(documents: Any, key: str) -> Iterator[Any]:
 
 def _check_key(key: str, lacks: str, there: Collection[Any]) -> None:
     if key not in there:
-        raise ParallelismValueError(
-            f"{lacks} {key!r}; it has {', '.join(map(str, there))}. Tokenize it first."
-        )
+        known = ", ".join(map(str, there))
+        raise ParallelismValueError(f"{lacks} {key!r}; it has {known}. Tokenize it first.")
 
 
 def _tokens(document: Any, key: str, number: int) -> Tensor:

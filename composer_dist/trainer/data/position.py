@@ -24,15 +24,7 @@ _ANY_WORLD, _ITS_OWN, _COUNTED = "any world", "its own", "counted"
 
 
 class Reading:
-    """The batches of one pass.
-
-    Args:
-        dataloader: this rank's.
-        place: where to start, as `place_of_all` returned it; None is the beginning.
-
-    Raises:
-        ParallelismValueError: the position has no meaning in this dataloader.
-    """
+    """The batches of one pass, from a `place` that `place_of_all` returned, or from the beginning."""
 
     def __init__(self, dataloader: Iterable[Any], place: Mapping[str, Any] | None = None) -> None:
         self._dataloader: Any = dataloader
@@ -106,11 +98,7 @@ def _kind(dataloader: object) -> str:
 
 
 def _mine(place: Mapping[str, Any], kind: str, name: str) -> Mapping[str, Any]:
-    """This rank's position.
-
-    Raises:
-        ParallelismValueError: it comes from another kind of dataloader, or another number of ranks.
-    """
+    """This rank's position."""
     if place["kind"] != kind:
         raise ParallelismValueError(
             f"The checkpoint's position has no meaning in a {name}: another dataloader was in use. {_REMEDY}"

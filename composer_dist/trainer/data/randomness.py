@@ -44,11 +44,7 @@ def set_host_states(states: Mapping[str, Any]) -> None:
 
 
 def generator_states(device: torch.device, host: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The states of all generators that training on `device` draws from: tensors and plain values.
-
-    Args:
-        host: take these for the host's.
-    """
+    """All generators that training on `device` draws from, as tensors and plain values."""
     states = to_plain(host or host_states())
     if device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state(device)
@@ -93,11 +89,7 @@ def set_aside() -> Iterator[None]:
 
 
 class OwnRandomness:
-    """Host generators of one's own: each `with` continues where the last one ended.
-
-    Args:
-        seed: of the first one.
-    """
+    """Host generators of one's own, seeded once: each `with` continues where the last one ended."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -10,11 +10,7 @@ from composer_dist.trainer.data.loader import DistributedDataLoader
 
 
 def data_part(mesh: Mesh | None) -> dict[str, int]:
-    """`num_replicas` and `rank` of this rank's data.
-
-    Raises:
-        ParallelismValueError: several ranks have no mesh in common.
-    """
+    """`num_replicas` and `rank` of this rank's data; several ranks need a mesh."""
     if mesh is not None:
         return mesh.sampler_kwargs()
     world, _ = process_group.world_and_rank()
@@ -27,16 +23,7 @@ def data_part(mesh: Mesh | None) -> dict[str, int]:
 
 
 def check_sampler(dataloader: Iterable[Any], expected: Mapping[str, int]) -> None:
-    """Refuses a dataloader whose sampler would give ranks the same samples, or skip some.
-
-    Args:
-        dataloader: one that may have a sampler, batch sampler and dataset, as torch's has.
-        expected: `num_replicas` and `rank`, as `sampler_kwargs` gives them.
-
-    Raises:
-        ParallelismValueError: the sampler is for another number of replicas or another rank; or it
-            is not distributed, although the dataset has a length and data differs between ranks.
-    """
+    """Refuses a dataloader whose sampler would give ranks the same samples, or skip some."""
     for part in _parts(dataloader):
         found = {key: getattr(part, key, None) for key in expected}
         if None in found.values():
@@ -52,9 +39,8 @@ def check_sampler(dataloader: Iterable[Any], expected: Mapping[str, int]) -> Non
         raise ParallelismValueError(
             f"All {expected['num_replicas']} data-parallel ranks would train on the same samples: "
             f"the sampler of the training {type(dataloader).__name__} is not distributed. Give it "
-            "sampler=DistributedSampler(dataset, **sampler_kwargs(mesh)), or pass a "
-            "DistributedDataLoader(dataset, batch_size), which does that itself; or, if every rank's dataset "
-            "already is its own part, pass check_sampler=False to the Trainer."
+            "sampler=DistributedSampler(dataset, **sampler_kwargs(mesh)), or pass a DistributedDataLoader; "
+            "if every rank's dataset is its own part already, pass check_sampler=False to the Trainer."
         )
 
 
@@ -66,8 +52,7 @@ def placed(dataloader: Iterable[Any], part: Mapping[str, int]) -> Iterable[Any]:
 def set_epoch(dataloader: Iterable[Any], epoch: int) -> None:
     """Calls `set_epoch` of whatever shuffles by it: the sampler, the dataset, the dataloader."""
     for part in _parts(dataloader):
-        setter = getattr(part, "set_epoch", None)
-        if callable(setter):
+        if callable(setter := getattr(part, "set_epoch", None)):
             setter(epoch)
 
 

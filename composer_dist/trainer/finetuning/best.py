@@ -50,9 +50,6 @@ def put_back(
     """Writes a snapshot into model, optimizers and averages.
 
     Other parameters and buffers do not change; other averages are removed.
-
-    Raises:
-        CheckpointKeyError: it names parameters or buffers that the model does not have.
     """
     parameters = dict(named_parameters_canonical(model))
     buffers = dict(named_buffers_canonical(model))

@@ -32,11 +32,7 @@ class _Kind(NamedTuple):
 
 @dataclass
 class PhaseGroups:
-    """Takes parameters out of optimizers and returns them phase by phase.
-
-    Raises:
-        ParallelismValueError: a parameter is in no optimizer, and there are several to choose from.
-    """
+    """Takes parameters out of optimizers and returns them phase by phase."""
 
     optimizers: Sequence[Optimizer]
     """All of the run."""
@@ -85,10 +81,8 @@ class PhaseGroups:
     def add(self, phase: int, parameters: Mapping[str, nn.Parameter], lr: float | None) -> list[str]:
         """Puts parameters into groups, except those that are already in one.
 
-        Phase 0 has no new groups: its learning rate becomes that of the groups which held it.
-
-        Returns:
-            The schedulers whose function of time the new groups do not follow.
+        Phase 0 has no new groups: its learning rate becomes that of the groups which held it. Returns the
+        schedulers whose function of time the new groups do not follow.
         """
         present = set(self.held(parameters))
         new = {name: parameter for name, parameter in parameters.items() if name not in present}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from composer_dist.config.base import require
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -74,10 +75,7 @@ class FineTuningPhases(Callback):
         frozen_batch_norm: Literal["track", "fixed"] = "track",
         write_to: str | Path | None = None,
     ) -> None:
-        if frozen_batch_norm not in ("track", "fixed"):
-            raise ParallelismValueError(
-                f"frozen_batch_norm is 'track' or 'fixed', not {frozen_batch_norm!r}."
-            )
+        require("frozen_batch_norm", frozen_batch_norm, ("track", "fixed"))
         self._schedule = None if schedule is None else phases_of(schedule)
         self._restore_best = restore_best
         self._no_decay = (no_decay,) if isinstance(no_decay, str) else tuple(no_decay)
@@ -173,8 +171,7 @@ class FineTuningPhases(Callback):
         """Keeps the weights if they are the best so far, once an EMA has swapped its averages out again."""
         self._keep_best()
 
-    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._keep_best()
+    epoch_checkpoint = batch_checkpoint
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Stops measuring: later evaluations are not part of the phase."""
@@ -196,11 +193,7 @@ class FineTuningPhases(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Thaws the phases of the checkpoint and restores the optimizers' groups.
-
-        Raises:
-            CheckpointValueError: it has other phases, or an earlier one than the current phase.
-        """
+        """Thaws the phases of the checkpoint and restores the optimizers' groups."""
         begun, reached = self.parameters[: state["phase"] + 1], state["phase"]
         if begun != [list(part) for part in state["parameters"]]:
             raise CheckpointValueError(
@@ -286,11 +279,7 @@ class FineTuningPhases(Callback):
             for module in self._fixed:
                 module.train()
             norms = [module for module in self._state.model.modules() if isinstance(module, _BATCH_NORMS)]
-            self._fixed = [
-                module
-                for module in norms
-                if {parameter.requires_grad for parameter in module.parameters()} == {False}
-            ]
+            self._fixed = [norm for norm in norms if {p.requires_grad for p in norm.parameters()} == {False}]
             for module in self._fixed:
                 module.eval()
 
@@ -326,6 +315,4 @@ class FineTuningPhases(Callback):
 def _alike(plans: Sequence[list[list[str]]]) -> None:
     for rank, plan in enumerate(plans):
         if plan != plans[0]:
-            raise ParallelismValueError(
-                f"Ranks 0 and {rank} have different phases. Give every rank the same schedule."
-            )
+            raise ParallelismValueError(f"Ranks 0 and {rank} have different phases; give all the same ones.")

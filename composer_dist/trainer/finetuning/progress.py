@@ -32,16 +32,10 @@ class PhaseProgress(Improvement):
         return until is not None and state.has_passed(Time.of(until), self.start)
 
     def measure(self, until: NoImprovement, state: State) -> bool:
-        """Takes the metric's last value into account; a collective.
+        """Takes the metric's last value into account; returns whether it is the best one. A collective.
 
         Ranks judge by their own values, which should be equal. If they are not, one rank's judgment that the
         phase is over counts for all, with a warning, and so does one rank's improvement.
-
-        Returns:
-            Whether it is the best one so far.
-
-        Raises:
-            ParallelismKeyError: on every rank, if a rank has no such metric.
         """
         self.measured = state.timestamp.batch
         value = state.metric_values.get(until.metric, float("nan"))

@@ -21,14 +21,8 @@ def extend(
 ) -> list[LRScheduler]:
     """Extends the schedulers of an optimizer for its last group, which is new.
 
-    Args:
-        schedulers: of any optimizers.
-        optimizer: has the new group.
-        source: the group whose schedule the new one follows.
-        keep_lambdas: whether it also follows schedules that are functions of time.
-
-    Returns:
-        The schedulers that do not change the rate of the new group.
+    It follows the schedule of group `source`, with `keep_lambdas` also if that is a function of time. Returns
+    the schedulers that do not change its rate.
     """
     apart = []
     for scheduler in _of(schedulers, optimizer):
@@ -37,7 +31,7 @@ def extend(
             if not isinstance(values, list) or len(values) >= len(optimizer.param_groups):
                 continue
             if name == "lr_lambdas" and not keep_lambdas:
-                values.append(_Unmoved())
+                values.append(_unmoved)
                 apart.append(scheduler)
             else:
                 values.append(values[source])
@@ -73,11 +67,9 @@ def like(old: float | Tensor, new: float) -> float | Tensor:
     return old.new_tensor(new) if isinstance(old, Tensor) else new
 
 
-class _Unmoved:
+def _unmoved(epoch: int) -> float:
     """A function of time that does not change a rate."""
-
-    def __call__(self, epoch: int) -> float:
-        return 1.0
+    return 1.0
 
 
 def _of(schedulers: Sequence[Any], optimizer: Optimizer) -> Iterator[Any]:

@@ -129,9 +129,7 @@ def phases_of(schedule: Schedule) -> tuple[Phase, ...]:
         for number, given in enumerate(schedule):
             with faults.catching(before=f"phase {number}: "):
                 if not isinstance(given, Phase | Mapping):
-                    raise ParallelismTypeError(
-                        f"a phase is a mapping with params, lr and until, not {given!r}."
-                    )
+                    raise ParallelismTypeError(f"expected params, lr and until, not {given!r}.")
                 phases.append(given if isinstance(given, Phase) else Phase.from_dict(given))
                 if phases[-1].until is None and number < len(schedule) - 1:
                     faults.append(f"phase {number} has no 'until', so phase {number + 1} would never begin.")
@@ -177,9 +175,7 @@ def load_schedule(path: str | Path) -> tuple[Phase, ...]:
     with Faults() as faults:
         faults += (f"{path}{f':{line}' if line else ''}: {text}" for _, line, text in found.faults)
     if not isinstance(found.values, list | Mapping):
-        raise ParallelismValueError(
-            f"{path}: a schedule is a list of phases or a mapping of numbers to phases."
-        )
+        raise ParallelismValueError(f"{path}: a schedule is a list of phases or a mapping by number.")
     try:
         return phases_of(found.values)
     except ParallelismValueError as error:

@@ -45,11 +45,7 @@ class Selection:
     phases with "rest", or nothing left for it."""
 
     def check(self) -> None:
-        """Raises if the schedule does not match the model.
-
-        Raises:
-            ParallelismValueError: all mismatches at once.
-        """
+        """Raises all mismatches at once."""
         with Faults("The phases do not match the model:\n") as faults:
             faults += map(str, self.mismatches)
 
@@ -119,9 +115,9 @@ class _NamedParameters:
                 pattern = re.compile(entry.removeprefix("re:"))
             except re.error as error:
                 raise ParallelismValueError(f"{entry!r} is not a regular expression: {error}.") from None
-            found = {
-                first for name in self._owners if pattern.fullmatch(name) for first in self._owners[name]
-            }
+            found = set[str]().union(
+                *(self._owners[name] for name in self._owners if pattern.fullmatch(name))
+            )
         else:
             found = self._owners.get(entry, set())
         if not found:

@@ -57,9 +57,8 @@ class ConsoleLogger(LoggerDestination):
         self._every.start(state)
         if state.rank == 0 and self._pending:
             width = max(map(len, self._pending))
-            self._write(
-                state, "", [f"{name:<{width}}  {_spell(value)}" for name, value in self._pending.items()]
-            )
+            lines = [f"{name:<{width}}  {_spell(value)}" for name, value in self._pending.items()]
+            self._write(state, "", lines)
         self._pending.clear()
 
     def _write(self, state: State, name: str, lines: Sequence[str]) -> None:

@@ -69,16 +69,12 @@ class MLflowLogger(WritingLogger):
         for _ in range(2):
             found = self._client.get_experiment_by_name(self._experiment)
             if found is not None:
-                experiment_id: str = found.experiment_id
-                return experiment_id
+                return str(found.experiment_id)
             try:
-                made: str = self._client.create_experiment(self._experiment)
-                return made
+                return str(self._client.create_experiment(self._experiment))
             except self.failures as error:
                 failure = error
-        raise ParallelismRuntimeError(
-            f"MLflow has no experiment {self._experiment!r} and could not create it: {failure}"
-        )
+        raise ParallelismRuntimeError(f"MLflow could not create {self._experiment!r}: {failure}")
 
     def _write_metrics(self, entries: Sequence[tuple[Timestamp, Mapping[str, float]]]) -> None:
         from mlflow.entities import Metric

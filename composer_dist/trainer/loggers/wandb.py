@@ -44,8 +44,7 @@ class WandBLogger(WritingLogger):
 
         resumed = {"id": id, "resume": "allow"} if id else {}
         self._run = wandb.init(**(self._options | resumed))
-        run_id: str = self._run.id
-        return run_id
+        return str(self._run.id)
 
     def _write_metrics(self, entries: Sequence[tuple[Timestamp, Mapping[str, float]]]) -> None:
         for time, values in entries:

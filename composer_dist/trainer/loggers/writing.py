@@ -175,9 +175,7 @@ class WritingLogger(LoggerDestination):
         """Ends the writing."""
 
 
-def read(
-    metrics: Sequence[tuple[Timestamp, Mapping[str, float | Tensor]]],
-) -> list[tuple[Timestamp, dict[str, float]]]:
+def read(metrics: Sequence[tuple[Timestamp, Metrics]]) -> list[tuple[Timestamp, dict[str, float]]]:
     """The values as numbers; one wait for each device, not one for each value."""
     entries: list[tuple[Timestamp, dict[str, float]]] = []
     alike: defaultdict[tuple[torch.device, torch.dtype], list[tuple[dict[str, float], str, Tensor]]]
@@ -199,13 +197,7 @@ def read(
 
 
 def require(package: str, logger: object) -> None:
-    """Refuses a logger whose package is missing.
-
-    Raises:
-        ParallelismRuntimeError: it names the extra to install.
-    """
+    """Refuses a logger whose package is missing, and names the extra to install."""
     if importlib.util.find_spec(package) is None:
-        raise ParallelismRuntimeError(
-            f"{type(logger).__name__} needs {package}, which is not installed: "
-            f"pip install 'composer_dist[{package}]'."
-        )
+        name = type(logger).__name__
+        raise ParallelismRuntimeError(f"{name} needs {package}: pip install 'composer_dist[{package}]'.")

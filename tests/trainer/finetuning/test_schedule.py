@@ -107,7 +107,7 @@ def test_bad_options_are_refused(kind: Any, options: dict[str, Any], message: st
         ([{"params": "a", "until": "2 weeks"}], "phase 0: .*'2 weeks' is not a valid duration"),
         ([{"params": "a", "until": "0ep"}], "phase 0: .*positive time"),
         ([{"params": []}], "phase 0: .*params needs names"),
-        (["head"], "a phase is a mapping"),
+        (["head"], "expected params, lr and until"),
     ],
 )
 def test_bad_schedules_are_refused_before_there_is_a_model(schedule: Any, message: str) -> None:
