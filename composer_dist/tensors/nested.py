@@ -41,11 +41,20 @@ def map_tensors(fn: Callable[[str, Tensor], Tensor], batch: Any, name: str = "")
     if isinstance(batch, Tensor):
         return fn(name, batch)
     if isinstance(batch, Mapping):
+        # A copy keeps the class: a BatchEncoding, say.
         mapped: Any = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
         for key, value in batch.items():
-            mapped[key] = map_tensors(fn, value, f"{name}.{key}" if name else str(key))
+            mapped[key] = map_tensors(fn, value, _inside(name, key))
         return mapped
     if isinstance(batch, (tuple, list)):
-        items = [map_tensors(fn, one, f"{name}.{i}" if name else str(i)) for i, one in enumerate(batch)]
+        items = [map_tensors(fn, one, _inside(name, index)) for index, one in enumerate(batch)]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        keys = [field.name for field in dataclasses.fields(batch) if field.init]
+        values = {key: map_tensors(fn, getattr(batch, key), _inside(name, key)) for key in keys}
+        return dataclasses.replace(batch, **values)
     return batch
+
+
+def _inside(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)

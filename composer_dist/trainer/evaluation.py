@@ -22,8 +22,9 @@ from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import autocast
+from composer_dist.tensors.nested import map_tensors
 from composer_dist.trainer.clock import Time
-from composer_dist.trainer.data.batch import map_leaves, num_samples, to_device
+from composer_dist.trainer.data.batch import num_samples, to_device
 from composer_dist.trainer.data.feed import Fed, Feed, Size
 from composer_dist.trainer.events import Event, Every
 from composer_dist.trainer.logger import Logger
@@ -81,7 +82,7 @@ def predict(state: State, dataloader: Iterable[Any], run_event: RunEvent, keep: 
                 state.outputs = state.model.eval_forward(state.batch)
             run_event(Event.PREDICT_AFTER_FORWARD)
             if keep and not fed.filler:
-                kept.append(map_leaves(_to_cpu, state.outputs))
+                kept.append(map_tensors(lambda _, tensor: tensor.cpu(), state.outputs))
         run_event(Event.PREDICT_END)
     return kept
 
@@ -164,10 +165,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-def _to_cpu(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ GPUs uses CPU tensors.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -215,6 +215,17 @@ def gather_objects(obj: T) -> list[T]:
     box: list[Any] = [None] * world_and_rank()[0]
     dist.all_gather_object(box, obj)
     return box
+
+
+def rows_of_ranks(row: Collection[float]) -> torch.Tensor:
+    """The numbers of every rank, one float64 row per rank, on the CPU.
+
+    It sums instead of gathering, so any backend and device that can reduce will do.
+    """
+    world, rank = world_and_rank()
+    table = torch.zeros(world, len(row), dtype=torch.float64)
+    table[rank] = torch.tensor([float(value) for value in row], dtype=torch.float64)
+    return all_reduce(table, "sum")
 
 
 def barrier() -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
 from composer_dist.distributed.moving.into import copy_into
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
+from composer_dist.tensors.inner import local_part
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Time, Timestamp, TimeUnit
 from composer_dist.trainer.logger import Logger
@@ -68,8 +68,8 @@ class EMA(Callback):
         known = [name for name in weights if name in self.averages]
         self.averages |= {name: weights[name].clone() for name in weights if name not in known}
         if known:
-            ours = [_local(self.averages[name]) for name in known]
-            _torch.foreach_lerp_(ours, [_local(weights[name]) for name in known], share)
+            ours = [local_part(self.averages[name]) for name in known]
+            _torch.foreach_lerp_(ours, [local_part(weights[name]) for name in known], share)
         self._updated = state.timestamp
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
@@ -114,7 +114,7 @@ class EMA(Callback):
     def _exchange(self, state: State) -> None:
         for name, weight in _weights(state).items():
             if name in self.averages:
-                ours, theirs = _local(self.averages[name]), _local(weight)
+                ours, theirs = local_part(self.averages[name]), local_part(weight)
                 before = theirs.clone()
                 theirs.copy_(ours)
                 ours.copy_(before)
@@ -137,8 +137,3 @@ def _weights(state: State) -> dict[str, Tensor]:
         for name, parameter in named_parameters_canonical(state.model)
         if parameter.requires_grad
     }
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

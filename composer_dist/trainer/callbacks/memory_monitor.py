@@ -52,10 +52,7 @@ def memory_of(device: torch.device) -> dict[str, float]:
 
 def over_ranks(values: dict[str, float]) -> dict[str, float]:
     """Minimum, mean and maximum of each value; a collective with the same names on every rank."""
-    world, rank = process_group.world_and_rank()
-    table = torch.zeros(world, len(values), dtype=torch.float64)
-    table[rank] = torch.tensor(list(values.values()), dtype=torch.float64)
-    table = process_group.all_reduce(table, "sum")
+    table = process_group.rows_of_ranks(values.values())
     return {
         f"{name}/{how}": float(getattr(column, how)())
         for name, column in zip(values, table.unbind(1), strict=True)

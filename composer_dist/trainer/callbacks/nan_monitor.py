@@ -1,15 +1,10 @@
 """Stops a run whose loss is nan or infinite."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
 from composer_dist.distributed.prepared import named_buffers_canonical, named_parameters_canonical
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
+from composer_dist.tensors.inner import local_part
+from composer_dist.tensors.nested import named_tensors
 from composer_dist.trainer.callbacks.base import Periodic
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
@@ -44,13 +39,13 @@ _KINDS = ("the batch's", "the parameter", "the buffer", "the gradient of")
 
 def _first_bad(state: State) -> str | None:
     """The first tensor on this rank that holds nan or infinity, in words."""
-    parameters = named_parameters_canonical
-    gradients = ((name, p.grad) for name, p in parameters(state.model) if p.grad is not None)
-    groups = _tensors(state.batch), parameters(state.model), named_buffers_canonical(state.model), gradients
+    parameters = list(named_parameters_canonical(state.model))
+    gradients = [(name, p.grad) for name, p in parameters if p.grad is not None]
+    groups = named_tensors(state.batch), parameters, named_buffers_canonical(state.model), gradients
     for what, tensors in zip(_KINDS, groups, strict=True):
         for name, tensor in tensors:
-            if tensor.is_floating_point() and not _is_finite(tensor):
-                return f"{what} {name!r}"
+            if tensor.is_floating_point() and not local_part(tensor).isfinite().all():
+                return f"{what} {name or 'tensor'!r}"
     return None
 
 
@@ -65,19 +60,3 @@ def _join(found: list[str | None]) -> str:
             parts = [f"{text} on rank {', '.join(map(str, on))}" for text, on in by_text.items()]
             return f"Not finite: {'; '.join(parts)}."
     return "Batch, parameters, buffers and gradients are finite: the loss itself overflows."
-
-
-def _tensors(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(batch, Tensor):
-        yield name or "tensor", batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from _tensors(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        for index, value in enumerate(batch):
-            yield from _tensors(value, f"{name}[{index}]")
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return bool(torch.isfinite(local.detach()).all())

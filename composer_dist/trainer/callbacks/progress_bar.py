@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Timestamp, TimeUnit
@@ -43,7 +43,7 @@ class ProgressBar(Callback):
         self._lines_interval = interval
         self._stream = stream
         self._clock = clock
-        self._display: _Surface | None = None
+        self._display: _Lines | _Bar | None = None
         self._began = 0.0
         self._shown: float | None = None
         self._at = Timestamp()
@@ -103,10 +103,8 @@ class ProgressBar(Callback):
     def _open(self, state: State) -> None:
         if state.rank == 0 and self._display is None:
             stream = self._stream or sys.stderr
-            bar = self._bar
-            if bar is None:
-                bar = stream.isatty() and "TORCHELASTIC_RUN_ID" not in os.environ
-            self._display = _Bar(stream) if bar else _Lines(stream)
+            alone = stream.isatty() and "TORCHELASTIC_RUN_ID" not in os.environ
+            self._display = _Bar(stream) if (alone if self._bar is None else self._bar) else _Lines(stream)
 
     def _due(self) -> bool:
         now = self._clock()
@@ -133,21 +131,8 @@ class ProgressBar(Callback):
         self._display.show("train", share, "  ".join(parts))
 
 
-class _Surface(Protocol):
-    """Where the progress appears."""
-
-    def show(self, label: str, share: float | None, text: str) -> None:
-        """Shows the present state of one activity."""
-
-    def leave(self, label: str, text: str) -> None:
-        """Ends an activity with a line that stays."""
-
-    def close(self) -> None:
-        """Gives the terminal back."""
-
-
 class _Lines:
-    """One line per update."""
+    """One line per update of an activity, and one at its end."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -164,7 +149,7 @@ class _Lines:
 
 
 class _Bar:
-    """A bar for each activity, drawn in place by rich."""
+    """A bar for each activity, drawn in place by rich; a line at its end."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -183,12 +168,8 @@ class _Bar:
     def show(self, label: str, share: float | None, text: str) -> None:
         if label not in self._tasks:
             self._tasks[label] = self._progress.add_task(label, total=None, text="")
-        self._progress.update(
-            self._tasks[label],
-            total=None if share is None else 1.0,
-            completed=min(share or 0, 1.0),
-            text=text,
-        )
+        total, done = None if share is None else 1.0, min(share or 0, 1.0)
+        self._progress.update(self._tasks[label], total=total, completed=done, text=text)
 
     def leave(self, label: str, text: str) -> None:
         if label in self._tasks:

@@ -30,7 +30,6 @@ class RuntimeEstimator(Callback):
         self._paused = 0.0
         self._eval_began = 0.0
         self._eval_seconds = 0.0
-        self._evaluations = 0
         self._last_eval = 0.0
         """The share that had passed at the last evaluation."""
 
@@ -63,16 +62,10 @@ class RuntimeEstimator(Callback):
         seconds = self._clock() - self._eval_began
         self._paused += seconds
         self._eval_seconds += seconds
-        self._evaluations += 1
         self._last_eval = state.elapsed_duration() or 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "eval_seconds": self._eval_seconds,
-            "evaluations": self._evaluations,
-            "last_eval": self._last_eval,
-        }
+        return {"eval_seconds": self._eval_seconds, "last_eval": self._last_eval}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._eval_seconds, self._evaluations = state["eval_seconds"], state["evaluations"]
-        self._last_eval = state["last_eval"]
+        self._eval_seconds, self._last_eval = state["eval_seconds"], state["last_eval"]

@@ -4,9 +4,7 @@ A batch is a tensor, or a mapping, sequence, named tuple or dataclass of batches
 kind are kept as they are. The samples are dimension 0 of every tensor that has a dimension.
 """
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +12,12 @@ import torch
 from torch import Tensor
 
 from composer_dist.errors import ParallelismValueError
+from composer_dist.tensors.nested import map_tensors, tensors_in
 
 
 def num_samples(batch: Any) -> int:
     """The size of dimension 0 of the first tensor that has one."""
-    for tensor in tensors(batch):
+    for tensor in tensors_in(batch):
         if tensor.ndim:
             return tensor.shape[0]
     raise ParallelismValueError(
@@ -41,7 +40,7 @@ def split(batch: Any, count: int) -> list[Any]:
     """At most `count` parts, in order, whose sizes differ by at most one sample; none is empty."""
     if count == 1:
         return [batch]
-    sizes = {tensor.shape[0] for tensor in tensors(batch) if tensor.ndim}
+    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim}
     if len(sizes) > 1:
         raise ParallelismValueError(
             "A batch cannot be cut into microbatches: its tensors differ in their first dimension, "
@@ -51,53 +50,11 @@ def split(batch: Any, count: int) -> list[Any]:
     bounds = [samples * part // count for part in range(count + 1)]
 
     def part(first: int, end: int) -> Any:
-        def cut(leaf: Any) -> Any:
-            return leaf[first:end] if isinstance(leaf, Tensor) and leaf.ndim else leaf
-
-        return map_leaves(cut, batch)
+        return map_tensors(lambda _, tensor: tensor[first:end] if tensor.ndim else tensor, batch)
 
     return [part(first, end) for first, end in pairwise(bounds) if end > first]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on `device`, copied asynchronously from pinned memory."""
-
-    def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
-
-    return map_leaves(move, batch)
-
-
-def tensors(batch: Any) -> Iterator[Tensor]:
-    """All tensors of a batch."""
-    found: list[Tensor] = []
-
-    def collect(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        return leaf
-
-    map_leaves(collect, batch)
-    yield from found
-
-
-def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
-    """A batch of the same structure with `fn` applied to its leaves; the batch stays as it is."""
-    if isinstance(batch, MutableMapping):
-        mapped = copy.copy(batch)  # keeps the class: a BatchEncoding, say
-        for key, value in batch.items():
-            mapped[key] = map_leaves(fn, value)
-        return mapped
-    if isinstance(batch, Mapping):
-        return {key: map_leaves(fn, value) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        items = [map_leaves(fn, item) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = {
-            field.name: map_leaves(fn, getattr(batch, field.name))
-            for field in dataclasses.fields(batch)
-            if field.init
-        }
-        return dataclasses.replace(batch, **values)
-    return fn(batch)
+    return map_tensors(lambda _, tensor: tensor.to(device, non_blocking=True), batch)

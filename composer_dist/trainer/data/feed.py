@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
-import torch
-
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
@@ -84,7 +82,7 @@ class Feed:
         self._label = label
         self._measure = measure
         self._clock = clock
-        self._world, self._rank = process_group.world_and_rank()
+        self._world, _ = process_group.world_and_rank()
         self._share = (replicas or self._world) / self._world
         self.dataloader = dataloader
         with Agreement().together(f"opening the {label} dataloader") if place else nullcontext():
@@ -132,7 +130,7 @@ class Feed:
         length = length_of(self.dataloader)
         row = [status, -1 if length is None else length, stop, alarm, self._clock()]
         row += [size.samples, size.tokens, size.weight]
-        table = self._exchange(row)
+        table = process_group.rows_of_ranks(row).tolist()
         statuses, lengths, stops, alarms, clocks, samples, tokens, weights = zip(*table, strict=True)
         if _Status.FAILED in statuses:
             if self._world == 1 and error is not None:
@@ -168,16 +166,6 @@ class Feed:
         if self._world > 1:
             self._last = batch
         return _Status.HAS, batch, size, None
-
-    def _exchange(self, row: list[Any]) -> list[list[float]]:
-        """Every rank's row."""
-        if self._world == 1:
-            return [[float(value) for value in row]]
-        # Sums, not a gather, so that each backend and device that can reduce will do.
-        table = torch.zeros(self._world, len(row), dtype=torch.float64)
-        table[self._rank] = torch.tensor([float(value) for value in row], dtype=torch.float64)
-        summed: list[list[float]] = process_group.all_reduce(table, "sum").tolist()
-        return summed
 
     def _check_all_have_some(self, statuses: tuple[float, ...]) -> None:
         without = [rank for rank, status in enumerate(statuses) if status != _Status.HAS]

@@ -7,7 +7,8 @@ document is -100, because its predecessor in the block is another document's; so
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from composer_dist.config.base import require
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
 IGNORED = -100
@@ -22,7 +24,21 @@ Piece = tuple[int, int, int]
 """A document's number, and where its tokens begin and end."""
 
 
-class PackedDataset(Dataset[dict[str, Tensor]]):
+@dataclass(eq=False, repr=False)
+class _Packing:
+    documents: Any
+    length: int
+    _: KW_ONLY
+    key: str = "input_ids"
+    pad_token_id: int = 0
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        check_length(self.length)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class PackedDataset(_Packing, Dataset[dict[str, Tensor]]):
     """Blocks of tokens from documents that can be indexed; the blocks can be shuffled and resumed.
 
     Args:
@@ -40,30 +56,18 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         ParallelismValueError: there are no tokens, or an option is invalid.
     """
 
-    def __init__(
-        self,
-        documents: Any,
-        length: int,
-        *,
-        how: Literal["cut", "whole"] = "cut",
-        key: str = "input_ids",
-        pad_token_id: int = 0,
-        drop_last: bool = False,
-    ) -> None:
-        check_length(length)
-        if how not in ("cut", "whole"):
-            raise ParallelismValueError(f"how must be 'cut' or 'whole', not {how!r}.")
-        self._documents = documents
-        self._length = length
-        self._key = key
-        self._pad = pad_token_id
-        lengths = [len(tokens) for tokens in _all_tokens(documents, key)]
+    how: Literal["cut", "whole"] = "cut"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("how", self.how, ("cut", "whole"))
+        lengths = [len(tokens) for tokens in _all_tokens(self.documents, self.key)]
         if not sum(lengths):
             raise ParallelismValueError("There are no tokens to pack: all documents are empty.")
-        pieces = _cut if how == "cut" else _best_fit
-        self.blocks: list[list[Piece]] = pieces(lengths, length)
+        pieces = _cut if self.how == "cut" else _best_fit
+        self.blocks: list[list[Piece]] = pieces(lengths, self.length)
         """What each block consists of."""
-        if drop_last and how == "cut" and sum(lengths) % length:
+        if self.drop_last and self.how == "cut" and sum(lengths) % self.length:
             self.blocks.pop()
 
     def __len__(self) -> int:
@@ -71,13 +75,14 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         pieces = [
-            _tokens(self._documents[number], self._key, number)[first:end]
+            _tokens(self.documents[number], self.key, number)[first:end]
             for number, first, end in self.blocks[index]
         ]
-        return block(pieces, self._length, self._pad)
+        return block(pieces, self.length, self.pad_token_id)
 
 
-class PackedStream(IterableDataset[dict[str, Tensor]]):
+@dataclass(eq=False, repr=False)
+class PackedStream(_Packing, IterableDataset[dict[str, Tensor]]):
     """Blocks of tokens from a stream of documents, cut where a block is full.
 
     Args:
@@ -88,41 +93,25 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         drop_last: leave it out if it is not full.
     """
 
-    def __init__(
-        self,
-        documents: Iterable[Any],
-        length: int,
-        *,
-        key: str = "input_ids",
-        pad_token_id: int = 0,
-        drop_last: bool = False,
-    ) -> None:
-        check_length(length)
-        self._documents = documents
-        self._length = length
-        self._key = key
-        self._pad = pad_token_id
-        self._drop_last = drop_last
-
     def set_epoch(self, epoch: int) -> None:
         """Calls the documents' own `set_epoch`, if they have one."""
-        if callable(tell := getattr(self._documents, "set_epoch", None)):
+        if callable(tell := getattr(self.documents, "set_epoch", None)):
             tell(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         pieces: list[Tensor] = []
-        free = self._length
-        for number, document in enumerate(self._documents):
-            tokens = _tokens(document, self._key, number)
+        free = self.length
+        for number, document in enumerate(self.documents):
+            tokens = _tokens(document, self.key, number)
             while len(tokens):
                 pieces.append(tokens[:free])
                 tokens = tokens[free:]
                 free -= len(pieces[-1])
                 if not free:
-                    yield block(pieces, self._length, self._pad)
-                    pieces, free = [], self._length
-        if pieces and not self._drop_last:
-            yield block(pieces, self._length, self._pad)
+                    yield block(pieces, self.length, self.pad_token_id)
+                    pieces, free = [], self.length
+        if pieces and not self.drop_last:
+            yield block(pieces, self.length, self.pad_token_id)
 
 
 def block(pieces: Sequence[Tensor], length: int, pad_token_id: int) -> dict[str, Tensor]:

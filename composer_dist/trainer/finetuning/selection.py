@@ -115,9 +115,8 @@ class _NamedParameters:
                 pattern = re.compile(entry.removeprefix("re:"))
             except re.error as error:
                 raise ParallelismValueError(f"{entry!r} is not a regular expression: {error}.") from None
-            found = set[str]().union(
-                *(self._owners[name] for name in self._owners if pattern.fullmatch(name))
-            )
+            owners = [first for name, first in self._owners.items() if pattern.fullmatch(name)]
+            found = set[str]().union(*owners)
         else:
             found = self._owners.get(entry, set())
         if not found:

@@ -38,7 +38,7 @@ def test_a_bad_batch_is_named_and_the_weights_stay() -> None:
     before, keep = seen_at("batch_end", lambda state: weights(state.model))
     trainer, _ = quiet(callbacks=[Spoil("batch", 1), NaNMonitor(), keep])
     text = message(trainer, train_dataloader=[points(4)[:] for _ in range(3)])
-    assert text.startswith("The loss of batch 1 is nan. Not finite: the batch's '[0]' on rank 0. The opt")
+    assert text.startswith("The loss of batch 1 is nan. Not finite: the batch's '0' on rank 0. The opt")
     close(weights(trainer.state.model), before[-1])
 
 

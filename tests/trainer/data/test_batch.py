@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import BatchEncoding
 
 from composer_dist.errors import ParallelismValueError
-from composer_dist.trainer.data.batch import map_leaves, num_samples, num_tokens, split, to_device
+from composer_dist.tensors.nested import map_tensors
+from composer_dist.trainer.data.batch import num_samples, num_tokens, split, to_device
 
 Pair = namedtuple("Pair", ["x", "y"])
 FIVE = torch.arange(5)
@@ -73,6 +74,6 @@ def test_the_batch_itself_stays_where_it_is() -> None:
     moved = to_device(batch, torch.device("meta"))
     assert moved["x"][0].is_meta
     assert not batch["x"][0].is_meta  # type: ignore[attr-defined]
-    doubled = map_leaves(lambda leaf: leaf * 2, batch)
+    doubled = map_tensors(lambda _, tensor: tensor * 2, batch)
     assert torch.equal(doubled["x"][0], FIVE * 2)
-    assert doubled["name"] == "aa"
+    assert doubled["name"] == "a"

@@ -122,7 +122,7 @@ def test_what_cannot_be_packed_is_named() -> None:
         PackedDataset([[], []], 4)
     with pytest.raises(ParallelismValueError, match="length must be a number of tokens, at least 2, not 1"):
         PackedStream(DOCUMENTS, 1)
-    with pytest.raises(ParallelismValueError, match="how must be 'cut' or 'whole', not 'bins'"):
+    with pytest.raises(ParallelismValueError, match="how must be one of 'cut', 'whole', not 'bins'"):
         PackedDataset(DOCUMENTS, 4, how="bins")  # type: ignore[arg-type]
     with pytest.raises(ParallelismTypeError, match="Document 1 is not a sequence of tokens but a str"):
         PackedDataset([[1], "text"], 4)

@@ -20,9 +20,8 @@ from composer_dist.trainer.loggers import writing
 )
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, make: Any, extra: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ParallelismRuntimeError, match=rf"Logger needs {extra}: pip install 'composer_dist\[{extra}\]'"
-    ):
+    text = rf"Logger needs {extra}: pip install 'composer_dist\[{extra}\]'"
+    with pytest.raises(ParallelismRuntimeError, match=text):
         make()
 
 
