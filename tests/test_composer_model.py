@@ -82,7 +82,7 @@ def test_metrics_may_come_alone_by_name_or_as_a_collection() -> None:
         model = ComposerClassifier(nn.Identity(), train_metrics={}, val_metrics=given)
         assert list(model.get_metrics()) == [name]
         assert model.get_metrics(is_train=True) == {}
-    with pytest.raises(ParallelismTypeError, match=r"no torchmetrics.Metric: f1"):
+    with pytest.raises(ParallelismTypeError, match=r"not torchmetrics.Metric objects: f1"):
         ComposerClassifier(nn.Identity(), num_classes=3, val_metrics={"f1": len})
 
 

@@ -95,7 +95,7 @@ def prepared_before(config: Any) -> Result:
     model = tagger()
     optimizer = momentum(model)
     with pytest.raises(ParallelismValueError, match="2 ranks, but neither a parallelism_config"):
-        quiet(model)
+        quiet(model, optimizers=optimizer)
     parallelize_composer_model(model, optimizer, config)
     return result_of(*fitted_on_parts([3, 3], None, model, optimizers=optimizer, device=None))
 

@@ -232,12 +232,12 @@ def test_eight_ranks_replicate_shard_and_cut() -> None:
     model, mesh = built(gpt2, device="meta"), mesh_for(settings.mesh)
     structure = read_structure(model)
     plan = build_plan(structure, Request(config=settings), mesh.sizes)
-    local = give_memory(structure, divide(structure, plan, mesh)[1], torch.device("cpu"))
+    give_memory(structure, divide(structure, plan, mesh)[1], torch.device("cpu"))
     fused = model.transformer.h[0].attn.c_attn.bias
     assert str(fused.placements) == "(Replicate(), _StridedShard(dim=0, sf=2), _StridedShard(dim=0, sf=3))"
     layout = Layout.of(fused)
     assert (layout.rows, layout.tp_dim, layout.tp_groups) == (True, 0, 3)
-    assert local["transformer.wte.weight"].shape == (13, 32)  # of 51 rows the last 25, of them 13
+    assert model.transformer.wte.weight.to_local().shape == (13, 32)  # of 51 rows the last 25, of them 13
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
