@@ -128,6 +128,10 @@ def _first(failures: Mapping[int, Any]) -> tuple[int, Any]:
 
 def _told(rank: int, failure: Any, folder: Path) -> str:
     """The message of the first process to fail."""
+    if "at" in failure.error_file_data:
+        # A rank that failed before may have been ended by the agent before it could exit.
+        reports = [json.loads(file.read_text()) for file in folder.rglob("error.json")]
+        return str(min((one for one in reports if "at" in one), key=lambda one: one["at"])["message"])
     if "message" in failure.error_file_data and Path(failure.error_file).is_file():
         return str(failure.message)
     how = f"exit status {failure.exitcode}"

@@ -92,7 +92,7 @@ def test_thousands_of_small_tensors_share_messages() -> None:
 @pytest.mark.parametrize("kind", ["giant", "uneven", "turned", "small", "whole"])
 def test_memory_is_bounded_by_the_buckets(kind: str) -> None:
     peaks = run(delivery_peak, 2, kind)
-    assert max(peaks) <= 2 * 8 * MIB + 16 * MIB
+    assert max(peaks) <= 3 * 2 * 8 * MIB + MIB  # of 64 MiB: gloo may still hold the bucket before
     assert max(peaks) > 0 or kind in {"giant", "uneven"}  # these need no copy
 
 
