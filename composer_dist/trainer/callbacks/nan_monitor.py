@@ -1,5 +1,9 @@
 """Stops a run whose loss is nan or infinite."""
 
+from collections.abc import Iterable
+
+from torch import Tensor
+
 from composer_dist.distributed.prepared import named_buffers_canonical, named_parameters_canonical
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
@@ -41,7 +45,9 @@ def _first_bad(state: State) -> str | None:
     """The first tensor on this rank that holds nan or infinity, in words."""
     parameters = list(named_parameters_canonical(state.model))
     gradients = [(name, p.grad) for name, p in parameters if p.grad is not None]
-    groups = named_tensors(state.batch), parameters, named_buffers_canonical(state.model), gradients
+    buffers = named_buffers_canonical(state.model)
+    groups: tuple[Iterable[tuple[str, Tensor]], ...]
+    groups = (named_tensors(state.batch), parameters, buffers, gradients)
     for what, tensors in zip(_KINDS, groups, strict=True):
         for name, tensor in tensors:
             if tensor.is_floating_point() and not local_part(tensor).isfinite().all():
