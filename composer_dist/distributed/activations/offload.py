@@ -1,4 +1,4 @@
-"""Activation offloading: keeps in host memory what autograd saves during a module's forward."""
+"""Activation offloading."""
 
 import contextlib
 from collections.abc import Set

@@ -40,13 +40,12 @@ Pack = Callable[[torch.Tensor], Packed]
 def keeping(names: str | Sequence[str], pack: Pack) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Two `context_fn` for torch's checkpoint that keep the results of the named operations.
 
+    The first is our own, for running; the second is torch's, which marks the results to keep for
+    torch.compile. When it is run, torch's needs every operation to be repeated, including those of FSDP2's
+    hooks, allows only one backward, and cannot offload (torch 2.13).
+
     A call that draws random numbers (such as attention with dropout) is repeated anyway; otherwise the
     operations after it would not draw the same numbers as in forward.
-
-    Returns:
-        Our own, for running, and torch's, which marks the results to keep for torch.compile. When it is run,
-        torch's needs every operation to be repeated, including those of FSDP2's hooks, allows only one
-        backward, and cannot offload (torch 2.13).
     """
     kept = operators(names)
 

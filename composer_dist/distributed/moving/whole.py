@@ -122,14 +122,16 @@ def _collect(
                 vars(done).pop("full", None)  # the caller alone keeps it from here on
 
 
+@dataclass
 class _Dispatch:
     """Carries one bucket after the other, in the same memory."""
 
-    def __init__(self, mesh: Mesh, root: int | None, device: torch.device) -> None:
-        self._mesh = mesh
-        self._root = root
-        self._device = device
-        self._places = [mesh.at(rank) for rank in mesh.replica(mesh.rank)]
+    mesh: Mesh
+    root: int | None
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._places = [self.mesh.at(rank) for rank in self.mesh.replica(self.mesh.rank)]
         self._memory: dict[int, Tensor] = {}
         self._open: tuple[Gathered, Tensor] | None = None
 
@@ -142,12 +144,12 @@ class _Dispatch:
             end += -(-nbytes // _ALIGNED) * _ALIGNED
         message = self._take(-1, end)
         for one, offset in zip(bucket, offsets, strict=True):
-            mine = elements(self._dense(one.cargo), *self._range(one, self._mesh.here))
+            mine = elements(self._dense(one.cargo), *self._range(one, self.mesh.here))
             _values(message, offset, mine.numel(), one.cargo.dtype).copy_(mine)
         arrived = self._join(message)
         if arrived is None:
             return
-        messages = arrived.to(self._device).split(end)
+        messages = arrived.to(self.device).split(end)
         for one, offset in zip(bucket, offsets, strict=True):
             if one.start == 0:
                 one.cargo.full = self.room(one.cargo)
@@ -172,9 +174,9 @@ class _Dispatch:
 
         The innermost mesh dimension is gathered first; the outer ones then gather its results.
         """
-        mesh, replicas = self._mesh.device_mesh, self._mesh.dims.get("dp_replicate")
+        mesh, replicas = self.mesh.device_mesh, self.mesh.dims.get("dp_replicate")
         here = list(mesh.get_coordinate() or ())
-        there = here if self._root is None else (mesh.mesh == self._root).nonzero()[0].tolist()
+        there = here if self.root is None else (mesh.mesh == self.root).nonzero()[0].tolist()
         for dim in reversed(range(mesh.ndim)):
             if mesh.size(dim) == 1 or dim == replicas:
                 continue
@@ -182,7 +184,7 @@ class _Dispatch:
                 return None
             keeps = here[dim] == there[dim]
             joined = self._take(dim, message.numel() * mesh.size(dim)) if keeps else None
-            if self._root is None:
+            if self.root is None:
                 assert joined is not None
                 _torch.all_gather_single(joined, message, group=mesh.get_group(dim))
             else:
@@ -196,12 +198,12 @@ class _Dispatch:
     def _take(self, key: int, nbytes: int) -> Tensor:
         """Memory for a message; what was in it before is gone."""
         if key not in self._memory or self._memory[key].numel() < nbytes:
-            self._memory[key] = torch.empty(nbytes, dtype=torch.uint8, device=self._mesh.device)
+            self._memory[key] = torch.empty(nbytes, dtype=torch.uint8, device=self.mesh.device)
         return self._memory[key][:nbytes]
 
     def room(self, freight: Gathered) -> Tensor:
         """Memory for a full tensor."""
-        return torch.empty(freight.layout.shape, dtype=freight.dtype, device=self._device)
+        return torch.empty(freight.layout.shape, dtype=freight.dtype, device=self.device)
 
 
 def _is_cut(tensor: DTensor) -> bool:

@@ -17,10 +17,7 @@ def threads_per_process(cpus: int, processes: int) -> int:
 
 
 def share_cpus(processes: int) -> int:
-    """Limit this process and its children to their share of the CPUs, unless `OMP_NUM_THREADS` is set.
-
-    The result is the number of torch's threads.
-    """
+    """Limit this process and its children to their share of the CPUs, unless `OMP_NUM_THREADS` is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         threads = threads_per_process(here or 1, processes)

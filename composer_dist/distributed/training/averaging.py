@@ -174,7 +174,8 @@ _BUCKET = 25 << 20
 def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Replace each tensor by its mean over the ranks of `group`, in its own dtype; a collective.
 
-    The tensors are dense, and alike in number, shape, dtype and order on all ranks. None is the whole world.
+    The tensors are dense, and alike in number, shape, dtype and order on all ranks. Without a group, the
+    ranks are the whole world.
     """
     alike = (group for _, group in groupby(tensors, key=lambda tensor: (tensor.dtype, tensor.device)))
     for bucket in (one for run in alike for one in in_buckets(run, lambda tensor: tensor.nbytes, _BUCKET)):
@@ -186,8 +187,8 @@ def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) ->
 def average_gradients(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Replace every gradient by its mean over the ranks of `group`, unused parameters' counting as zero.
 
-    A parameter that no rank has used keeps no gradient. A collective, with the same parameters in the
-    same order on all ranks. Sparse gradients become dense. Without `group`, the ranks are the whole world.
+    A collective, with the same parameters in the same order on all ranks. A parameter that no rank has used
+    keeps no gradient; sparse gradients become dense. Without a group, the ranks are the whole world.
     """
     if not parameters or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
