@@ -230,7 +230,7 @@ def as_evaluators(given: Any, label: str = "eval") -> list[Evaluator]:
     if isinstance(given, Sequence) and any(isinstance(one, Evaluator | DataLoader) for one in given):
         if strangers := [one for one in given if not isinstance(one, Evaluator)]:
             raise ParallelismTypeError(
-                f"Several dataloaders need labels: pass a mapping from label to dataloader, or Evaluators; "
+                "Several dataloaders need labels: pass a mapping from label to dataloader, or Evaluators; "
                 f"there is a {type(strangers[0]).__name__} without one."
             )
         labels = [one.label for one in given]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from composer_dist.config.base import require
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.training.gradients import Accumulate
 from composer_dist.errors import ParallelismValueError
@@ -39,11 +40,9 @@ class LoopOptions:
         size = self.microbatch_size
         if size not in (None, "auto") and (not isinstance(size, int) or size < 1):
             raise ParallelismValueError(
-                "device_train_microbatch_size must be a positive number of samples, 'auto' or None, not "
-                f"{size!r}."
+                f"device_train_microbatch_size is a positive number of samples, 'auto' or None, not {size!r}."
             )
-        if self.accumulate not in ("sharded", "unsharded"):
-            raise ParallelismValueError(f"accumulate is 'sharded' or 'unsharded', not {self.accumulate!r}.")
+        require("accumulate", self.accumulate, ("sharded", "unsharded"))
 
 
 @dataclass
@@ -203,15 +202,10 @@ def _check_trainable(state: State) -> None:
     if not state.optimizers:
         raise ParallelismValueError("Training needs optimizers; pass them to the Trainer.")
     held = {id(parameter) for parameter in state.optimized_parameters()}
-    idle = [
-        name
-        for name, parameter in named_parameters_canonical(state.model)
-        if parameter.requires_grad and id(parameter) not in held
-    ]
-    if idle:
+    parameters = named_parameters_canonical(state.model)
+    if idle := [name for name, one in parameters if one.requires_grad and id(one) not in held]:
         warnings.warn(
-            f"{listed(idle, 5)} {'is' if len(idle) == 1 else 'are'} trainable but in no optimizer: gradients "
-            "will be computed for nothing. Give them to an optimizer (built after adapters are added), or "
-            "freeze them.",
+            f"{listed(idle, 5)}: trainable but in no optimizer, so gradients are computed for nothing. Give "
+            "them to an optimizer (built after adapters are added), or freeze them.",
             stacklevel=4,
         )

@@ -323,9 +323,8 @@ def _listed(name: str, given: T | Sequence[T] | None, kind: type[T]) -> list[T]:
     """One or several objects of a kind as a list."""
     items: list[Any] = list(given) if isinstance(given, Sequence) else [] if given is None else [given]
     if wrong := {type(item).__name__ for item in items if not isinstance(item, kind)}:
-        raise ParallelismTypeError(
-            f"{name} takes a {kind.__name__} or a sequence of them, not {', '.join(sorted(wrong))}."
-        )
+        listing = ", ".join(sorted(wrong))
+        raise ParallelismTypeError(f"{name} takes a {kind.__name__} or a sequence of them, not {listing}.")
     return items
 
 

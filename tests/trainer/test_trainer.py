@@ -126,7 +126,7 @@ def test_a_model_without_values_is_refused() -> None:
 
 
 def test_parameters_that_no_optimizer_has_are_named() -> None:
-    with pytest.warns(UserWarning, match=r"module.2.weight, module.2.bias are trainable but in no"):
+    with pytest.warns(UserWarning, match=r"module.2.weight, module.2.bias: trainable but in no"):
         fitted(optimizers=lambda model: sgd(model.module[0]))
 
 

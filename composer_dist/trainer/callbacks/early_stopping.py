@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from composer_dist.config.base import require
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Time
@@ -41,8 +42,7 @@ class EarlyStopping(Callback):
     ) -> None:
         if isinstance(patience, bool) or not isinstance(patience, int | Time | str):
             raise ParallelismTypeError(f"patience must be a count or a time such as '2ep', not {patience!r}.")
-        if mode not in ("min", "max", None):
-            raise ParallelismValueError(f"mode must be 'min' or 'max', not {mode!r}.")
+        require("mode", mode, ("min", "max", None))
         self._patience = patience if isinstance(patience, int) else Time.of(patience)
         count = patience if isinstance(patience, int) else Time.of(patience).value
         if count <= 0 or min_delta < 0:

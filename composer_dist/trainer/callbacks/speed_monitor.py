@@ -45,7 +45,8 @@ class SpeedMonitor(Callback):
         self._peak: float | None = None
         """Of all ranks together."""
         self._count: FlopCount | None = None
-        self._entered = False
+        """Entered, during a microbatch of the first batch."""
+        self._learning = False
         self._flops = self._samples = 0.0
         """Of this rank's microbatches of the first batch."""
         self._before = Timestamp()
@@ -61,18 +62,17 @@ class SpeedMonitor(Callback):
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         self._leave()
-        self._count = None
         self._before = state.timestamp
-        if self._peak is None or self._per_sample is not None:
+        self._learning = self._peak is not None and self._per_sample is None
+        if not self._learning:
             return
-        self._count = FlopCount()
         self._flops = self._samples = 0.0
         model: Any = state.model
         if hasattr(model, "flops_per_batch"):
             self._flops, self._samples = float(model.flops_per_batch(state.batch)), num_samples(state.batch)
         elif any(is_compiled(module) for module in state.model.modules()):
             # Dynamo permanently skips what it meets inside of a dispatch mode.
-            self._count, self._peak = None, None
+            self._learning, self._peak = False, None
             warnings.warn(
                 "The FLOPs of a compiled model cannot be counted, so no MFU is logged. Give the model a "
                 "method flops_per_batch(batch).",
@@ -81,10 +81,9 @@ class SpeedMonitor(Callback):
 
     def before_forward(self, state: State, logger: Logger) -> None:
         self._leave()
-        if self._count is not None and not hasattr(state.model, "flops_per_batch"):
+        if self._learning and not hasattr(state.model, "flops_per_batch"):
             self._count = FlopCount()
             self._count.enter()
-            self._entered = True
 
     def before_backward(self, state: State, logger: Logger) -> None:
         """From here on, a forward belongs to activation checkpointing."""
@@ -93,15 +92,15 @@ class SpeedMonitor(Callback):
 
     def after_backward(self, state: State, logger: Logger) -> None:
         """Ends the counting of a microbatch; one that ran out of memory never comes here."""
-        if self._entered and self._count is not None:
+        if self._count is not None:
             self._flops += self._count.flops
             self._samples += num_samples(state.batch)
         self._leave()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        if self._count is not None:
+        if self._learning:
             self._learn(state)
-            self._count = None
+            self._learning = False
         rates = state.throughput.rates()
         if rates is None:
             return
@@ -138,6 +137,6 @@ class SpeedMonitor(Callback):
         self._per_token = flops / samples * (now.sample - before.sample) / tokens if tokens else 0.0
 
     def _leave(self) -> None:
-        if self._entered and self._count is not None:
+        if self._count is not None:
             self._count.leave()
-        self._entered = False
+        self._count = None

@@ -6,6 +6,7 @@ all ranks, and the randomness of a batch, which is a function of its position.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -183,10 +184,10 @@ class DistributedDataLoader:
             return DataLoader(stream, batch_size=None, **options)
         if self._loader is None:  # the same one each time: its workers may persist
             fetch = FetchBatch(self.dataset, self.collate_fn)
-            self._loader = DataLoader(fetch, batch_size=None, sampler=_Requests(self), **options)
+            self._loader = DataLoader(fetch, batch_size=None, sampler=_Requests(self._requests), **options)
         return self._loader
 
-    def requests(self) -> Iterator[Request]:
+    def _requests(self) -> Iterator[Request]:
         """What this rank fetches in this pass, if the dataset has a length."""
         assert self._length is not None
         order = epoch_order(self._length, self.shuffle, self.seed, self._epoch)
@@ -215,14 +216,14 @@ class DistributedDataLoader:
         self.num_replicas, self.rank, self._loader = num_replicas, rank, None
 
 
+@dataclass(eq=False)
 class _Requests(Sampler[Request]):
-    """What a loader's present pass fetches."""
+    """What each pass of a loader fetches."""
 
-    def __init__(self, loader: DistributedDataLoader) -> None:
-        self._loader = loader
+    of_pass: Callable[[], Iterator[Request]]
 
     def __iter__(self) -> Iterator[Request]:
-        return self._loader.requests()
+        return self.of_pass()
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -99,7 +99,7 @@ def test_an_error_ends_the_counting() -> None:
     callbacks = [own := SpeedMonitor(peak_flops=1e6), At(before_loss=raising(ZeroDivisionError()))]
     with pytest.raises(ZeroDivisionError):
         fitted(callbacks=callbacks)
-    assert not own._entered
+    assert own._count is None
 
 
 def test_sizes_must_be_positive() -> None:
