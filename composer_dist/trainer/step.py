@@ -96,16 +96,11 @@ def _gradients(
 
 def total_loss(loss: Any) -> Tensor:
     """The sum of the losses that a model's `loss` returned, as one scalar."""
-    parts: Sequence[Any] = [loss]
-    if isinstance(loss, Mapping):
-        parts = list(loss.values())
-    elif isinstance(loss, Sequence):
-        parts = loss
+    several = loss.values() if isinstance(loss, Mapping) else loss
+    parts = list(several) if isinstance(loss, Mapping | Sequence) else [loss]
     if not parts or not all(isinstance(part, Tensor) and part.numel() == 1 for part in parts):
-        raise ParallelismTypeError(
-            "A model's loss must be a scalar tensor, or a sequence or mapping of them, not "
-            f"{type(loss).__name__}."
-        )
+        kind = type(loss).__name__
+        raise ParallelismTypeError(f"A model's loss must be a scalar tensor or several of them, not {kind}.")
     return torch.stack([part.reshape(()) for part in parts]).sum()
 
 

@@ -141,12 +141,8 @@ class CheckpointSaver(Callback):
         self._save(state)
         self._finish()
         if state.rank == 0:
-            _log.warning(
-                "SIGTERM received: checkpoint saved in %s, exiting with status %d. Run the same command to "
-                "resume.",
-                self.folder,
-                EXIT_STATUS,
-            )
+            text = "SIGTERM: checkpoint saved in %s, exiting with status %d. Run the same command to resume."
+            _log.warning(text, self.folder, EXIT_STATUS)
         raise SystemExit(EXIT_STATUS)
 
     def _restore_handler(self) -> None:
