@@ -68,6 +68,8 @@ class TrainingLoop:
         self._place: Mapping[str, Any] | None = None
         """Where the next pass starts, if not at the beginning."""
         self._began = 0.0
+        self._moved = False
+        """Whether a batch of this `run` had a learning rate other than 0."""
 
     def plan(self, max_duration: Time | None, duration: Time | None) -> None:
         """Sets where the next `run` ends, and warns of options without effect."""
@@ -111,11 +113,13 @@ class TrainingLoop:
         state.dataloader, state.dataloader_label = state.train_dataloader, "train"
         state.dataloader_len = state.train_length
         self._options.timetable.start(state)
+        self._moved = False
         self._began = time.monotonic() - state.timestamp.seconds
         self._run_event(Event.FIT_START)
         state.throughput.start(state.timestamp)
         while not state.finished and self._epoch():
             pass
+        self._check_moved()
         self._evaluate_on(self._options.timetable.last(state))
         self._run_event(Event.FIT_END)
         state.dataloader, state.dataloader_label, state.dataloader_len = None, None, None
@@ -157,7 +161,13 @@ class TrainingLoop:
         state = self._state
         state.batch, state.alarmed = fed.batch, fed.alarmed
         state.dataloader_len = state.train_length = feed.length
+        if state.timestamp == state.fit_start:
+            for schedule in self._options.schedules:
+                schedule.check_warmup(state)
         set_rates(state, self._options.schedules)
+        self._moved = self._moved or any(
+            group["lr"] for optimizer in state.optimizers for group in optimizer.param_groups
+        )
         self._run_event(Event.AFTER_DATALOADER)
         self._run_event(Event.BATCH_START)
         options = self._options
@@ -183,6 +193,18 @@ class TrainingLoop:
         self._run_event(Event.EPOCH_END)
         self._evaluate_on(self._options.timetable.due(state))
         self._run_event(Event.EPOCH_CHECKPOINT)
+
+    def _check_moved(self) -> None:
+        """Warns if nothing was trained until the end of the training."""
+        state = self._state
+        batches = state.timestamp.batch - state.fit_start.batch
+        if batches and not self._moved and state.finished and state.max_duration == state.schedule_end:
+            warnings.warn(
+                f"The learning rate was 0 in all {batches} batches: nothing was trained. Train for "
+                "longer, or shorten the warm-up.",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _step_schedulers(self) -> None:
         with warnings.catch_warnings():

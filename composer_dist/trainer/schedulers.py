@@ -29,7 +29,7 @@ class Schedule(ABC):
     A `fit` that goes beyond `max_duration` counts to its own end.
     """
 
-    t_warmup: Time | str
+    t_warmup: Time | str = "0ba"
     """How long the factor rises from 0, linearly; "0ba" for not at all."""
 
     def __post_init__(self) -> None:
@@ -54,6 +54,23 @@ class Schedule(ABC):
         now, warmup = state.passed(unit), _amount(state, self.t_warmup, unit)
         target = self.after_warmup(state, max(now, warmup), warmup, unit)
         return target * now / warmup if now < warmup else target
+
+    def check_warmup(self, state: State) -> None:
+        """Warns if training ends before the warm-up does."""
+        unit = self._unit(state)
+        try:
+            end = _amount(state, _end(state), unit)
+        except ParallelismValueError:  # no end, or one in another unit
+            return
+        now, warmup = _elapsed(state, unit), _amount(state, self.t_warmup, unit)
+        if now < warmup and end <= warmup:
+            warnings.warn(
+                f"{type(self).__name__} warms up for '{self.t_warmup}', but training ends at "
+                f"'{_end(state)}': the learning rate stays below {end / warmup:.2g} of its value. For a "
+                "short run, give the warm-up as a share, such as t_warmup='0.1dur'.",
+                UserWarning,
+                stacklevel=6,
+            )
 
     def _unit(self, state: State) -> TimeUnit:
         """The unit in which this schedule compares times."""
@@ -83,7 +100,9 @@ class _Annealing(Schedule):
     def _share(self, state: State, now: float, warmup: float, unit: TimeUnit) -> float:
         """How much of the time from the end of the warm-up to `t_max` has passed, at most 1."""
         end = _amount(state, self.t_max, unit)
-        return min((now - warmup) / (end - warmup), 1.0) if end > warmup else 1.0
+        if end <= warmup:
+            return float(now > warmup)  # until then it rises to the first factor
+        return min((now - warmup) / (end - warmup), 1.0)
 
 
 @dataclass(frozen=True)

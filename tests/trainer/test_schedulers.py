@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import (
@@ -62,6 +62,27 @@ def test_a_fit_beyond_max_duration_counts_to_its_own_end() -> None:
     found = rates(CosineAnnealingWithWarmupScheduler("0ba"), (None, "9ba"), "9ba")
     assert found[:BATCHES] == pytest.approx([2 * cosine(batch, 0, 9, 0) for batch in range(9)])
     assert found[BATCHES:] == pytest.approx([2 * cosine(batch, 0, 18, 0) for batch in range(9, 18)])
+
+
+@pytest.mark.parametrize("kind", [CosineAnnealingWithWarmupScheduler, LinearWithWarmupScheduler])
+@pytest.mark.parametrize("warmup", ["3ba", "6ba", "4ep"])
+def test_a_warm_up_longer_than_the_run_rises_and_warns(kind: Any, warmup: str) -> None:
+    length = 12 if warmup == "4ep" else int(warmup[0])
+    with pytest.warns(UserWarning, match=f"warms up for '{warmup}', but training ends at '3ba'"):
+        found = rates(kind(warmup), max_duration="3ba")
+    assert found == pytest.approx([2 * batch / length for batch in range(3)])
+
+
+@pytest.mark.parametrize(
+    "schedulers",
+    [
+        CosineAnnealingWithWarmupScheduler("0.1dur"),
+        lambda optimizer: LambdaLR(optimizer, lambda step: 0.0),  # such as a warm-up that steps by epochs
+    ],
+)
+def test_a_run_that_trains_nothing_warns(schedulers: Any) -> None:
+    with pytest.warns(UserWarning, match="The learning rate was 0 in all 1 batches: nothing was trained"):
+        assert rates(schedulers, max_duration="1ba") == [0.0]
 
 
 def test_a_schedule_goes_with_torchs_schedulers_and_other_schedules() -> None:
