@@ -33,7 +33,7 @@ from .loggers import LoggerDestination as LoggerDestination
 from .loggers import MLflowLogger as MLflowLogger
 from .loggers import TensorBoardLogger as TensorBoardLogger
 from .loggers import WandBLogger as WandBLogger
-from .resume import Resume as Resume
+from .resuming.resume import Resume as Resume
 from .scaling import LossScaling as LossScaling
 from .schedulers import ConstantWithWarmupScheduler as ConstantWithWarmupScheduler
 from .schedulers import CosineAnnealingWithWarmupScheduler as CosineAnnealingWithWarmupScheduler

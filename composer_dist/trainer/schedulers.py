@@ -62,7 +62,7 @@ class Schedule(ABC):
             end = _amount(state, _end(state), unit)
         except ParallelismValueError:  # no end, or one in another unit
             return
-        now, warmup = _elapsed(state, unit), _amount(state, self.t_warmup, unit)
+        now, warmup = state.passed(unit), _amount(state, self.t_warmup, unit)
         if now < warmup and end <= warmup:
             warnings.warn(
                 f"{type(self).__name__} warms up for '{self.t_warmup}', but training ends at "

@@ -77,6 +77,8 @@ class State:
     _alarm_raised: bool = field(default=False, init=False)
     remember: Callable[[], dict[str, Any]] = dict
     """What a checkpoint holds beside model and optimizers, by key; every rank must ask."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """What the run was started with, by name; checkpoints record it, and resuming compares it."""
     averages: dict[str, torch.Tensor] = field(default_factory=dict)
     """The weights' moving averages by parameter name, if an EMA keeps any; sharded like the weights."""
 

@@ -22,14 +22,15 @@ from composer_dist.precision import Precision, as_precision
 from composer_dist.trainer.callbacks import Callback, LRMonitor, ProgressBar, SpeedMonitor
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.data.randomness import seed_all, use_deterministic_algorithms
-from composer_dist.trainer.data.sampling import check_sampler, data_part, placed
+from composer_dist.trainer.data.sampling import batch_size, check_sampler, data_part, placed
 from composer_dist.trainer.evaluation import Evaluator, Timetable, as_evaluators, evaluate, predict
 from composer_dist.trainer.events import Event
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.loggers.destination import LoggerDestination
 from composer_dist.trainer.loop import LoopOptions, TrainingLoop
 from composer_dist.trainer.microbatch import MicrobatchSize
-from composer_dist.trainer.resume import Resume, load_run_state, resume_run, run_state
+from composer_dist.trainer.resuming.resume import Resume, load_run_state, resume_run, run_state
+from composer_dist.trainer.resuming.settings import settings_of
 from composer_dist.trainer.scaling import LossScaler, LossScaling
 from composer_dist.trainer.schedulers import Schedule, sorted_out
 from composer_dist.trainer.state import State
@@ -132,8 +133,8 @@ class Trainer:
         self._loggers = _listed("loggers", loggers, LoggerDestination)
         self.callbacks = _listed("callbacks", callbacks, Callback)
         standard = (LRMonitor, SpeedMonitor, ProgressBar) if progress_bar else (LRMonitor, SpeedMonitor)
-        given = {type(callback) for callback in self.callbacks}
-        self.callbacks += [kind() for kind in standard if kind not in given]
+        missing = [kind() for kind in standard if not any(isinstance(one, kind) for one in self.callbacks)]
+        self.callbacks += missing
         self.state = State(
             model=model,
             optimizers=optimizers,
@@ -153,17 +154,19 @@ class Trainer:
         self._loop = TrainingLoop(self.state, self.logger, options, replicas, self.run_event, self._evaluate)
         if train_dataloader is not None:
             self._read(train_dataloader)
-        hyperparameters = {
+        settings = {
             "world_size": self.state.world_size,
             "max_duration": str(self._max_duration),
             "precision": str(precision),
             "device_train_microbatch_size": device_train_microbatch_size,
             "accumulate": accumulate,
-            "accumulated_gradient_bytes": accumulated_bytes(model, accumulate),
             "gradient_clipping": str(options.clipping),
             "seed": seed,
         }
-        self.logger.log_hyperparameters(hyperparameters)
+        held = {"accumulated_gradient_bytes": accumulated_bytes(model, accumulate)}
+        self.logger.log_hyperparameters(settings | held)
+        settings |= {"schedules": options.schedules, "batch_size": batch_size(train_dataloader)}
+        self.state.settings = settings_of(self.state, self.preparation, settings)
         self.run_event(Event.INIT)
         self.resumed_from: str | None = None
         """The checkpoint with which this Trainer began."""

@@ -236,7 +236,7 @@ def test_what_cannot_be_resumed_is_named(tmp_path: Path) -> None:
         quiet(ComposerClassifier(Dropping(), num_classes=4), resume=True)
     with pytest.raises(ParallelismValueError, match="Resume needs a load_path or autoresume"):
         Resume()
-    with pytest.raises(ParallelismValueError, match="say what to load from load_path, which is None"):
+    with pytest.raises(ParallelismValueError, match="load_weights_only says what to load from load_path"):
         Resume(autoresume=True, load_weights_only=True)
     with pytest.raises(ParallelismTypeError, match=r"write \['model'\]"):
         Resume(load_path="x", load_ignore_keys="model")

@@ -35,6 +35,12 @@ from composer_dist.tensors.inner import as_floats
 _OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
 """The options that an optimizer keeps: its parameters, and the implementation of the step."""
 
+_KINDS = frozenset(
+    {"betas", "momentum", "dampening", "nesterov", "amsgrad", "alpha", "centered", "lr_decay", "rho", "lambd"}
+    | {"etas", "momentum_decay", "max_iter", "initial_accumulator_value"}
+)
+"""Options by which torch's optimizers differ."""
+
 
 def owns(value: Any) -> bool:
     """Whether it is a torch optimizer."""
@@ -185,7 +191,8 @@ def match_groups(
     The order of groups, and of parameters within them, does not matter.
 
     Raises:
-        CheckpointValueError: the number of groups differs, or parameters of one group come from several.
+        CheckpointValueError: the number of groups differs, parameters of one group come from several, or the
+            groups are of another kind of optimizer.
     """
     check_group_count(groups, optimizer)
     names = parameter_names(model, optimizer)
@@ -201,6 +208,12 @@ def match_groups(
                 f"{examples}. Build the optimizer with the groups that were saved."
             )
         source = groups[homes[0]] if homes else {} if own else groups[number]
+        theirs, ours = _KINDS.intersection(source), _KINDS.intersection(optimizer.defaults)
+        if theirs - ours and ours - theirs:
+            raise CheckpointValueError(
+                f"The state is of another kind of optimizer than {type(optimizer).__name__}: its groups have "
+                f"{', '.join(sorted(theirs - ours))}, but not {', '.join(sorted(ours - theirs))}."
+            )
         matched.append({key: deepcopy(value) for key, value in source.items() if key not in _OWN})
     return matched
 

@@ -49,6 +49,11 @@ def placed(dataloader: Iterable[Any], part: Mapping[str, int]) -> Iterable[Any]:
     return dataloader.placed(**part) if isinstance(dataloader, DistributedDataLoader) else dataloader
 
 
+def batch_size(dataloader: Iterable[Any] | None) -> int | None:
+    """Samples of a batch, of all ranks or of one, if the dataloader says it."""
+    return getattr(dataloader, "global_batch_size", None) or getattr(dataloader, "batch_size", None)
+
+
 def set_epoch(dataloader: Iterable[Any], epoch: int) -> None:
     """Calls `set_epoch` of whatever shuffles by it: the sampler, the dataset, the dataloader."""
     for part in _parts(dataloader):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,6 +19,7 @@ from composer_dist.trainer.callbacks.checkpoint_saver import CheckpointSaver, co
 from composer_dist.trainer.clock import check_keys
 from composer_dist.trainer.data.randomness import generator_states, set_generator_states
 from composer_dist.trainer.loop import TrainingLoop
+from composer_dist.trainer.resuming.settings import Options, Source, compare
 from composer_dist.trainer.state import State
 
 
@@ -26,7 +27,7 @@ def run_state(state: State, loop: TrainingLoop, callbacks: Sequence[Callback]) -
     """What a run saves besides its model and optimizers; every rank must ask."""
     states = {name: callback.state_dict() for name, callback in _numbered(callbacks).items()}
     return {
-        "state": state.state_dict() | {"evaluated": dict(loop.evaluated)},
+        "state": state.state_dict() | {"evaluated": dict(loop.evaluated), "settings": state.settings},
         "loss_scaler": state.loss_scaler.state_dict() if state.loss_scaler else None,
         "schedulers": [scheduler.state_dict() for scheduler in state.schedulers],
         "callbacks": {name: one for name, one in states.items() if one},
@@ -58,6 +59,7 @@ def load_run_state(
             stacklevel=3,
         )
     clock = dict(saved["state"])
+    clock.pop("settings", None)
     loop.evaluated.clear()
     loop.evaluated.update(clock.pop("evaluated", {}))
     state.load_state_dict(clock)
@@ -97,19 +99,25 @@ class Resume:
     load_ignore_keys: Sequence[str] = ()
     """Globs of what not to load: `model.head.*`, `optimizer`, `schedulers`, `callbacks.EarlyStopping/0`,
     `data`, `generators`. Warns of a glob that matches nothing."""
+    optimizer: Source = "checkpoint"
+    """Whose options (the learning rate, the weight decay, ...) the optimizers have where they differ: the
+    checkpoint's, or those of the Trainer's ("config"). With "config" an optimizer of another class than the
+    checkpoint's starts without state; otherwise it is an error."""
     autoresume: bool = False
-    """Resume everything from the newest complete checkpoint in the folder of the `CheckpointSaver`. The other
-    fields hold only if there is none yet."""
+    """Resume from the newest complete checkpoint in the folder of the `CheckpointSaver`. If there is none
+    yet, the run starts from `load_path`, if given, and then the fields above hold only for that."""
 
     def __post_init__(self) -> None:
         if isinstance(self.load_ignore_keys, str):
             raise ParallelismTypeError(f"load_ignore_keys is a list: write [{self.load_ignore_keys!r}].")
         if self.load_path is None and not self.autoresume:
             raise ParallelismValueError("Resume needs a load_path or autoresume=True.")
-        if self.load_path is None and (self.load_weights_only or self.load_ignore_keys):
+        if self.optimizer not in ("checkpoint", "config"):
+            raise ParallelismValueError(f"optimizer is 'checkpoint' or 'config', not {self.optimizer!r}.")
+        if self.load_path is None and self.load_weights_only:
             raise ParallelismValueError(
-                "load_weights_only and load_ignore_keys say what to load from load_path, which is None; "
-                "autoresume loads everything."
+                "load_weights_only says what to load from load_path, which is None; autoresume loads a "
+                "whole run."
             )
 
     @classmethod
@@ -138,15 +146,21 @@ def resume_run(
     """
     newest = _newest(callbacks) if resume.autoresume else None
     if newest is not None:
-        resume = Resume(load_path=newest)
+        ignore = () if resume.load_path else resume.load_ignore_keys
+        resume = Resume(load_path=newest, load_ignore_keys=ignore, optimizer=resume.optimizer)
     elif resume.load_path is None:
         return None
     else:
         newest = _followed(os.fspath(resume.load_path))
     ignored = _Ignored(resume.load_ignore_keys)
+    options = [Options(optimizer) for optimizer in state.optimizers]
+    fresh: list[int] = []
     if not resume.load_weights_only:
-        _load_run(newest, state, ignored, take_over)
-    _load_weights(newest, resume, state, ignored)
+        fresh = _load_run(newest, resume, state, ignored, take_over)
+    _load_weights(newest, resume, state, ignored, fresh)
+    if resume.optimizer == "config" and not resume.load_weights_only:
+        for index, one in enumerate(options):
+            one.restore(state.schedulers, index in fresh)
     ignored.warn()
     return newest
 
@@ -183,26 +197,31 @@ def _name_in(path: Path) -> str | None:
 
 
 def _load_run(
-    path: str, state: State, ignored: _Ignored, take_over: Callable[[Mapping[str, Any]], None]
-) -> None:
-    """Everything but model and optimizers, except what is ignored."""
+    path: str, resume: Resume, state: State, ignored: _Ignored, take_over: Callable[[Mapping[str, Any]], None]
+) -> list[int]:
+    """Everything but model and optimizers, except what is ignored; returns which optimizers start afresh."""
     now = state.remember()
     saved = {key: value for key, value in now.items() if not ignored(key)}
     if saved:
         load_checkpoint(path, saved, model=state.model)
+    fresh: list[int] = []
+    if settings := saved.get("state", {}).get("settings"):
+        fresh = compare(path, settings, state, resume.optimizer, ignored)
     if "callbacks" in saved:
         theirs = {name: one for name, one in saved["callbacks"].items() if not ignored(f"callbacks.{name}")}
         mine = {name: one for name, one in now["callbacks"].items() if name not in theirs}
         saved["callbacks"] = mine | theirs
     take_over(now | saved)
+    return fresh
 
 
-def _load_weights(path: str, resume: Resume, state: State, ignored: _Ignored) -> None:
-    """The model, and the optimizers unless weights alone are wanted."""
+def _load_weights(path: str, resume: Resume, state: State, ignored: _Ignored, fresh: Collection[int]) -> None:
+    """The model, and the optimizers unless weights alone are wanted; not those that start afresh."""
+    afresh = {f"optimizer{index or ''}" for index in fresh}
     wanted = {
         key: value
         for key, value in contents(state, run=False).items()
-        if (key == "model" or not resume.load_weights_only) and not ignored(key)
+        if (key == "model" or not resume.load_weights_only) and key not in afresh and not ignored(key)
     }
     if wanted:
         load_checkpoint(

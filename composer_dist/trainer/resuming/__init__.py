@@ -1,0 +1,1 @@
+"""Saving the state of a run, and resuming from it."""
