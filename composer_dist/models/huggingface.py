@@ -47,7 +47,8 @@ class HuggingFaceModel(ComposerModel):
         should_save_peft_only: `state_dict()` has only the adapters, by peft's rules, and loads only them.
 
     Raises:
-        ParallelismValueError: the tokenizer has more tokens than the model.
+        ParallelismValueError: the tokenizer has more tokens than the model; the adapter's configuration names
+            modules that the model does not have.
         CheckpointValueError: only adapters are to be saved, and one has no tensors.
     """
 
@@ -189,6 +190,9 @@ def _adapted(model: nn.Module, peft_config: PeftConfig) -> nn.Module:
             f"peft_config must be a peft configuration such as LoraConfig(...), not a "
             f"{type(peft_config).__name__}."
         )
+    from composer_dist.models.targets import check_targets  # it imports peft
+
+    check_targets(model, peft_config)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     device = torch.device("meta") if on_meta else nullcontext()
     with device, warnings.catch_warnings():

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch.optim import Optimizer
@@ -17,8 +17,9 @@ from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.reports import told_to_all
 from composer_dist.distributed.training.gradients import Accumulate, accumulated_bytes
-from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.errors import ParallelismValueError
 from composer_dist.precision import Precision, as_precision
+from composer_dist.trainer.arguments import check_options, listed, positive
 from composer_dist.trainer.callbacks import Callback, LRMonitor, ProgressBar, SpeedMonitor
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.data.randomness import seed_all, use_deterministic_algorithms
@@ -36,7 +37,6 @@ from composer_dist.trainer.schedulers import Schedule, sorted_out
 from composer_dist.trainer.state import State
 from composer_dist.trainer.step import GradientClipping
 
-T = TypeVar("T")
 EvalData = Iterable[Any] | Evaluator | Sequence[Evaluator] | Mapping[str, Any] | None
 
 
@@ -115,12 +115,12 @@ class Trainer:
         resume: Resume | str | os.PathLike[str] | bool | None = None,
     ) -> None:
         check_model(model)
-        _check(precision := as_precision(precision), compile, parallelism_config is not None)
+        check_options(precision := as_precision(precision), compile, parallelism_config is not None)
         self._check_sampler, self._eval_loss = check_sampler, eval_loss
-        self._max_duration = _positive("max_duration", max_duration)
+        self._max_duration = positive("max_duration", max_duration)
         self._evaluators = as_evaluators(eval_dataloader)
         resume = Resume.of(resume)
-        optimizers = _listed("optimizers", optimizers, Optimizer)
+        optimizers = listed("optimizers", optimizers, Optimizer)
         torch_schedulers, schedules = sorted_out(schedulers, optimizers)
         options = LoopOptions(
             microbatch_size=device_train_microbatch_size,
@@ -128,10 +128,10 @@ class Trainer:
             accumulate=accumulate,
             schedules=schedules,
             schedule_batches=step_schedulers_every_batch,
-            timetable=Timetable(self._evaluators, _positive("eval_interval", eval_interval)),
+            timetable=Timetable(self._evaluators, positive("eval_interval", eval_interval)),
         )
-        self._loggers = _listed("loggers", loggers, LoggerDestination)
-        self.callbacks = _listed("callbacks", callbacks, Callback)
+        self._loggers = listed("loggers", loggers, LoggerDestination)
+        self.callbacks = listed("callbacks", callbacks, Callback)
         standard = (LRMonitor, SpeedMonitor, ProgressBar) if progress_bar else (LRMonitor, SpeedMonitor)
         missing = [kind() for kind in standard if not any(isinstance(one, kind) for one in self.callbacks)]
         self.callbacks += missing
@@ -154,6 +154,8 @@ class Trainer:
         self._loop = TrainingLoop(self.state, self.logger, options, replicas, self.run_event, self._evaluate)
         if train_dataloader is not None:
             self._read(train_dataloader)
+        for one in self._evaluators:  # now, and not after the first epoch
+            self._placed(one.dataloader, "evaluate")
         settings = {
             "world_size": self.state.world_size,
             "max_duration": str(self._max_duration),
@@ -216,7 +218,7 @@ class Trainer:
         """
         if train_dataloader is not None:
             self._read(train_dataloader)
-        self._loop.plan(self._max_duration, _positive("duration", duration))
+        self._loop.plan(self._max_duration, positive("duration", duration))
         with self._closing_on_error():
             self._loop.run()
 
@@ -295,18 +297,23 @@ class Trainer:
         return (*self.callbacks, *self._loggers)
 
     def _read(self, dataloader: Iterable[Any]) -> None:
-        dataloader = placed(dataloader, self._data_part)
-        if self._check_sampler:
-            check_sampler(dataloader, self._data_part)
+        dataloader = self._placed(dataloader, "train")
         if self.state.train_dataloader is not None:  # an earlier process may have begun the first one
             self._loop.restart_epoch()
         self.state.train_dataloader = dataloader
+
+    def _placed(self, dataloader: Iterable[Any], purpose: str) -> Iterable[Any]:
+        """This rank's part of the data, to train or evaluate on."""
+        dataloader = placed(dataloader, self._data_part)
+        if self._check_sampler:
+            check_sampler(dataloader, self._data_part, purpose)
+        return dataloader
 
     def _evaluate(self, evaluators: Sequence[Evaluator]) -> dict[str, float]:
         results: dict[str, float] = {}
         self.run_event(Event.EVAL_BEFORE_ALL)
         for one in evaluators:
-            one = replace(one, dataloader=placed(one.dataloader, self._data_part))
+            one = replace(one, dataloader=self._placed(one.dataloader, "evaluate"))
             results |= evaluate(self.state, one, self.logger, self.run_event, self._eval_loss)
         self.run_event(Event.EVAL_AFTER_ALL)
         return results
@@ -320,30 +327,3 @@ class Trainer:
         except BaseException:
             self.close()
             raise
-
-
-def _listed(name: str, given: T | Sequence[T] | None, kind: type[T]) -> list[T]:
-    """One or several objects of a kind as a list."""
-    items: list[Any] = list(given) if isinstance(given, Sequence) else [] if given is None else [given]
-    if wrong := {type(item).__name__ for item in items if not isinstance(item, kind)}:
-        listing = ", ".join(sorted(wrong))
-        raise ParallelismTypeError(f"{name} takes a {kind.__name__} or a sequence of them, not {listing}.")
-    return items
-
-
-def _positive(name: str, time: Time | str | int | None) -> Time | None:
-    return None if time is None else Time.positive(name, time)
-
-
-def _check(precision: Precision | None, compile: object, prepares: bool) -> None:
-    """Refuses float8 without a preparation, and to compile what a preparation compiles."""
-    if precision is Precision.AMP_FP8 and not prepares:
-        raise ParallelismValueError(
-            "precision='amp_fp8' needs a parallelism_config, such as 'fsdp': preparation converts the layers."
-        )
-    if compile and prepares:
-        raise ParallelismValueError(
-            "Pass ParallelismConfig(compile=...) instead, which compiles the blocks between collectives."
-        )
-    if not isinstance(compile, bool | Mapping):
-        raise ParallelismTypeError(f"compile is True or torch.compile's options, not {compile!r}.")

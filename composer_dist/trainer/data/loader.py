@@ -247,6 +247,11 @@ def _check(dataset: Any, shuffle: bool, options: Mapping[str, Any]) -> None:
         raise ParallelismTypeError(
             f"A {type(dataset).__name__} can be read only once; pass an object whose __iter__ starts over."
         )
+    if _is_split(dataset):
+        raise ParallelismValueError(
+            "The stream is already split by split_dataset_by_node. A DistributedDataLoader splits it "
+            "again, and samples would be lost: give it the whole stream, or use another dataloader."
+        )
     if shuffle:
         raise ParallelismValueError(
             f"A {type(dataset).__name__} has no length, so its samples cannot be shuffled here. Shuffle "
@@ -257,6 +262,13 @@ def _check(dataset: Any, shuffle: bool, options: Mapping[str, Any]) -> None:
             "A stream has one order, so one worker reads it: pass num_workers=0 or 1, without "
             "persistent_workers, which would not learn of the next epoch."
         )
+
+
+def _is_split(dataset: Any) -> bool:
+    """Whether a stream of `datasets`, or one that a wrapper reads, has only one rank's samples."""
+    inner = [dataset, *getattr(dataset, "__dict__", {}).values()]
+    split = (getattr(one, "_distributed", None) for one in inner)
+    return any(getattr(one, "world_size", 1) > 1 for one in split)
 
 
 def _length(dataset: Any) -> int | None:

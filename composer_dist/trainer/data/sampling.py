@@ -22,7 +22,7 @@ def data_part(mesh: Mesh | None) -> dict[str, int]:
     return {"num_replicas": 1, "rank": 0}
 
 
-def check_sampler(dataloader: Iterable[Any], expected: Mapping[str, int]) -> None:
+def check_sampler(dataloader: Iterable[Any], expected: Mapping[str, int], purpose: str = "train") -> None:
     """Refuses a dataloader whose sampler would give ranks the same samples, or skip some."""
     for part in _parts(dataloader):
         found = {key: getattr(part, key, None) for key in expected}
@@ -37,8 +37,8 @@ def check_sampler(dataloader: Iterable[Any], expected: Mapping[str, int]) -> Non
     dataset = getattr(dataloader, "dataset", None)
     if expected["num_replicas"] > 1 and hasattr(dataset, "__len__"):
         raise ParallelismValueError(
-            f"All {expected['num_replicas']} data-parallel ranks would train on the same samples: "
-            f"the sampler of the training {type(dataloader).__name__} is not distributed. Give it "
+            f"All {expected['num_replicas']} data-parallel ranks would {purpose} on the same samples: "
+            f"the sampler of the {type(dataloader).__name__} is not distributed. Give it "
             "sampler=DistributedSampler(dataset, **sampler_kwargs(mesh)), or pass a DistributedDataLoader; "
             "if every rank's dataset is its own part already, pass check_sampler=False to the Trainer."
         )

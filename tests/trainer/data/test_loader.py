@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.trainer import DistributedDataLoader
+from composer_dist.trainer import DistributedDataLoader, PackedStream
 from tests.kit.compare import fails
 from tests.kit.training import classifier, fitted_on_parts, loaders, points, result_of, same_training
 from tests.kit.world import World
@@ -225,6 +225,19 @@ def test_hugging_face_datasets() -> None:
     assert sorted(torch.cat(seen).tolist()) == list(range(LENGTH))
     with pytest.raises(ParallelismValueError, match="num_workers was 1, is now 0"):
         loaders(1, stream)[0].load_state_dict(first[0].state_dict())
+
+
+def test_a_stream_that_is_split_already_is_refused() -> None:
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
+
+    stream = Dataset.from_dict({"input_ids": [[n] for n in range(8)]}).to_iterable_dataset()
+    for one in (stream.map(dict), split_dataset_by_node(stream, rank=0, world_size=1)):
+        DistributedDataLoader(one, 2)
+    split = split_dataset_by_node(stream, rank=1, world_size=2)
+    for one in (split, split.map(dict), PackedStream(split, 2)):
+        with pytest.raises(ParallelismValueError, match="already split by split_dataset_by_node"):
+            DistributedDataLoader(one, 2)
 
 
 def test_persistent_workers_follow_the_epochs() -> None:

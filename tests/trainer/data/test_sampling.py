@@ -55,6 +55,10 @@ def samplers() -> None:
     trainer.fit(duration="1ba", train_dataloader=DataLoader(data, 2, sampler=right))
     assert trainer.state.timestamp.sample == 4
     fitted(parallelism_config="fsdp", check_sampler=False, max_duration="1ba")
+    with pytest.raises(ParallelismValueError, match="All 2 data-parallel ranks would evaluate on the same"):
+        trainer.eval(loader())
+    with pytest.raises(ParallelismValueError, match="All 2 data-parallel ranks would evaluate on the same"):
+        quiet(parallelism_config="fsdp", eval_dataloader={"held_out": loader()})  # before it trains
 
 
 @pytest.mark.promise(3)

@@ -1,0 +1,39 @@
+"""Checks of the Trainer's arguments."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.precision import Precision
+from composer_dist.trainer.clock import Time
+
+T = TypeVar("T")
+
+
+def listed(name: str, given: T | Sequence[T] | None, kind: type[T]) -> list[T]:
+    """One or several objects of a kind as a list."""
+    items: list[Any] = list(given) if isinstance(given, Sequence) else [] if given is None else [given]
+    if wrong := {type(item).__name__ for item in items if not isinstance(item, kind)}:
+        raise ParallelismTypeError(
+            f"{name} takes a {kind.__name__} or a sequence of them, not {', '.join(sorted(wrong))}."
+        )
+    return items
+
+
+def positive(name: str, time: Time | str | int | None) -> Time | None:
+    """A time, unless there is none."""
+    return None if time is None else Time.positive(name, time)
+
+
+def check_options(precision: Precision | None, compile: object, prepares: bool) -> None:
+    """Refuses float8 without a preparation, and to compile what a preparation compiles."""
+    if precision is Precision.AMP_FP8 and not prepares:
+        raise ParallelismValueError(
+            "precision='amp_fp8' needs a parallelism_config, such as 'fsdp': preparation converts the layers."
+        )
+    if compile and prepares:
+        raise ParallelismValueError(
+            "Pass ParallelismConfig(compile=...) instead, which compiles the blocks between collectives."
+        )
+    if not isinstance(compile, bool | Mapping):
+        raise ParallelismTypeError(f"compile is True or torch.compile's options, not {compile!r}.")
