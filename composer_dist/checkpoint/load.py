@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,6 +22,7 @@ from composer_dist.checkpoint.kinds.contents import (
 from composer_dist.checkpoint.kinds.kind import Loading, Restore
 from composer_dist.distributed.prepared import usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.weights.disk import check_same_files
 from composer_dist.errors import CheckpointError, CheckpointValueError
 
 BARE = "the state"
@@ -119,6 +121,8 @@ def _open(agreed: str, allow_pickle: bool, verify: bool, agreement: Agreement) -
                 raise CheckpointValueError(f"Ranks 0 and {rank} see different checkpoints at {agreed}.")
 
     agreement.reach("the checkpoint", opened.digest(), compare)
+    if not opened.stored and isinstance(opened.root, Path):  # other libraries' files have no checksums
+        check_same_files(opened.root, opened.index, agreement)
     if verify:
         with agreement.together("verifying the checkpoint"):
             opened.verify(agreement.ranks.index(agreement.rank), len(agreement.ranks))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from math import prod
@@ -29,6 +30,7 @@ from composer_dist.files.find import index_weights
 from composer_dist.files.index import Index
 from composer_dist.files.match import Match, match_names
 from composer_dist.files.read import Files, open_files, read_slabs
+from composer_dist.files.same import check_same, fingerprints, identities
 from composer_dist.files.slabs import MIB, Slab, plan_reads
 from composer_dist.progress import Progress
 from composer_dist.structure.structure import Structure
@@ -111,19 +113,27 @@ class Pretrained:
         here = Path(path)
         read = 0
 
-        def decide(digests: list[str]) -> list[Any] | None:
+        def decide(posts: list[list[str]]) -> list[Any] | None:
             nonlocal read
-            if len(set(digests)) > 1:
+            if len({digest for digest, _ in posts}) > 1:
                 return None
+            names = [name for _, name in posts]
+            if len(set(filter(None, names))) > 1:
+                raise CheckpointValueError(
+                    f"The ranks were given different weights: {', '.join(sorted(set(filter(None, names))))}. "
+                    "Pass the same on every rank."
+                )
             index, stored = index_weights(here)
             read = index.header_bytes
             return [index.pack(), [astuple(file) for file in stored]]
 
-        found = agreement.reach("the checkpoint's headers", structure.digest(), decide)
+        post = [structure.digest(), here.name if here.is_file() else ""]
+        found = agreement.reach("the checkpoint's headers", post, decide)
         if found is None:
             return None
         index, stored = Index.unpack(found[0]), [StoredFile(*facts) for facts in found[1]]
         root = here if here.is_dir() else here.parent
+        check_same_files(root, index, agreement)
         with agreement.together("the checkpoint's names"):
             _check_dense(structure, index, here)
             match = match_names(structure, index.tensors, root.name, index.adapter)
@@ -232,6 +242,21 @@ def _gather(target: UnfilledPart, bucket_bytes: int) -> int:
             dist.all_gather(parts, mine, group=mesh.get_group(dim))
             moved += 2 * (block.nbytes - mine.nbytes)
     return moved
+
+
+def check_same_files(root: Path, index: Index, agreement: Agreement) -> None:
+    """Raise a CheckpointValueError if ranks see files of different contents."""
+    names = [name for name, _ in index.files]
+    with ExitStack() as stack:
+        with agreement.together("the checkpoint's files"):
+            files = stack.enter_context(Files(root, index.files))
+            mine = identities(files)
+        first = agreement.reach("which files there are", mine, lambda all: [all.index(one) for one in all])
+        if any(first):
+            with agreement.together("comparing the checkpoint's files"):
+                number = agreement.ranks.index(agreement.rank)
+                found = fingerprints(files) if first[number] == number else None
+            agreement.reach("the contents of the files", found, lambda all: check_same(names, all))
 
 
 def _check_dense(structure: Structure, index: Index, path: Path) -> None:

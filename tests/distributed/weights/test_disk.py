@@ -250,6 +250,28 @@ def test_ranks_that_are_given_something_else_are_told(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_ranks_that_see_other_contents_of_the_same_size_are_told(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    own = tmp_path / f"rank{rank}"
+    own.mkdir()
+    path = saved(built(seed=3), own)
+    model = built(device="meta")
+    parallelize_model(model, config(), weights=path)  # equal copies
+    same(values(model), values(built(seed=3)))
+    if rank == 1:
+        contents = bytearray(path.read_bytes())
+        contents[-1] ^= 1  # of a tensor that other ranks may hold
+        path.write_bytes(contents)
+    text = "Ranks 0 and 1 see different contents in toy.safetensors"
+    refused(CheckpointValueError, text, weights=path)
+    with fails_alike(CheckpointValueError, text):
+        load_pretrained(model, path)
+    if rank == 1:
+        path = path.rename(own / "other.safetensors")
+    refused(CheckpointValueError, "given different weights: other.safetensors, toy.safet", weights=path)
+
+
+@on_ranks(2)
 def test_lenient_what_the_files_lack_comes_from_where_it_would(tmp_path: Path) -> None:
     extra = {"row": None, "layers.1.up.weight": None, "other": torch.zeros(2)}
     path = shared_file(tmp_path, **extra)
