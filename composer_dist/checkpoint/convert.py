@@ -22,6 +22,7 @@ from composer_dist.checkpoint.export.plan import plan_export
 from composer_dist.checkpoint.format.opened import Opened, open_checkpoint
 from composer_dist.checkpoint.format.sharded import Saving
 from composer_dist.checkpoint.format.single_file import SavingFile
+from composer_dist.checkpoint.format.structure import decode
 from composer_dist.checkpoint.kinds.contents import stored_kind
 from composer_dist.checkpoint.storage.place import place_of
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
@@ -184,34 +185,21 @@ def _from_checkpoint(opened: Opened, mapped: Mapped, stage: Stage) -> dict[str, 
     """Everything in a checkpoint, by key, with mapped tensors."""
     opened.verify(0, 1)
     known: dict[str, Tensor] = {}
-    contents: dict[str, tuple[Kind, Any]] = {}
-    for key, code in opened.structure.items():
-        paths: dict[int, str] = {}
-        described = opened.described(code, paths)
 
-        def fill(value: Any, paths: dict[int, str] = paths) -> Any:
-            if isinstance(value, Tensor) and id(value) in paths:
-                path = paths[id(value)]
-                if path not in known:
-                    known[path] = mapped.tensor(opened.tensors[path], opened.index, Path(opened.root), stage)
-                return known[path]
-            if isinstance(value, dict):
-                return type(value)((name, fill(one)) for name, one in value.items())
-            return [fill(one) for one in value] if isinstance(value, list) else value
+    def read(tag: str, path: str) -> Any:
+        if tag != "tensor":
+            return opened.value({tag: path})
+        if path not in known:
+            known[path] = mapped.tensor(opened.tensors[path], opened.index, Path(opened.root), stage)
+        return known[path]
 
-        contents[key] = stored_kind(opened, key), fill(described)
-    return contents
+    return {key: (stored_kind(opened, key), decode(code, read)) for key, code in opened.structure.items()}
 
 
 def _of_model(
     contents: Mapping[str, tuple[Kind, Any]], key: str, model: Any, source: Path
 ) -> dict[str, Tensor]:
-    """The tensors of a transformers model in a checkpoint, under that model's names.
-
-    Raises:
-        CheckpointKeyError: the checkpoint does not have the key, or names do not match.
-        CheckpointValueError: shapes do not match.
-    """
+    """The tensors of a transformers model in a checkpoint, under that model's names."""
     from composer_dist.models import HuggingFaceModel
 
     if key not in contents:

@@ -142,11 +142,7 @@ def _match(restore: Restore, where: str, strict: bool) -> list[Loading]:
 
 
 def _as_bare(opened: Opened) -> Opened:
-    """A file with the state of one model or optimizer, as a checkpoint with a single key.
-
-    Raises:
-        CheckpointValueError: it is a directory.
-    """
+    """A file with the state of one model or optimizer, as a checkpoint with a single key."""
     if opened.sharded:
         raise CheckpointValueError(
             f"{opened.where} is a directory with keys ({', '.join(opened.structure)}), and not a file with "

@@ -99,11 +99,7 @@ def _interruptible(folder: str) -> Iterator[None]:
 
 
 def end_with(launcher: int) -> None:
-    """From now on, end this process when its launcher ends, however that happens; on Linux.
-
-    Args:
-        launcher: the launcher's process id, for it may have ended already.
-    """
+    """On Linux, end this process when its launcher, a process id, ends or if it has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:

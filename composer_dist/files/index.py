@@ -99,11 +99,7 @@ def with_tuples(value: Any) -> Any:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`.
-
-    Raises:
-        CheckpointValueError: this torch has no such dtype.
-    """
+    """The inverse of `dtype_name`; raises if this torch has no such dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointValueError(f"The checkpoint has tensors of dtype {name!r}, which this torch lacks.")

@@ -196,11 +196,7 @@ def open_files(root: Path | str, sizes: Sequence[tuple[str, int]]) -> Files:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path there.
-
-    Raises:
-        CheckpointValueError: fsspec is not installed, or does not support the file system.
-    """
+    """The file system of a URL, and the path there; raises if fsspec does not support it."""
     try:
         import fsspec  # type: ignore[import-untyped]
 

@@ -104,11 +104,7 @@ class _Shapes:
 
 
 def revert(model: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """The original checkpoint's tensors, as transformers' `save_pretrained` makes them from the model's.
-
-    Args:
-        state: tensors or stand-ins by name, without ties; all that one conversion needs.
-    """
+    """The tensors that `save_pretrained` makes from `state`, tensors or stand-ins without ties."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with original_classes(model.modules()):

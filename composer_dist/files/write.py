@@ -20,11 +20,7 @@ from composer_dist.progress import Stage
 
 
 def create(path: Path, header: bytes, size: int) -> None:
-    """Make a file of its final size, for the ranks to fill.
-
-    Raises:
-        CheckpointRuntimeError: the system reports an error.
-    """
+    """Make a file of its final size, for the ranks to fill."""
     with _named(path), open(path, "xb") as file:
         file.write(header)
         file.truncate(size)

@@ -95,11 +95,7 @@ def optimizer_of(run: Run, model: ComposerModel, configuration: Configuration) -
 
 
 def scheduler_of(run: Run, optimizer: Optimizer, configuration: Configuration, epoch: int) -> list[Any]:
-    """The schedule of the learning rate, if there is one; torch's schedulers step once a batch.
-
-    Raises:
-        ParallelismValueError: it needs the number of batches, which the run's length does not give.
-    """
+    """The schedule of the learning rate, if there is one; torch's schedulers step once a batch."""
     if run.scheduler is None:
         return []
     kind = named.find("scheduler", named.SCHEDULERS, run.scheduler.name, configuration.folder)

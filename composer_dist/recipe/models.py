@@ -1,7 +1,5 @@
 """Builds the model of a run for preparation: on the meta device, or with values on rank 0 only."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,12 @@ from composer_dist.models import ComposerClassifier, ComposerModel, HuggingFaceM
 from composer_dist.recipe.named import resolve
 from composer_dist.recipe.nf4 import quantize
 from composer_dist.recipe.schema import HubModel, ModuleModel, Run
+from composer_dist.structure.families import quiet
 from composer_dist.wording import near_miss
 
 
 def peft_class(method: str) -> Any:
-    """The configuration class of a method such as "lora".
-
-    Raises:
-        ParallelismValueError: peft has no such method.
-    """
+    """The configuration class of a method such as "lora"; raises if peft has no such method."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     known = {kind.value.lower(): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -57,8 +52,9 @@ def build_model(run: Run, tokenizer: Any, folder: Path, *, empty: bool = False) 
     if isinstance(run.model, ModuleModel):
         return _module(run.model, folder)
     model = run.model
-    real = not empty and process_group.world_and_rank()[1] == 0 and _needs_values(model)
-    with _quiet():
+    valued = model.pretrained is not None or model.adapter is not None  # DoRA and NF4 start from weights
+    real = valued and not empty and process_group.world_and_rank()[1] == 0
+    with quiet():
         built = _hub_model(run, model, tokenizer, real)
         if model.adapter is None:
             return HuggingFaceModel(built, tokenizer)
@@ -88,11 +84,6 @@ def hub_config(model: HubModel, tokenizer: Any) -> Any:
     except Exception as error:  # each configuration has checks and errors of its own
         text = " ".join(str(error).split())
         raise ParallelismValueError(f"{kind.__name__} rejects the configuration: {text}") from error
-
-
-def _needs_values(model: HubModel) -> bool:
-    """Whether rank 0 must hold the weights: adapters start from them (DoRA, NF4)."""
-    return model.pretrained is not None or model.adapter is not None
 
 
 def _hub_model(run: Run, model: HubModel, tokenizer: Any, real: bool) -> Any:
@@ -144,17 +135,3 @@ def _module(model: ModuleModel, folder: Path) -> ComposerModel:
             f"{model.name} must return a torch.nn.Module or a ComposerModel, not a {type(built).__name__}."
         )
     return ComposerClassifier(built, num_classes=model.num_classes)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hides transformers' progress bars for reading files: preparation shows the progress."""
-    from transformers.utils import logging as hub_logging
-
-    shown = hub_logging.is_progress_bar_enabled()
-    hub_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if shown:
-            hub_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -48,11 +48,7 @@ class Problems:
         return None
 
     def settle(self) -> None:
-        """Raises if there are problems.
-
-        Raises:
-            ConfigurationError: all of them, each with its line.
-        """
+        """Raises a ConfigurationError with all problems, each with its line, if there are any."""
         if self._found:
             raise ConfigurationError(
                 "\n".join(map(self._line, sorted(self._found, key=self._document.order)))

@@ -3,17 +3,15 @@
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Annotated, Any
 
 import pydantic
 
-NONE_GIVEN: frozenset[str] = frozenset()
-
 
 @lru_cache(maxsize=256)
-def arguments_of(target: Callable[..., Any], given: frozenset[str] = NONE_GIVEN) -> type[pydantic.BaseModel]:
+def arguments_of(target: Callable[..., Any], given: frozenset[str] = frozenset()) -> type[pydantic.BaseModel]:
     """A schema of the arguments of `target` that can be passed by name, except those in `given`.
 
     Unknown keys are allowed if the target takes any keyword.
@@ -33,10 +31,9 @@ def arguments_of(target: Callable[..., Any], given: frozenset[str] = NONE_GIVEN)
     return made  # type: ignore[no-any-return]
 
 
-def known_names(target: Callable[..., Any], given: Collection[str] = ()) -> list[str]:
+def known_names(target: Callable[..., Any]) -> list[str]:
     """The names of the arguments that `arguments_of` has."""
-    fields = arguments_of(target, frozenset(given)).model_fields.values()
-    return [str(field.alias) for field in fields]
+    return [str(field.alias) for field in arguments_of(target).model_fields.values()]
 
 
 _UNNAMED = (

@@ -19,8 +19,9 @@ def byte_tokenizer() -> Any:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = {character: byte for byte, character in enumerate(_byte_alphabet())}
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
@@ -35,12 +36,3 @@ def byte_tokenizer() -> Any:
         is_bytes=True,  # kept with the tokenizer: its texts need no tokenization
     )
     return made
-
-
-def _byte_alphabet() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2's `bytes_to_unicode`)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    characters = {byte: chr(byte) for byte in printable}
-    characters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
-    return [characters[byte] for byte in range(256)]

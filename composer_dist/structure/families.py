@@ -1,7 +1,7 @@
 """Checks whether a module comes from transformers, peft or torchmetrics; no other file does.
 
-A library that has not been imported has no modules in the model, so it is looked up in `sys.modules` and
-never imported here.
+A library that has not been imported has no modules in the model, so `is_a` looks it up in
+`sys.modules` and never imports it.
 """
 
 import sys
@@ -86,3 +86,18 @@ def original_classes(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, cls in prepared:
             module.__class__ = cls
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers shows no progress bars: preparation and exports show their own."""
+    from transformers.utils import logging as transformers_logging
+
+    logging: Any = transformers_logging  # it has no types
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -11,7 +11,7 @@ from typing import Any
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import world_and_rank
 from composer_dist.errors import CheckpointRuntimeError
-from composer_dist.structure.families import original_classes
+from composer_dist.structure.families import original_classes, quiet
 
 
 @contextmanager
@@ -51,23 +51,14 @@ def written(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def write_settings(model: Any, directory: Path, separated: bool = False) -> None:
-    """Write the files that transformers saves beside a model's weights: configurations and custom code.
-
-    Args:
-        separated: tied weights are stored separately.
-    """
-    with original_classes(model.modules()), _as_stored(model, separated), written(directory.parent):
+    """Write what transformers saves beside the weights; `separated` if ties are stored separately."""
+    with original_classes(model.modules()), _as_stored(model, separated), quiet(), written(directory.parent):
         model.save_pretrained(directory, state_dict={})
 
 
 @contextmanager
 def _as_stored(model: Any, separated: bool) -> Iterator[None]:
-    """Inside, a model's attributes and configuration match the stored model, and no bar is shown."""
-    from transformers.utils import logging as transformers_logging
-
-    logging: Any = transformers_logging  # it has no types
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    """Inside, a model's attributes and configuration match the stored model."""
     held = [(vars(model.config), dict(vars(model.config))), (vars(model), dict(vars(model)))]
     try:
         vars(model)["_hf_peft_config_loaded"] = False  # otherwise transformers would write the adapter
@@ -78,8 +69,6 @@ def _as_stored(model: Any, separated: bool) -> Iterator[None]:
         for now, before in held:
             now.clear()
             now.update(before)
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _replace(staging: Path, path: Path) -> None:

@@ -169,8 +169,7 @@ class Export:
     ) -> Exception | None:
         """Gather tensors that cannot be written from the shards; the ranks take turns writing them.
 
-        Returns:
-            This rank's error; it still takes part in all gathering, so that the others do not hang.
+        A rank that fails returns its error after it has taken part in all gathering.
         """
         failed: Exception | None = None
         ranks = self.agreement.ranks

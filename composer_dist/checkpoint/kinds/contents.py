@@ -46,11 +46,7 @@ def kinds_in(state: Mapping[str, Any]) -> list[list[str]]:
 
 
 def check_same_call(verb: str, posts: Sequence[Sequence[Any]]) -> None:
-    """Raise unless all ranks pass the same keys and options.
-
-    Args:
-        posts: each rank's path (which may differ), options by name, and `kinds_in` of its state.
-    """
+    """Raise unless all ranks post the same options and `kinds_in` of their state; paths may differ."""
 
     def spell(post: Sequence[Any]) -> str:
         keys = (f"{key!r}" if kind == "value" else f"{key!r} ({kind})" for key, kind in post[2])
@@ -66,12 +62,7 @@ def check_same_call(verb: str, posts: Sequence[Sequence[Any]]) -> None:
 
 
 def check_contents(state: Mapping[str, Any], model: nn.Module | None, filters: Filters) -> None:
-    """Check what the user passes to `save_checkpoint`.
-
-    Raises:
-        CheckpointValueError: there is nothing to save, or no parallel model with several ranks; a filter is
-            not callable, or is for a key that does not exist.
-    """
+    """Refuse what `save_checkpoint` cannot save."""
     if not isinstance(state, Mapping):
         raise CheckpointValueError(
             f"The state to save must be a mapping, not a {type(state).__name__}: "

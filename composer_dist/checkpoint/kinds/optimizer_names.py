@@ -169,12 +169,7 @@ def _numbers(
     held: Sequence[Sequence[str]],
     order: Sequence[str],
 ) -> dict[int, str]:
-    """Numbers in a state to names; {} if it has names already.
-
-    Args:
-        held: the names in each of the optimizer's groups.
-        order: all of the model's names.
-    """
+    """Numbers in a state to names, by the optimizer's groups (`held`); {} if it has names already."""
     keys = [*values, *(key for group in groups for key in group["params"])]
     if not any(isinstance(key, int) for key in keys):
         return {}
@@ -196,11 +191,7 @@ def _numbers(
 def _unflatten(
     state: Mapping[str, Any], held: Sequence[Sequence[str]]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The flattened form as nested mappings, with groups as the optimizer has them.
-
-    Raises:
-        CheckpointValueError: parameters of one group have different options.
-    """
+    """The flattened form as nested mappings, with groups as the optimizer has them."""
     values: dict[str, Any] = {}
     options: dict[str, dict[str, Any]] = {}
     for flat, value in state.items():
