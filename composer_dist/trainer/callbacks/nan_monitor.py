@@ -46,8 +46,8 @@ def _first_bad(state: State) -> str | None:
     parameters = list(named_parameters_canonical(state.model))
     gradients = [(name, p.grad) for name, p in parameters if p.grad is not None]
     buffers = named_buffers_canonical(state.model)
-    groups: tuple[Iterable[tuple[str, Tensor]], ...]
-    groups = (named_tensors(state.batch), parameters, buffers, gradients)
+    groups: list[Iterable[tuple[str, Tensor]]]
+    groups = [named_tensors(state.batch), parameters, buffers, gradients]
     for what, tensors in zip(_KINDS, groups, strict=True):
         for name, tensor in tensors:
             if tensor.is_floating_point() and not local_part(tensor).isfinite().all():
