@@ -74,7 +74,8 @@ def mixed_precision_policy(
         mixed_precision: "DEFAULT", "PURE" or "FULL" in any case; or a mapping that overrides
             DEFAULT key by key. `param_dtype`, `reduce_dtype` and `output_dtype` are a
             floating-point `torch.dtype`, its name ("bfloat16", "bf16", "amp_bf16") or None for no
-            cast; `cast_forward_inputs` is a bool. `output_dtype` is for a root's outputs: an inner
+            cast; without a `reduce_dtype`, FSDP2 reduces in `param_dtype`, and DDP in the parameters'
+            dtype. `cast_forward_inputs` is a bool. `output_dtype` is for a root's outputs: an inner
             unit's feed modules that compute in `param_dtype`. `buffer_dtype` is accepted with a
             warning, because FSDP2 does not cast buffers.
 

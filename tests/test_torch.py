@@ -24,6 +24,7 @@ FEATURES = {
     "torch.distributed.distributed_c10d._resolve_process_group": "device_train_microbatch_size='auto'",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": "act_ckpt='wrapped'",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper": "act_ckpt='wrapped'",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "accumulate_gradients='unsharded'",
     "torch.distributed._composable.replicate.DDP": "DDP in place",
     "torch.distributed._composable.replicate.replicate": "DDP in place",
     "torch.distributed.tensor.placement_types._StridedShard": "tensor parallelism of fused matrices",

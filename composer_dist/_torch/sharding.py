@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+# FSDP2's record of a parameter. Since torch 2.4.
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
 # The wrap policy of Composer and FSDP1; only its function is used. Since torch 2.1.
 from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
 
@@ -84,14 +87,23 @@ def shard_home(param: Any, device: torch.device) -> tuple[torch.device, bool]:
     return torch.device("cpu") if param.offload_to_cpu else device, param.pin_memory
 
 
+_grad_accumulates = hasattr(FSDPParam, "unsharded_grad_dtype")
+"""Whether whole gradients accumulate in `grad` of the gathered parameter, as they do since torch 2.15.
+
+Without a `reduce_dtype` they have the parameter's own dtype then. Before, FSDP2 kept them in a tensor of its
+own if there was a `reduce_dtype`, and otherwise in the dtype of the gathered parameter.
+"""
+
+
 def accumulated_nbytes(module: FSDPModule) -> int:
     """Bytes of a unit's whole gradients, in the dtype in which FSDP2 accumulates them. Since torch 2.4."""
-    return sum(
-        param._orig_size.numel() * (group.mp_policy.reduce_dtype or param.sharded_param.dtype).itemsize
-        for group in fsdp_param_groups(module)
-        for param in group.fsdp_params
-        if param.sharded_param.requires_grad
-    )
+    nbytes = 0
+    for param in fsdp_params(module):
+        if param.sharded_param.requires_grad:
+            gathered = None if _grad_accumulates else param.mp_policy.param_dtype
+            dtype = param.mp_policy.reduce_dtype or gathered or param.sharded_param.dtype
+            nbytes += param._orig_size.numel() * dtype.itemsize
+    return nbytes
 
 
 class _Watched:
@@ -129,7 +141,7 @@ def before_collectives(module: nn.Module, tell: Callable[[bool, int, list[Any]],
 def forget_iteration(model: nn.Module) -> None:
     """Reset FSDP2 in `model` after a forward or backward raised an error, so that a forward can start.
 
-    This also drops whole gradients that were to be reduced, which torch's own reset keeps.
+    This also drops whole gradients that were to be reduced, which torch's own reset keeps before torch 2.15.
     `reset_iter_state` is public since torch 2.13 and does not exist before.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -137,7 +149,8 @@ def forget_iteration(model: nn.Module) -> None:
         if unit._get_fsdp_state()._is_root:
             unit.reset_iter_state()
         for param in fsdp_params(unit):
-            param.unsharded_accumulated_grad = None
+            if not _grad_accumulates:
+                param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
 

@@ -33,7 +33,7 @@ def test_what_is_wrong_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WORLD_SIZE", "2")
     found = _by_name()
     assert found["torch"].verdict == "fault"
-    assert found["torch"].remedy == "Install torch >= 2.11, < 2.14."
+    assert found["torch"].remedy == "Install torch >= 2.11, < 2.16."
     files = found["open files"]
     assert (files.verdict, files.remedy) == ("warning", "Raise it: ulimit -n 8192.")
     assert found["interface"].found == "GLOO_SOCKET_IFNAME=nowhere0, but this host has no such interface"

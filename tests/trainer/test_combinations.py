@@ -21,6 +21,7 @@ from tests.kit.training import (
     language_model,
     momentum,
     on_parts,
+    recovers,
     result_of,
     same_training,
     sentences,
@@ -139,6 +140,7 @@ def given_and_found(config: Any, make: Any, place: str, **options: Any) -> tuple
     return results[0], results[1], counters["stats"]["unique_graphs"]
 
 
+@recovers
 @compiles
 def test_auto_finds_the_size_of_compiled_blocks_and_they_are_compiled_then(world2: World) -> None:
     config = COMPILED | {"fsdp2": {}}
@@ -147,6 +149,7 @@ def test_auto_finds_the_size_of_compiled_blocks_and_they_are_compiled_then(world
         assert graphs > 0
 
 
+@recovers
 def test_auto_finds_the_size_under_context_parallelism(world2: World) -> None:
     config, place = {"mesh": {"cp": 2}}, "model.model.layers.1 forward"
     data = [sentences(5)] * 4

@@ -3,21 +3,32 @@
 import re
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
+from composer_dist import _torch
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.errors import ParallelismError
 from tests.kit.compare import fails_alike, weights
-from tests.kit.training import BATCHES, At, Tagger, batches, my_rank, on_parts, same_training, short_of_memory
-from tests.kit.world import World
+from tests.kit.training import (
+    BATCHES,
+    At,
+    Tagger,
+    batches,
+    my_rank,
+    on_parts,
+    recovers,
+    same_training,
+    short_of_memory,
+)
+from tests.kit.world import World, on_ranks
 
 pytestmark = pytest.mark.promise(99)
 FITS = 2
@@ -94,8 +105,8 @@ PLACES = ["body.embed backward", "body.layers.1 forward", "body.layers.0 backwar
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        ("fsdp", "sharded"),
-        pytest.param("fsdp", "unsharded", marks=pytest.mark.slow),
+        pytest.param("fsdp", "sharded", marks=recovers),
+        pytest.param("fsdp", "unsharded", marks=[recovers, pytest.mark.slow]),
         ("ddp", "sharded"),
         ("tp", "sharded"),
     ],
@@ -110,6 +121,7 @@ def test_auto_is_the_size_that_fits_whichever_rank_is_short(world2: World, kind:
                 assert len(found[2]) > len(given[2])
 
 
+@recovers
 @pytest.mark.parametrize("place", PLACES[:2])
 def test_auto_under_hsdp_whose_groups_do_not_all_meet(world4: World, place: str) -> None:
     """Rank 3 is short; ranks 0 and 2 share no group with it, or enter collectives before they hear of it."""
@@ -132,6 +144,13 @@ def test_auto_in_one_process_counts_the_optimizers_memory_too() -> None:
     assert trainer.state.device_train_microbatch_size == FITS
 
 
+@on_ranks(2)
+def test_a_torch_that_cannot_end_a_step_is_refused() -> None:
+    text = f"FSDP2 needs torch 2.13; this is {torch.__version__}"
+    with patch.object(_torch, "forgets_iterations", False), fails_alike(ParallelismError, text):
+        on_parts([2, 1], CONFIGS["fsdp"], Model(), device_train_microbatch_size="auto")
+
+
 def nothing_fits(kind: str) -> None:
     """Nor does a user's mistake, while sizes are tried, look like a lack of memory."""
     one = "device_train_microbatch_size='auto': not even a single sample fits.*Rank 1: OutOfMemoryError: full"
@@ -146,6 +165,6 @@ def nothing_fits(kind: str) -> None:
         assert re.fullmatch(text, str(caught.value), re.DOTALL)
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+@pytest.mark.parametrize("kind", [pytest.param("fsdp", marks=recovers), "ddp"])
 def test_where_not_even_one_sample_fits_all_ranks_say_so(world2: World, kind: str) -> None:
     world2(nothing_fits, kind)

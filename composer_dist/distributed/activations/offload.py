@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ class Packed:
     home: torch.device | None
     """The device that it was on; None if it was not moved."""
     version: int
+    aliases: list["Packed"] = field(default_factory=list)
+    """Tensors with the same memory and a version of their own, which must not change either."""
 
 
 def stay(tensor: torch.Tensor) -> Packed:
@@ -75,9 +77,9 @@ def unpack(packed: Packed) -> torch.Tensor:
     tensor = packed.tensor
     if packed.home is not None:
         return tensor.to(packed.home, non_blocking=tensor.is_pinned())
-    if _torch.version(tensor) != packed.version:
+    if any(_torch.version(one.tensor) != one.version for one in (packed, *packed.aliases)):
         raise ParallelismRuntimeError(
             f"A tensor of shape {tuple(tensor.shape)} that backward needs was changed in place "
-            "after forward saved it."
+            "after forward saved it. Use an operation that returns a new tensor instead (relu for relu_)."
         )
     return tensor

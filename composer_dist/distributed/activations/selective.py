@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from composer_dist import _torch
-from composer_dist.distributed.activations.offload import Packed, unpack
+from composer_dist.distributed.activations.offload import Packed, stay, unpack
 from composer_dist.errors import Faults, ParallelismRuntimeError
 from composer_dist.wording import near_miss
 
@@ -72,14 +72,32 @@ class _Keep(_torch.TorchDispatchMode):
     def __init__(self, keeps: Callable[..., bool], results: dict[Any, list[Any]], pack: Pack) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._keeps, self._results, self._pack = keeps, results, pack
+        self._kept: dict[int, Packed] = {}  # by storage; without those in host memory
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
         if self._keeps(operator, args, kwargs):
-            packed = _torch.tree_map_only(torch.Tensor, lambda one: self._pack(_torch.detached(one)), result)
+            packed = _torch.tree_map_only(torch.Tensor, self._keep, result)
             self._results.setdefault(operator, []).append(packed)
+        elif self._kept:
+            _torch.tree_map_only(torch.Tensor, self._watch, result)
         return result
+
+    def _keep(self, tensor: torch.Tensor) -> Packed:
+        packed = self._pack(_torch.detached(tensor))
+        if packed.home is None and tensor.layout is torch.strided:
+            self._kept[_torch.storage_key(tensor)] = packed
+        return packed
+
+    def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Notice changes of a tensor that shares a kept one's memory, but not its version.
+
+        A Linear without a bias returns one for sequences ("aten._unsafe_view").
+        """
+        if tensor.layout is torch.strided and (kept := self._kept.get(_torch.storage_key(tensor))):
+            kept.aliases.append(stay(_torch.detached(tensor)))
+        return tensor
 
 
 class _Replay(_torch.TorchDispatchMode):

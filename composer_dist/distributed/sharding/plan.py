@@ -153,13 +153,15 @@ def innermost(assignment: Assignment) -> tuple[str, ...]:
 
 def _unit(group: Draft, structure: Structure, wishes: Wishes, shards: int, is_last: bool) -> Unit:
     options, fsdp2 = group.choice.options, wishes.config.fsdp2 or FSDP2Config()
-    mixed = options.get("mixed_precision", fsdp2.mixed_precision)
+    mixed = mixed_precision_policy(wishes.precision, options.get("mixed_precision", fsdp2.mixed_precision))
+    # Without a reduce_dtype, torch 2.15 reduces in the parameters' dtype, and earlier versions in param_dtype.
+    mixed = replace(mixed, reduce_dtype=mixed.reduce_dtype or mixed.param_dtype)
     return Unit(
         modules=tuple(group.modules),
         parameters=tuple(group.parameters),
         nbytes=sum(structure.tensors[name].info.nbytes for name in group.parameters),
         reshard_after_forward=_reshard(group, fsdp2, shards, is_last),
-        mp_policy=options.get("mp_policy") or mixed_precision_policy(wishes.precision, mixed),
+        mp_policy=options.get("mp_policy") or mixed,
         offload=_offload(options, fsdp2, wishes.device_type),
         reason=group.choice.reason,
     )

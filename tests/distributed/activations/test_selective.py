@@ -160,14 +160,20 @@ def test_selective_keeps_more_than_full_and_less_than_none() -> None:
 
 
 @pytest.mark.promise(26)
-def test_a_saved_result_changed_in_place_is_noticed() -> None:
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("view", [lambda y: y, torch.flatten, lambda y: torch.unsafe_chunk(y, 1)[0]])
+def test_a_saved_result_changed_in_place_is_noticed(view: Callable[..., torch.Tensor], bias: bool) -> None:
+    """Also through a tensor over its memory that autograd does not know as a view."""
+
     class InPlace(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear = nn.Linear(8, 8)
+            self.linear = nn.Linear(8, 8, bias=bias)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x).relu_().sin()
+            y = self.linear(x)
+            view(y).mul_(2)
+            return y.sin()
 
     model, _ = two_blocks("selective", InPlace)
     with pytest.raises(ParallelismRuntimeError, match=r"shape \(24, 8\) .* changed in place"):

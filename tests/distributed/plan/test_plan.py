@@ -192,6 +192,9 @@ def test_what_is_gathered_and_reduced() -> None:
     )
     assert mixed["layers.0"] == (torch.bfloat16, torch.bfloat16)
     assert mixed["layers.1"] == (torch.float32, torch.float32)
+    # Torch's own default for a missing reduce_dtype changed in 2.15.
+    low = policies(fsdp2=FSDP2Config(mixed_precision={"param_dtype": "bf16"}))
+    assert set(low.values()) == {(torch.bfloat16, torch.bfloat16)}
     own = MixedPrecisionPolicy(param_dtype=torch.float16)
     found = _plan(
         models.B(), fsdp_wrap_policy=lambda m: {"mp_policy": own} if isinstance(m, models.Mlp) else False

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from composer_dist._torch import fsdp_params
 from composer_dist.distributed import accumulate, accumulated_bytes, parallelize_model
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import close, grads
@@ -31,6 +33,9 @@ class Model(nn.Module):
         return self.head(x)
 
 
+UNIT_TYPES = (Model, nn.Sequential, nn.Linear)
+
+
 def inputs() -> Tensor:
     return torch.randn(32, 6, generator=torch.Generator().manual_seed(3))
 
@@ -54,6 +59,18 @@ def test_microbatches_accumulate_to_the_batchs_gradients(kind: str, ranks: int, 
     assert counts["allreduce_"] == {"fsdp2": 0, "hsdp": UNITS, "ddp": 1}[kind]
     whole = sum(p.nbytes for p in single.parameters())
     assert held == (whole if how == "unsharded" and kind != "ddp" else 0)
+
+
+@pytest.mark.parametrize("policy", [(None, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)])
+@on_ranks(2)
+def test_whole_gradients_are_counted_in_the_dtype_that_torch_keeps_them_in(policy: Any) -> None:
+    options, model = {"mp_policy": MixedPrecisionPolicy(*policy)}, built(Model)
+    parallelize_model(model, {}, fsdp_wrap_policy=lambda m: options if isinstance(m, UNIT_TYPES) else False)
+    with accumulate(model, False, "unsharded"):
+        model(inputs()).sum().backward()
+    params = [param for m in model.modules() if isinstance(m, FSDPModule) for param in fsdp_params(m)]
+    kept = [p._unsharded_param.grad if (own := p.unsharded_accumulated_grad) is None else own for p in params]
+    assert accumulated_bytes(model, "unsharded") == sum(gradient.nbytes for gradient in kept)
 
 
 def test_another_word_is_refused() -> None:
