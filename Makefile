@@ -1,9 +1,11 @@
 # Every target sets up .venv on its own; all that must be there is Python 3.11 or newer.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-VENV := .venv
+# `make test TORCH=2.15.0` runs the tests with another torch, in a virtual environment of its own.
+VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 # One thread per process: the tests and the demo run several on few cores.
 export OMP_NUM_THREADS ?= 1
@@ -14,7 +16,8 @@ export HF_HUB_OFFLINE := 1
 
 help:
 	@echo "make demo      train, fine-tune with LoRA, export and reload a small model on two processes"
-	@echo "make test      the default tests (test-all: the slow ones too; zoo: every architecture)"
+	@echo "make test      the default tests (test-all: the slow ones too; zoo: every architecture);"
+	@echo "               TORCH=2.15.0 runs them with that version, in .venv-2.15.0"
 	@echo "make lint      ruff and the floors of the house (format: apply ruff);  make types: mypy"
 	@echo "make bench     the benchmarks;  make docs: the documentation, into site/ (floors: its drawing)"
 	@echo "make clean     remove what these made, all but .venv (distclean: .venv too)"
@@ -22,11 +25,15 @@ help:
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/pip
+# Torch 2.12 does not accept the pinned setuptools.
+$(VENV)/constraints.txt: constraints.txt | $(BIN)/pip
+	sed -e '/^setuptools==/d' -e 's/^torch==.*/torch==$(TORCH)/' $< > $@
+
+$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 	$(INSTALL) -e '.[dev]'
 	touch $@
 
-$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/pip
+$(VENV)/.docs: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 	$(INSTALL) -e '.[docs]'
 	touch $@
 
@@ -71,7 +78,7 @@ floors: $(VENV)/.dev
 
 clean:
 	rm -rf build dist site runs .mypy_cache .pytest_cache .ruff_cache
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf .venv .venv-*

@@ -24,12 +24,8 @@ def policy_function(policy: CustomPolicy) -> Callable[[nn.Module], bool | dict[s
 
 
 def fsdp_param_groups(module: FSDPModule) -> list[Any]:
-    """The communication groups of one FSDP2 module. Since torch 2.4; several per module since 2.12."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    return list(groups)
+    """The communication groups of one FSDP2 module. Since torch 2.12, which may have several per module."""
+    return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
 def fsdp_params(module: FSDPModule) -> list[Any]:

@@ -31,7 +31,7 @@ Exit status: 0 if training works (there may be warnings), 1 if not.
 Verdict = Literal["ok", "warning", "fault"]
 _COLORS = {"ok": "green", "warning": "yellow", "fault": "red"}
 _PACKAGES = ("transformers", "peft", "safetensors", "torchao")
-_SUPPORTED = ((2, 11), (2, 16))
+_SUPPORTED = ((2, 12), (2, 16))
 """Versions of torch: from the first, below the second."""
 _FILES = 4096
 """Open files that a large job may need for shards, sockets and loader workers."""

@@ -2,6 +2,7 @@
 
 import os
 import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ def test_what_is_wrong_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WORLD_SIZE", "2")
     found = _by_name()
     assert found["torch"].verdict == "fault"
-    assert found["torch"].remedy == "Install torch >= 2.11, < 2.16."
+    assert found["torch"].remedy == "Install torch >= 2.12, < 2.16."
+    assert "torch>=2.12,<2.16" in (Path(__file__).parents[2] / "pyproject.toml").read_text()
     files = found["open files"]
     assert (files.verdict, files.remedy) == ("warning", "Raise it: ulimit -n 8192.")
     assert found["interface"].found == "GLOO_SOCKET_IFNAME=nowhere0, but this host has no such interface"

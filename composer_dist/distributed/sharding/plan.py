@@ -154,7 +154,7 @@ def innermost(assignment: Assignment) -> tuple[str, ...]:
 def _unit(group: Draft, structure: Structure, wishes: Wishes, shards: int, is_last: bool) -> Unit:
     options, fsdp2 = group.choice.options, wishes.config.fsdp2 or FSDP2Config()
     mixed = mixed_precision_policy(wishes.precision, options.get("mixed_precision", fsdp2.mixed_precision))
-    # Without a reduce_dtype, torch 2.15 reduces in the parameters' dtype, and earlier versions in param_dtype.
+    # Without a reduce_dtype, torch 2.15 reduces in the parameters' dtype, earlier versions in param_dtype.
     mixed = replace(mixed, reduce_dtype=mixed.reduce_dtype or mixed.param_dtype)
     return Unit(
         modules=tuple(group.modules),
