@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from composer_dist._torch import get_default_store
 from composer_dist.distributed.ranks import agreement as module
 from composer_dist.distributed.ranks import waiting
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -158,12 +159,15 @@ def interrupting(interrupted: int, where: str) -> tuple[type, str]:
     mine = dist.get_rank() == interrupted
 
     def interrupt(seconds: float = 0) -> None:
+        get_default_store().set("interrupted", "")
         raise KeyboardInterrupt
 
     def work() -> None:
         if where == "collective":
             agreement.collectively("work", interrupt if mine else dist.barrier)
         elif where == "wait":
+            if not mine:
+                get_default_store().wait(["interrupted"])
             with mock.patch.object(waiting.time, "sleep", interrupt if mine else waiting.time.sleep):
                 agreement.reach("work", None)
         elif where == "outside" and mine:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from composer_dist.distributed.ranks.reports import told_to_all
 from composer_dist.errors import ParallelismError, ParallelismRuntimeError, ParallelismValueError
 from tests.kit.compare import fails
-from tests.kit.training import joined, quiet, tagged, tagger
+from tests.kit.training import joined, quiet, recovers, tagged, tagger
 from tests.kit.world import WorkerError, World
 
 
@@ -40,7 +40,7 @@ def fails_elsewhere(error: Exception, kind: type[ParallelismError], **options: A
             ParallelismRuntimeError,
             {"device_train_microbatch_size": "auto"},  # settled by then
             "Rank 1: OutOfMemoryError: CUDA out of memory (injected)",
-            marks=pytest.mark.promise(99),
+            marks=[recovers, pytest.mark.promise(99)],
         ),
     ],
 )
