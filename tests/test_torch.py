@@ -45,6 +45,8 @@ FEATURES = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": "checkpoints for torch's own",
     "torch.distributed.tensor.experimental._attention._cp_options": "context parallelism over torch's ring",
     "torch.distributed.utils._apply_to_tensors": "outputs of units that are no views",
+    "torch.distributed.fsdp._common_utils.collect_grad_tensors": "losses that a unit keeps elsewhere",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.ShardedState": "refusing to change parameters",
     "torch.utils._pytree.tree_map_only": "activation_checkpointing=(..., {'save': ...})",
     "torch._inductor.list_mode_options": "compile={'mode': ...}, checked when planned",
     "torch._inductor.list_options": "compile={'options': ...}, checked when planned",

@@ -4,18 +4,23 @@ FSDP2 records each parameter in a private object, which the sharded module refer
 shard is allocated once, with the padding that the all-gather needs, and filled in place.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._common_utils import collect_grad_tensors
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 # FSDP2's record of a parameter. Since torch 2.4.
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 # The wrap policy of Composer and FSDP1; only its function is used. Since torch 2.1.
 from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
+
+from composer_dist.errors import ParallelismRuntimeError
 
 
 def policy_function(policy: CustomPolicy) -> Callable[[nn.Module], bool | dict[str, Any]]:
@@ -36,6 +41,17 @@ def fsdp_params(module: FSDPModule) -> list[Any]:
 def fsdp_param_place(param: Any) -> tuple[nn.Module, str]:
     """The module and key of a parameter, by FSDP2's record."""
     return param._module_info.module, param._module_info.param_name
+
+
+def sharded_param(param: Any) -> nn.Parameter:
+    """This rank's part of the parameter of an `FSDPParam`, as the optimizer knows it. Since torch 2.4."""
+    sharded: nn.Parameter = param.sharded_param
+    return sharded
+
+
+def gathered_param(param: Any) -> torch.Tensor | None:
+    """The whole parameter of an `FSDPParam`, as a forward reads it; None if sharded. Since torch 2.4."""
+    return param._unsharded_param if param.sharded_state == ShardedState.UNSHARDED else None
 
 
 def padded_shard(param: Any) -> tuple[torch.Size, torch.dtype]:
@@ -162,3 +178,121 @@ def finish_lazily(root: FSDPModule) -> None:
     not become a root.
     """
     root._get_fsdp_state()._lazy_init()
+
+
+def gather_before_backward_of(module: FSDPModule, tensors: Iterable[torch.Tensor]) -> None:
+    """Have FSDP2 gather a unit when the gradient of one of `tensors` arrives, as it does for its outputs.
+
+    Since torch 2.4.
+    """
+    for tensor in tensors:
+        tensor.register_hook(module._get_fsdp_state()._pre_backward)
+
+
+def tensors_with_gradient(output: Any) -> list[torch.Tensor]:
+    """The tensors of a unit's output before whose backward FSDP2 gathers the unit by itself."""
+    return list(collect_grad_tensors(output))
+
+
+class _Freed:
+    """Has autograd refuse a gathered parameter that FSDP2 has freed; reading it would crash the process.
+
+    FSDP2 hides from autograd that it frees the memory. Here the version of the parameter is another one
+    for as long, which autograd compares before each use in backward. Since torch 2.4.
+    """
+
+    _FAR = 1 << 24
+
+    def __init__(self, param: Any) -> None:
+        self._param = param
+        self._version: int | None = None
+        self._free, self._to_unsharded = param.free_unsharded_param, param.to_unsharded
+        param.free_unsharded_param, param.to_unsharded = self.free, self.to_unsharded
+
+    def free(self) -> None:
+        self._free()
+        gathered = getattr(self._param, "_unsharded_param", None)
+        if self._version is None and gathered is not None and not gathered.is_inference():
+            self._version = gathered._version
+            _set_version(gathered, self._version + self._FAR)
+
+    def to_unsharded(self) -> None:
+        if self._version is not None:
+            _set_version(self._param._unsharded_param, self._version)
+            self._version = None
+        self._to_unsharded()
+
+
+def _set_version(tensor: torch.Tensor, version: int) -> None:
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+class _SecondOrder:
+    """Keeps a unit gathered after a backward with `create_graph=True`, until the next without it.
+
+    The graph of the gradients reads the parameters again. The gradients that it adds to them are reduced
+    at the end of that backward, whether or not it passes the unit's outputs.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self._watched: set[torch.Tensor] = set()
+        self._module, self._state = module, module._get_fsdp_state()
+        self._pre_backward = self._state._pre_backward
+        self._reshard: list[bool] | None = None
+        setattr(self._state, "_pre_backward", self.pre_backward)  # noqa: B010 - mypy takes it for a method
+        cast(nn.Module, module).register_forward_pre_hook(self._before_forward, prepend=True)
+
+    def pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        groups = self._state._fsdp_param_groups
+        if torch.is_grad_enabled() and self._reshard is None:
+            self._reshard = [group.reshard_after_backward for group in groups]
+            self._set([False] * len(groups))
+        elif not torch.is_grad_enabled():
+            self._restore()
+        self._refuse_grad()
+        result: torch.Tensor = self._pre_backward(gradient)
+        if self._reshard is not None:
+            gathered = {param._unsharded_param for param in fsdp_params(self._module)} - self._watched
+            for parameter in filter(lambda one: one.requires_grad, gathered):
+                parameter.register_post_accumulate_grad_hook(self._finish)
+            self._watched |= gathered
+        return result
+
+    def _refuse_grad(self) -> None:
+        """Refuse `torch.autograd.grad` of gathered parameters, whose gradients nobody would reduce."""
+        for param in fsdp_params(self._module):
+            gathered = getattr(param, "_unsharded_param", None)
+            if gathered is not None and gathered.requires_grad:
+                try:
+                    torch._C._will_engine_execute_node(get_gradient_edge(gathered).node)
+                except RuntimeError:
+                    raise ParallelismRuntimeError(
+                        f"torch.autograd.grad returns this rank's gradient of {param._param_fqn}, which "
+                        "FSDP2 does not reduce; call loss.backward() and read .grad."
+                    ) from None
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._reshard is not None and torch._C._current_graph_task_id() == -1:
+            self._restore()
+            self._module.reshard()
+
+    def _finish(self, parameter: torch.Tensor) -> None:
+        if not torch.is_grad_enabled():
+            self._restore()
+            self._state._register_root_post_backward_final_callback()
+
+    def _restore(self) -> None:
+        if self._reshard is not None:
+            self._set(self._reshard)
+            self._reshard = None
+
+    def _set(self, values: Iterable[bool]) -> None:
+        for group, value in zip(self._state._fsdp_param_groups, values, strict=True):
+            group.reshard_after_backward = value
+
+
+def guard_backward(module: FSDPModule) -> None:
+    """Make every backward through a unit right, or an error: see `_Freed` and `_SecondOrder`."""
+    for param in fsdp_params(module):
+        _Freed(param)
+    _SecondOrder(module)

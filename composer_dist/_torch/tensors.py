@@ -17,6 +17,8 @@ from torch.distributed.tensor.placement_types import Placement
 # Applies a function to all values of one type in nested data. Since torch 1.13.
 from torch.utils._pytree import tree_map_only as tree_map_only
 
+from composer_dist.errors import ParallelismRuntimeError
+
 # Divides gradients and detects infinities in one pass; torch.amp.GradScaler uses it. Since torch 1.10.
 amp_foreach_non_finite_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
@@ -100,3 +102,36 @@ def storage_info(path: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(path, offset, length)
+
+
+def refuse_local_scalars(message: str) -> None:
+    """Have `item()`, `float()` and `if` on a DTensor that holds only this rank's part raise `message`.
+
+    torch returns the part. For all DTensors of the process, by the table in which torch's own
+    `loss_parallel` puts its operations. Since torch 2.2.
+    """
+
+    def scalar(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor: DTensor = args[0]
+        sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+        if any(size > 1 and not placement.is_replicate() for placement, size in sizes):
+            raise ParallelismRuntimeError(message)
+        return op(tensor._local_tensor)
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = scalar
+
+
+def is_transforming() -> bool:
+    """Whether a transform of torch.func (vmap, grad) is at work. Since torch 2.5."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def next_sequence_number() -> int:
+    """The sequence number that the next autograd node of this thread gets. Since torch 2.1."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def sequence_number(tensor: torch.Tensor) -> int:
+    """The sequence number of the autograd node that has made `tensor`, -1 of a leaf. Since torch 1.9."""
+    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()

@@ -2,11 +2,15 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from composer_dist import _torch
 
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:
@@ -58,3 +62,112 @@ def map_tensors(fn: Callable[[str, Tensor], Tensor], batch: Any, name: str = "")
 
 def _inside(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
+
+
+_DEPTH = 6
+"""How deep `everything_in` looks into objects: a cache holds layers, which hold lists of tensors."""
+
+
+def everything_in(data: Any, objects: bool = True) -> Iterator[Tensor]:
+    """The tensors in containers of any kind and, with `objects`, in the attributes of other objects.
+
+    Modules and their parameters are not looked into.
+    """
+    pending, seen = [(data, 0)], set()
+    while pending:
+        value, depth = pending.pop()
+        if isinstance(value, Tensor):
+            yield value
+            continue
+        if depth > _DEPTH or id(value) in seen or isinstance(value, (str, bytes, int, float, type)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            inner: Any = value.values()
+        elif isinstance(value, (list, tuple, Set, deque)):
+            inner = value
+        elif objects and not isinstance(value, (torch.nn.Module, FunctionType, ModuleType)):
+            inner = getattr(value, "__dict__", {}).values()
+        else:
+            inner = ()
+        pending.extend((one, depth + 1) for one in inner)
+
+
+@dataclasses.dataclass
+class Rejoined:
+    """Puts the tensors of a copied structure into the containers of the structure it was copied from."""
+
+    _changed: dict[int, Any] = dataclasses.field(default_factory=dict)
+    """The containers that were changed, by id."""
+    _replaced: dict[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
+    """Each tensor that was put in place of another, by id, and the other."""
+    _sets: list[tuple[set[Any], set[Any], set[Any]]] = dataclasses.field(default_factory=list)
+    """Sets that were changed, with what was in them and what was put in; which is which does not show."""
+
+    def rejoin(self, own: Any, copied: Any) -> Any:
+        """`own` with the tensors of `copied`: mutable containers are changed in place, others made anew."""
+        if own is copied or id(own) in self._changed:
+            return own
+        if isinstance(own, Tensor):
+            self._replaced[id(copied)] = copied, own
+            return copied
+        if isinstance(own, tuple):
+            items = [self.rejoin(*pair) for pair in zip(own, copied, strict=True)]
+            return type(own)(*items) if hasattr(own, "_fields") else type(own)(items)
+        if isinstance(own, set):
+            self._sets.append((own, set(own), copied))
+            _fill(own, copied)
+            return own
+        if not _is_mutable(own):
+            return copied
+        self._changed[id(own)] = own
+        for key, value, new in _items(own, copied):
+            _put(own, key, self.rejoin(value, new))
+        return own
+
+    def undo(self) -> None:
+        """Put the tensors back that were replaced, wherever the containers hold them by now."""
+        for container in self._changed.values():
+            for key, value, _ in list(_items(container, container)):
+                if id(value) in self._replaced:
+                    _put(container, key, self._replaced[id(value)][1])
+        for container, before, put in self._sets:
+            if put <= container:
+                _fill(container, before | (container - put))
+
+
+def replace_tensors(fn: Callable[[Tensor], Tensor], data: Any) -> Any:
+    """`data` with `fn(tensor)` for its tensors; in its mutable containers, whoever holds them."""
+    return Rejoined().rejoin(data, _torch.apply_to_tensors(fn, data))
+
+
+def copied(data: Any) -> Any:
+    """`data` with containers of its own, which hold the same tensors and objects."""
+    return map_tensors(lambda _, tensor: tensor, data)
+
+
+def _is_mutable(value: Any) -> bool:
+    return isinstance(value, (MutableMapping, list)) or dataclasses.is_dataclass(value)
+
+
+def _items(container: Any, copied: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Each place of a mutable container, what is there, and what is there in a copy of the container."""
+    if isinstance(container, MutableMapping):
+        yield from ((key, value, copied[key]) for key, value in list(container.items()))
+    elif isinstance(container, list):
+        yield from ((index, *pair) for index, pair in enumerate(zip(container, copied, strict=True)))
+    else:
+        names = [field.name for field in dataclasses.fields(container)]
+        yield from ((name, getattr(container, name), getattr(copied, name)) for name in names)
+
+
+def _put(container: Any, key: Any, value: Any) -> None:
+    if isinstance(container, (MutableMapping, list)):
+        container[key] = value
+    else:
+        object.__setattr__(container, key, value)  # in a frozen one too, until `undo`
+
+
+def _fill(container: set[Any], values: Set[Any]) -> None:
+    container.clear()
+    container |= values

@@ -7,11 +7,13 @@ autograd saves. The first two have the options `save`, which keeps the results o
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from composer_dist import _torch
@@ -25,8 +27,12 @@ from composer_dist.distributed.activations.plan import ActivationPlan, check_mod
 from composer_dist.distributed.activations.plan import plan as plan_activations
 from composer_dist.distributed.activations.selective import keeping
 from composer_dist.distributed.forwards import Layer, without_cache
+from composer_dist.distributed.training.changes import Watch
 from composer_dist.distributed.wishes import CheckFn, Wishes
+from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.structure import Structure, read_structure
+from composer_dist.tensors.nested import copied
+from composer_dist.wording import listed
 
 
 def apply_ac(
@@ -138,13 +144,92 @@ class _Recompute:
         self._contexts = self._options.pop("save", None)
         self._options["use_reentrant"] = is_reentrant(options)
         self._options.pop("checkpoint_impl", None)
+        self.changing: set[Place] | None = None
+        """The buffers that a forward has changed, where they are held; None before the first."""
+        self.watch = Watch()
 
     def __call__(self, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             args, kwargs = without_cache(block, args, kwargs)
-        function = functools.partial(self._function or block, **kwargs)
+        compiling = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+        whole = self._function or block
+        function = functools.partial(whole, **kwargs) if compiling else _Run(self, block, whole, args, kwargs)
         options = self._options
         if self._contexts is not None:
             run, traced = self._contexts
             options = {**options, "context_fn": traced if torch.compiler.is_compiling() else run}
         return checkpoint(function, *args, **options)
+
+
+Place = tuple[nn.Module, str]
+
+
+class _Run:
+    """One call of a block, which finds the same arguments, parameters and buffers when it is repeated.
+
+    A block that appends to a list, or reads one that later blocks append to, would find something else in
+    it; one that updates a running mean would update it twice; one that `torch.func.functional_call` lends
+    other weights would compute with its own.
+    """
+
+    def __init__(
+        self, kind: _Recompute, block: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> None:
+        self._kind, self._block, self._function, self._kwargs = kind, block, function, kwargs
+        holds = any(isinstance(value, (list, dict, set)) for value in (*args, *kwargs.values()))
+        self._again = copied((args, kwargs)) if holds else (args, kwargs)
+        self._buffers = _held(block, "_buffers")
+        self._parameters = _held(block, "_parameters")
+        watched = self._buffers.keys() if kind.changing is None else kind.changing & self._buffers.keys()
+        self._before = {place: self._buffers[place].clone() for place in watched}
+        self._ran = False
+
+    def __call__(self, *args: Any) -> Any:
+        if not self._ran:
+            self._ran = True
+            return self._first(*args)
+        own, named = copied(self._again)
+        pairs = zip(args, own, strict=True)
+        lent = {place: p for place, p in self._parameters.items() if _is_other(p, getattr(*place))}
+        buffers = {place: buffer.clone() for place, buffer in self._before.items()}
+        with _exchanged("_buffers", buffers), _exchanged("_parameters", lent):
+            return self._function(*(x if isinstance(x, torch.Tensor) else y for x, y in pairs), **named)
+
+    def _first(self, *args: Any) -> Any:
+        before = self._kind.watch.before(self._block, {**self._parameters, **self._buffers})
+        output = self._function(*args, **self._kwargs)
+        if written := before.changed(self._parameters):
+            names = [f"{key} of a {type(module).__name__}" for module, key in written]
+            raise ParallelismRuntimeError(
+                f"The forward of a recomputed {type(self._block).__name__} changed {listed(names)} in place, "
+                "and would do so again when it is recomputed. Make it a buffer (register_buffer), or leave "
+                "the module out of activation checkpointing."
+            )
+        changed = set(before.changed(self._buffers))
+        self._kind.changing = (self._kind.changing or set()) | changed
+        self._before = {place: value for place, value in self._before.items() if place in self._kind.changing}
+        return output
+
+
+def _held(block: nn.Module, kind: str) -> dict[Place, torch.Tensor]:
+    """The tensors of a block by where they are held: "_parameters" or "_buffers"."""
+    held = ((module, key, tensor) for module in block.modules() for key, tensor in vars(module)[kind].items())
+    return {(module, key): tensor for module, key, tensor in held if tensor is not None}
+
+
+def _is_other(then: torch.Tensor, now: torch.Tensor) -> bool:
+    """Whether a parameter is another tensor now; not if FSDP2 has only gathered or sharded it."""
+    return then is not now and isinstance(then, DTensor) == isinstance(now, DTensor)
+
+
+@contextmanager
+def _exchanged(kind: str, tensors: Mapping[Place, torch.Tensor]) -> Iterator[None]:
+    """Inside, modules hold these tensors in place of their own."""
+    own = {(module, key): vars(module)[kind][key] for module, key in tensors}
+    try:
+        for (module, key), tensor in tensors.items():
+            vars(module)[kind][key] = tensor
+        yield
+    finally:
+        for (module, key), tensor in own.items():
+            vars(module)[kind][key] = tensor

@@ -4,8 +4,9 @@ A `ParallelPlan` is pure data, built without a process group, for any world size
 `parallelize_model` build the same object, so what the plan says is what happens.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -19,13 +20,13 @@ from composer_dist.distributed.replication import plan as replication
 from composer_dist.distributed.sharding import plan as sharding
 from composer_dist.distributed.tensor_parallel import plan as tensor_parallel
 from composer_dist.distributed.wishes import Request, Wishes
-from composer_dist.errors import ParallelismTypeError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.blocks import structural_units
 from composer_dist.structure.check_shared import check_duplicates
 from composer_dist.structure.families import architecture_of
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
-from composer_dist.wording import kind_in_words
+from composer_dist.wording import kind_in_words, listed
 
 
 def build_plan(structure: Structure, request: Request, sizes: Mapping[str, int]) -> ParallelPlan:
@@ -56,6 +57,7 @@ def build_plan(structure: Structure, request: Request, sizes: Mapping[str, int])
     compiled = compiling.plan(structure, wishes, sizes, blocks, surroundings)
     whole = shards or replica
     assert whole is not None
+    _check_renormalized(structure, whole.plain, sizes)
     check_optimizers(request.optimizers, structure, whole.plain)
     own = request.mesh if isinstance(request.mesh, DeviceMesh) else None
     warnings = [*wishes.warnings, *whole.warnings, *idle, *(compiled.warnings if compiled else ())]
@@ -78,6 +80,27 @@ def build_plan(structure: Structure, request: Request, sizes: Mapping[str, int])
         activations=saved,
         compiling=compiled,
     )
+
+
+def _check_renormalized(structure: Structure, plain: Container[str], sizes: Mapping[str, int]) -> None:
+    """Refuse embeddings that renormalize in forward the rows that this rank's batch uses.
+
+    Raises:
+        ParallelismValueError: names them.
+    """
+    ranks = sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"]
+    found = [
+        name
+        for name, module in structure.modules.items()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+        if ranks > 1 or f"{name}.weight" not in plain
+    ]
+    if found:
+        raise ParallelismValueError(
+            f"{listed(found)}: an embedding with max_norm changes its weight in forward, in the rows that "
+            "this rank's batch uses. Sharding would drop the change, and replicas would part. Leave max_norm "
+            "out and renormalize after the optimizer's step, or in the loss."
+        )
 
 
 def as_tuple(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:

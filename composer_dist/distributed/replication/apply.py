@@ -34,8 +34,9 @@ def arm(structure: Structure, plan: ReplicaPlan, mesh: Mesh, optimizers: Sequenc
         mesh=mesh,
     )
     call_through(model, plan.forward_methods)
-    if replica.local_sgd is not None:
-        for optimizer in optimizers:
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(replica.before_step)
+        if replica.local_sgd is not None:
             optimizer.register_step_post_hook(replica.local_sgd.after_step)
 
 

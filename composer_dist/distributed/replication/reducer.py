@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from composer_dist import _torch
 from composer_dist.distributed import prepared
 from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.replication.checks import Checks
 from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, reduced_in
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.training.averaging import average_gradients
 from composer_dist.errors import ParallelismRuntimeError
-from composer_dist.tensors.nested import tensors_in
+from composer_dist.tensors.nested import replace_tensors, tensors_in
 from composer_dist.wording import listed
 
 
@@ -52,6 +54,7 @@ class Replica:
         self._hook: CommHook | None = None
         self._hinted = False
         self._depth = 0
+        self._checks = Checks(parameters, ignored, self.group)
         if (former := replica_of(model)) is not None:  # it was for evaluation only; a plan refuses others
             former._remove()
         dtype = plan.mp_policy.param_dtype
@@ -87,6 +90,15 @@ class Replica:
             "search for unused ones."
         )
 
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuse a step with gradients that DDP has not averaged, because others are missing.
+
+        Raises:
+            ParallelismRuntimeError: names the parameters without a gradient.
+        """
+        if self._ddp is not None:
+            self._ddp.refuse_partial()
+
     def renew(self) -> None:
         """Make a new reducer after a forward or backward raised; every rank must call it."""
         self._depth = 0
@@ -118,12 +130,15 @@ class Replica:
             return
         if trainable and trainable.keys() != self._ddp.names.keys():
             self._follow(trainable)
+        self._checks.before_forward(model)
         _torch.register_late_hooks(model)
 
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)  # an earlier hook may have raised before the forward began
         if self._ddp is not None:
             self._ddp.is_nested = self._depth > 1
+        if self._depth == 0:
+            self._checks.after_forward(output)
 
     def _follow(self, trainable: Mapping[str, nn.Parameter]) -> None:
         """Make a new reducer for these parameters, without communication; the same on every rank."""
@@ -162,9 +177,7 @@ class Replica:
                 contexts.pop().__exit__(None, None, None)
             if output_dtype is None:
                 return None
-            return _torch.apply_to_tensors(
-                lambda t: t.to(output_dtype) if t.is_floating_point() else t, output
-            )
+            return replace_tensors(lambda t: t.to(output_dtype) if t.is_floating_point() else t, output)
 
         self._handles.append(self._model.register_forward_pre_hook(enter))
         self._handles.append(self._model.register_forward_hook(leave, always_call=True))
@@ -213,6 +226,13 @@ class _Reducer(_torch.InPlaceDDP):
             raise ParallelismRuntimeError(
                 f"The last backward gave {self._explain(self._expected)}"
             ) from error
+
+    def refuse_partial(self) -> None:
+        if 0 < len(self._expected) < len(self.names):
+            raise ParallelismRuntimeError(
+                f"The optimizer would step with gradients that are not averaged over the ranks. The last "
+                f"backward gave {self._explain(self._expected)}"
+            )
 
     def wants_backward(self, output: Any) -> bool:
         tensors = list(tensors_in(output))  # none if the output is of an unknown type

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from composer_dist import _torch
 from composer_dist.distributed.forwards import call_through, is_compiled
 from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.sharding.buffers import FollowBuffers
+from composer_dist.distributed.sharding.calls import Calls
 from composer_dist.distributed.sharding.hooks import own_outputs, reshard_after_evaluation
 from composer_dist.distributed.sharding.order import check_call_order
 from composer_dist.distributed.sharding.plan import ShardingPlan, Unit
@@ -26,6 +28,11 @@ from composer_dist.distributed.training.averaging import average_plain_gradients
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import empty_like
+
+_SCALAR = (
+    "item(), float(), int() or bool() of a sharded tensor would give this rank's part of the value: the norm "
+    "of a sharded parameter, say, is not reduced over the ranks yet. Call full_tensor() first, on all ranks."
+)
 
 
 def apply(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -64,6 +71,7 @@ def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
     modules = [structure.modules[name] for name in unit.modules]
     mine = {structure.tensors[name].get() for name in unit.parameters}
     others = {p for module in modules for p in module.parameters() if p not in mine}
+    calls = [Calls(name, module) for name, module in zip(unit.modules, modules, strict=True)]
     fully_shard(
         modules if len(modules) > 1 else modules[0],
         mesh=mesh,
@@ -72,6 +80,11 @@ def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
         offload_policy=CPUOffloadPolicy(unit.offload == "pinned") if unit.offload else OffloadPolicy(),
         ignored_params=others,
     )
+    known = fsdp_params_by_place(modules[0])
+    places = {name: [place.key_of for place in structure.tensors[name].places] for name in unit.parameters}
+    params = {name: known[key] for name, keys in places.items() for key in keys if key in known}
+    for call in calls:
+        call.around(params)
 
 
 def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
@@ -79,6 +92,7 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
     if plan is None:
         return
     average_plain(structure, mesh.fsdp)
+    _torch.refuse_local_scalars(_SCALAR)
     units = {unit.name: structure.modules[unit.name] for unit in plan.units}
     inside = [name for unit in plan.units for name in unit.modules]
     for name in inside:
@@ -87,11 +101,14 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
         call_through(structure.modules[name], plan.forward_methods)
     for unit in plan.units:
         module = units[unit.name]
+        if isinstance(module, FSDPModule):
+            _torch.guard_backward(module)
         single = isinstance(module, FSDPModule) and len(unit.modules) == 1
         if single and unit.reshard_after_forward is not True:
             reshard_after_evaluation(module)  # type: ignore[arg-type]
     if mesh.fsdp is None:
         return
+    FollowBuffers(structure, mesh.fsdp)
     let_skip(structure, plan.skippable, inside, mesh.fsdp)
     if plan.check_order:
         check_call_order(units)

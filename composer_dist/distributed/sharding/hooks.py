@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_dist import _torch
-from composer_dist.tensors.nested import tensors_in
+from composer_dist.tensors.nested import replace_tensors, tensors_in
 
 
 def own_outputs(unit: nn.Module, traced: bool = False) -> None:
@@ -32,7 +32,7 @@ def own_outputs(unit: nn.Module, traced: bool = False) -> None:
 def _replace_views(module: nn.Module, args: Any, output: Any) -> Any:
     if not torch.is_grad_enabled() or not any(map(_is_view, tensors_in(output))):
         return output
-    return _torch.apply_to_tensors(
+    return replace_tensors(
         lambda tensor: _Own.apply(tensor) if _is_view(tensor) else tensor,  # type: ignore[no-untyped-call]
         output,
     )

@@ -23,7 +23,7 @@ from composer_dist import _torch
 from composer_dist.distributed.sharding.assign_units import Skippable
 from composer_dist.distributed.sharding.order import exchange
 from composer_dist.structure.structure import Held, Structure
-from composer_dist.tensors.nested import tensors_in
+from composer_dist.tensors.nested import replace_tensors, tensors_in
 
 
 def let_skip(
@@ -47,9 +47,7 @@ def _require_gradient(module: nn.Module, args: Any, kwargs: Any) -> Any:
     floating = [t for t in tensors_in([args, kwargs]) if t.is_floating_point()]
     if not torch.is_grad_enabled() or not floating or any(t.requires_grad for t in floating):
         return None
-    return _torch.apply_to_tensors(
-        lambda t: t.detach().requires_grad_() if t is floating[0] else t, (args, kwargs)
-    )
+    return replace_tensors(lambda t: t.detach().requires_grad_() if t is floating[0] else t, (args, kwargs))
 
 
 @dataclass(eq=False)
@@ -91,7 +89,7 @@ class _Around:
         tied = [t for t in tensors_in(output) if t.is_floating_point()]
         tied = [t for t in tied if t.requires_grad] or tied
         chosen, passes = set(map(id, tied)), set[int]()
-        return _torch.apply_to_tensors(
+        return replace_tensors(
             lambda t: _Tied.apply(t, passes, *parameters) if id(t) in chosen else t,  # type: ignore[no-untyped-call]
             output,
         )

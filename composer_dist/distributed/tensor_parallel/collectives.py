@@ -1,4 +1,4 @@
-"""The collectives of tensor parallelism, differentiable.
+"""The collectives of tensor parallelism, differentiable, also twice.
 
 Each one changes how the ranks of a group hold an activation, and its backward reverses the change for the
 gradient. A *whole* activation and its gradient are equal on all ranks; of a *cut* one each rank has a part;
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.tensors.parts import chunk
 
 SEQUENCE = -2
@@ -23,12 +23,12 @@ SEQUENCE = -2
 
 def copy(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Whole, for work that the ranks divide: the gradient is summed."""
-    return _apply(tensor, lambda whole: whole.view_as(whole), lambda gradient: _all_reduce(gradient, mesh))
+    return _apply(tensor, lambda whole: whole.view_as(whole), lambda gradient: total(gradient, mesh))
 
 
 def total(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Partial to whole: an all-reduce."""
-    return _apply(tensor, lambda partial: _all_reduce(partial, mesh), lambda gradient: gradient)
+    return _apply(tensor, lambda partial: _all_reduce(partial, mesh), lambda gradient: copy(gradient, mesh))
 
 
 def split(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
@@ -37,16 +37,14 @@ def split(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     return _apply(
         tensor,
         lambda whole: _part(whole, dim, mesh).clone(),
-        lambda gradient: _all_gather(gradient, dim, size, mesh),
+        lambda gradient: gather(gradient, dim, size, mesh),
     )
 
 
 def gather(tensor: Tensor, dim: int, size: int, mesh: DeviceMesh) -> Tensor:
     """Cut along `dim`, of `size` in all, to whole; the gradient, equal on all ranks, is cut."""
     return _apply(
-        tensor,
-        lambda part: _all_gather(part, dim, size, mesh),
-        lambda gradient: _part(gradient, dim, mesh).contiguous(),
+        tensor, lambda part: _all_gather(part, dim, size, mesh), lambda gradient: split(gradient, dim, mesh)
     )
 
 
@@ -55,23 +53,27 @@ def gather_partial(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     return _apply(
         tensor,
         lambda part: _all_gather(part, dim, part.shape[dim] * mesh.size(), mesh),
-        lambda gradient: _reduce_scatter(gradient, dim, mesh),
+        lambda gradient: scatter_total(gradient, dim, mesh),
     )
 
 
 def scatter_total(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     """Partial to cut along `dim` in equal parts: a reduce-scatter."""
-    size = tensor.shape[dim]
     return _apply(
         tensor,
         lambda partial: _reduce_scatter(partial, dim, mesh),
-        lambda gradient: _all_gather(gradient, dim, size, mesh),
+        lambda gradient: gather_partial(gradient, dim, mesh),
     )
 
 
 def _apply(
     tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
 ) -> Tensor:
+    if _torch.is_transforming():
+        raise ParallelismRuntimeError(
+            "torch.func's transforms (vmap, grad) cannot pass a collective of tensor parallelism; leave the "
+            "modules inside of the transform whole: Rule(..., tp='replicate')."
+        )
     result: Tensor = _Collective.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
     return result
 

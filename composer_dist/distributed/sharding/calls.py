@@ -1,0 +1,171 @@
+"""The calls of a unit: what it is handed, hands out and writes is the same as without FSDP2.
+
+FSDP2 copies the containers among a module's arguments and outputs whenever it replaces a tensor in one, so
+a block that appends to a list, or fills a dict, would write into a copy. It gathers a unit for backward once
+the gradient of an output arrives, so a loss that a block keeps elsewhere would read freed memory. And it
+drops the gathered parameters after forward, with whatever forward has written into them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from composer_dist import _torch
+from composer_dist.distributed.training.changes import Before, Watch
+from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.tensors.nested import Rejoined, everything_in
+from composer_dist.wording import listed
+
+_eager: Callable[..., Any] = torch.compiler.disable
+"""As FSDP2's own hooks are, where a module around the unit is compiled."""
+
+
+@dataclass
+class _Call:
+    """One call that has not returned."""
+
+    arguments: Any
+    since: int
+    """The autograd nodes of this call have this sequence number or a later one."""
+    own: Rejoined = field(default_factory=Rejoined)
+    before: Before[str] | None = None
+    output: Any = None
+
+
+class Calls:
+    """Hooks around and inside of FSDP2's, on one of a unit's modules.
+
+    Make it before `fully_shard`, and call `around` afterwards.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name, self._module = name, module
+        self._params: Mapping[str, Any] = {}
+        self._known: Mapping[nn.Module, frozenset[str]] = {}
+        self._calls: list[_Call] = []
+        self._watch = Watch()
+        module.register_forward_pre_hook(_eager(self._inside), with_kwargs=True, prepend=True)
+        module.register_forward_hook(_eager(self._keep_output))
+
+    def around(self, params: Mapping[str, Any]) -> None:
+        """Add the hooks that run before and after FSDP2's.
+
+        Args:
+            params: what FSDP2 knows of each parameter that this module must not change, by name.
+        """
+        self._params = params
+        self._known = {
+            module: frozenset(vars(module)["_parameters"]) for module in _own_modules(self._module)
+        }
+        self._module.register_forward_pre_hook(_eager(self._enter), with_kwargs=True, prepend=True)
+        self._module.register_forward_hook(_eager(self._refuse_changes), prepend=True)
+        self._module.register_forward_hook(_eager(self._leave), always_call=True)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._refuse_others()
+        self._calls.append(_Call((args, kwargs), _torch.next_sequence_number()))
+
+    def _inside(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        call = self._calls[-1]
+        call.before = self._watch.before(module, self._gathered())
+        return call.own.rejoin(call.arguments, (args, kwargs))
+
+    def _refuse_changes(self, module: nn.Module, args: Any, output: Any) -> None:
+        call = self._calls[-1]
+        changed = call.before.changed(self._gathered()) if call.before else []
+        if changed:
+            raise ParallelismRuntimeError(changed_in_forward(self._name, module, changed))
+
+    def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._calls[-1].output = output
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._calls:  # an earlier hook failed before `_enter`
+            return None
+        call = self._calls.pop()
+        call.own.undo()
+        if torch.is_grad_enabled() and isinstance(module, FSDPModule):
+            _torch.gather_before_backward_of(module, _strays(module, call, output))
+        return Rejoined().rejoin(call.output, output)
+
+    def _refuse_others(self) -> None:
+        """Refuse what FSDP2 would pass over: other weights than those that it manages, and gradient hooks.
+
+        Raises:
+            ParallelismRuntimeError: naming the first such parameter.
+        """
+        if torch.is_grad_enabled():
+            self._refuse_new()
+        for name, param in self._params.items():
+            owner, key = _torch.fsdp_param_place(param)
+            registered, sharded = vars(owner)["_parameters"].get(key), _torch.sharded_param(param)
+            if registered is not sharded and registered is not _torch.gathered_param(param):
+                raise ParallelismRuntimeError(
+                    f"{name} is no longer the parameter that was sharded, and FSDP2 would compute with the "
+                    "one that was: torch.func.functional_call, or an assignment after the preparation, has "
+                    "put another in its place. Change the values in place (with torch.no_grad(), "
+                    "parameter.copy_()), or leave the module unsharded: Rule(..., shard=False)."
+                )
+            if sharded.requires_grad and _torch.gradient_hooks(sharded):
+                raise ParallelismRuntimeError(
+                    f"Gradient hooks (Tensor.register_hook) on {name} are never called: FSDP2 reduces the "
+                    "gradient beside autograd. Use register_post_accumulate_grad_hook."
+                )
+
+    def _refuse_new(self) -> None:
+        """Refuse trainable parameters that the preparation has not seen, and nobody averages.
+
+        Raises:
+            ParallelismRuntimeError: naming the module that has one.
+        """
+        for module in _own_modules(self._module):
+            known = self._known.get(module, frozenset())
+            for key, parameter in vars(module)["_parameters"].items():
+                if key not in known and parameter is not None and parameter.requires_grad:
+                    raise ParallelismRuntimeError(
+                        f"{key} of a {type(module).__name__} in {self._name or 'the root'} was put into the "
+                        "model after the preparation, so its gradient would not be averaged over the ranks. "
+                        "Put it in before, or freeze it."
+                    )
+
+    def _gathered(self) -> dict[str, Tensor]:
+        """The parameters as the forward reads and writes them, but those that a call inside has freed."""
+        found = {name: _torch.gathered_param(param) for name, param in self._params.items()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def changed_in_forward(name: str, module: nn.Module, parameters: Sequence[str]) -> str:
+    """The message for a forward that changes parameters.
+
+    Such a change is lost, or differs from rank to rank, in every way of training on several ranks.
+    """
+    return (
+        f"The forward of {name or 'the root'} ({_torch.original_class(type(module)).__name__}) changed "
+        f"{listed(parameters)} in place, which is lost when FSDP2 frees the gathered copy, and would "
+        "differ from rank to rank. Make what forward updates a buffer (register_buffer), or update the "
+        "parameter after the optimizer's step, inside of summon_full_params(model, writeback=True)."
+    )
+
+
+def _strays(unit: nn.Module, call: _Call, output: Any) -> Iterator[Tensor]:
+    """The tensors that a call has made, that need a gradient and that FSDP2 does not find in the output."""
+    seen = {id(tensor) for tensor in _torch.tensors_with_gradient(output)}
+    attributes = [vars(module) for module in _own_modules(unit)]
+    for tensor in chain(everything_in([call.arguments, output]), everything_in(attributes, objects=False)):
+        if tensor.grad_fn is not None and id(tensor) not in seen:
+            seen.add(id(tensor))
+            if _torch.sequence_number(tensor) >= call.since:
+                yield tensor
+
+
+def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a unit, without those of the units inside it."""
+    yield unit
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_modules(child)

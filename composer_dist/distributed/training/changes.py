@@ -1,0 +1,62 @@
+"""Whether a forward has changed parameters or buffers, which several ranks lose or come to differ in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer_dist import _torch
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Before(Generic[Key]):
+    """Tensors as a forward finds them, by name or by where they are held."""
+
+    versions: Mapping[Key, int]
+    sums: Mapping[Key, Tensor]
+    """Of the values, where they are compared."""
+
+    def changed(self, tensors: Mapping[Key, Tensor]) -> list[Key]:
+        """Which of them are different by now, in place; those that are missing by now are passed over."""
+        return [
+            name
+            for name, tensor in tensors.items()
+            if self.versions.get(name, 0) != _torch.version(tensor)
+            or (name in self.sums and not torch.equal(self.sums[name], _sum(tensor)))
+        ]
+
+
+class Watch:
+    """Looks at tensors before a forward.
+
+    Every change that autograd counts is found. Others (`parameter.data.mul_()`, a batch norm's statistics)
+    are found by the values, which are compared in the first forward of each kind: for training or
+    evaluation, with or without gradients.
+    """
+
+    def __init__(self) -> None:
+        self._compared: set[tuple[bool, bool]] = set()
+
+    def before(self, module: nn.Module, tensors: Mapping[Key, Tensor]) -> Before[Key]:
+        """What the forward of `module` that begins now finds."""
+        kind = module.training, torch.is_grad_enabled()
+        sums = {} if kind in self._compared else {name: _sum(tensor) for name, tensor in tensors.items()}
+        self._compared.add(kind)
+        return Before({name: _torch.version(tensor) for name, tensor in tensors.items()}, sums)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """A sum that shows a change of the values, on the tensor's own device; of ordinary tensors only."""
+    local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if type(local) not in (Tensor, nn.Parameter) or local.dtype.itemsize not in _INTEGERS:
+        return torch.zeros(())
+    whole: Tensor = local.detach().contiguous().view(_INTEGERS[local.dtype.itemsize])
+    return whole.sum(dtype=torch.int64)

@@ -1,0 +1,686 @@
+"""What models do beyond computing an output from an input, in each way of training, against one process.
+
+Each cell trains two steps and is "same" (loss and parameters are those of one process on the whole batch) or
+"refused" (an error of this library that names the offender). Anything else fails.
+`python -m tests.behavior.test_same_function` prints the table of `docs/same_function.md`.
+"""
+
+import re
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.replicate import DDPConfig
+from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist.distributed import parallelize_model, sampler_kwargs
+from composer_dist.distributed.prepared import named_parameters_canonical
+from composer_dist.errors import ParallelismError
+from tests.kit import world
+from tests.kit.compare import full
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+WIDTH, BATCH = 8, 8
+CUT = {r"re:layers\.\d+\.linear": "colwise_gather"}
+
+
+class Block(nn.Module):
+    """`x + tanh(linear(x))`; subclasses do something else besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.rand(WIDTH))
+
+    def work(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * self.gain
+
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        return self.work(x)
+
+
+class Net(nn.Module):
+    """Three blocks, which are handed the same `kept` one after the other; the output is a loss."""
+
+    block: type[Block] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.block() for _ in range(3)])
+
+    def run(self, x: Tensor, kept: Any = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, kept)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x).pow(2).mean()
+
+
+# Arguments
+
+
+class AppendBlock(Block):
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        kept.append(x.pow(2).mean() * self.gain.sum())
+        return self.work(x)
+
+
+class Appends(Net):
+    """a list that blocks append losses to"""
+
+    block = AppendBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        return self.run(x, kept).pow(2).mean() + sum(kept) / len(kept)
+
+
+class FillBlock(Block):
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        kept["hidden"] = kept.get("hidden", 0) + self.work(x)
+        return kept["hidden"]
+
+
+class Fills(Net):
+    """a dict that carries a running sum"""
+
+    block = FillBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: dict[str, Tensor] = {}
+        self.run(x, kept)
+        return kept["hidden"].pow(2).mean()
+
+
+@dataclass
+class Notes:
+    losses: list[Tensor]
+    total: Any = 0.0
+
+
+class NoteBlock(Block):
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        kept.losses.append(x.mean())
+        kept.total = kept.total + (x * self.gain).pow(2).mean()
+        return self.work(x)
+
+
+class Dataclasses(Net):
+    """a dataclass whose fields blocks set"""
+
+    block = NoteBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = Notes([])
+        out = self.run(x, kept).pow(2).mean()
+        return out + kept.total + sum(kept.losses) / len(kept.losses)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: list[Tensor]
+
+
+class PairBlock(Block):
+    def forward(self, x: Any, kept: Any = None) -> Any:
+        x.second.append(self.work(x.first))
+        return Pair(x.second[-1], x.second)
+
+
+class Namedtuples(Net):
+    """a namedtuple with a list inside"""
+
+    block = PairBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Any = self.run(Pair(x, [x]))  # type: ignore[arg-type]
+        return torch.stack(out.second).pow(2).mean()
+
+
+class SetBlock(Block):
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        kept.add((x * self.gain).pow(2).mean())
+        return self.work(x)
+
+
+class Sets(Net):
+    """a set that blocks add losses to"""
+
+    block = SetBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: set[Tensor] = set()
+        out = self.run(x, kept).pow(2).mean()
+        return out + torch.stack(list(kept)).sum()
+
+
+class Box:
+    """An object that torch knows nothing of."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+
+class BoxBlock(Block):
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        kept.losses.append((x * self.gain).pow(2).mean())
+        return self.work(x)
+
+
+class Objects(Net):
+    """an object of the user's own class"""
+
+    block = BoxBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = Box()
+        return self.run(x, kept).pow(2).mean() + sum(kept.losses)
+
+
+# Outputs and losses that are kept elsewhere
+
+
+class AttributeBlock(Block):
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        out = self.work(x)
+        self.loss = self.gain.pow(2).sum() + (self.linear(out) ** 2).mean()
+        return out
+
+
+class Attributes(Net):
+    """a loss as an attribute, computed last"""
+
+    block = AttributeBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.run(x)
+        return out.pow(2).mean() + sum(layer.loss for layer in self.layers)
+
+
+class ObjectBlock(Block):
+    def forward(self, x: Any, kept: Any = None) -> Any:
+        box = Box()
+        box.losses.append(self.work(x.losses[0] if isinstance(x, Box) else x))
+        return box
+
+
+class ReturnsObjects(Net):
+    """an object as the only output"""
+
+    block = ObjectBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Any = self.run(x)
+        return out.losses[0].pow(2).mean()
+
+
+class NothingBlock(Block):
+    def forward(self, x: Any, kept: Any = None) -> Any:
+        kept.append(self.work(kept[-1]))
+
+
+class ReturnsNothing(Net):
+    """None as the output"""
+
+    block = NothingBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [x]
+        for layer in self.layers:
+            layer(None, kept)
+        return kept[-1].pow(2).mean()
+
+
+class Penalty(Net):
+    """a gradient penalty (`create_graph=True`)"""
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        loss = model(x)
+        [gradient] = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + (gradient * len(x)).pow(2).sum(1).mean()
+
+
+class OnlyPenalty(Net):
+    """a gradient penalty alone"""
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        [gradient] = torch.autograd.grad(model(x), x, create_graph=True)
+        return (gradient * len(x)).pow(2).sum(1).mean()
+
+
+# Modules that change their tensors
+
+
+class MaxNorm(Net):
+    """`nn.Embedding(max_norm=)`"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, WIDTH, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.embed(x.abs().mul(10).long().clamp(max=15))).pow(2).mean()
+
+
+class RenormBlock(Block):
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        with torch.no_grad():
+            self.linear.weight.copy_(nn.functional.normalize(self.linear.weight, dim=1))
+        return self.work(x)
+
+
+class Renormalizes(Net):
+    """a weight normalized in forward"""
+
+    block = RenormBlock
+
+
+class CodeBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        self.code.data.lerp_(x.detach().mean(0).to(self.code.dtype), 0.1)
+        return self.work(x) + self.code
+
+
+class Codebook(Net):
+    """a codebook in a frozen parameter, changed through `.data`"""
+
+    block = CodeBlock
+
+
+class RunningBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        self.steps += 1
+        self.mean.mul_(0.5).add_(1.0)
+        return self.work(x) + self.mean * self.steps
+
+
+class Running(Net):
+    """a running mean and a counter in buffers"""
+
+    block = RunningBlock
+
+
+class NormBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        self.norm(torch.ones(BATCH, WIDTH, dtype=self.norm.weight.dtype))  # the same statistics on every rank
+        return self.work(x) + self.norm.running_var + self.norm.weight + self.norm.bias
+
+
+class BatchNorms(Net):
+    """a batch norm's running statistics"""
+
+    block = NormBlock
+
+
+# torch.func
+
+
+class CallBlock(Block):
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        return x + self.gain * functional_call(self.linear, {"weight": self.linear.weight * 2}, (x,))
+
+
+class InnerFunctionalCall(Net):
+    """`functional_call` of a module inside a block"""
+
+    block = CallBlock
+
+
+class OuterFunctionalCall(Net):
+    """`functional_call` of a block with changed weights"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = functional_call(layer, {name: p * 2 for name, p in layer.named_parameters()}, (x,))
+        return x.pow(2).mean()
+
+
+class VmapBlock(Block):
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        return x + self.gain * torch.vmap(lambda row: torch.tanh(self.linear(row)))(x)
+
+
+class Vmap(Net):
+    """`vmap` inside a block"""
+
+    block = VmapBlock
+
+
+class GradBlock(Block):
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        return x + self.gain * torch.func.grad(lambda y: torch.tanh(self.linear(y)).sum())(x)
+
+
+class FuncGrad(Net):
+    """`torch.func.grad` inside a block"""
+
+    block = GradBlock
+
+
+# Scalars of parameters and gradients
+
+
+class Norms(Net):
+    """hand-written clipping by `p.grad.norm().item()`"""
+
+    def after_backward(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            norm = parameter.grad.norm().item()
+            if norm > 0.01:
+                parameter.grad.mul_(0.01 / norm)
+
+
+class Lamb(Net):
+    """an optimizer that scales by `float(p.norm())`"""
+
+    def after_backward(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad.mul_(float(parameter.detach().norm()) / (float(parameter.grad.norm()) + 1e-6))
+
+
+class Compares(Net):
+    """`if p.abs().max() > x`"""
+
+    def after_backward(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.detach().abs().sum() > 3.0:
+                parameter.grad.mul_(0.5)
+
+
+# Hooks
+
+
+class TensorHookBefore(Net):
+    """`p.register_hook` before preparation"""
+
+    def before(self) -> None:
+        self.layers[1].linear.weight.register_hook(lambda gradient: gradient * 3)
+
+
+class TensorHookAfter(Net):
+    """`p.register_hook` after preparation"""
+
+    def after(self, optimizer: Any) -> None:
+        self.layers[1].linear.weight.register_hook(lambda gradient: gradient * 3)
+
+
+def _triple(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(3)
+
+
+class AccumulateHookAfter(Net):
+    """`register_post_accumulate_grad_hook` after preparation"""
+
+    def after(self, optimizer: Any) -> None:
+        self.layers[1].linear.weight.register_post_accumulate_grad_hook(_triple)
+
+
+class ForwardHooks(Net):
+    """forward hooks, before and after preparation"""
+
+    def before(self) -> None:
+        self.layers[0].register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+        self.layers[1].register_forward_hook(lambda module, args, output: output * 2)
+
+    def after(self, optimizer: Any) -> None:
+        self.layers[2].register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+        self.layers[0].register_forward_hook(lambda module, args, output: output * 2)
+
+
+class BackwardHooks(Net):
+    """full backward hooks, before and after preparation"""
+
+    def before(self) -> None:
+        self.layers[1].register_full_backward_hook(lambda module, given, got: (given[0] * 2, *given[1:]))
+
+    def after(self, optimizer: Any) -> None:
+        self.layers[2].register_full_backward_hook(lambda module, given, got: (given[0] * 2, *given[1:]))
+
+
+# Modules that change after preparation
+
+
+class Replaces(Net):
+    """a module replaced after preparation"""
+
+    def after(self, optimizer: Any) -> None:
+        torch.manual_seed(9)
+        self.layers[1] = Block()
+        optimizer.add_param_group({"params": self.layers[1].parameters()})
+
+
+class Adds(Net):
+    """a module added after preparation"""
+
+    def after(self, optimizer: Any) -> None:
+        torch.manual_seed(9)
+        self.layers.append(Block())
+        optimizer.add_param_group({"params": self.layers[3].parameters()})
+
+
+class Assigns(Net):
+    """a parameter replaced after preparation"""
+
+    def after(self, optimizer: Any) -> None:
+        torch.manual_seed(9)
+        self.layers[1].gain = nn.Parameter(torch.rand(WIDTH))
+
+
+class Removes(Net):
+    """a module removed after preparation"""
+
+    def after(self, optimizer: Any) -> None:
+        del self.layers[1]
+
+
+class AutogradGrad(Net):
+    """gradients by `torch.autograd.grad`"""
+
+    def gradients(self, model: nn.Module, loss: Tensor) -> None:
+        parameters = list(model.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+
+
+CASES = {one.__name__: one for one in Net.__subclasses__()}
+
+MODES: dict[str, tuple[int, dict[str, Any]]] = {
+    "FSDP2": (2, {}),
+    "HSDP": (4, {"mesh": MeshConfig(dp_replicate=2, dp_shard=2)}),
+    "DDP": (2, {"ddp": DDPConfig()}),
+    "TP": (2, {"mesh": MeshConfig(dp_shard=1, tp=2), "tp": TPConfig(plan=CUT)}),
+}
+"""On how many ranks, and how."""
+EXTRAS: dict[str, dict[str, Any]] = {
+    "": {},
+    "recomputed": {"activation_checkpointing": "composable"},
+    "wrapped": {"activation_checkpointing": "wrapped"},
+    "selective": {"activation_checkpointing": "selective"},
+    "offloaded": {"activation_checkpointing": "offload"},
+    "always gathered": {"fsdp2": FSDP2Config(reshard_after_forward=False)},
+    "compiled": {"compile": True},
+}
+"""What else is done to the model."""
+QUICK = [(mode, precision, "") for mode in MODES for precision in (None, "amp_bf16")]
+SLOW = [("FSDP2", precision, extra) for precision in (None, "amp_bf16") for extra in EXTRAS if extra]
+SLOW += [("DDP", None, "recomputed"), ("DDP", None, "compiled"), ("TP", None, "recomputed")]
+
+TORCHS = (
+    DONATED := "compiled with non-empty donated buffers",
+    NO_HOOKS := "support saved tensor hooks",
+    "gain' already exists",
+)
+"""Errors of torch's own, raised before anything is lost."""
+WRITES = "changed .* in place"
+HOOKS = r"Gradient hooks \(Tensor.register_hook\) on layers.1.linear.weight"
+PARTS = "of a sharded tensor would give this rank's part"
+NEW = "was put into the model after the preparation"
+OTHER = "is no longer the parameter that was sharded"
+REFUSED: dict[str, dict[str, str]] = {
+    "FSDP2": {
+        "MaxNorm": "embed: an embedding with max_norm",
+        "Renormalizes": f"layers.0 .*{WRITES}",
+        "Codebook": f"layers.0 .*{WRITES}",
+        "OuterFunctionalCall": f"layers.0.gain {OTHER}",
+        "Norms": PARTS,
+        "Lamb": PARTS,
+        "TensorHookBefore": HOOKS,
+        "TensorHookAfter": HOOKS,
+        "Replaces": NEW,
+        "Adds": NEW,
+        "Assigns": f"layers.1.gain {OTHER}",
+        "AutogradGrad": "this rank's gradient of layers.2",
+    },
+    "DDP": {
+        "MaxNorm": "embed: an embedding with max_norm",
+        "Codebook": f"{WRITES}, and not alike on all ranks",
+        "Replaces": f"layers.1.gain {NEW}",
+        "Adds": f"layers.3.gain {NEW}",
+        "Assigns": f"layers.1.gain {NEW}",
+        "AutogradGrad": "this rank's gradient of layers.0.gain",
+        "Removes": "layers.1.gain, layers.1.linear.weight, layers.1.linear.bias no gradient",
+    },
+    "TP": {
+        "Vmap": "torch.func's transforms",
+        "FuncGrad": "torch.func's transforms",
+        "Norms": PARTS,
+        "Lamb": PARTS,
+        "TensorHookBefore": HOOKS,
+    },
+}
+"""Which cells are refused, and in which words."""
+ALSO = {extra: {"FuncGrad": NO_HOOKS} for extra in ("recomputed", "wrapped", "selective", "offloaded")}
+for extra in ("recomputed", "wrapped", "selective"):
+    ALSO[extra] |= dict.fromkeys(("Renormalizes", "Codebook"), f"a recomputed .*{WRITES}")
+ALSO["wrapped"] |= dict.fromkeys(("OuterFunctionalCall", "Assigns"), "attribute 'gain' already exists")
+ALSO["compiled"] = {"Penalty": DONATED, "OnlyPenalty": DONATED}
+REFUSED["HSDP"] = REFUSED["FSDP2"]
+REFUSED["TP amp_bf16"] = {**REFUSED["FSDP2"], **REFUSED["TP"]}  # FSDP2 casts
+
+
+def _train(case: type[Net], options: dict[str, Any] | None, precision: str | None) -> Any:
+    """The losses of two steps, and the parameters; what the ranks hold of a batch follows from the mesh."""
+    torch.manual_seed(3)
+    model = case()
+    _call(model, "before")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    parts, part = 1, 0
+    if options is not None:
+        done = parallelize_model(model, ParallelismConfig(**options), optimizer, precision=precision)
+        data = sampler_kwargs(done.mesh)
+        parts, part = data["num_replicas"], data["rank"]
+    _call(model, "after", optimizer)
+    losses = []
+    for step in range(2):
+        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).chunk(parts)[part]
+        loss = model.loss(model, x) if hasattr(model, "loss") else model(x)
+        model.gradients(model, loss) if hasattr(model, "gradients") else loss.backward()
+        _call(model, "after_backward", model)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().float().clone()
+        if options is not None:
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+        losses.append(total)
+    return losses, {name: full(p).float() for name, p in named_parameters_canonical(model)}
+
+
+def _call(model: nn.Module, name: str, *args: Any) -> None:
+    if hasattr(model, name):
+        getattr(model, name)(*args)
+
+
+def cell(case: type[Net], options: dict[str, Any], precision: str | None) -> str:
+    """ "same", "refused: ..." or what went wrong."""
+    losses, expected = _train(case, None, None)
+    try:
+        found, parameters = _train(case, options, precision)
+    except ParallelismError as error:
+        return f"refused: {error}"
+    except Exception as error:
+        if any(words in str(error) for words in TORCHS):
+            return f"refused: {error}"
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    tolerance = 1e-4 if precision is None else 0.1
+    try:
+        torch.testing.assert_close(found, losses, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(parameters, expected, rtol=tolerance, atol=tolerance)
+    except AssertionError as error:
+        return f"different: {' '.join(str(error).split())[:160]}"
+    return "same"
+
+
+def column(mode: str, precision: str | None, extra: str) -> dict[str, str]:
+    """Every case's cell in one way of training."""
+    warnings.simplefilter("ignore")  # torch.compile's own
+    _, options = MODES[mode]
+    return {name: cell(case, {**options, **EXTRAS[extra]}, precision) for name, case in CASES.items()}
+
+
+def _column(mode: str, precision: str | None, extra: str) -> dict[str, str]:
+    """As all ranks have it."""
+    found = world.run(column, MODES[mode][0], mode, precision, extra, timeout=300)
+    return {name: " / ".join(dict.fromkeys(one[name] for one in found)) for name in CASES}
+
+
+def _check(mode: str, precision: str | None, extra: str) -> None:
+    refused = REFUSED.get(f"{mode} {precision}", REFUSED[mode]) | ALSO.get(extra, {})
+    wrong = {
+        name: result
+        for name, result in _column(mode, precision, extra).items()
+        if not re.fullmatch("same" if name not in refused else f"refused: .*{refused[name]}.*", result, re.S)
+    }
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize(("mode", "precision", "extra"), QUICK)
+def test_it_is_the_same_function_or_is_refused_by_name(mode: str, precision: str | None, extra: str) -> None:
+    _check(mode, precision, extra)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "precision", "extra"), SLOW)
+def test_it_is_so_with_what_else_is_done_to_a_model(mode: str, precision: str | None, extra: str) -> None:
+    _check(mode, precision, extra)
+
+
+def _print_table() -> None:
+    columns = {key: _column(*key) for key in (*QUICK, *SLOW)}
+    titles = [", ".join(filter(None, (mode, precision, extra))) for mode, precision, extra in columns]
+    print(f"| What the model does | {' | '.join(titles)} |")
+    print(f"|---|{'---|' * len(titles)}")
+    for name, case in CASES.items():
+        cells = [column[name].partition(":")[0] for column in columns.values()]
+        print(f"| {case.__doc__} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    _print_table()
+    world.stop()

@@ -1,0 +1,148 @@
+"""The calls of units: what `tests/behavior/test_same_function.py` does not tell apart."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.replicate import DDPConfig
+from composer_dist.distributed import parallelize_model
+from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.tensors.nested import Rejoined, everything_in
+from tests.kit.compare import alike, fails
+from tests.kit.world import on_ranks
+
+STASH: list[Tensor] = []
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(self.linear(x))
+        STASH.append((self.linear.weight @ torch.ones(4, 4, requires_grad=True)).sum())
+        return out
+
+
+def _blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), Block())
+
+
+@on_ranks(2)
+def test_a_loss_that_nobody_can_see_is_an_error_and_no_crash() -> None:
+    model = _blocks()
+    parallelize_model(model, FSDP2Config())
+    STASH.clear()
+    model(torch.ones(2, 4))
+    with fails(RuntimeError, "modified by an inplace operation", "is at version 1677721"):
+        sum(STASH).backward()
+
+
+@on_ranks(2)
+def test_what_a_backward_with_create_graph_leaves_gathered_follows_the_optimizer() -> None:
+    model = _blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    parallelize_model(model, FSDP2Config(), optimizer)
+    x = torch.ones(2, 4, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x, create_graph=True)  # and no second backward
+    model(x).sum().backward()
+    before = model(x).detach()
+    optimizer.step()
+    assert not torch.equal(model(x).detach(), before)
+    with pytest.raises(RuntimeError, match="norm of a sharded parameter"):
+        model[0].linear.weight.norm().item()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.register_buffer("still", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x)) * self.still
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_running_statistics_are_rank_0s_on_every_rank(replicas: int) -> None:
+    torch.manual_seed(0)
+    model = Normed()
+    alone = nn.BatchNorm1d(4)
+    parallelize_model(model, ParallelismConfig(mesh=MeshConfig(dp_replicate=replicas)))
+    for step in range(2):
+        rows = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(step))
+        alone(rows[0])
+        model(rows[dist.get_rank()]).sum().backward()
+    model.eval()
+    with torch.no_grad():
+        out = model(rows[0])
+    torch.testing.assert_close(model.norm.running_mean, alone.running_mean)
+    torch.testing.assert_close(model.norm.running_var, alone.running_var)
+    assert int(model.norm.num_batches_tracked) == 2
+    everywhere = [torch.empty_like(out) for _ in range(4)]
+    dist.all_gather(everywhere, out)
+    assert all(torch.equal(one, out) for one in everywhere)
+
+
+@on_ranks(2)
+def test_a_step_with_gradients_that_ddp_has_not_averaged_is_refused() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    parallelize_model(model, ParallelismConfig(ddp=DDPConfig()), optimizer)
+    model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+    with fails(ParallelismRuntimeError, "not averaged over the ranks", "unused.weight, unused.bias"):
+        optimizer.step()
+    assert alike(model)
+
+
+@dataclass
+class Pair:
+    first: Any
+    second: Any
+
+
+def test_the_callers_containers_get_the_tensors_and_lose_them_again() -> None:
+    def doubled(data: Any) -> Any:
+        if isinstance(data, Tensor):
+            return data * 2
+        if isinstance(data, Pair):
+            return Pair(doubled(data.first), doubled(data.second))
+        if isinstance(data, dict):
+            return type(data)((key, doubled(value)) for key, value in data.items())
+        return type(data)(map(doubled, data))
+
+    tensors = [torch.tensor(float(i)) for i in range(6)]
+    own = [
+        Pair(tensors[0], [tensors[1]]),
+        OrderedDict(a={"b": tensors[2]}),
+        (tensors[3], [tensors[4]]),
+        {tensors[5]},
+    ]
+    rejoined = Rejoined()
+    found = rejoined.rejoin(own, doubled(own))
+    assert found is own
+    assert sorted(map(float, everything_in(found))) == [0, 2, 4, 6, 8, 10]
+    written = torch.tensor(7.0)
+    own[0].second.append(written)
+    own[1]["a"]["c"] = written
+    own[3].add(written)
+    inner = found[2][1]
+    rejoined.undo()
+    assert own[0].first is tensors[0]
+    assert own[0].second == [tensors[1], written]
+    assert own[1] == {"a": {"b": tensors[2], "c": written}}
+    assert inner == [tensors[4]]
+    assert own[3] == {tensors[5], written}
