@@ -64,8 +64,9 @@ def _inside(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-_DEPTH = 6
-"""How deep `everything_in` looks into objects: a cache holds layers, which hold lists of tensors."""
+_DEPTH, _MOST = 6, 1000
+"""How deep `everything_in` looks, and into how many containers and objects: a cache holds layers, which hold
+lists of tensors; a reference to a whole program must not make every forward slow."""
 
 
 def everything_in(data: Any, objects: bool = True) -> Iterator[Tensor]:
@@ -74,7 +75,7 @@ def everything_in(data: Any, objects: bool = True) -> Iterator[Tensor]:
     Modules and their parameters are not looked into.
     """
     pending, seen = [(data, 0)], set()
-    while pending:
+    while pending and len(seen) < _MOST:
         value, depth = pending.pop()
         if isinstance(value, Tensor):
             yield value
