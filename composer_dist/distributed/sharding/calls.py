@@ -91,7 +91,7 @@ class Calls:
         call.own.undo()
         if torch.is_grad_enabled() and isinstance(module, FSDPModule):
             _torch.gather_before_backward_of(module, _strays(module, call, output))
-        return Rejoined().rejoin(call.output, output)
+        return None if output is None else Rejoined().rejoin(call.output, output)  # None: it has raised
 
     def _refuse_others(self) -> None:
         """Refuse what FSDP2 would pass over: other weights than those that it manages, and gradient hooks.
