@@ -232,7 +232,7 @@ def test_a_dangling_latest_means_the_newest(tmp_path: Path) -> None:
 def test_what_cannot_be_resumed_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint"):
         trainer(tmp_path, resume=tmp_path / "nowhere")
-    with pytest.raises(ParallelismValueError, match="autoresume needs a CheckpointSaver among"):
+    with pytest.raises(ParallelismValueError, match="autoresume needs a CheckpointSaver, whose folder"):
         quiet(ComposerClassifier(Dropping(), num_classes=4), resume=True)
     with pytest.raises(ParallelismValueError, match="Resume needs a load_path or autoresume"):
         Resume()

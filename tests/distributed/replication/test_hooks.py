@@ -87,7 +87,7 @@ def test_a_function_is_a_hook_as_well() -> None:
         ({"comm_hook": "powersgd", "comm_hook_options": {"rank": 1}}, "It takes matrix_approximation_rank"),
         ({"comm_hook": "powersgd", "comm_hook_options": {"start_powerSGD_iter": 1}}, "_iter. > 1"),
         ({"comm_hook_options": {"rank": 1}}, "no effect without a named comm_hook"),
-        ({"comm_hook": "fp16", "comm_hook_state": 1}, "only for a comm_hook that is a function"),
+        ({"comm_hook": "fp16", "comm_hook_state": 1}, "is for a comm_hook that is a function"),
         ({"comm_hook": "post_local_sgd", "averaging_period": 0}, "must be a positive number of steps, not 0"),
     ],
 )
