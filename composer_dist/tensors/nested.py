@@ -74,7 +74,8 @@ def everything_in(data: Any, objects: bool = True) -> Iterator[Tensor]:
 
     Modules and their parameters are not looked into.
     """
-    pending, seen = [(data, 0)], set()
+    pending: list[tuple[Any, int]] = [(data, 0)]
+    seen: set[int] = set()
     while pending and len(seen) < _MOST:
         value, depth = pending.pop()
         if isinstance(value, Tensor):
