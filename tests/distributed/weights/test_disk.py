@@ -71,10 +71,10 @@ def same_start_and_training(model: nn.Module, optimizer: torch.optim.Optimizer) 
 @pytest.mark.parametrize("start", ["meta", "cpu"])
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
 @on_ranks("ranks")
+@mock.patch.object(pretrained, "_SMALL", 64)  # so that replicas share
 def test_every_rank_reads_its_parts_and_nothing_else(
     tmp_path: Path, ranks: int, replicas: int, start: str
 ) -> None:
-    pretrained._SMALL = 64  # so that replicas share
     path = shared_file(tmp_path)
     header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
     model = built(seed=7 + dist.get_rank(), device=start)
@@ -93,8 +93,8 @@ def test_every_rank_reads_its_parts_and_nothing_else(
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @on_ranks("ranks")
+@mock.patch.object(pretrained, "_SMALL", 64)  # so that replicas share
 def test_replicas_read_a_share_each(tmp_path: Path, ranks: int) -> None:
-    pretrained._SMALL = 64
     model = built(device="meta" if dist.get_rank() else "cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     done = parallelize_model(model, DDPConfig(), optimizer, weights=shared_file(tmp_path))
@@ -183,10 +183,10 @@ def test_a_base_checkpoint_and_new_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [phi3, qwen3, gpt2, tied_llama])
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 1), (4, 2)])
 @on_ranks("ranks")
+@mock.patch.object(pretrained, "_SMALL", 64)  # so that replicas share
 def test_tensor_parallel_models_read_their_windows(
     tmp_path: Path, ranks: int, replicas: int, make: Callable[[], Any]
 ) -> None:
-    pretrained._SMALL = 64
     if dist.get_rank() == 0:
         built(make, seed=3).save_pretrained(tmp_path)
     dist.barrier()
@@ -335,8 +335,8 @@ ONE, TWO = ["dp_shard", "tp", "dp_replicate"], ["dp_replicate dp_shard", "dp_sha
 
 @pytest.mark.parametrize("names", [*ONE, *TWO])
 @on_ranks(4)
+@mock.patch.object(pretrained, "_SMALL", 16)  # so that replicas share
 def test_any_layout_on_any_mesh_shared_in_windows(tmp_path: Path, names: str) -> None:
-    pretrained._SMALL = 16
     path = tmp_path / "all.safetensors"
     if dist.get_rank() == 0:
         state = {str(s): torch.randn(s) for s in [(12, 8), (7, 6), (3, 12), (5,), (4, 6, 4), (2, 0), ()]}
