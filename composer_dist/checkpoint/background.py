@@ -67,7 +67,7 @@ class PendingSave:
         except BaseException as error:  # Ctrl-C, or no thread can be started
             if self._claim.acquire(blocking=False):  # it has not started, and now it cannot
                 self._ended.set()
-                self._agreement.leave(error)
+                self._agreement.leave(error, "saving in the background")
             raise
 
     @property

@@ -81,7 +81,7 @@ class Attempts:
             meetings.stop()
         except BaseException as interrupt:
             meetings.stop()
-            self._agreement.leave(interrupt)
+            self._agreement.leave(interrupt, what)
             raise
         verdict: str | None = self._agreement.reach(what, account, _first, failure)
         if verdict is not None:

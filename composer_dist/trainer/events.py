@@ -63,6 +63,32 @@ class Event(StrEnum):
     PREDICT_BATCH_END = "predict_batch_end"
     PREDICT_END = "predict_end"
 
+    def doing(self, batch: int) -> str:
+        """What a rank does after this event, in batch number `batch` from 0, for error messages."""
+        if self.value in _DOING:
+            return f"{_DOING[self.value]} of batch {batch}"
+        for kind, words in (("eval_", "evaluation"), ("predict_", "prediction")):
+            if self.value.startswith(kind):
+                return f"{words} after batch {batch}"
+        return f"{self.value} at batch {batch}"
+
+
+_DOING = {
+    "before_dataloader": "the data",
+    "after_dataloader": "the start",
+    "batch_start": "the start",
+    "before_train_batch": "the start",
+    "before_forward": "the forward",
+    "after_forward": "the forward",
+    "before_loss": "the loss",
+    "after_loss": "the loss",
+    "before_backward": "the backward",
+    "after_backward": "the backward",
+    "after_train_batch": "clipping and the optimizer step",
+    "batch_end": "the end",
+    "batch_checkpoint": "the checkpoint",
+}
+
 
 class Every:
     """A repeating interval; it passes at each of its multiples since the start of the run.

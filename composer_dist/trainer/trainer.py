@@ -272,6 +272,7 @@ class Trainer:
 
     def run_event(self, event: Event) -> None:
         """Calls every callback, then every logger."""
+        self._event = event
         for callback in self._listeners:
             callback.run_event(event, self.state, self.logger)
 
@@ -322,7 +323,7 @@ class Trainer:
     def _closing_on_error(self) -> Iterator[None]:
         """Closes callbacks and loggers on an error or Ctrl-C; if another rank died, raises its report."""
         try:
-            with told_to_all():
+            with told_to_all(lambda: self._event.doing(self.state.timestamp.batch)):
                 yield
         except BaseException:
             self.close()

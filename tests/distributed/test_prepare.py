@@ -1,6 +1,7 @@
 """Preparation as a whole: all or none, on every rank, whatever fails and wherever."""
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -222,8 +223,10 @@ def fails_at(stage: str, failing: int, error: BaseException) -> Outcome:
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("stage", ["init", "parallelize_fn", "delivery", "checkpointing"])
 def test_what_fails_later_on_one_rank_makes_the_model_unusable_on_all(stage: str, failing: int) -> None:
-    expected = (ParallelismRuntimeError, f"Rank {failing}: MemoryError: no room")
-    assert run(fails_at, 2, stage, failing, MemoryError("no room")) == [expected] * 2
+    (kind, text), other = run(fails_at, 2, stage, failing, MemoryError("no room"))
+    assert (kind, text) == other
+    assert kind is ParallelismRuntimeError
+    assert re.fullmatch(rf"Rank {failing}: MemoryError: no room \(at '[\w ]+'\)", text)
 
 
 @pytest.mark.parametrize("interrupted", [0, 1])
@@ -231,7 +234,9 @@ def test_what_fails_later_on_one_rank_makes_the_model_unusable_on_all(stage: str
 def test_ctrl_c_on_one_rank_ends_the_others_too(where: str, interrupted: int) -> None:
     results = run(fails_at, 2, where, interrupted, KeyboardInterrupt())
     assert results[interrupted] == (KeyboardInterrupt, "")
-    assert results[1 - interrupted] == (ParallelismRuntimeError, f"Rank {interrupted}: KeyboardInterrupt")
+    kind, text = results[1 - interrupted]
+    assert kind is ParallelismRuntimeError
+    assert re.fullmatch(rf"Rank {interrupted}: KeyboardInterrupt( \(at '[\w ]+'\))?", text)
 
 
 @pytest.mark.promise(21)

@@ -96,7 +96,7 @@ class Saving:
         except Exception as caught:
             error = caught
         except BaseException as interrupt:
-            agreement.leave(interrupt)
+            agreement.leave(interrupt, "the files of the checkpoint")
             self._clean(agreement)
             raise
         try:

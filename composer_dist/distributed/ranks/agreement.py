@@ -115,7 +115,7 @@ class Agreement:
         except Exception as caught:
             error = caught
         except BaseException as caught:
-            self.leave(caught)
+            self.leave(caught, step)
             raise
         self.reach(step, None, error=error)
 
@@ -144,7 +144,7 @@ class Agreement:
             raise AssertionError from caught  # an agreement on an error always raises
         except BaseException as caught:
             task.abandon(interrupted=isinstance(caught, KeyboardInterrupt))
-            self.leave(caught)
+            self.leave(caught, step)
             raise
 
     def place(self) -> tuple[Store, str]:
@@ -162,13 +162,18 @@ class Agreement:
         if len(self.ranks) > 1:
             _line(self._key)
 
-    def leave(self, cause: BaseException) -> None:
-        """Tell the others not to wait for this rank; does nothing if they know the cause."""
+    def leave(self, cause: BaseException, step: str | None = None) -> None:
+        """Tell the others not to wait for this rank; does nothing if they know the cause.
+
+        Args:
+            cause: why it leaves.
+            step: what it was doing.
+        """
         if len(self.ranks) == 1 or cause is self._raised:
             return
         with suppress(RuntimeError):  # without a store they know
             line = _line(self._key)
-            line.write("left", merge({self.rank: pack(cause)}, len(self.ranks)))
+            line.write("left", merge({self.rank: pack(cause)}, len(self.ranks), step))
             line.write("trouble", True)
         _lines.pop(self._key, None)
 
@@ -191,7 +196,7 @@ class Agreement:
                 raise agreed from error.__cause__
             raise agreed from (error if agreed is failure else failure)
         except BaseException as interrupt:
-            self.leave(interrupt)
+            self.leave(interrupt, post["step"])
             raise
 
     def _exchange(self, post: Post, decide: Callable[..., Any], limit: timedelta) -> Any:
@@ -230,7 +235,7 @@ class Agreement:
             if missing and not causes:
                 raise _absent(ended or missing, step, None if errors or ended else limit)
             if errors:
-                return {"error": merge(causes or errors, len(self.ranks)), "result": None}
+                return {"error": merge(causes or errors, len(self.ranks), step), "result": None}
             for rank, other in posts.items():
                 if other["step"] != step:
                     raise ParallelismRuntimeError(

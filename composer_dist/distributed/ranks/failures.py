@@ -20,10 +20,15 @@ def is_lost(error: BaseException | None) -> bool:
 
 def pack(error: BaseException) -> list[str]:
     """The kind and text of an error."""
-    text = str(error)
-    if not isinstance(error, ParallelismError):
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return [kind_of(error).__name__, text]
+    return [kind_of(error).__name__, in_words(error)]
+
+
+def in_words(error: BaseException) -> str:
+    """The text of an error, with its class where it is not one of ours; never empty."""
+    if isinstance(error, ParallelismError):
+        return str(error)
+    text = str(error) or ("no memory was left for it on this host" if isinstance(error, MemoryError) else "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def unpack(packed: list[str]) -> ParallelismError:
@@ -32,12 +37,17 @@ def unpack(packed: list[str]) -> ParallelismError:
     return kind_named(name)(text)
 
 
-def merge(failed: dict[int, list[str]], world: int) -> list[str]:
-    """One error from those of several ranks: each different text once, with the ranks that have it."""
+def merge(failed: dict[int, list[str]], world: int, step: str | None) -> list[str]:
+    """One error from those of several ranks: each different text once, with the ranks that have it.
+
+    Args:
+        step: what failed; an error that all ranks have alike needs neither ranks nor step.
+    """
     by_text: dict[str, list[int]] = {}
     for rank, (_, text) in failed.items():
         by_text.setdefault(text, []).append(rank)
     kind = next(iter(failed.values()))[0]
     if len(by_text) == 1 and len(failed) == world:
         return [kind, next(iter(by_text))]
-    return [kind, "\n".join(f"{ranks_named(ranks).capitalize()}: {text}" for text, ranks in by_text.items())]
+    lines = [f"{ranks_named(ranks).capitalize()}: {text}" for text, ranks in by_text.items()]
+    return [kind, "\n".join(lines) + (f" (at {step!r})" if step else "")]

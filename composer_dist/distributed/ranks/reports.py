@@ -2,11 +2,12 @@
 
 When a rank's own code raises, the others only see closed connections or a timeout. The first rank that fails
 therefore writes the reason into the store, which torchrun's agent or rank 0 holds; a rank whose collective
-fails reads it there and raises the same error. Without failures this costs nothing.
+fails reads it there and raises the same error, or names the rank whose process has ended. Without
+failures this costs nothing.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -14,38 +15,75 @@ import torch.distributed as dist
 
 from composer_dist import _torch
 from composer_dist.distributed.ranks import process_group
+from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.failures import is_lost, pack, unpack
 from composer_dist.distributed.ranks.waiting import poll
+from composer_dist.errors import ParallelismError, ParallelismRuntimeError
+from composer_dist.wording import ranks_named
 
 PATIENCE = timedelta(seconds=2)
 """How long a rank whose collective failed waits for a report."""
 
 
 @contextmanager
-def told_to_all() -> Iterator[None]:
-    """Run a body on every rank; if it fails on one, the others raise its error, which names that rank."""
+def told_to_all(doing: Callable[[], str]) -> Iterator[None]:
+    """Run a body on every rank; if it fails on one, the others raise its error, which names that rank.
+
+    Args:
+        doing: says what this rank does at the moment.
+    """
     world, rank = process_group.world_and_rank()
     if world == 1:
-        yield
+        with _noted(doing, ""):
+            yield
         return
     store = _torch.get_default_store()
     key = f"composer_dist/report/{store.add(f'composer_dist/reporting/{rank}', 1)}"
+    agreement = Agreement()
     try:
-        yield
+        with _noted(doing, f"rank {rank}, "):
+            yield
     except BaseException as error:
         if not is_lost(error) and not is_lost(error.__cause__):
             with suppress(RuntimeError):  # the store has gone with its host
-                store.compare_set(key, "", json.dumps([rank, *pack(error)]))
+                kind, text = pack(error)
+                store.compare_set(key, "", json.dumps([rank, kind, f"{text} (at {doing()!r})"]))
             raise
-        if (report := _await_report(store, key, rank)) is not None:
-            raise unpack(report) from error
+        if (reason := _await_reason(store, key, agreement, doing())) is not None:
+            raise reason from error
+        if isinstance(error, ParallelismError):
+            raise
+        text = str(error).partition("\n")[0]
+        raise ParallelismRuntimeError(
+            f"Another rank was lost at {doing()!r}; see its output. ({text})"
+        ) from error
+
+
+@contextmanager
+def _noted(doing: Callable[[], str], rank: str) -> Iterator[None]:
+    """Errors leave with a note that says where they arose."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"This was {rank}{doing()}.")
         raise
 
 
-def _await_report(store: _torch.Store, key: str, rank: int) -> list[str] | None:
-    with suppress(RuntimeError, dist.DistError):
+def _await_reason(store: _torch.Store, key: str, agreement: Agreement, step: str) -> ParallelismError | None:
+    """What another rank has reported, or which one has ended; None if nothing is known."""
+    try:
         for _ in poll(PATIENCE, lambda: "the reason"):
+            ended = agreement.lost()
             if store.check([key]):
-                other, kind, text = json.loads(store.get(key))
-                return None if other == rank else [kind, f"Rank {other}: {text}"]
+                rank, kind, text = json.loads(store.get(key))
+                return None if rank == agreement.rank else unpack([kind, f"Rank {rank}: {text}"])
+            if ended:
+                who = ranks_named(ended).capitalize()
+                return ParallelismRuntimeError(
+                    f"{who} ended while rank {agreement.rank} was at {step!r}; see the output there."
+                )
+    except (RuntimeError, dist.DistError):
+        return ParallelismRuntimeError(
+            f"The launcher or rank 0, which hosts the store, ended at {step!r}; see its output."
+        )
     return None

@@ -58,23 +58,24 @@ def test_findings_reach_the_first_rank_in_order_and_its_verdict_reaches_all() ->
 
 
 BAD = ValueError("bad")
+NO_MEMORY = "Rank 1: MemoryError: no memory was left for it on this host (at 'a step')"
 
 
 @pytest.mark.parametrize(
     ("ranks", "errors", "kind", "text"),
     [
-        (2, {1: BAD}, ParallelismValueError, "Rank 1: ValueError: bad"),
-        (2, {1: TypeError("bad")}, ParallelismTypeError, "Rank 1: TypeError: bad"),
-        (2, {1: KeyError("bad")}, ParallelismKeyError, "Rank 1: KeyError: 'bad'"),
-        (2, {1: MemoryError()}, ParallelismRuntimeError, "Rank 1: MemoryError"),
-        (2, {1: ParallelismValueError("ours")}, ParallelismValueError, "Rank 1: ours"),
-        (2, {1: CheckpointKeyError("ours")}, CheckpointKeyError, "Rank 1: ours"),
+        (2, {1: BAD}, ParallelismValueError, "Rank 1: ValueError: bad (at 'a step')"),
+        (2, {1: TypeError("bad")}, ParallelismTypeError, "Rank 1: TypeError: bad (at 'a step')"),
+        (2, {1: KeyError("bad")}, ParallelismKeyError, "Rank 1: KeyError: 'bad' (at 'a step')"),
+        (2, {1: MemoryError()}, ParallelismRuntimeError, NO_MEMORY),
+        (2, {1: ParallelismValueError("ours")}, ParallelismValueError, "Rank 1: ours (at 'a step')"),
+        (2, {1: CheckpointKeyError("ours")}, CheckpointKeyError, "Rank 1: ours (at 'a step')"),
         (4, dict.fromkeys(range(4), BAD), ParallelismValueError, "ValueError: bad"),
         (
             4,
             {1: BAD, 2: TypeError("worse"), 3: BAD},
             ParallelismValueError,
-            "Ranks 1, 3: ValueError: bad\nRank 2: TypeError: worse",
+            "Ranks 1, 3: ValueError: bad\nRank 2: TypeError: worse (at 'a step')",
         ),
     ],
 )
@@ -93,7 +94,7 @@ def test_an_error_does_not_wait_for_the_ranks_that_are_still_on_their_way() -> N
     with mock.patch.object(module, "GRACE", timedelta(seconds=0.1)):
         result = caught(body, Agreement(), {1: BAD})
     store.set("over", "")
-    assert result == (ParallelismValueError, "Rank 1: ValueError: bad")
+    assert result == (ParallelismValueError, "Rank 1: ValueError: bad (at 'a step')")
 
 
 @on_ranks(2)
@@ -150,7 +151,9 @@ def test_the_limit_is_that_of_the_process_group() -> None:
 def test_ctrl_c_on_one_rank_leaves_nobody_waiting(interrupted: int, where: str) -> None:
     results = run(interrupting, 2, interrupted, where)
     assert results[interrupted] == (KeyboardInterrupt, "")
-    assert results[1 - interrupted] == (ParallelismRuntimeError, f"Rank {interrupted}: KeyboardInterrupt")
+    kind, text = results[1 - interrupted]
+    step = "" if where == "outside" else " (at 'work')" if where == "collective" else " (at 'a step')"
+    assert (kind, text) == (ParallelismRuntimeError, f"Rank {interrupted}: KeyboardInterrupt{step}")
     run(again, 2)
 
 
@@ -194,7 +197,7 @@ def test_a_failure_among_collectives_is_raised_on_all() -> None:
         agreement.collectively("work", work)
         body(agreement, {})
 
-    assert caught(both) == (ParallelismRuntimeError, "Rank 2: MemoryError: no room")
+    assert caught(both) == (ParallelismRuntimeError, "Rank 2: MemoryError: no room (at 'work')")
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])

@@ -34,12 +34,17 @@ def fails_elsewhere(error: Exception, kind: type[ParallelismError], **options: A
 @pytest.mark.parametrize(
     ("error", "kind", "options", "text"),
     [
-        (ValueError("a label of 17"), ParallelismValueError, {}, "Rank 1: ValueError: a label of 17"),
+        (
+            ValueError("a label of 17"),
+            ParallelismValueError,
+            {},
+            "Rank 1: ValueError: a label of 17 (at 'the loss of batch 2')",
+        ),
         pytest.param(
             torch.OutOfMemoryError("CUDA out of memory (injected)"),
             ParallelismRuntimeError,
             {"device_train_microbatch_size": "auto"},  # settled by then
-            "Rank 1: OutOfMemoryError: CUDA out of memory (injected)",
+            "OutOfMemoryError: CUDA out of memory (injected)",
             marks=[recovers, pytest.mark.promise(99)],
         ),
     ],
@@ -49,9 +54,41 @@ def test_the_others_say_what_the_first_one_said(
 ) -> None:
     with pytest.raises(WorkerError) as caught:
         world2(fails_elsewhere, error, kind, **options)
-    assert caught.value.results == {0: text}
+    assert caught.value.results == {0: f"Rank 1: {text} (at 'the loss of batch 2')"}
 
 
 def test_alone_an_error_is_itself() -> None:
-    with pytest.raises(KeyError), told_to_all():
+    with pytest.raises(KeyError) as caught, told_to_all(lambda: "the loss of batch 2"):
         raise KeyError("x")
+    assert caught.value.__notes__ == ["This was the loss of batch 2."]
+
+
+def ends_without_a_word(event: str) -> str:
+    """Rank 1 trains a while, and then its process exits with status 0 in the middle of a batch."""
+    trainer, _ = quiet(
+        tagger(), train_dataloader=[joined(tagged(3))] * 4, parallelism_config="fsdp", gradient_clipping=1.0
+    )
+    trainer.fit(duration="2ba")
+    if dist.get_rank() == 1:
+        setattr(trainer.callbacks[0], event, lambda state, logger: os._exit(0))
+    with pytest.raises(ParallelismRuntimeError) as caught:
+        trainer.fit(duration="1ba")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("event", "where"),
+    [
+        ("before_dataloader", "the data"),
+        ("before_backward", "the backward"),
+        ("after_train_batch", "clipping and the optimizer step"),
+    ],
+)
+def test_a_rank_that_ends_without_a_word_is_named_with_the_step(
+    world2: World, event: str, where: str
+) -> None:
+    with pytest.raises(WorkerError) as caught:
+        world2(ends_without_a_word, event)
+    assert caught.value.results == {
+        0: f"Rank 1 ended while rank 0 was at '{where} of batch 2'; see the output there."
+    }
