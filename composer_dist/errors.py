@@ -135,3 +135,13 @@ def kind_of(error: BaseException) -> type[ParallelismError]:
 def kind_named(name: str) -> type[ParallelismError]:
     """The inverse of `kind_of(error).__name__`."""
     return next((kind for kind in _KINDS if kind.__name__ == name), ParallelismRuntimeError)
+
+
+def in_words(error: BaseException) -> str:
+    """The text of an error, with its class where it is not one of ours; never empty."""
+    if isinstance(error, ParallelismError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = str(error) or ("no memory was left for it on this host" if isinstance(error, MemoryError) else "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,7 +1,7 @@
 """The command line, `composer-dist`; each command has its own file.
 
-Exit statuses: 0 done, 1 failed with the reason on standard error, 2 wrong usage, 130 Ctrl-C. Commands import
-heavy packages when they need them, so that `--help` answers at once.
+Exit statuses: 0 done, 1 failed, 2 the call or a file that it names is wrong, 130 Ctrl-C; the reason is the
+last thing on standard error. Commands import heavy packages when they need them, so that `--help` is quick.
 """
 
 from typing import Annotated, Any
@@ -10,8 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from composer_dist import __version__
-from composer_dist.cli import convert, doctor, init, train
-from composer_dist.errors import ParallelismError
+from composer_dist.cli import convert, doctor, failures, init, train
 
 
 class Commands(TyperGroup):
@@ -24,17 +23,9 @@ class Commands(TyperGroup):
         except Exception as error:
             if ctx.params.get("debug") or _is_typers_own(error):
                 raise
-            typer.echo(f"composer-dist {ctx.invoked_subcommand}: {explain(error)}", err=True)
-            raise typer.Exit(1) from error
-
-
-def explain(error: Exception) -> str:
-    """What went wrong, in words; with its kind where the error is not one of ours."""
-    if isinstance(error, ParallelismError):
-        return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return f"{type(error).__name__}: {error} (composer-dist --debug ... shows where)"
+            command = f"composer-dist {ctx.invoked_subcommand}"
+            typer.echo(failures.described(error, command, debug=False), err=True)
+            raise typer.Exit(failures.status_of(error)) from error
 
 
 def _is_typers_own(error: Exception) -> bool:

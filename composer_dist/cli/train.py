@@ -2,7 +2,6 @@
 
 import logging
 import os
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from composer_dist.cli import failures
+from composer_dist.errors import ParallelismError
 
 EXAMPLES = """
 Examples:
@@ -26,13 +28,14 @@ Exit status:
 
   0    trained
   1    the run failed
-  2    the configuration or the call is wrong
+  2    the call or the configuration is wrong, or names what cannot be used
   130  Ctrl-C; a second one exits immediately
   143  SIGTERM, as before a preemption; with checkpoints the run is saved first
 """
 
 
 def train(
+    context: typer.Context,
     config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
     overrides: Annotated[
         list[str] | None,
@@ -47,17 +50,19 @@ def train(
 ) -> None:
     """Train what a configuration describes."""
     _hush()
+    debug = bool(context.find_root().params.get("debug"))
     if dry_run:
-        with _told():
+        with _told(debug):
             typer.echo(_plan(config, overrides, processes))
     elif processes is not None and processes > 1:
         from composer_dist.cli.launch import launch_local
 
         _refuse_a_launcher_inside_another()
-        command = ["-m", "composer_dist", "train", str(config), *(overrides or [])]
+        command = ["-m", "composer_dist", *(["--debug"] if debug else []), "train", str(config)]
+        command += overrides or []
         raise typer.Exit(launch_local(processes, [*command, "--launched", str(os.getpid())]))
     else:
-        with _told(launched):
+        with _told(debug, launched):
             _run(config, overrides)
 
 
@@ -75,17 +80,21 @@ def _run(config: Path, overrides: list[str] | None) -> None:
 
 def _plan(config: Path, overrides: list[str] | None, processes: int | None) -> str:
     from composer_dist.recipe.dry_run import describe
+    from composer_dist.recipe.problems import blamed_on
     from composer_dist.recipe.read import read_configuration
 
     world = processes or int(os.environ.get("WORLD_SIZE") or 1)
-    return describe(read_configuration(config, overrides or []), world)
+    configuration = read_configuration(config, overrides or [])
+    with blamed_on(configuration.document):
+        return describe(configuration, world)
 
 
 @contextmanager
-def _told(launcher: int | None = None) -> Iterator[None]:
+def _told(debug: bool, launcher: int | None = None) -> Iterator[None]:
     """Errors end the command with their text, and with the traceback where they come from the user's code.
 
     Args:
+        debug: print the whole traceback of any error.
         launcher: the id of the process whose `launch_local` started this one; it reports the error instead.
     """
     from composer_dist.cli import interrupt
@@ -105,15 +114,12 @@ def _told(launcher: int | None = None) -> Iterator[None]:
     except Exception as error:
         if ctrl_c.received:
             raise typer.Exit(interrupt.EXIT_STATUS) from None
-        from composer_dist.recipe.problems import ConfigurationError
-
-        wrong_input = isinstance(error, ConfigurationError)
-        text = str(error) if wrong_input else _failure(error)
+        status, text = _outcome(error, debug)
         if launcher is not None:
             report_failure(text)
-        elif not wrong_input or os.environ.get("RANK", "0") == "0":  # all ranks find the same
+        elif status == failures.FAILED or os.environ.get("RANK", "0") == "0":  # else all ranks find the same
             typer.echo(text, err=True)
-        raise typer.Exit(2 if wrong_input else 1) from None
+        raise typer.Exit(status) from None
     finally:
         warnings.formatwarning = shown
 
@@ -125,23 +131,17 @@ def _as_a_line(
     return f"{category.__name__}: {message}\n"
 
 
-def _failure(error: BaseException) -> str:
-    """What failed, and on which rank; our own errors name the rank themselves."""
-    from composer_dist.errors import ParallelismError
+def _outcome(error: Exception, debug: bool) -> tuple[int, str]:
+    """The exit status and the text; our own errors name the rank themselves."""
+    from composer_dist.recipe.problems import ConfigurationError
 
+    wrong = isinstance(error, ConfigurationError) and not failures.users_frames(error)
+    if wrong and not debug:
+        return failures.WRONG_CALL, str(error)
     rank = None if isinstance(error, ParallelismError) else os.environ.get("RANK")
-    where = "" if rank is None else f", rank {rank}"
-    return f"{_origin(error)}composer-dist train{where}: {error}"
-
-
-def _origin(error: BaseException) -> str:
-    """The traceback of the first cause that is not one of our errors, if there is one."""
-    from composer_dist.errors import ParallelismError
-
-    cause: BaseException | None = error
-    while isinstance(cause, ParallelismError):
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    return "" if cause is None else "".join(traceback.format_exception(cause, chain=False))
+    command = "composer-dist train" + ("" if rank is None else f", rank {rank}")
+    status = failures.WRONG_CALL if wrong else failures.FAILED
+    return status, failures.described(error, command, debug)
 
 
 def _refuse_a_launcher_inside_another() -> None:

@@ -13,6 +13,7 @@ from composer_dist.distributed import process_group
 from composer_dist.errors import CheckpointError, CheckpointValueError, ParallelismValueError, kind_of
 from composer_dist.recipe import named
 from composer_dist.recipe.data import datasets, loader
+from composer_dist.recipe.foreign import blaming
 from composer_dist.recipe.models import build_model
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import HubModel, Run
@@ -90,7 +91,8 @@ def optimizer_of(run: Run, model: ComposerModel, configuration: Configuration) -
     """An optimizer of the parameters that train."""
     kind = named.find("optimizer", named.OPTIMIZERS, run.optimizer.name, configuration.folder)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    made: Optimizer = kind(trainable, **run.optimizer.arguments)
+    with blaming(f"optimizer {run.optimizer.name!r}"):
+        made: Optimizer = kind(trainable, **run.optimizer.arguments)
     return made
 
 
@@ -104,7 +106,8 @@ def scheduler_of(run: Run, optimizer: Optimizer, configuration: Configuration, e
         return [kind(**arguments)]
     for name in named.WHOLE_RUN.intersection(known_names(kind)).difference(arguments):
         arguments[name] = batches(run.trainer.get("max_duration"), epoch)
-    return [kind(optimizer, **arguments)]
+    with blaming(f"scheduler {run.scheduler.name!r}"):
+        return [kind(optimizer, **arguments)]
 
 
 @contextmanager

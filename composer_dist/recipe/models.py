@@ -9,6 +9,14 @@ from torch import nn
 from composer_dist.distributed import init_context, meta_init, process_group
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier, ComposerModel, HuggingFaceModel
+from composer_dist.recipe.foreign import (
+    blaming,
+    check_kind,
+    check_positions,
+    check_vocabulary,
+    from_hub,
+    targets,
+)
 from composer_dist.recipe.named import resolve
 from composer_dist.recipe.nf4 import quantize
 from composer_dist.recipe.schema import HubModel, ModuleModel, Run
@@ -62,7 +70,8 @@ def build_model(run: Run, tokenizer: Any, folder: Path, *, empty: bool = False) 
             _write_base(built, tokenizer, run.out / "base")
         if model.quantize is not None:
             quantize(built)
-        return HuggingFaceModel(built, tokenizer, peft_config=_peft_config(model))
+        with blaming(f"model.adapter (the model's linear layers are {targets(built)})"):
+            return HuggingFaceModel(built, tokenizer, peft_config=_peft_config(model))
 
 
 def hub_config(model: HubModel, tokenizer: Any) -> Any:
@@ -74,8 +83,10 @@ def hub_config(model: HubModel, tokenizer: Any) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if model.pretrained is not None:
-        return AutoConfig.from_pretrained(model.pretrained)
+        with from_hub("model.pretrained", model.pretrained):
+            return AutoConfig.from_pretrained(model.pretrained)
     given = dict(model.config or {})
+    check_vocabulary(given, tokenizer)
     kind = CONFIG_MAPPING[given.pop("model_type")]
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
     defaults = {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in names}
@@ -91,17 +102,22 @@ def _hub_model(run: Run, model: HubModel, tokenizer: Any, real: bool) -> Any:
 
     auto = getattr(transformers, _AUTO[model.kind])
     config = hub_config(model, tokenizer)
+    check_kind(model, config)
     if model.kind == "sequence_classification" and hasattr(run.data, "classes"):
         labels = list(run.data.classes)
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
     dtype = getattr(torch, model.dtype) if model.dtype else None
     if real and model.pretrained is not None:
-        return auto.from_pretrained(model.pretrained, config=config, dtype=dtype or "auto")
+        with from_hub("model.pretrained", model.pretrained):
+            read = auto.from_pretrained(model.pretrained, config=config, dtype=dtype or "auto")
+        check_positions(read, getattr(run.data, "context", None))
+        return read
     if model.pretrained is not None and dtype is None:
         dtype = config.dtype  # of the files
-    with init_context(dtype=dtype):
+    with init_context(dtype=dtype), blaming(f"model: {type(config).__name__} cannot be built"):
         built = auto.from_config(config, dtype=dtype or torch.float32)
+    check_positions(built, getattr(run.data, "context", None))
     if real:
         meta_init(built)
     return built

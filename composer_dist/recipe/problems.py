@@ -8,12 +8,39 @@ import pydantic
 
 from composer_dist.config.explain import explain
 from composer_dist.config.yaml import KeyPath
-from composer_dist.errors import ParallelismError, ParallelismValueError
+from composer_dist.errors import (
+    CheckpointKeyError,
+    CheckpointValueError,
+    ParallelismError,
+    ParallelismKeyError,
+    ParallelismTypeError,
+    ParallelismValueError,
+)
 from composer_dist.recipe.source import Document, Problem
 
 
 class ConfigurationError(ParallelismValueError):
     """A configuration that cannot be run; says everything that is wrong with it, and where."""
+
+
+@contextmanager
+def blamed_on(document: Document) -> Iterator[None]:
+    """What cannot be made as the configuration asks is its fault, and not the run's."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except _FAULTS as error:
+        raise ConfigurationError(f"{document.source}: {error}") from error
+
+
+_FAULTS = (
+    ParallelismValueError,
+    ParallelismTypeError,
+    ParallelismKeyError,
+    CheckpointValueError,
+    CheckpointKeyError,
+)
 
 
 class Problems:

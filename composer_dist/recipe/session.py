@@ -9,6 +9,7 @@ from composer_dist.checkpoint import export_pretrained, full_model_state
 from composer_dist.distributed import process_group
 from composer_dist.models import ComposerClassifier
 from composer_dist.recipe.build import Session, build
+from composer_dist.recipe.problems import blamed_on
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import ModuleModel
 from composer_dist.trainer import EMA, Time
@@ -20,7 +21,8 @@ def run(configuration: Configuration) -> None:
     Raises:
         ParallelismError: on every rank, whatever went wrong on any of them.
     """
-    session = build(configuration)
+    with blamed_on(configuration.document):
+        session = build(configuration)
     try:
         trainer = session.trainer
         _say(f"{trainer.preparation or ''}")

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from composer_dist.errors import ParallelismValueError
+from composer_dist.recipe.foreign import blaming
 
 IGNORED = -100
 """The label that losses skip, as everywhere in transformers."""
@@ -66,7 +67,8 @@ def _of_dataset(dataset: str = "", column: str = "text", split: str = "train", *
         raise ParallelismValueError(
             "Reading a data set from the hub needs datasets: pip install 'composer_dist[data]'."
         ) from None
-    loaded: Any = load_dataset(dataset, split=split, **arguments)
+    with blaming(f"The data set {dataset!r} cannot be loaded"):
+        loaded: Any = load_dataset(dataset, split=split, **arguments)
     if column not in loaded.column_names:
         raise ParallelismValueError(
             f"{dataset} has no column {column!r}; it has {', '.join(loaded.column_names)}."

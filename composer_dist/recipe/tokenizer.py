@@ -9,7 +9,10 @@ def tokenizer_named(name: str) -> Any:
         return byte_tokenizer()
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name)
+    from composer_dist.recipe.foreign import from_hub
+
+    with from_hub("model.tokenizer", name):
+        return AutoTokenizer.from_pretrained(name)
 
 
 def byte_tokenizer() -> Any:

@@ -9,20 +9,21 @@ import typer
 from typer.testing import CliRunner
 
 from composer_dist import __version__
+from composer_dist.cli import failures
 from composer_dist.cli import main as cli
 from composer_dist.errors import CheckpointValueError
 
 FAILURES: dict[str, tuple[BaseException, int, str]] = {
-    "ours": (CheckpointValueError("the file is cut short"), 1, "composer-dist fail: the file is cut short\n"),
+    "ours": (CheckpointValueError("the file is cut short"), 2, "composer-dist fail: the file is cut short\n"),
     "os": (
         FileNotFoundError(2, "No such file or directory", "there.pt"),
-        1,
+        2,
         "composer-dist fail: there.pt: No such file or directory\n",
     ),
     "bug": (
         ZeroDivisionError("division by zero"),
         1,
-        "ZeroDivisionError: division by zero (composer-dist --debug ... shows where)\n",
+        "ZeroDivisionError: division by zero\nTo see where it comes from: composer-dist --debug ...\n",
     ),
     "usage": (typer.BadParameter("neither one nor two"), 2, "neither one nor two"),
     "exit": (typer.Exit(7), 7, ""),
@@ -32,7 +33,8 @@ FAILURES: dict[str, tuple[BaseException, int, str]] = {
 
 
 @pytest.fixture
-def app() -> typer.Typer:
+def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
+    monkeypatch.setattr(failures, "_is_users", lambda file: False)  # this file stands for ours
     made = typer.Typer(cls=cli.Commands, pretty_exceptions_enable=False)
     made.callback()(cli.options)
 

@@ -29,8 +29,9 @@ def data():
 """
 
 
-def call(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["train", *map(str, arguments)], prog_name="composer-dist")
+def call(*arguments: object, debug: bool = False) -> tuple[int, str, str]:
+    command = [*(["--debug"] if debug else []), "train", *map(str, arguments)]
+    result = CliRunner().invoke(app, command, prog_name="composer-dist")
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -111,6 +112,20 @@ def test_errors_of_the_users_own_code_show_where_they_come_from(tmp_path: Path) 
     assert status == 1
     assert 'mine.py", line 8, in data' in told
     assert told.endswith("composer-dist train: ZeroDivisionError: division by zero\n")
+    assert "composer_dist/" not in told
+    _, _, told = call(tmp_path / "mine.yaml", f"out={tmp_path / 'out'}", debug=True)
+    assert "composer_dist/recipe/data.py" in told
+
+
+def test_errors_in_training_say_where_and_show_no_frames_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    (tmp_path / "mine.py").write_text(CODE.replace("super().__init__(3, 2)", "super().__init__(4, 2)"))
+    status, _, told = call(tmp_path / "mine.yaml", f"out={tmp_path / 'out'}")
+    assert status == 1
+    assert "Traceback" not in told
+    assert (
+        "mat1 and mat2 shapes cannot be multiplied (4x3 and 4x2)\nThis was the forward of batch 0.\n" in told
+    )
 
 
 @pytest.mark.slow
@@ -137,7 +152,7 @@ def test_a_run_resumes_and_exports_the_averages(tmp_path: Path) -> None:
     assert f"Resuming from {tmp_path}/averaged/checkpoints/ep0-ba2 at batch 2.\n" in told
     assert "has already reached trainer.max_duration=4ba" in call(*averaged, "trainer.max_duration=4ba")[2]
     status, _, told = call(*averaged, "trainer.max_duration=5ba", "model.arguments.width=8")
-    assert status == 1
+    assert status == 2
     assert "To start over, choose another out than" in told
     first = call(*run, f"out={tmp_path / 'first'}", "trainer.max_duration=1ba")
     assert first[0] == 0, first

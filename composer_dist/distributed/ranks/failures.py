@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from composer_dist.errors import ParallelismError, kind_named, kind_of
+from composer_dist.errors import ParallelismError, in_words, kind_named, kind_of
 from composer_dist.wording import ranks_named
 
 
@@ -21,14 +21,6 @@ def is_lost(error: BaseException | None) -> bool:
 def pack(error: BaseException) -> list[str]:
     """The kind and text of an error."""
     return [kind_of(error).__name__, in_words(error)]
-
-
-def in_words(error: BaseException) -> str:
-    """The text of an error, with its class where it is not one of ours; never empty."""
-    if isinstance(error, ParallelismError):
-        return str(error)
-    text = str(error) or ("no memory was left for it on this host" if isinstance(error, MemoryError) else "")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def unpack(packed: list[str]) -> ParallelismError:

@@ -152,7 +152,9 @@ def test_ctrl_c_on_one_rank_leaves_nobody_waiting(interrupted: int, where: str) 
     results = run(interrupting, 2, interrupted, where)
     assert results[interrupted] == (KeyboardInterrupt, "")
     kind, text = results[1 - interrupted]
-    step = "" if where == "outside" else " (at 'work')" if where == "collective" else " (at 'a step')"
+    step = (
+        "" if where == "outside" else " (at 'work')" if where in ("collective", "wait") else " (at 'a step')"
+    )
     assert (kind, text) == (ParallelismRuntimeError, f"Rank {interrupted}: KeyboardInterrupt{step}")
     run(again, 2)
 

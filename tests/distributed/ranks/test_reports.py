@@ -34,12 +34,7 @@ def fails_elsewhere(error: Exception, kind: type[ParallelismError], **options: A
 @pytest.mark.parametrize(
     ("error", "kind", "options", "text"),
     [
-        (
-            ValueError("a label of 17"),
-            ParallelismValueError,
-            {},
-            "Rank 1: ValueError: a label of 17 (at 'the loss of batch 2')",
-        ),
+        (ValueError("a label of 17"), ParallelismValueError, {}, "ValueError: a label of 17"),
         pytest.param(
             torch.OutOfMemoryError("CUDA out of memory (injected)"),
             ParallelismRuntimeError,

@@ -1,0 +1,160 @@
+"""What transformers, peft and datasets reject, in words that name the key and the remedy."""
+
+import os
+import re
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from composer_dist.errors import ParallelismError, ParallelismValueError
+from composer_dist.recipe.schema import Arguments, HubModel
+from composer_dist.wording import listed
+
+_TOKENIZERS = ("tokenizer*", "vocab*", "spiece*", "*.model")
+_MAPPINGS = {
+    "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING",
+    "sequence_classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+}
+
+
+@contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """Errors of libraries become ours, about `what`.
+
+    Raises:
+        ParallelismValueError: what a library says, without its class and its advice.
+    """
+    try:
+        yield
+    except ParallelismError:
+        raise
+    except Exception as error:  # each library has kinds of its own
+        text = textwrap.shorten(str(error).strip().partition("\n")[0], 300, placeholder=" ...")
+        raise ParallelismValueError(f"{what}: {text or type(error).__name__}") from error
+
+
+@contextmanager
+def from_hub(key: str, name: str) -> Iterator[None]:
+    """Inside, transformers reads what `key` names: a directory, or a name on the Hugging Face hub.
+
+    Raises:
+        ParallelismValueError: it is not there, or not readable; names the file where one is cut short.
+    """
+    path, what = Path(name).expanduser(), f"{key}={name}"
+    if path.is_dir():
+        _check_files(key, what, path)
+    elif path.exists():
+        raise ParallelismValueError(f"{what} is a file: give the directory of the model.")
+    elif not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise ParallelismValueError(f"{what}: there is no such directory (seen from {Path.cwd()}).")
+    try:
+        yield
+    except ParallelismError:
+        raise
+    except Exception as error:
+        if path.is_dir():
+            _check_safetensors(what, path)
+            with blaming(what):
+                raise
+        if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
+            hub = "HF_HUB_OFFLINE is set, so only models that are in the cache already can be used"
+        else:
+            hub = textwrap.shorten(str(error).partition("\n")[0], 300, placeholder=" ...")
+        raise ParallelismValueError(
+            f"{what}: there is no such directory (seen from {Path.cwd()}), and the Hugging Face hub does not "
+            f"give a model of this name: {hub}"
+        ) from error
+
+
+def _check_files(key: str, what: str, path: Path) -> None:
+    """A directory must have what `key` needs."""
+    there = listed(sorted(file.name for file in path.iterdir())) or "no file at all"
+    if key == "model.tokenizer":
+        if not any(file for pattern in _TOKENIZERS for file in path.glob(pattern)):
+            raise ParallelismValueError(
+                f"{what}: the directory has no tokenizer; it has {there}. 'bytes' needs none."
+            )
+    elif not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise ParallelismValueError(
+                f"{what} is an adapter of peft, not a model: merge it into its model first (peft's "
+                "merge_and_unload, or export: merged in its run), and give that directory."
+            )
+        raise ParallelismValueError(f"{what}: the directory has no config.json of a model; it has {there}.")
+
+
+def _check_safetensors(what: str, path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ParallelismValueError(
+                f"{what}: {file.name} is corrupt or cut short ({error}); copy or download it again."
+            ) from error
+
+
+def check_kind(model: HubModel, config: Any) -> None:
+    """Raises unless transformers has a model of this kind for the configuration.
+
+    Raises:
+        ParallelismValueError: names the kinds that there are.
+    """
+    import transformers
+
+    kinds = [kind for kind, name in _MAPPINGS.items() if type(config) in getattr(transformers, name)]
+    if model.kind not in kinds:
+        found = f"only as {' or '.join(kinds)}" if kinds else "in no kind that a run can train"
+        raise ParallelismValueError(
+            f"model.kind={model.kind}: transformers has {config.model_type!r} {found}."
+        )
+
+
+def check_vocabulary(config: Arguments, tokenizer: Any) -> None:
+    """Raises if a new model would have fewer tokens than the tokenizer.
+
+    Raises:
+        ParallelismValueError: names both numbers.
+    """
+    rows = config.get("vocab_size", len(tokenizer))
+    if rows < len(tokenizer):
+        raise ParallelismValueError(
+            f"model.config.vocab_size is {rows}, but the tokenizer has {len(tokenizer)} tokens; without "
+            "vocab_size the model gets as many."
+        )
+
+
+def check_positions(model: nn.Module, context: int | None) -> None:
+    """Raises if the data's samples are longer than the model's table of positions.
+
+    Raises:
+        ParallelismValueError: names the table, both sizes and the keys.
+    """
+    for name, table in model.named_modules():
+        last = name.rpartition(".")[2]
+        if not isinstance(table, nn.Embedding) or not re.search(r"^wpe$|(?<!relative_)position", last):
+            continue
+        reserved = table.padding_idx + 1 if table.padding_idx is not None else getattr(table, "offset", 0)
+        positions = table.num_embeddings - reserved
+        if context is not None and context > positions:
+            raise ParallelismValueError(
+                f"data.context is {context}, but {name} has only {positions} positions: lower "
+                "data.context, or give a new model more of them (max_position_embeddings, n_positions)."
+            )
+
+
+def targets(model: nn.Module) -> str:
+    """The names of a model's linear layers, of which adapters are targets."""
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    }
+    return listed(sorted(names), 12)
