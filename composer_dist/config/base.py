@@ -34,6 +34,9 @@ class FromDict:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "arbitrary_types_allowed": True}
 
+    foreign_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys of other libraries to a sentence that says what they are called here."""
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build this configuration from a dictionary; nested configurations may be dictionaries too.
@@ -48,7 +51,7 @@ class FromDict:
         except pydantic.ValidationError as error:
             lines = [
                 f"{'.'.join([cls.__name__, *map(str, path)])}: {text}"
-                for path, text in explain(cls, values, error)
+                for path, text in explain(cls, values, error, lambda name: cls.foreign_keys.get(name, ""))
             ]
             raise ParallelismValueError("\n".join(lines)) from None
 

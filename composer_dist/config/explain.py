@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer_dist.wording import near_miss
@@ -19,8 +19,17 @@ _MISSING = {"missing", "missing_argument"}
 _MAPPINGS = {"dict_type", "model_type", "model_attributes_type", "dataclass_type"}
 
 
-def explain(schema: Any, values: Any, error: pydantic.ValidationError) -> Iterator[tuple[KeyPath, str]]:
-    """Each rejected value's key path and one reason, even if several alternatives of its type rejected it."""
+def explain(
+    schema: Any, values: Any, error: pydantic.ValidationError, hint: Callable[[str], str] = lambda name: ""
+) -> Iterator[tuple[KeyPath, str]]:
+    """Each rejected value's key path and one reason, even if several alternatives of its type rejected it.
+
+    Args:
+        schema: what rejected the values.
+        values: what the user wrote.
+        error: pydantic's.
+        hint: a sentence about an unknown key, in place of the closest valid one; empty if there is none.
+    """
     found: dict[KeyPath, list[dict[str, Any]]] = {}
     for one in error.errors(include_url=False):
         unnamed = one["type"] in _UNKNOWN | _MISSING
@@ -30,10 +39,11 @@ def explain(schema: Any, values: Any, error: pydantic.ValidationError) -> Iterat
         plain = [one for one in errors if one["type"] != "is_instance_of"]
         if plain or not any(path != where and path[: len(where)] == where for path in found):
             known = _keys(schema, where[:-1], values)
-            yield where, _text(plain or errors, str(where[-1]) if where else "", known)
+            name = str(where[-1]) if where else ""
+            yield where, _text(plain or errors, name, known, hint)
 
 
-def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str]) -> str:
+def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str], hint: Callable[[str], str]) -> str:
     said: list[str] = []
     expected: list[str] = []
     for error in errors:
@@ -41,7 +51,7 @@ def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str]) -> str:
         match error["type"]:
             case kind if kind in _UNKNOWN:
                 valid = f" Valid keys: {', '.join(known)}" if known else ""
-                said.append(f"unknown key {name!r}.{near_miss(name, known) or valid}")
+                said.append(f"unknown key {name!r}.{hint(name) or near_miss(name, known) or valid}")
             case kind if kind in _MISSING:
                 said.append(f"{name!r} is missing")
             case "union_tag_not_found":

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pydantic
@@ -16,6 +17,7 @@ from composer_dist.errors import (
     ParallelismTypeError,
     ParallelismValueError,
 )
+from composer_dist.recipe.foreign_keys import hint
 from composer_dist.recipe.source import Document, Problem
 
 
@@ -70,9 +72,15 @@ class Problems:
         try:
             return pydantic.TypeAdapter(schema).validate_python(values)
         except pydantic.ValidationError as error:
-            for where, text in explain(schema, values, error):
+            for where, text in explain(schema, values, error, partial(self._hint, path)):
                 self.add(text, *path, *where)
         return None
+
+    def _hint(self, path: KeyPath, name: str) -> str:
+        """What another library's key is called here; a function of the user has arguments of its own."""
+        if "arguments" in path or path[:1] == ("callbacks",):
+            return ""
+        return hint(name, str(path[0]) if path else "")
 
     def settle(self) -> None:
         """Raises a ConfigurationError with all problems, each with its line, if there are any."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import yaml
 from torch import nn
@@ -60,6 +60,12 @@ class NoImprovement(FromDict):
 class Phase(FromDict):
     """A part of fine-tuning: which parameters join those already trained, and for how long."""
 
+    foreign_keys: ClassVar[Mapping[str, str]] = {
+        "max_transition_epoch": " Here it is until, such as '2ep', or at_most of a NoImprovement.",
+        "new_optimizer": " One optimizer trains all phases.",
+        "new_lr_scheduler": " One scheduler is for all phases; lr is the rate of a phase's own parameters.",
+    }
+    """The Fine-Tuning Scheduler's."""
     params: str | Sequence[str]
     """Names of parameters or of modules, `"re:..."` patterns that match a whole name of either, or
     `"rest"`: all that no phase names."""

@@ -1,0 +1,67 @@
+"""Keys of other libraries' configurations are told what they are called here."""
+
+from pathlib import Path
+
+import pytest
+
+from composer_dist.cli.init import PRESETS
+from composer_dist.errors import ParallelismValueError
+from composer_dist.recipe.problems import ConfigurationError
+from composer_dist.recipe.read import read_configuration
+from composer_dist.trainer import load_schedule
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("learning_rate", "Here it is optimizer.lr"),
+        ("lr", "Here it is optimizer.lr"),
+        ("trainer.lr", "Here it is optimizer.lr"),
+        ("optimizer.learning_rate", "Here it is optimizer.lr"),
+        ("num_train_epochs", "Here it is trainer.max_duration, such as '3ep'"),
+        ("trainer.max_epochs", "Here it is trainer.max_duration"),
+        ("max_steps", "Here it is trainer.max_duration"),
+        ("gradient_accumulation_steps", "Here it is trainer.device_train_microbatch_size"),
+        ("trainer.accumulate_grad_batches", "Here it is trainer.device_train_microbatch_size"),
+        ("per_device_train_batch_size", "Here it is data.batch_size"),
+        ("bf16", "Here it is trainer.precision"),
+        ("mixed-precision", "Here it is trainer.precision"),
+        ("max_grad_norm", "Here it is trainer.gradient_clipping"),
+        ("warmup_steps", "Here it is scheduler.t_warmup"),
+        ("output_dir", "Here it is out"),
+        ("logdir", "Here it is out"),
+        ("loggers.file.logdir", "Here it is out"),
+        ("save_steps", "Here it is checkpoints.interval"),
+        ("trainer.save_interval", "Here it is checkpoints.interval"),
+        ("eval_steps", "Here it is trainer.eval_interval"),
+        ("resume_from_checkpoint", "Here it is resume: true"),
+        ("dataloader_num_workers", "Here it is data.workers"),
+        ("max_seq_length", "Here it is data.context"),
+        ("gradient_checkpointing", "Here it is parallelism: {activation_checkpointing: true}"),
+        ("devices", "composer-dist train ... -n 2"),
+        ("model_name_or_path", "Here it is model.pretrained"),
+        ("phases.ft_schedule", "Here it is phases.schedule"),
+        ("precision", "It belongs in trainer: write trainer.precision"),
+        ("trainer.callbacks", "It belongs at the top of the file: callbacks"),
+        ("trainer.gradient_cliping", "Did you mean 'gradient_clipping'?"),
+    ],
+)
+def test_a_key_of_another_library(key: str, said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read_configuration(PRESETS / "lora.yaml", [f"{key}=1"])
+    assert f"{key}: unknown key '{key.rpartition('.')[2]}'. " in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_schedule_of_the_fine_tuning_scheduler(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.yaml"
+    file.write_text("0: {params: [head], max_transition_epoch: 3}\n1: {params: rest, new_optimizer: {}}\n")
+    with pytest.raises(ParallelismValueError) as caught:
+        load_schedule(file)
+    assert "unknown key 'max_transition_epoch'. Here it is until, such as '2ep'" in str(caught.value)
+    assert "unknown key 'new_optimizer'. One optimizer trains all phases." in str(caught.value)
+
+
+def test_arguments_of_the_users_own_functions_are_the_users() -> None:
+    with pytest.raises(ConfigurationError, match="model.arguments.lr: unknown key 'lr'. Valid keys: width"):
+        read_configuration(PRESETS / "vision.yaml", ["model.arguments.lr=1"])
