@@ -58,24 +58,36 @@ def train(
         from composer_dist.cli.launch import launch_local
 
         _refuse_a_launcher_inside_another()
+        _announce(config, overrides, processes)
         command = ["-m", "composer_dist", *(["--debug"] if debug else []), "train", str(config)]
         command += overrides or []
         raise typer.Exit(launch_local(processes, [*command, "--launched", str(os.getpid())]))
     else:
         with _told(debug, launched):
-            _run(config, overrides)
+            _run(config, overrides, announced=launched is not None)
 
 
-def _run(config: Path, overrides: list[str] | None) -> None:
+def _run(config: Path, overrides: list[str] | None, announced: bool) -> None:
     """One process of a run."""
     from composer_dist.distributed.ranks.launcher_variables import torchrun_variables
-    from composer_dist.recipe.read import read_configuration
 
     os.environ.update(torchrun_variables(os.environ))
+    if not announced and os.environ.get("RANK", "0") == "0":
+        _announce(config, overrides, None)
+    from composer_dist.recipe.read import read_configuration
+
     configuration = read_configuration(config, overrides or [])
     from composer_dist.recipe.session import run
 
     run(configuration)
+
+
+def _announce(config: Path, overrides: list[str] | None, processes: int | None) -> None:
+    """Say at once what will be done: what follows takes seconds before it prints anything."""
+    from composer_dist.cli.announce import announcement
+
+    if text := announcement(config, overrides or [], processes):
+        typer.echo(text, err=True)
 
 
 def _plan(config: Path, overrides: list[str] | None, processes: int | None) -> str:

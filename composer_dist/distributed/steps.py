@@ -43,6 +43,7 @@ from composer_dist.distributed.wishes import CheckFn, Request, WrapPolicy
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.precision import Precision, require_fp8
 from composer_dist.structure.check_shared import check_aliasing
+from composer_dist.structure.families import quiet_imports
 from composer_dist.structure.structure import Held, Structure, read_structure
 from composer_dist.tensors.inner import encoded
 
@@ -59,7 +60,7 @@ def init_context(empty: bool = True, dtype: torch.dtype | None = None) -> Iterat
     try:
         if dtype is not None:
             torch.set_default_dtype(dtype)
-        with torch.device("meta") if empty else nullcontext():
+        with torch.device("meta") if empty else nullcontext(), quiet_imports():
             yield
     finally:
         torch.set_default_dtype(before)

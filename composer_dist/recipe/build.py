@@ -18,6 +18,7 @@ from composer_dist.recipe.models import build_model
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import HubModel, Run
 from composer_dist.recipe.signature import known_names
+from composer_dist.recipe.summary import RunSummary
 from composer_dist.recipe.tokenizer import tokenizer_named
 from composer_dist.trainer import CheckpointSaver, FineTuningPhases, Resume, Time, TimeUnit
 from composer_dist.trainer.data.randomness import seed_all  # not public: only recipes and the Trainer seed
@@ -33,6 +34,7 @@ class Session:
     run: Run
     model: ComposerModel
     trainer: Trainer
+    summary: RunSummary
 
 
 def build(configuration: Configuration) -> Session:
@@ -62,6 +64,7 @@ def build(configuration: Configuration) -> Session:
         schedulers = scheduler_of(run, optimizer, configuration, len(train_loader))
     stepped = any(isinstance(one, LRScheduler) for one in schedulers)
     options: dict[str, Any] = {"step_schedulers_every_batch": True if stepped else None} | run.trainer
+    summary = RunSummary()
     with _earlier_run(run):
         trainer = Trainer(
             model=model,
@@ -72,12 +75,12 @@ def build(configuration: Configuration) -> Session:
             parallelism_config=configuration.parallelism,
             seed=run.seed,
             resume=_resume(run),
-            callbacks=_callbacks(configuration),
+            callbacks=[*_callbacks(configuration), summary],
             loggers=_loggers(configuration),
             **options,
         )
         _check_steps(trainer, run)
-    return Session(run, model, trainer)
+    return Session(run, model, trainer, summary)
 
 
 def tokenizer_of(run: Run) -> Any:

@@ -1,12 +1,12 @@
 """What a run would do: needs no process group and no memory for the model."""
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from composer_dist.distributed import ParallelPlan, named_parameters_canonical, plan_parallelism
+from composer_dist.distributed.plan.text import table  # not public: it knows the terminal
 from composer_dist.errors import ParallelismError
 from composer_dist.recipe.build import batches, optimizer_of, scheduler_of, tokenizer_of
 from composer_dist.recipe.data import datasets, loader
@@ -55,7 +55,8 @@ def describe(configuration: Configuration, world: int) -> str:
         **_phases(phases, dict(named_parameters_canonical(model))),
         "writes to": run.out,
     }
-    return _table(rows) + ("" if plan is None else f"\n{plan}")
+    told = {name: str(value) for name, value in rows.items()}
+    return table("Run", {"": "left", " ": "right"}, told.items()) + ("" if plan is None else f"\n{plan}")
 
 
 def _phases(phases: list[tuple[Phase, list[str]]], parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
@@ -85,17 +86,3 @@ def _steps(duration: Any, epoch: int) -> str:
         return f"{batches(duration, epoch):,}"
     except ParallelismError:
         return f"until {duration}"
-
-
-def _table(rows: dict[str, Any]) -> str:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Run", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    for name, value in rows.items():
-        table.add_row(name, str(value))
-    file = io.StringIO()
-    Console(file=file, width=110, color_system=None).print(table)
-    return file.getvalue().rstrip()

@@ -1,12 +1,12 @@
 """Frozen weights in 4 bits below an adapter: QLoRA (arXiv:2305.14314), by torchao's NF4."""
 
-import logging
 from typing import Any
 
 import torch
 from torch import nn
 
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from composer_dist.structure.families import quiet_imports
 
 _BLOCK, _SCALES = 64, 256
 """Elements in a block, and blocks in a scaler block; the paper's."""
@@ -43,15 +43,11 @@ def quantize(model: nn.Module) -> None:
 
 
 def _nf4() -> Any:
-    logger = logging.getLogger("torchao")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns about kernels for other machines
     try:
-        from torchao.quantization import NF4Tensor
+        with quiet_imports():
+            from torchao.quantization import NF4Tensor
     except ImportError:
         raise ParallelismRuntimeError(
             "quantize: nf4 needs torchao: pip install 'composer_dist[torchao]'."
         ) from None
-    finally:
-        logger.setLevel(level)
     return NF4Tensor

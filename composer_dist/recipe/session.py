@@ -7,8 +7,9 @@ import torch
 
 from composer_dist.checkpoint import export_pretrained, full_model_state
 from composer_dist.distributed import process_group
+from composer_dist.errors import ParallelismValueError
 from composer_dist.models import ComposerClassifier
-from composer_dist.recipe.build import Session, build
+from composer_dist.recipe.build import Session, batches, build
 from composer_dist.recipe.problems import blamed_on
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import ModuleModel
@@ -35,11 +36,22 @@ def run(configuration: Configuration) -> None:
         else:
             if trainer.resumed_from is not None and batch:
                 _say(f"Resuming from {trainer.resumed_from} at batch {batch}.")
+            _say(_steps(session))
             trainer.fit()
         finish(session)
+        _say(session.summary.text(trainer.state, session.run.out))
     finally:
         session.trainer.close()
     process_group.destroy()
+
+
+def _steps(session: Session) -> str:
+    """The steps of the run, where its length gives their number."""
+    epoch = len(session.trainer.state.train_dataloader)  # type: ignore[arg-type]  # a DistributedDataLoader
+    try:
+        return f"{batches(session.run.trainer['max_duration'], epoch):,} steps in all, {epoch:,} in an epoch."
+    except ParallelismValueError:
+        return ""
 
 
 def finish(session: Session) -> None:

@@ -4,6 +4,7 @@ A library that has not been imported has no modules in the model, so `is_a` look
 `sys.modules` and never imports it.
 """
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,23 @@ _HOMES = {
     "MetricCollection": "torchmetrics",
 }
 """Class name to the module that has it."""
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Inside, libraries that are imported do not log that torchao has kernels for other machines.
+
+    transformers and peft import torchao 0.18 if it is installed; under torch 2.13 that logs four such lines.
+    """
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def is_a(module: object, *kinds: str) -> bool:

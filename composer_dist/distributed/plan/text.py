@@ -1,13 +1,17 @@
 """Tables for a terminal or a log file, and what goes into the table of a plan's units."""
 
 import io
+import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from composer_dist.distributed.sharding.plan import Unit
 from composer_dist.wording import human_bytes
 
 _WIDTH = 110
+"""Columns where there is no terminal."""
 
 
 def table(title: str, headings: Mapping[str, str], rows: Iterable[Sequence[str]]) -> str:
@@ -18,12 +22,20 @@ def table(title: str, headings: Mapping[str, str], rows: Iterable[Sequence[str]]
     made = Table(title=title, show_header=any(heading.strip() for heading in headings))
     for heading, side in headings.items():
         style = None if heading.strip() or side == "right" else "bold"
-        made.add_column(heading, justify=side, style=style)  # type: ignore[arg-type]
+        made.add_column(heading, justify=side, style=style, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
         made.add_row(*row)
     file = io.StringIO()
-    Console(file=file, width=_WIDTH, color_system=None).print(made)
+    Console(file=file, width=width(), color_system=None).print(made)
     return file.getvalue().rstrip()
+
+
+def width() -> int:
+    """The columns of the terminal, on standard error or standard output."""
+    for stream in (sys.stderr, sys.stdout):
+        with suppress(OSError, ValueError, AttributeError):  # not a terminal, closed, or none at all
+            return os.get_terminal_size(stream.fileno()).columns or _WIDTH
+    return _WIDTH
 
 
 def mesh_in_words(sizes: Mapping[str, int]) -> str:

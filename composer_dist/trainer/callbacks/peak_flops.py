@@ -1,13 +1,17 @@
 """The peak FLOP/s of devices."""
 
+import re
+
 import torch
 
-# Dense 16-bit matrix products with 32-bit sums, in FLOP/s, by a part of the device's name; the first match
+# Dense 16-bit matrix products with 32-bit sums, in FLOP/s, by words of the device's name; the first match
 # counts. From the makers' data sheets, without sparsity.
 _PEAKS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
     "B100": 1.75e15,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
@@ -35,6 +39,10 @@ _PEAKS = {
 }
 
 
+_OTHER = re.compile(r"\b(MIG|Laptop|Max-Q|Ti|SUPER|D)\b", re.I)
+"""Slices of a device, and devices that share a name with a faster or slower one."""
+
+
 def peak_flops(device: torch.device) -> float | None:
     """The device's peak in 16-bit matrix products, in FLOP/s; None where it is not known."""
     if device.type == "cpu":
@@ -44,5 +52,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_of(name: str) -> float | None:
-    """The peak of the device of this name."""
-    return next((peak for part, peak in _PEAKS.items() if part.lower() in name.lower()), None)
+    """The peak of the device of this name; None if it is not known, or the device is a slice of one."""
+    if _OTHER.search(name):
+        return None
+    return next((peak for part, peak in _PEAKS.items() if re.search(rf"\b{part}\b", name, re.I)), None)

@@ -1,18 +1,17 @@
 """The progress of training on rank 0: place, loss, speed and time left.
 
-A bar on a terminal; a line every few seconds in a log file and under torchrun, where several
-processes share the terminal.
+A bar on a terminal; in a log file a line every few seconds, with the time of day.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TextIO
 
 from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.callbacks.lr_monitor import learning_rates
 from composer_dist.trainer.clock import Timestamp, TimeUnit
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
@@ -22,7 +21,7 @@ BAR_INTERVAL = 0.25
 
 
 class ProgressBar(Callback):
-    """Shows epoch and batch, loss, samples or tokens per second, and the time left.
+    """Shows epoch and batch, loss, learning rate, samples or tokens per second, and the time left.
 
     Args:
         bar: a moving bar (True) or lines (False); None chooses what the stream can show.
@@ -44,18 +43,24 @@ class ProgressBar(Callback):
         self._stream = stream
         self._clock = clock
         self._display: _Lines | _Bar | None = None
-        self._began = 0.0
+        self._began: tuple[float, float] | None = None
+        """The clock and the share of the run after the first batch, which takes longer than the others."""
         self._shown: float | None = None
         self._at = Timestamp()
+        self._rates: Collection[float] = ()
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._began = self._clock()
-        self._shown = None
+        self._began = self._shown = None
         self._at = state.timestamp
         self._open(state)
 
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        self._rates = learning_rates(state.optimizers).values()
+
     def batch_end(self, state: State, logger: Logger) -> None:
         self._at = state.timestamp
+        if self._began is None:
+            self._began = self._clock(), state.elapsed_duration(self._at) or 0.0
         if self._due():
             self._show_training(state)
 
@@ -103,8 +108,8 @@ class ProgressBar(Callback):
     def _open(self, state: State) -> None:
         if state.rank == 0 and self._display is None:
             stream = self._stream or sys.stderr
-            alone = stream.isatty() and "TORCHELASTIC_RUN_ID" not in os.environ
-            self._display = _Bar(stream) if (alone if self._bar is None else self._bar) else _Lines(stream)
+            bar = stream.isatty() if self._bar is None else self._bar
+            self._display = _Bar(stream) if bar else _Lines(stream)
 
     def _due(self) -> bool:
         now = self._clock()
@@ -121,13 +126,14 @@ class ProgressBar(Callback):
         parts = [_where(state, self._at)]
         if (loss := state.metric_values.get("loss/train/total")) is not None:
             parts.append(f"loss {float(loss):.4f}")
-        if rates := state.throughput.rates():
-            speed, what = (rates.tokens, "tokens") if rates.tokens else (rates.samples, "samples")
+        if self._rates and isinstance(self._display, _Lines):  # a terminal may have 80 columns
+            parts.append(f"lr {max(self._rates):.3g}")
+        if speeds := state.throughput.rates():
+            speed, what = (speeds.tokens, "tokens") if speeds.tokens else (speeds.samples, "samples")
             parts.append(f"{_short(speed)} {what}/s")
-        done = (share or 0) - (state.elapsed_duration(state.fit_start) or 0)
-        if share and done > 0:
-            left = (self._clock() - self._began) * max(1 - share, 0) / done
-            parts.append(f"{_clock(left)} left")
+        if share and self._began is not None and share > self._began[1]:
+            seconds = (self._clock() - self._began[0]) * max(1 - share, 0) / (share - self._began[1])
+            parts.append(f"{_clock(seconds)} left")
         self._display.show("train", share, "  ".join(parts))
 
 
@@ -139,7 +145,8 @@ class _Lines:
 
     def show(self, label: str, share: float | None, text: str) -> None:
         percent = "" if share is None else f"{min(share, 1):.0%}"
-        print(f"{label:<5} {percent:>4}  {text}", file=self._stream, flush=True)
+        now = time.strftime("%H:%M:%S")
+        print(f"{now} {label:<5} {percent:>4}  {text}", file=self._stream, flush=True)
 
     def leave(self, label: str, text: str) -> None:
         self.show(label, 1.0, text)
@@ -157,7 +164,7 @@ class _Bar:
 
         self._progress = Progress(
             TextColumn("[bold]{task.description:<5}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=None),
             TaskProgressColumn(),
             TextColumn("{task.fields[text]}"),
             console=Console(file=stream),

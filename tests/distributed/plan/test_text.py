@@ -1,5 +1,8 @@
 """Plans and preparations as tables."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import Preparation, plan_parallelism
+from composer_dist.distributed.plan import text
 from composer_dist.wording import human_bytes
 from tests.kit import models
 
@@ -50,3 +54,18 @@ def test_a_preparation_prints_what_it_did() -> None:
         "0.75 (agree 0.25, shard 0.50)",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_table_is_as_wide_as_the_terminal_and_keeps_names_apart(columns: int) -> None:
+    names = [f"model.language_model.decoder.layers.blocks.attention.{end}" for end in ("query", "queries")]
+    with mock.patch.object(os, "get_terminal_size", return_value=os.terminal_size((columns, 24))):
+        shown = text.table("Plan", {"unit": "left", "size": "right"}, [[name, "1.0 MiB"] for name in names])
+    assert max(map(len, shown.splitlines())) <= columns
+    cells = "".join(line.split("│")[1].strip() for line in shown.splitlines() if "│" in line)
+    assert cells == "".join(names)
+
+
+def test_without_a_terminal_there_are_110_columns() -> None:
+    with mock.patch.object(os, "get_terminal_size", side_effect=OSError):
+        assert text.width() == 110

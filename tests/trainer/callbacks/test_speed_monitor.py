@@ -72,7 +72,9 @@ def test_peaks_are_known_by_name_and_without_one_nothing_is_counted() -> None:
     assert not any("flops" in name or "mfu" in name for name in log.data)
     assert peak_flops(torch.device("cpu")) is None
     known = {"NVIDIA H200": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-80GB": 312e12}
-    known |= {"NVIDIA L40S": 362e12, "Abacus 3": None}
+    known |= {"NVIDIA L40S": 362e12, "Abacus 3": None, "NVIDIA RTX A1000": None}
+    known |= {"NVIDIA A100-SXM4-40GB MIG 1g.5gb": None, "NVIDIA GeForce RTX 4090 Laptop GPU": None}
+    known |= {"NVIDIA GH200 480GB": 989e12, "Tesla T4": 65e12, "NVIDIA A10G": 70e12, "NVIDIA T400 4GB": None}
     assert {name: peak_of(name) for name in known} == known
 
 

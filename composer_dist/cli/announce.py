@@ -1,0 +1,65 @@
+"""What `composer-dist train` is about to do, said before anything heavy is imported."""
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from composer_dist.recipe.source import override, read_document
+
+
+def announcement(config: Path, overrides: list[str], processes: int | None) -> str:
+    """Where the run writes, with how many ranks, on what, for how long, and where it starts.
+
+    Empty if the configuration cannot be read: the checks that follow say what is wrong.
+    """
+    try:
+        document, wrong = read_document(config.read_text(), str(config))
+    except (OSError, UnicodeDecodeError):
+        return ""
+    values, trainer = document.values, document.values.get("trainer")
+    if wrong or override(document, overrides) or not isinstance(trainer, Mapping):
+        return ""
+    out = str(values.get("out") or f"runs/{config.stem}")
+    ranks = processes or int(os.environ.get("WORLD_SIZE") or 1)
+    rows = {
+        "out": out,
+        "ranks": f"{ranks}" if ranks == 1 or processes else f"{ranks}, from the launcher",
+        "device": trainer.get("device") or _device(),
+        "steps": f"until {trainer.get('max_duration')}",
+        "start": _start(values, out),
+    }
+    lines = [f"composer-dist train {config}", *(f"  {name:<7} {value}" for name, value in rows.items())]
+    return "\n".join(lines)
+
+
+def _start(values: Mapping[str, Any], out: str) -> str:
+    """The checkpoint that the run resumes from, or that it is a new one."""
+    resume, folder = values.get("resume", True), f"{out}/checkpoints"
+    given = resume.get("load_path") if isinstance(resume, Mapping) else None
+    saves = values.get("checkpoints", {}) is not None
+    if saves and resume is not False and (newest := _newest(folder)):
+        return f"resume from {newest}"
+    return f"from {given}" if given else "a new run"
+
+
+def _newest(folder: str) -> str | None:
+    """The newest checkpoint in a folder, as `latest` there says."""
+    if "://" in folder:
+        return f"the newest checkpoint in {folder}, if there is one"
+    link = Path(folder, "latest")
+    if link.is_symlink() or link.is_file():
+        return str(link.parent / (os.readlink(link) if link.is_symlink() else link.read_text().strip()))
+    return f"the newest checkpoint in {folder}" if any(Path(folder).glob("[!.]*")) else None
+
+
+def _device() -> str:
+    """The kind of device that torch will choose, as far as that is known without importing it."""
+    if sys.platform == "darwin":
+        return "mps, or cpu"
+    build = metadata.version("torch")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    there = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    return "cpu" if build.endswith("+cpu") or hidden or not there else "cuda"

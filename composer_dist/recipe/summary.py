@@ -1,0 +1,58 @@
+"""What a run has come to: how long it trained, its losses, and where everything is."""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from composer_dist.trainer import Callback, Logger, State
+
+
+class RunSummary(Callback):
+    """Follows the losses of a run, without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._first = 0
+        self._lowest: torch.Tensor | None = None
+        self._evaluations: dict[str, tuple[float, int]] = {}
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Starts the clock."""
+        self._began, self._first = time.monotonic(), state.timestamp.batch
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Keeps the lowest loss, on the device."""
+        if state.loss is not None:
+            loss = state.loss.detach()
+            self._lowest = loss if self._lowest is None else torch.minimum(self._lowest, loss)
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Keeps the lowest loss, and after which batch it was."""
+        name = f"loss/{state.dataloader_label}/total"
+        if name in state.metric_values:
+            loss = float(state.metric_values[name])
+            best = self._evaluations.get(name)
+            if best is None or loss < best[0]:
+                self._evaluations[name] = loss, state.timestamp.batch
+
+    def text(self, state: State, out: Path) -> str:
+        """The summary of the run in the folder `out`."""
+        lines = []
+        if self._began is not None:
+            seconds = round(time.monotonic() - self._began)
+            clock = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+            lines.append(f"Trained {state.timestamp.batch - self._first} batches in {clock}.")
+        if self._lowest is not None and state.loss is not None:
+            last = float(state.metric_values.get("loss/train/total", state.loss))
+            lines.append(f"Loss of training: {last:.4f} at the end, {float(self._lowest):.4f} at best.")
+        for name, (loss, batch) in self._evaluations.items():
+            last = float(state.metric_values[name])
+            lines.append(f"{name}: {last:.4f} at the end, {loss:.4f} at best (after batch {batch}).")
+        there = ", ".join(sorted(f"{one.name}{os.sep * one.is_dir()}" for one in _entries(out)))
+        return "\n".join([*lines, f"Everything is in {out}: {there}."])
+
+
+def _entries(out: Path) -> list[Path]:
+    return [one for one in out.iterdir() if not one.name.startswith(".")] if out.is_dir() else []
