@@ -29,7 +29,7 @@ from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointError, CheckpointKeyError, CheckpointValueError
 from composer_dist.files.checkpoint_format import NAME, Kind
-from composer_dist.files.index import Entry, Index
+from composer_dist.files.index import Entry, Index, check_inside
 from composer_dist.files.match import match_names
 from composer_dist.files.read import Files, read_slabs
 from composer_dist.files.safetensors import read_index
@@ -147,13 +147,16 @@ def model_like(directory: Path) -> Any:
     """
     import transformers
 
+    check_inside(directory, ["config.json"])
     from composer_dist.distributed import init_context
 
     try:
         config = transformers.AutoConfig.from_pretrained(directory)
         (name, *_) = config.architectures or [""]
         cls = getattr(transformers, name)
-    except (OSError, ValueError, AttributeError) as error:
+        if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
+            raise TypeError(f"transformers.{name} is not a model")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointValueError(
             f"{directory} does not name its model: {error}. Pass --like with a directory whose config.json "
             "names an architecture of transformers."
@@ -245,6 +248,7 @@ def _to_huggingface(
     stage.expect(sum(entry.nbytes for entry in plan.index.entries.values()))
     with staged(target) as directory:
         for file in sorted(like.iterdir()) if like.is_dir() else ():  # configuration, tokenizer, code
+            check_inside(like, [file.name])
             if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, directory / file.name)
         model.config.dtype = next(iter(kept.values())).dtype

@@ -10,19 +10,31 @@ saved state, and its own checksum. Reading it needs no pickle.
 from __future__ import annotations
 
 import json
+import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from composer_dist.errors import CheckpointValueError, Faults
-from composer_dist.files.index import Entry, Index, Pieces, dtype_named, with_tuples
-from composer_dist.tensors.parts import Dims, contiguous_strides
-from composer_dist.wording import dtype_name
+from composer_dist.errors import CheckpointError, CheckpointValueError
+from composer_dist.files.index import (
+    Entry,
+    Index,
+    Pieces,
+    check_count,
+    check_limits,
+    dtype_named,
+    with_tuples,
+)
+from composer_dist.tensors.parts import Dims, contiguous_strides, covers
+from composer_dist.wording import dtype_name, listed
 
 NAME = "checkpoint.json"
+DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}\.distcp")
+"""Names of data files; the end is the token of one save. No other file of a checkpoint is read or removed."""
 VERSION = 1
 BLOCK = 16 << 20
 """Bytes per checksum of a file, so that several threads and ranks share the work."""
@@ -40,6 +52,12 @@ class StoredFile:
     """CRC-32 of each block of bytes."""
     block: int = BLOCK
     """Bytes of a block; the last one may be shorter."""
+
+    @property
+    def consistent(self) -> bool:
+        """Whether there is a checksum for every block."""
+        checked = _are_natural(self.nbytes, self.block, *self.checksums) and self.block > 0
+        return checked and len(self.checksums) == -(-self.nbytes // self.block)
 
 
 @dataclass(frozen=True)
@@ -109,7 +127,7 @@ class Manifest:
         """The inverse of `to_text`.
 
         Raises:
-            CheckpointValueError: it is corrupt or of a later version; names `source`.
+            CheckpointValueError: it is corrupt, contradicts itself, or is of a later version; names `source`.
         """
         try:
             read = json.loads(text)
@@ -119,18 +137,63 @@ class Manifest:
             sealed = False
         if not sealed:
             raise CheckpointValueError(f"{source} is corrupt or truncated: checksum mismatch.")
-        if body["version"] > VERSION:
-            raise CheckpointValueError(
-                f"{source} has version {body['version']}, but this composer_dist reads only up to version "
-                f"{VERSION}; update composer_dist."
-            )
-        tensors = {
-            name: StoredTensor(dtype_named(dtype), shape, tuple(Chunk(*chunk) for chunk in chunks))
-            for name, (dtype, shape, chunks) in with_tuples(body["tensors"]).items()
-        }
-        files = [StoredFile(*file) for file in with_tuples(body["files"])]
+        try:
+            if body["version"] > VERSION:
+                raise CheckpointValueError(
+                    f"{source} has version {body['version']}, but this composer_dist reads only up to "
+                    f"version {VERSION}; update composer_dist."
+                )
+            found = cls._of_body(body, source)
+            faults = list(found._faults())
+        except CheckpointError:
+            raise
+        except Exception as error:  # any value may have any type
+            faults = [f"it does not have the format of a checkpoint ({type(error).__name__}: {error})"]
+        if faults:
+            raise CheckpointValueError(f"{source} is corrupt: {listed(faults)}. Load an earlier checkpoint.")
+        return found
+
+    @classmethod
+    def _of_body(cls, body: dict[str, Any], source: str) -> Manifest:
+        check_count(source, len(body["tensors"]))
+        tensors = {}
+        for name, (dtype, shape, chunks) in body["tensors"].items():
+            check_limits(source, name, shape)
+            boxes = tuple(Chunk(*chunk) for chunk in with_tuples(chunks))
+            tensors[name] = StoredTensor(dtype_named(dtype), tuple(shape), boxes)
+        files = [StoredFile(name, nbytes, tuple(checksums)) for name, nbytes, checksums in body["files"]]
         objects = {name: StoredObject(*place) for name, place in body["objects"].items()}
         return cls(files, tensors, objects, body["kinds"], body["structure"], body["facts"])
+
+    def _faults(self) -> Iterator[str]:
+        """What cannot be true of a checkpoint that was saved."""
+        for file in self.files:
+            if not DATA_FILE.fullmatch(file.name):
+                yield f"{file.name!r} is not the name of a file of this checkpoint"
+            elif not file.consistent:
+                yield f"the checksums of {file.name} do not match its size"
+        if len({file.name for file in self.files}) < len(self.files):
+            yield "it names a file twice"
+        for name, tensor in self.tensors.items():
+            if not all(self._has(one, prod(one.sizes) * tensor.dtype.itemsize) for one in tensor.chunks):
+                yield f"parts of {name} are not in its files"
+            elif not covers(((one.start, one.sizes) for one in tensor.chunks), tensor.shape):
+                yield f"the parts of {name} overlap, are missing or are outside of it"
+        yield from (
+            f"{name} is not in its files"
+            for name, one in self.objects.items()
+            if not (_are_natural(one.nbytes) and self._has(one, one.nbytes))
+        )
+        if self.kinds.keys() != self.structure.keys() or not {*self.kinds.values()} <= {*get_args(Kind)}:
+            yield "its kinds are not those of its keys"
+        if not isinstance(self.facts.get("time", 0.0), float | int):
+            yield "its time is not a number"
+
+    def _has(self, place: Chunk | StoredObject, nbytes: int) -> bool:
+        """Whether so many bytes at a place are in its file."""
+        numbers = (*place.start, *place.sizes) if isinstance(place, Chunk) else ()
+        inside = _are_natural(place.file, place.offset, *numbers) and place.file < len(self.files)
+        return inside and place.offset + nbytes <= self.files[place.file].nbytes
 
     def index(self, root: str, key: str | None = None) -> Index:
         """The index of the tensors below a key, by their names there; None means all."""
@@ -148,16 +211,9 @@ class Manifest:
                 pieces[name][2].append((chunk.start, strides, f"{name}#{number}"))
         return Index(root, tuple((f.name, f.nbytes) for f in self.files), entries, pieces=pieces)
 
-    def check_complete(self, source: str) -> None:
-        """Check that every tensor's chunks add up to it.
 
-        Raises:
-            CheckpointValueError: names the tensors that lack chunks.
-        """
-        with Faults(f"{source} lacks parts of ", ".", ", ", CheckpointValueError) as lacking:
-            for name, tensor in self.tensors.items():
-                if sum(prod(chunk.sizes) for chunk in tensor.chunks) != prod(tensor.shape):
-                    lacking.append(name)
+def _are_natural(*numbers: Any) -> bool:
+    return all(type(one) is int and one >= 0 for one in numbers)
 
 
 def _dump(value: Any) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,14 @@ from composer_dist.errors import CheckpointValueError
 from composer_dist.tensors.blueprint import Blueprint, Box
 from composer_dist.tensors.parts import Dims
 from composer_dist.wording import dtype_name
+
+_MOST_DIMENSIONS = 64
+"""torch's own limit for most functions."""
+_MOST_ELEMENTS = 1 << 59
+"""Their bytes can be counted in 64 bits."""
+_MOST_TENSORS = 500_000
+"""The largest models of 2026 have less than half of this; each takes about 0.1 ms."""
+_LONGEST_NAME = 1000
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,48 @@ class Index:
         }
         parts = {name: (shape, dtype_named(dtype), list(at)) for name, (shape, dtype, at) in pieces.items()}
         return cls(root, files, found, pieces=parts or None)
+
+
+def check_count(source: str, tensors: int) -> None:
+    """Raise unless a model may have so many tensors."""
+    if tensors > _MOST_TENSORS:
+        raise CheckpointValueError(f"{source} has {tensors} tensors; at most {_MOST_TENSORS} are supported.")
+
+
+def check_limits(source: str, name: str, shape: Sequence[int]) -> None:
+    """Check that a tensor is possible, and not so unusual that reading its entry could take long.
+
+    Raises:
+        CheckpointValueError: the name is too long, or the shape is not one of torch's.
+        TypeError: the shape is not a sequence.
+    """
+    if len(name) > _LONGEST_NAME:
+        raise CheckpointValueError(
+            f"{source} is corrupt: the name {name[:40]!r}... has {len(name)} characters."
+        )
+    possible = len(shape) <= _MOST_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
+    if not possible or prod(size or 1 for size in shape) >= _MOST_ELEMENTS:
+        what = shape if len(shape) <= _MOST_DIMENSIONS else f"{len(shape)} dimensions"
+        raise CheckpointValueError(f"{source} is corrupt: {name!r} cannot have the shape {what}.")
+
+
+def check_inside(directory: Path, names: Iterable[str]) -> None:
+    """Check that files in a directory are not links that lead out of it.
+
+    In the Hugging Face Hub's cache, `snapshots/<commit>/<file>` may be a link to a file in `blobs`.
+
+    Raises:
+        CheckpointValueError: names the link.
+    """
+    home = directory.resolve()
+    caches = [above.parent / "blobs" for above in home.parents if above.name == "snapshots"]
+    for name in names:
+        real = (directory / name).resolve()
+        if not any(real.is_relative_to(one) for one in (home, *caches)):
+            raise CheckpointValueError(
+                f"{directory / name} is a link that leads out of its directory, to {real}. If you trust it, "
+                "replace it by a copy of that file."
+            )
 
 
 def with_tuples(value: Any) -> Any:

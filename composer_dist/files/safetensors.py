@@ -8,6 +8,7 @@ that maps each tensor to its file.
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
-from composer_dist.files.index import Entry, Index
+from composer_dist.files.index import Entry, Index, check_count, check_inside, check_limits
 from composer_dist.wording import listed
 
 DTYPES = {
@@ -61,6 +62,8 @@ def read_index(path: Path) -> Index:
         found = _find(path)
         if found.name.endswith(".index.json"):
             return _read_sharded(found)
+        if path.is_dir():
+            check_inside(path, [found.name])
         return _collect(found.parent, {found.name: None})
     except OSError as error:
         raise CheckpointRuntimeError(f"Cannot read {error.filename or path}: {error.strerror}.") from error
@@ -96,8 +99,8 @@ def _find(path: Path) -> Path:
 def _read_sharded(path: Path) -> Index:
     """The files of an index; checks that each tensor is in the file that the index names."""
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
-        places = {str(name): str(file) for name, file in weight_map.items()}
+        weight_map = json.loads(path.read_bytes(), object_pairs_hook=_once)["weight_map"]
+        places = {str(name): str(Path(file)) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointValueError(f"{path} is not an index of safetensors files: {error!r}.") from error
     files: dict[str, set[str] | None] = {}
@@ -107,6 +110,7 @@ def _read_sharded(path: Path) -> Index:
         named = files.setdefault(file, set())
         assert named is not None
         named.add(name)
+    check_inside(path.parent, [path.name, *files])
     for file, named in files.items():
         if not (path.parent / file).is_file():
             raise CheckpointValueError(
@@ -125,7 +129,7 @@ def _collect(
     entries: dict[str, Entry] = {}
     header_bytes = 0
     for number, (file, named) in enumerate(files.items()):
-        found, size, read = _read_header(root / file, number)
+        found, size, read = _read_header(root / file, number, len(entries))
         if absent := sorted((named or set()) - found.keys()):
             raise CheckpointValueError(
                 f"The index puts {listed(absent)} in {file}, but that file does not have them."
@@ -144,8 +148,8 @@ def _collect(
     return Index(str(root), tuple(sizes), entries, header_bytes)
 
 
-def _read_header(path: Path, number: int) -> tuple[dict[str, Entry], int, int]:
-    """The tensors of one file, its size, and the bytes read."""
+def _read_header(path: Path, number: int, known: int) -> tuple[dict[str, Entry], int, int]:
+    """The tensors of one file, its size, and the bytes read; `known` tensors are in other files."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         first = file.read(8)
@@ -163,6 +167,7 @@ def _read_header(path: Path, number: int) -> tuple[dict[str, Entry], int, int]:
     except (ValueError, RecursionError) as error:
         raise CheckpointValueError(f"{path} is corrupt: its header is not valid JSON: {error}.") from error
     header.pop("__metadata__", None)
+    check_count(str(path), known + len(header))
     return dict(_check_header(path, header, number, 8 + length, size)), size, 8 + length
 
 
@@ -173,16 +178,16 @@ def _check_header(
     spans: list[tuple[int, int, str]] = []
     for name, fields in header.items():
         try:
-            dtype, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
-            numbers = [begin, end, *shape]
+            dtype, shape, (begin, end) = fields["dtype"], [*fields["shape"]], fields["data_offsets"]
         except (TypeError, KeyError, ValueError):
             raise CheckpointValueError(
                 f"{path} is corrupt: the header's entry for {name!r} lacks dtype, shape or data_offsets."
             ) from None
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise CheckpointValueError(f"{path}: {name!r} has dtype {dtype!r}, which torch does not support.")
-        if not all(type(one) is int and 0 <= one < 1 << 63 for one in numbers):
-            raise CheckpointValueError(f"{path} is corrupt: {name!r} is {shape}, at bytes {begin}:{end}.")
+        check_limits(str(path), name, shape)
+        if not all(type(one) is int and one >= 0 for one in (begin, end)):
+            raise CheckpointValueError(f"{path} is corrupt: {name!r} is at bytes {begin}:{end}.")
         entry = Entry(number, DTYPES[dtype], tuple(shape), start + begin)
         if end - begin != entry.nbytes:
             raise CheckpointValueError(
@@ -211,6 +216,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object without duplicate keys."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        twice = next(key for key in found if [name for name, _ in pairs].count(key) > 1)
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{twice!r} appears twice")
     return found

@@ -11,8 +11,8 @@ import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ _MOST = 256
 _END = struct.Struct("<4sHHHHIIH")
 """A zip archive's last record; its last field is the length of the comment that follows."""
 _END_MARK = b"PK\x05\x06"
+_LOCAL_NAME = 26
+"""The offset, in a record's own header, of the lengths of the name and of the extra field, which end it."""
 LENGTH = struct.Struct("<H")
 """The last field of a zip archive: the length of the comment that follows."""
 
@@ -64,9 +66,11 @@ def read_seal(path: Path) -> StoredFile | None:
         return None  # not ours, or not an archive, which reading it reports
     text = unseal(end[LENGTH.size :])
     if text is not None and end[: LENGTH.size] == LENGTH.pack(len(end) - LENGTH.size):
-        nbytes, block, checksums = json.loads(text)
-        if nbytes + len(end) == size:
-            return StoredFile(path.name, nbytes, tuple(checksums), block)
+        with suppress(TypeError, ValueError):  # sealed, but of another format
+            nbytes, block, checksums = json.loads(text)
+            stored = StoredFile(path.name, nbytes, tuple(checksums), block)
+            if stored.consistent and nbytes + len(end) == size:
+                return stored
     raise CheckpointValueError(f"{path} is corrupt or truncated: its end is damaged. Load an earlier one.")
 
 
@@ -112,21 +116,47 @@ def index_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> Index:
     """The index of tensors of `read_torch_file`, by the given names.
 
     Raises:
-        CheckpointValueError: a tensor is a conjugated or negated view.
+        CheckpointValueError: a tensor is a conjugated or negated view, or is not where the file says; or the
+            file has the format of torch before 1.6.
     """
     if lazy := [name for name, tensor in tensors.items() if tensor.is_conj() or tensor.is_neg()]:
         raise CheckpointValueError(
             f"{path} has views that are conjugated or negated: {', '.join(lazy)}. Call resolve_conj() and "
             "resolve_neg() before saving."
         )
+    try:
+        places = dict(_records(path)) if zipfile.is_zipfile(path) else None
+    except (zipfile.BadZipFile, struct.error) as error:
+        raise CheckpointValueError(f"{path} is corrupt: {error}.") from error
+    if tensors and places is None:
+        raise CheckpointValueError(
+            f"{path} has the format of torch before 1.6, whose tensors cannot be read in place. Load it with "
+            "torch.load, and save it again."
+        )
     entries: dict[str, Entry] = {}
     pieces: dict[str, Pieces] = {}
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        start = _torch.offset_in_file(tensor) + int(tensor.storage_offset()) * tensor.itemsize
+        record, first = _torch.offset_in_file(tensor), int(tensor.storage_offset())
+        last = first + sum((size - 1) * step for size, step in zip(shape, tensor.stride(), strict=True))
+        room = -1 if min(tensor.stride(), default=0) < 0 else (places or {}).get(record, 0)
+        if tensor.numel() and (last + 1) * tensor.itemsize > room:
+            raise CheckpointValueError(f"{path} is corrupt: {name} is not inside of its storage.")
+        start = record + first * tensor.itemsize
         entries[name] = Entry(0, tensor.dtype, shape, start)
         pieces[name] = shape, tensor.dtype, [((0,) * len(shape), tuple(tensor.stride()), name)]
     return Index(str(path.parent), ((path.name, path.stat().st_size),), entries, pieces=pieces)
+
+
+def _records(path: Path) -> Iterator[tuple[int, int]]:
+    """Where the data of each uncompressed record of an archive begin, and how many bytes they are."""
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        for record in archive.infolist():
+            file.seek(record.header_offset + _LOCAL_NAME)
+            lengths = file.read(4)
+            start = file.tell() + sum(struct.unpack("<HH", lengths))
+            if record.compress_type == zipfile.ZIP_STORED:
+                yield start, record.file_size
 
 
 def _first_line(error: Exception) -> str:

@@ -1,12 +1,14 @@
 """The parts of a tensor: ranges and rectangles of its elements, in row-major order."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
 Dims = tuple[int, ...]
+_MOST_CORNERS = 1 << 20
 
 
 def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
@@ -144,6 +146,28 @@ def rectangles(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[Di
         yield (low, *(0,) * (len(sizes) - 1)), (high - low, *sizes[1:])
     for corner, extent in rectangles(sizes[1:], 0, last - high * inner):
         yield (high, *corner), (1, *extent)
+
+
+def covers(boxes: Iterable[tuple[Dims, Dims]], shape: Dims) -> bool:
+    """Whether boxes, (corner, extent) each, contain every element of a tensor exactly once.
+
+    The function that counts the boxes at an element is determined by its changes at the boxes' corners. They
+    are summed one dimension after the other, minus those of the whole tensor; nothing may remain. The time is
+    linear in the number of boxes, whose cuts mostly cancel out in the first dimension.
+    """
+    sums: dict[tuple[Dims, ...], int] = Counter((*zip(*box, strict=True),) for box in boxes)
+    whole = (*((0, size) for size in shape),)
+    sums[whole] = sums.get(whole, 0) - 1
+    for dim in range(len(shape)):
+        ends: dict[tuple[Dims, ...], int] = Counter()
+        for box, count in sums.items():
+            first, size = box[dim]
+            for end, sign in ((first, count), (first + size, -count)):
+                ends[(*box[:dim], (end,), *box[dim + 1 :])] += sign
+        sums = {key: count for key, count in ends.items() if count}
+        if len(sums) > _MOST_CORNERS:
+            return False
+    return not any(sums.values())
 
 
 def contiguous_strides(shape: Dims) -> Dims:

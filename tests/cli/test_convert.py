@@ -223,3 +223,40 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
         used = int(done.stdout.split()[-1])
         print(f"{source} -> {target}: {used / 1e6:.0f} MB of {whole / 1e6:.0f}")
         assert used <= 2 * largest + (32 << 20), (source, target)
+
+
+@pytest.mark.parametrize("architecture", ["AutoConfig", "logging", "is_torch_available", "LlamaConfig"])
+def test_only_models_of_transformers_are_called(tmp_path: Path, architecture: str) -> None:
+    write(llama(), tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", architecture))
+    status, told = called(tmp_path / "model", tmp_path / "out", "--to", "sharded")
+    assert status != 0
+    assert f"transformers.{architecture} is not a model" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_out_of_the_directory_are_not_copied(tmp_path: Path) -> None:
+    write(llama(), tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "c", "--to", "sharded")
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "model" / "notes.txt").symlink_to(tmp_path / "secret")
+    status, told = called(
+        tmp_path / "c", tmp_path / "out", "--to", "huggingface", "--like", tmp_path / "model"
+    )
+    assert status != 0
+    assert "notes.txt is a link that leads out of its directory" in told
+    assert not (tmp_path / "out" / "notes.txt").exists()
+
+
+def test_files_of_the_user_stay_in_a_replaced_directory(tmp_path: Path) -> None:
+    write(llama(), tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "c", "--to", "sharded")
+    (tmp_path / "out").mkdir()
+    for name in ("model_of_mine.safetensors", "model-00001-of-00002.safetensors"):
+        (tmp_path / "out" / name).write_text("x")
+    convert(tmp_path / "c", tmp_path / "out", "--to", "huggingface", "--like", tmp_path / "model")
+    assert sorted(file.name for file in (tmp_path / "out").glob("*.safetensors")) == [
+        "model.safetensors",
+        "model_of_mine.safetensors",
+    ]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -93,12 +94,12 @@ CORRUPT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "three offsets": (edited(data_offsets=[0, 1, 2]), "entry for 'c' lacks"),
     "dtype": (edited(dtype="F4"), "'c' has dtype 'F4', which torch does not support"),
     "dtype of a list": (edited(dtype=["I8"]), "'c' has dtype"),
-    "negative shape": (edited(shape=[-5]), r"'c' is \[-5\], at bytes"),
-    "shape of text": (edited(shape="5"), "'c' is 5, at bytes"),
-    "true": (edited(shape=[True, 5]), "'c' is"),
+    "negative shape": (edited(shape=[-5]), r"'c' cannot have the shape \[-5\]"),
+    "shape of text": (edited(shape="5"), "'c' cannot have the shape"),
+    "true": (edited(shape=[True, 5]), "'c' cannot have the shape"),
     "fraction": (edited(data_offsets=[24.0, 29]), "'c' is"),
     "other size": (edited(shape=[6]), r"'c', I8 of shape \(6,\), needs 6 bytes, but has 5"),
-    "huge": (edited(shape=[1 << 62, 1 << 62]), "'c', I8 .* but has 5"),
+    "huge": (edited(shape=[1 << 62, 1 << 62]), "'c' cannot have the shape"),
     "backwards": (edited(data_offsets=[29, 24]), "'c', I8 .* needs 5 bytes, but has -5"),
     "overlap": (edited(data_offsets=[20, 25]), "'c' overlaps with|'a' overlaps with"),
     "hole": (edited(data_offsets=[1, 6]), "leaves a hole|overlaps"),
@@ -213,3 +214,83 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Path, "open", fail)
     with pytest.raises(CheckpointRuntimeError, match=r"Cannot read .*model.safetensors: Input/output error"):
         read_index(tmp_path)
+
+
+def spent(path: Path, header: str) -> float:
+    """Seconds until a file with this header and no data is refused."""
+    write(path, header.encode(), b"")
+    start = time.process_time()
+    with pytest.raises(CheckpointValueError, match=str(path)):
+        read_index(path)
+    return time.process_time() - start
+
+
+EMPTY = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+SLOW: dict[str, Callable[[], str]] = {
+    "a name twice at the end": lambda: (
+        "{" + ",".join(f'"{n}":{EMPTY}' for n in [*range(30_000), 29_999]) + "}"
+    ),
+    "400,000 dimensions": lambda: f'{{"a":{EMPTY.replace("[0]", str([9] * 400_000))}}}',
+    "100,000 dimensions of 1": lambda: f'{{"a":{EMPTY.replace("[0]", str([0] + [1] * 100_000))}}}',
+    "dimensions of 4,000 digits": lambda: f'{{"a":{EMPTY.replace("[0]", str([10**4000] * 60))}}}',
+    "a name of a million modules": lambda: f'{{"{"a." * 1_000_000}b":{EMPTY}}}',
+}
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_small_headers_take_little_time(tmp_path: Path, what: str) -> None:
+    assert spent(tmp_path / "model.safetensors", SLOW[what]()) < 5
+
+
+def test_too_many_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("composer_dist.files.index._MOST_TENSORS", 100)
+    text = "{" + ",".join(f'"{n}":{EMPTY}' for n in range(101)) + "}"
+    write(tmp_path / "model.safetensors", text.encode(), b"")
+    with pytest.raises(CheckpointValueError, match="has 101 tensors; at most 100"):
+        read_index(tmp_path)
+
+
+def test_a_name_twice_in_an_index_is_refused(tmp_path: Path) -> None:
+    for name in ("1", "2"):
+        save_file({"a": torch.full((2,), float(name))}, tmp_path / f"{name}.safetensors")
+    text = '{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}'
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointValueError, match="'a' appears twice"):
+        read_index(tmp_path)
+
+
+def test_spellings_of_a_file_are_one_file(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "x.safetensors")
+    places = {name: f"{'./' * number}x.safetensors" for number, name in enumerate(STATE)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert [name for name, _ in read_index(tmp_path).files] == ["x.safetensors"]
+
+
+@pytest.mark.parametrize("linked", ["model.safetensors", "model.safetensors.index.json", "sub"])
+def test_links_may_not_lead_out_of_a_directory(tmp_path: Path, linked: str) -> None:
+    outside, inside = tmp_path / "outside", tmp_path / "model"
+    (outside / "sub").mkdir(parents=True)
+    inside.mkdir()
+    (inside / linked).symlink_to(outside / linked)
+    save_file(STATE, outside / "model.safetensors")
+    save_file(STATE, outside / "sub" / "x.safetensors")
+    places = dict.fromkeys(STATE, "sub/x.safetensors")
+    index = inside if linked == "sub" else outside
+    (index / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(CheckpointValueError, match="is a link that leads out of its directory, to .*outside"):
+        read_index(inside)
+
+
+def test_links_of_the_hub_and_inside_a_directory_are_followed(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--x" / "snapshots" / "1234"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--x" / "blobs").mkdir()
+    save_file(STATE, tmp_path / "models--x" / "blobs" / "abcd")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abcd")
+    assert read_index(snapshot).entries.keys() == STATE.keys()
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save_file(STATE, plain / "weights")
+    (plain / "model.safetensors").symlink_to("weights")
+    (tmp_path / "latest").symlink_to(plain)
+    assert read_index(tmp_path / "latest").entries.keys() == STATE.keys()

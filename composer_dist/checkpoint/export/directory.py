@@ -1,6 +1,7 @@
 """Makes an exported directory appear in one step, and writes everything in it except the weights."""
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import world_and_rank
 from composer_dist.errors import CheckpointRuntimeError
 from composer_dist.structure.families import original_classes, quiet
+
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+"""The names that transformers gives to weights."""
 
 
 @contextmanager
@@ -80,6 +84,6 @@ def _replace(staging: Path, path: Path) -> None:
     for file in written:
         (path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.move(staging / file, path / file)
-    for stale in (*path.glob("model*.safetensors"), *path.glob("model.safetensors.index.json")):
-        if stale.relative_to(path) not in written:
+    for stale in path.iterdir():
+        if _WEIGHTS.fullmatch(stale.name) and stale.relative_to(path) not in written:
             stale.unlink()

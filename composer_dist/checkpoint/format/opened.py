@@ -21,9 +21,9 @@ from composer_dist.checkpoint.storage.local import resolve
 from composer_dist.checkpoint.storage.place import place_of
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
-from composer_dist.files.checkpoint_format import NAME, Kind, Manifest, StoredFile, StoredObject
+from composer_dist.files.checkpoint_format import DATA_FILE, NAME, Kind, Manifest, StoredFile, StoredObject
 from composer_dist.files.checksums import unseal, verify
-from composer_dist.files.index import Index
+from composer_dist.files.index import Index, check_inside
 from composer_dist.files.other_libraries import allowed, normalized
 from composer_dist.files.read import Files, open_files, read_slabs
 from composer_dist.files.slabs import plan_reads
@@ -76,6 +76,13 @@ class Opened:
             if metadata is None or unseal(metadata) is None:
                 raise CheckpointValueError(
                     f"{self.where}/{dcp.NAME} is corrupt or truncated. Load an earlier checkpoint."
+                )
+            named = set(DATA_FILE.findall(metadata.decode("latin-1")))
+            # A save that was killed leaves the next checkpoint's, with its files, until the next save.
+            if named != {file.name for file in self.stored} and not all(map(place_of(self.where).has, named)):
+                raise CheckpointValueError(
+                    f"{self.where}/{dcp.NAME} belongs to another checkpoint: it names files that do not "
+                    "exist. Load an earlier checkpoint."
                 )
         with self.files() as files:
             verify(files, self.stored, part, parts)
@@ -165,7 +172,17 @@ def _open_directory(where: str, root: Path | str, allow_pickle: bool) -> Opened:
             f"{where} is not a valid checkpoint: it has no {NAME}, which is written last.{hint}"
         )
     manifest = Manifest.of_text(mark, f"{where}/{NAME}")
-    manifest.check_complete(where)
+    if isinstance(root, Path):
+        check_inside(root, [NAME, dcp.NAME, *(file.name for file in manifest.files)])
+    leaves: dict[str, Mapping[str, Any]] = {"tensor": manifest.tensors, "object": manifest.objects}
+    try:
+        for code in manifest.structure.values():
+            decode(code, lambda tag, path: leaves[tag][path])
+    except Exception as error:  # any value may have any type
+        raise CheckpointValueError(
+            f"{where}/{NAME} is corrupt: its structure names values that it does not have, or has another "
+            f"format ({type(error).__name__}: {error}). Load an earlier checkpoint."
+        ) from error
     index, objects = manifest.index(where), dict(manifest.objects)
     facts = (manifest.structure, manifest.kinds, manifest.files)
     return Opened(where, root, True, index, *facts, objects, allow_pickle)

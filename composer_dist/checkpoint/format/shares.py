@@ -24,7 +24,7 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError
 from composer_dist.tensors.inner import dense, local_part
-from composer_dist.tensors.parts import Dims, Part, rectangles
+from composer_dist.tensors.parts import Dims, Part, covers, rectangles
 
 _KEPT = 8
 """Plans to remember: a run has few kinds of checkpoints."""
@@ -137,15 +137,15 @@ def deal(held: list[dict[str, Any]]) -> dict[str, Any]:
             )
     holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
     sizes: dict[tuple[str, tuple[int, ...]], int] = {}
-    lacking = {name: prod(shape) for name, shape in shapes.items()}
+    boxes: dict[str, list[tuple[Dims, Dims]]] = {name: [] for name in shapes}
     for rank, one in enumerate(held):
         for number, (name, start, box, nbytes) in enumerate(one["pieces"]):
             key = name, tuple(start)
             if key not in holders:
-                lacking[name] -= prod(box)
+                boxes[name].append((tuple(start), tuple(box)))
             holders.setdefault(key, []).append((rank, number))
             sizes[key] = nbytes
-    if odd := sorted(name for name, numel in lacking.items() if numel):
+    if odd := sorted(name for name, shape in shapes.items() if not covers(boxes[name], tuple(shape))):
         raise CheckpointValueError(f"The ranks' parts do not add up to these tensors: {', '.join(odd)}.")
     loads = [0] * len(held)
     shares: list[list[int]] = [[] for _ in held]

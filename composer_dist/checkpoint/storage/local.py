@@ -5,8 +5,8 @@ A checkpoint is written under another name beside its place (`.name.token.tmp`) 
 - A new directory, or a file that replaces a file, needs one rename.
 - If a directory exists, the new data files, whose names differ, are moved in beside the old ones. Then
   `checkpoint.json` is replaced, which is one step for the file system. The old files are removed last.
-- If a file replaces a directory, or the reverse, the old one is first renamed to `.name.token.old`. `resolve`
-  finds it there under its own name until the new one is in place.
+- If a file replaces a directory, or the reverse, or if the place is a link, the old one is first renamed to
+  `.name.token.old`. `resolve` finds it there under its own name until the new one is in place.
 
 If the process is killed at any moment, the place has no checkpoint, the old one or the new one.
 """
@@ -22,12 +22,10 @@ from pathlib import Path
 
 from composer_dist.errors import CheckpointError, CheckpointIsADirectoryError, CheckpointRuntimeError
 from composer_dist.files.checked import LocalSink, Sink
-from composer_dist.files.checkpoint_format import NAME, Manifest
+from composer_dist.files.checkpoint_format import DATA_FILE, NAME, Manifest
 from composer_dist.files.torch_save import is_sealed
 
 DCP_METADATA = ".metadata"
-_DATA = re.compile(r"__\d+_[0-9a-f]{8}\.distcp")
-"""Names of data files; the end is the token of one save."""
 _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(tmp|old)")
 """Names of files and directories that are written, or kept, beside their place."""
 
@@ -83,6 +81,9 @@ class LocalPlace:
             return (self.path / name).read_bytes()
         return None
 
+    def has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
     def inside(self) -> list[str]:
         return [str(path) for path in _newest_first(self.path)]
 
@@ -114,9 +115,9 @@ def put_in_place(aside: Path, path: Path) -> None:
     """Move a checkpoint from `aside` to `path`; all of its files are on the disk already."""
     if aside.is_dir():
         _sync(aside)
-    if aside.is_dir() and path.is_dir():
+    if aside.is_dir() and path.is_dir() and not path.is_symlink():
         _replace_contents(aside, path)
-    elif path.exists() and aside.is_dir() != path.is_dir():
+    elif path.is_symlink() or (path.exists() and aside.is_dir() != path.is_dir()):
         old = _named_aside(path, secrets.token_hex(4), "old")
         path.rename(old)
         aside.rename(path)
@@ -145,7 +146,7 @@ def _replace_contents(aside: Path, path: Path) -> None:
 
 def _files_of(path: Path) -> set[str]:
     """The files of the checkpoint in a directory, and files that a killed save has moved there."""
-    left = {file.name for file in path.iterdir() if _DATA.fullmatch(file.name)}
+    left = {file.name for file in path.iterdir() if DATA_FILE.fullmatch(file.name)}
     try:
         manifest = Manifest.of_text((path / NAME).read_bytes(), str(path / NAME))
     except (OSError, CheckpointError):

@@ -39,6 +39,9 @@ class Place(Protocol):
     def read(self, name: str) -> bytes | None:
         """All of a file of the checkpoint; None if it does not exist."""
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint's directory has this file."""
+
     def inside(self) -> list[str]:
         """The complete checkpoints in this directory, newest first."""
 

@@ -81,6 +81,9 @@ class RemotePlace:
             return None
         return contents
 
+    def has(self, name: str) -> bool:
+        return bool(self._system.exists(f"{self._root}/{name}"))
+
     def inside(self) -> list[str]:
         return _newest_first(self._system, self._root)
 

@@ -193,7 +193,7 @@ def _name_in(path: Path) -> str | None:
         text = path.read_text().strip() if path.is_file() and path.stat().st_size < 1000 else ""
     except UnicodeDecodeError:
         return None
-    return text if text.isprintable() and text else None
+    return text if text and text.isprintable() and text == os.path.basename(text) else None
 
 
 def _load_run(

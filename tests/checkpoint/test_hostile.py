@@ -1,0 +1,227 @@
+"""Checkpoints that somebody made on purpose: nothing outside of them is touched, no garbage is loaded."""
+
+import json
+import shutil
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composer_dist.checkpoint import latest_checkpoint, load_checkpoint, load_pretrained, save_checkpoint
+from composer_dist.errors import CheckpointError, CheckpointValueError
+from composer_dist.files.checkpoint_format import StoredFile
+from composer_dist.files.torch_save import seal_of
+from tests.kit.toy import stateful
+
+
+def saved(path: Path, seed: int = 0) -> Path:
+    save_checkpoint(path, {"model": stateful(seed), "note": [1, {"a": 2}], "thing": {3}})
+    return path
+
+
+def reseal(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change `checkpoint.json` and write a valid checksum."""
+    body = json.loads((path / "checkpoint.json").read_text())["checkpoint"]
+    change(body)
+    text = json.dumps(body, separators=(",", ":"))
+    sealed = {"crc32": zlib.crc32(text.encode()), "checkpoint": body}
+    (path / "checkpoint.json").write_text(json.dumps(sealed, separators=(",", ":")) + "\n")
+
+
+NAMES = ["../secret.txt", "{tmp}/secret.txt", "sub/../../secret.txt", "../secret", "checkpoint.json", "", 7]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_file_outside_is_read_or_removed(tmp_path: Path, name: Any) -> None:
+    path = saved(tmp_path / "run")
+    name = name.replace("{tmp}", str(tmp_path)) if isinstance(name, str) else name
+    (path / "sub").mkdir()
+    secrets = [tmp_path / "secret.txt", tmp_path / "secret", path / "notes.txt"]
+    for secret in secrets:
+        secret.write_text("kept")
+
+    def rename(body: dict[str, Any]) -> None:
+        body["files"].append([name, 4, [zlib.crc32(b"kept")]])
+
+    reseal(path, rename)
+    with pytest.raises(CheckpointValueError, match=r"checkpoint.json is corrupt: .*(name|string)"):
+        load_checkpoint(path)
+    with pytest.raises(CheckpointValueError, match="is corrupt"):
+        load_pretrained(stateful(), path)
+    saved(path, seed=1)
+    assert [secret.read_text() for secret in secrets] == ["kept"] * 3
+    assert load_checkpoint(path)["thing"] == {3}, "the new one is whole"
+
+
+def test_no_file_outside_is_removed_at_a_url() -> None:
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    saved("memory://hostile/run")  # type: ignore[arg-type]
+    system.pipe_file("/hostile/secret", b"kept")
+    mark = json.loads(system.cat_file("/hostile/run/checkpoint.json"))["checkpoint"]
+    mark["files"].append(["../secret", 4, [0]])
+    text = json.dumps(mark, separators=(",", ":"))
+    sealed = {"crc32": zlib.crc32(text.encode()), "checkpoint": mark}
+    whole = json.dumps(sealed, separators=(",", ":")) + "\n"
+    system.pipe_file("/hostile/run/checkpoint.json", whole.encode())
+    save_checkpoint("memory://hostile/run", {"model": stateful()})
+    assert system.cat_file("/hostile/secret") == b"kept"
+    system.rm("/hostile", recursive=True)
+
+
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    other = saved(tmp_path / "other")
+    before = {file.name: file.read_bytes() for file in other.iterdir()}
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "ep0-ba8").symlink_to(other)
+    saved(tmp_path / "runs" / "ep0-ba8", seed=1)
+    assert {file.name: file.read_bytes() for file in other.iterdir()} == before
+    assert not (tmp_path / "runs" / "ep0-ba8").is_symlink()
+    assert load_checkpoint(tmp_path / "runs" / "ep0-ba8")["thing"] == {3}
+    assert [file.name for file in (tmp_path / "runs").iterdir()] == ["ep0-ba8"]
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "__0_"])
+def test_a_link_out_of_a_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
+    path = saved(tmp_path / "run")
+    file = next(file for file in path.iterdir() if file.name.startswith(name))
+    file.rename(tmp_path / "outside")
+    file.symlink_to(tmp_path / "outside")
+    for load in (load_checkpoint, lambda path: load_pretrained(stateful(), path)):
+        with pytest.raises(CheckpointValueError, match=f"{file.name} is a link that leads out of"):
+            load(path)
+
+
+def chunk_of(body: dict[str, Any]) -> list[Any]:
+    """The only chunk of a matrix of 5 x 8."""
+    chunks: list[Any] = body["tensors"]["model.layers.0.up.weight"][2]
+    return chunks[0]
+
+
+def halves(body: dict[str, Any], second: list[int]) -> None:
+    chunk = chunk_of(body)
+    rest = [second, [2, 8], *chunk[2:]]
+    chunk[1] = [3, 8]
+    body["tensors"]["model.layers.0.up.weight"][2].append(rest)
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "outside of the tensor": lambda body: chunk_of(body).__setitem__(0, [1, 0]),
+    "at a negative place": lambda body: chunk_of(body).__setitem__(0, [-1, 0]),
+    "overlap and a gap": lambda body: halves(body, [2, 0]),
+    "missing": lambda body: chunk_of(body).__setitem__(1, [4, 8]),
+    "twice": lambda body: body["tensors"]["model.layers.0.up.weight"][2].append(chunk_of(body)),
+    "of negative size, and larger": lambda body: chunk_of(body).__setitem__(1, [-5, -8]),
+    "of another number of dimensions": lambda body: chunk_of(body).__setitem__(1, [40]),
+    "in file -1": lambda body: chunk_of(body).__setitem__(2, -1),
+    "in file 99": lambda body: chunk_of(body).__setitem__(2, 99),
+    "in file true": lambda body: chunk_of(body).__setitem__(2, False),
+    "behind the end": lambda body: chunk_of(body).__setitem__(3, body["files"][0][1] - 8),
+    "before the start": lambda body: chunk_of(body).__setitem__(3, -8),
+    "at a fraction": lambda body: chunk_of(body).__setitem__(3, 64.0),
+    "no tensors": lambda body: body.pop("tensors"),
+    "tensors in a list": lambda body: body.update(tensors=[]),
+    "a shape of text": lambda body: body["tensors"]["model.scale"].__setitem__(1, "ab"),
+    "a huge shape": lambda body: body["tensors"]["model.scale"].__setitem__(1, [1 << 62, 1 << 62, 0]),
+    "another dtype": lambda body: body["tensors"]["model.scale"].__setitem__(0, "nn"),
+    "too few checksums": lambda body: body["files"][0][2].pop(),
+    "a file twice": lambda body: body["files"].append(body["files"][0]),
+    "object behind the end": lambda body: body["objects"]["thing"].__setitem__(2, 1 << 40),
+    "object without a place": lambda body: body["objects"].update(thing=[]),
+    "structure without object": lambda body: body["objects"].clear(),
+    "structure without tensor": lambda body: body["structure"].update(note={"tensor": "nothing"}),
+    "structure of another tag": lambda body: body["structure"].update(note={"function": "os.system"}),
+    "structure of a number": lambda body: body["structure"].update(note=5),
+    "structure with a list as a key": lambda body: body["structure"].update(
+        note={"dict": [[[1], {"plain": 1}]]}
+    ),
+    "no structure": lambda body: body.update(structure=None),
+    "another kind": lambda body: body["kinds"].update(note="function"),
+    "a kind too many": lambda body: body["kinds"].update(more="model"),
+    "a version of text": lambda body: body.update(version="2"),
+    "no facts": lambda body: body.update(facts=None),
+    "a time of text": lambda body: body["facts"].update(time="now"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_sealed_but_wrong_manifest_is_refused_and_skipped(tmp_path: Path, what: str) -> None:
+    good = saved(tmp_path / "1")
+    bad = saved(tmp_path / "2", seed=1)
+    reseal(bad, WRONG[what])
+    with pytest.raises(CheckpointValueError, match=f"{bad}/checkpoint.json is corrupt: |of dtype 'nn'"):
+        load_checkpoint(bad)
+    if not what.startswith("structure"):  # which models do not use
+        with pytest.raises(CheckpointValueError, match="is corrupt: |of dtype 'nn'"):
+            load_pretrained(stateful(), bad)
+    with pytest.warns(UserWarning, match=f"Skipping {bad}: "):
+        assert latest_checkpoint(tmp_path) == str(good)
+
+
+def test_metadata_of_another_run_is_noticed(tmp_path: Path) -> None:
+    one, other = saved(tmp_path / "1"), saved(tmp_path / "2")
+    shutil.copy(other / ".metadata", one / ".metadata")
+    with pytest.raises(CheckpointValueError, match="metadata belongs to another checkpoint"):
+        load_checkpoint(one)
+
+
+class View:
+    """Pickles as a tensor with any offset, shape and strides."""
+
+    def __init__(self, *place: Any) -> None:
+        self.place = place
+        self.tensor = torch.arange(4.0)
+
+    def __reduce__(self) -> Any:
+        storage = torch.storage.TypedStorage(
+            wrap_storage=self.tensor.untyped_storage(), dtype=torch.float32, _internal=True
+        )
+        return torch._utils._rebuild_tensor_v2, (storage, *self.place, False, OrderedDict())
+
+
+@pytest.mark.parametrize("place", [(0, (9,), (1,)), (9, (2,), (1,)), (0, (2, 2), (3, 3)), (3, (2,), (-1,))])
+def test_a_view_behind_its_storage_is_refused(tmp_path: Path, place: Any) -> None:
+    torch.save({"model": {"w": View(*place)}, "more": torch.ones(1000)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointValueError, match="w is not inside of its storage"):
+        load_checkpoint(tmp_path / "x.pt")
+
+
+def test_the_format_before_archives_is_refused(tmp_path: Path) -> None:
+    torch.save(
+        {"model": nn.Linear(2, 2).state_dict()}, tmp_path / "x.pt", _use_new_zipfile_serialization=False
+    )
+    with pytest.raises(CheckpointValueError, match=r"x.pt has the format of torch before 1.6"):
+        load_checkpoint(tmp_path / "x.pt")
+    with pytest.raises(CheckpointValueError, match=r"x.pt has the format of torch before 1.6"):
+        load_pretrained(nn.Linear(2, 2), tmp_path / "x.pt")
+
+
+def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
+    torch.save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "x.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "x.pt") as plain,
+        zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_DEFLATED) as small,
+    ):
+        for record in plain.infolist():
+            small.writestr(record.filename, plain.read(record))
+    with pytest.raises(CheckpointError):
+        load_checkpoint(tmp_path / "y.pt")
+
+
+@pytest.mark.parametrize("change", [{"block": 0}, {"block": -1}, {"checksums": ()}, {"nbytes": "x"}])
+def test_a_seal_of_another_format_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    torch.save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "x.pt")
+    whole = (tmp_path / "x.pt").read_bytes()[:-2]
+    facts = {"name": "x.pt", "nbytes": len(whole), "checksums": (zlib.crc32(whole),), "block": 1 << 24}
+    (tmp_path / "x.pt").write_bytes(whole + seal_of(StoredFile(**facts)))
+    assert "model" in load_checkpoint(tmp_path / "x.pt")
+    (tmp_path / "x.pt").write_bytes(whole + seal_of(StoredFile(**facts | change)))
+    with pytest.raises(CheckpointValueError, match="its end is damaged"):
+        load_checkpoint(tmp_path / "x.pt")
