@@ -255,7 +255,8 @@ def test_files_of_the_user_stay_in_a_replaced_directory(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     for name in ("model_of_mine.safetensors", "model-00001-of-00002.safetensors"):
         (tmp_path / "out" / name).write_text("x")
-    convert(tmp_path / "c", tmp_path / "out", "--to", "huggingface", "--like", tmp_path / "model")
+    to = ["--to", "huggingface", "--like", tmp_path / "model", "--overwrite"]
+    convert(tmp_path / "c", tmp_path / "out", *to)
     assert sorted(file.name for file in (tmp_path / "out").glob("*.safetensors")) == [
         "model.safetensors",
         "model_of_mine.safetensors",
