@@ -38,8 +38,11 @@ def launch_local(processes: int, command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from composer_dist.cli import rendezvous
     from composer_dist.distributed.ranks.cpus import share_cpus
+    from composer_dist.distributed.ranks.loopback import HOST
 
+    rendezvous.register()
     share_cpus(processes)  # inherited
     for part in ("", ".agent.server.api"):  # which sets its own level; the failure is printed below
         logging.getLogger(f"torch.distributed.elastic{part}").setLevel(logging.CRITICAL)
@@ -50,8 +53,8 @@ def launch_local(processes: int, command: Sequence[str]) -> int:
             max_nodes=1,
             nproc_per_node=processes,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
+            rdzv_backend=rendezvous.NAME,
+            rdzv_endpoint=HOST,
             max_restarts=0,
             monitor_interval=0.1,
             start_method="spawn",

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -225,11 +225,14 @@ def spent(path: Path, header: str) -> float:
     return time.process_time() - start
 
 
+def numbered(names: Iterable[int]) -> str:
+    """A header with empty tensors of these names."""
+    return "{" + ",".join(f'"{name}":{EMPTY}' for name in names) + "}"
+
+
 EMPTY = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
 SLOW: dict[str, Callable[[], str]] = {
-    "a name twice at the end": lambda: (
-        "{" + ",".join(f'"{n}":{EMPTY}' for n in [*range(30_000), 29_999]) + "}"
-    ),
+    "a name twice at the end": lambda: numbered([*range(30_000), 29_999]),
     "400,000 dimensions": lambda: f'{{"a":{EMPTY.replace("[0]", str([9] * 400_000))}}}',
     "100,000 dimensions of 1": lambda: f'{{"a":{EMPTY.replace("[0]", str([0] + [1] * 100_000))}}}',
     "dimensions of 4,000 digits": lambda: f'{{"a":{EMPTY.replace("[0]", str([10**4000] * 60))}}}',
@@ -244,8 +247,7 @@ def test_small_headers_take_little_time(tmp_path: Path, what: str) -> None:
 
 def test_too_many_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("composer_dist.files.index._MOST_TENSORS", 100)
-    text = "{" + ",".join(f'"{n}":{EMPTY}' for n in range(101)) + "}"
-    write(tmp_path / "model.safetensors", text.encode(), b"")
+    write(tmp_path / "model.safetensors", numbered(range(101)).encode(), b"")
     with pytest.raises(CheckpointValueError, match="has 101 tensors; at most 100"):
         read_index(tmp_path)
 

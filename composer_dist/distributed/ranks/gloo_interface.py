@@ -1,7 +1,8 @@
-"""The network interface by which gloo reaches other hosts.
+"""The network interface by which the ranks reach each other.
 
-Gloo gives its peers the address to which the machine's own name resolves. On many machines this is 127.0.0.1
-or 127.0.1.1, which other hosts cannot reach, so the ranks hang. NCCL finds the interface itself.
+Gloo listens on, and gives its peers, the address to which the machine's own name resolves. On many machines
+this is 127.0.0.1 or 127.0.1.1, which other hosts cannot reach, so the ranks hang. NCCL finds the interface
+itself. If all ranks are on one host, both use the loopback interface, which no other host can reach.
 """
 
 import ipaddress
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
-from composer_dist.config.mesh import per_host
+from composer_dist.distributed.ranks.loopback import HOST, on_one_host
 
 _ELSEWHERE = "192.0.2.1"
 """An address that no machine has (RFC 5737), on the default route."""
@@ -19,10 +20,17 @@ _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def gloo_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """`GLOO_SOCKET_IFNAME`, if there are several hosts and this one's name resolves to loopback."""
-    world = int(environ.get("WORLD_SIZE") or 1)
-    one_host = int(per_host(environ) or 1) >= world
-    if "GLOO_SOCKET_IFNAME" in environ or one_host or not _leads_back(socket.gethostname()):
+    """The interfaces to use where the user has named none; an earlier run on one host may have.
+
+    They are loopback if all ranks are on one host. For several hosts `GLOO_SOCKET_IFNAME` is needed if this
+    one's name resolves to loopback.
+    """
+    loopback = _interface_of(HOST)
+    if on_one_host(environ):
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback is not None else ()
+        return {name: str(loopback) for name in names if name not in environ}
+    known = environ.get("GLOO_SOCKET_IFNAME", loopback) != loopback
+    if known or not _leads_back(socket.gethostname()):
         return {}
     for host in (environ.get("MASTER_ADDR", ""), _ELSEWHERE):
         if (address := _address_towards(host)) is not None and (name := _interface_of(address)) is not None:

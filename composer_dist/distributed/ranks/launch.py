@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from composer_dist._torch import clear_dtensor_caches
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.cpus import share_cpus
+from composer_dist.distributed.ranks.loopback import HOST, host_store
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
 T = TypeVar("T")
 METHODS = ("spawn", "fork")
-_HOST = "127.0.0.1"
 
 
 def launch(
@@ -77,7 +76,7 @@ def launch(
     if method == "fork":
         clear_dtensor_caches()  # they hold groups; a copy of a group has no threads, and freeing it hangs
     # The store stays in this process, so that no other process can take its port.
-    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    store = host_store()
     call = partial(fn, *args, **kwargs or {})
     with tempfile.TemporaryDirectory(prefix="composer_dist-") as folder:
         box = Path(folder)  # for values and errors: unlike pipes, files do not fill up
@@ -98,7 +97,7 @@ def _work(rank: int, call: Callable[[], Any], n: int, method: str, port: int, bo
     (box / f"began-{rank}").touch()
     os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
     os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(n)))
-    os.environ.update(MASTER_ADDR=_HOST, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(MASTER_ADDR=HOST, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     if method == "fork":
         # A copy has no threads of OpenMP's pool and would hang waiting for them, as in DataLoader's workers.
         torch.set_num_threads(1)

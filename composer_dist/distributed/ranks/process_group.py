@@ -81,8 +81,8 @@ def init(
     if backend is None:
         backend = backend_for(chosen.type, cpu_ops=chosen.type != "cpu")
     place: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
+    os.environ.update(gloo_variables(os.environ))
     if is_distributed():
-        os.environ.update(gloo_variables(os.environ))
         place = meeting_place(timeout)
     dist.init_process_group(backend, timeout=timeout, **place)
     Agreement().begin()  # from now on, it is noticed if a rank of this host ends

@@ -7,6 +7,7 @@ that rank 0 draws. To learn the current one, each other rank writes a token and 
 rank 0 answers every token until all ranks have reported.
 """
 
+import os
 import time
 import uuid
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # public, but not in its __all__
 
+from composer_dist.distributed.ranks.loopback import on_one_host, own_store
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.wording import ranks_named
 
@@ -21,7 +23,11 @@ from composer_dist.wording import ranks_named
 def meeting_place(timeout: timedelta | None = None) -> dict[str, Any]:
     """The arguments of `init_process_group` for the store and ranks of the launcher's job."""
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    shared, rank, world_size = next(rendezvous("env://", **limit))
+    if on_one_host(os.environ) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        shared = own_store(port, rank, **limit)
+    else:
+        shared, rank, world_size = next(rendezvous("env://", **limit))
     store = PrefixStore(agreed_name(shared, rank, world_size), shared)
     return {"store": store, "rank": rank, "world_size": world_size}
 

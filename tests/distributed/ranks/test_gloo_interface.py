@@ -19,7 +19,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(socket, "gethostname", lambda: "own")
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest: [(0, 0, 0, "", (addresses[host], 0))])
     monkeypatch.setattr(interface, "_address_towards", {"node0": "10.7.0.2", "192.0.2.1": "192.168.1.5"}.get)
-    monkeypatch.setattr(interface, "_interface_of", {"10.7.0.2": "ib0", "192.168.1.5": "eth0"}.get)
+    names = {"10.7.0.2": "ib0", "192.168.1.5": "eth0", "127.0.0.1": "lo"}
+    monkeypatch.setattr(interface, "_interface_of", names.get)
     return addresses
 
 
@@ -31,10 +32,19 @@ def test_gloo_takes_the_interface_that_leads_to_the_first_host(machine: dict[str
 
 def test_gloo_is_left_alone_where_it_finds_its_way_or_needs_none(machine: dict[str, str]) -> None:
     assert gloo_variables(TWO_HOSTS | {"GLOO_SOCKET_IFNAME": "mine"}) == {}
-    assert gloo_variables(TWO_HOSTS | {"LOCAL_WORLD_SIZE": "4"}) == {}
-    assert gloo_variables({}) == {}
     machine["own"] = "10.7.0.2"
     assert gloo_variables(TWO_HOSTS) == {}
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, TWO_HOSTS | {"LOCAL_WORLD_SIZE": "4"}, TWO_HOSTS | {"MASTER_ADDR": "localhost"}]
+)
+def test_ranks_of_one_host_use_loopback(machine: dict[str, str], environ: dict[str, str]) -> None:
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert gloo_variables(environ) == loopback
+    assert gloo_variables(environ | {"GLOO_SOCKET_IFNAME": "mine"}) == {"NCCL_SOCKET_IFNAME": "lo"}
+    # An earlier run on one host, in the same environment, does not break one on several.
+    assert gloo_variables(TWO_HOSTS | loopback) == {"GLOO_SOCKET_IFNAME": "ib0"}
 
 
 def test_the_loopback_interface_has_its_address_and_leads_nowhere() -> None:

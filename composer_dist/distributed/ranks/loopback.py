@@ -1,0 +1,60 @@
+"""Stores that only processes of this machine can reach.
+
+A `TCPStore` answers whoever connects to it, and by itself listens on all interfaces of the machine (torch
+2.13). If all ranks are on one machine, it listens on the loopback interface only.
+"""
+
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
+
+from composer_dist.errors import ParallelismRuntimeError
+
+HOST = "127.0.0.1"
+_LIMIT = timedelta(minutes=30)
+"""torch's own for a process group."""
+_hosted: dict[int, TCPStore] = {}
+"""The stores in this process, by port."""
+
+
+def on_one_host(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher's variables show that all ranks are on this machine."""
+    address = environ.get("MASTER_ADDR", "")
+    is_loopback = address in ("localhost", "::1") or address.startswith("127.")
+    here = environ.get("LOCAL_WORLD_SIZE") or environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1
+    return is_loopback or int(here) >= int(environ.get("WORLD_SIZE") or 1)
+
+
+def host_store(port: int = 0, timeout: timedelta = _LIMIT) -> TCPStore:
+    """A new store on the loopback interface, in this process; port 0 means any.
+
+    Raises:
+        ParallelismRuntimeError: the port is in use.
+    """
+    try:
+        listener = socket.create_server((HOST, port))
+    except OSError as error:
+        raise ParallelismRuntimeError(
+            f"The store of the ranks cannot use port {port} ({error.strerror}). Set MASTER_PORT to a free one."
+        ) from error
+    found: int = listener.getsockname()[1]
+    store = TCPStore(
+        HOST,
+        found,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+    return store
+
+
+def own_store(port: int, rank: int, timeout: timedelta = _LIMIT) -> TCPStore:
+    """The store of ranks without a launcher's: rank 0 hosts it, for all of its process groups."""
+    if rank == 0:
+        if port not in _hosted:
+            _hosted[port] = host_store(port, timeout)
+        return _hosted[port]
+    return TCPStore(HOST, port, is_master=False, timeout=timeout)

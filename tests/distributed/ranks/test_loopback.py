@@ -1,0 +1,80 @@
+"""In a run on one machine, nothing listens at an address that another machine could reach."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from composer_dist.distributed.ranks.loopback import host_store, own_store
+from composer_dist.errors import ParallelismRuntimeError
+
+RANK = """
+import json, os, sys
+from pathlib import Path
+import psutil, torch
+from composer_dist.distributed import launch, process_group
+
+def listening(starter):
+    process_group.init()
+    if process_group.world_and_rank()[0] > 1:
+        torch.distributed.new_group([0, 1])
+    process_group.all_reduce(torch.ones(1))
+    starter = psutil.Process(starter)
+    everyone = [starter, *starter.children(recursive=True)]
+    sockets = [one for process in everyone for one in process.net_connections("inet")]
+    found = sorted({one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN})
+    process_group.barrier()
+    if process_group.world_and_rank()[1] == 0:
+        Path("found.json").write_text(json.dumps(found))
+    process_group.barrier()
+    process_group.destroy()
+"""
+WAYS = {
+    "train -n": "from composer_dist.cli.launch import launch_local\n"
+    "import os; launch_local(2, ['-c', open('rank.py').read() + f'listening({os.getpid()})'])",
+    "launch": "import os\nfrom rank import *\n"
+    "if __name__ == '__main__':\n    launch(listening, 2, 'spawn', (os.getpid(),))",
+    "mpirun": "import os, subprocess, sys\nranks = [subprocess.Popen([sys.executable, '-c', "
+    "open('rank.py').read() + f'listening({os.getpid()})'], env=os.environ | {'RANK': str(rank), "
+    "'WORLD_SIZE': '2', 'MASTER_ADDR': 'localhost', 'MASTER_PORT': sys.argv[1]}) for rank in (0, 1)]\n"
+    "sys.exit(any([rank.wait() for rank in ranks]))",
+    "one process": "import os\nfrom rank import *\nlistening(os.getpid())",
+}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks up the interface on Linux")
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_listens_beyond_loopback(tmp_path: Path, way: str) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "start.py").write_text(WAYS[way])
+    environ = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
+    path = os.pathsep.join([str(tmp_path), *filter(None, [environ.get("PYTHONPATH")])])
+    command = [sys.executable, "start.py", str(free_port())]
+    done = subprocess.run(command, cwd=tmp_path, env=environ | {"PYTHONPATH": path}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found == ["127.0.0.1"]
+
+
+def test_a_port_in_use_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ParallelismRuntimeError, match=f"cannot use port {port} .* Set MASTER_PORT"):
+            host_store(port)
+
+
+def test_a_second_group_uses_the_same_store() -> None:
+    port = free_port()
+    assert own_store(port, 0) is own_store(port, 0)
+    own_store(port, 0).set("a", "1")
+    assert own_store(port, 1).get("a") == b"1"
