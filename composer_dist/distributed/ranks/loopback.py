@@ -37,7 +37,8 @@ def host_store(port: int = 0, timeout: timedelta = _LIMIT) -> TCPStore:
         listener = socket.create_server((HOST, port))
     except OSError as error:
         raise ParallelismRuntimeError(
-            f"The store of the ranks cannot use port {port} ({error.strerror}). Set MASTER_PORT to a free one."
+            f"The store of the ranks cannot use port {port} ({error.strerror}). Set MASTER_PORT to a free "
+            "one."
         ) from error
     found: int = listener.getsockname()[1]
     store = TCPStore(

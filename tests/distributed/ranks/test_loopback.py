@@ -14,12 +14,13 @@ from composer_dist.errors import ParallelismRuntimeError
 
 RANK = """
 import json, os, sys
+from datetime import timedelta
 from pathlib import Path
 import psutil, torch
 from composer_dist.distributed import launch, process_group
 
 def listening(starter):
-    process_group.init()
+    process_group.init(timeout=timedelta(seconds=60))
     if process_group.world_and_rank()[0] > 1:
         torch.distributed.new_group([0, 1])
     process_group.all_reduce(torch.ones(1))
