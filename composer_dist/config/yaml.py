@@ -10,6 +10,10 @@ import yaml
 KeyPath = tuple[str | int, ...]
 """The keys and indices that lead to a value."""
 
+_DEEPEST = 60
+_MOST = 100_000
+_OPEN = -1
+
 
 @dataclass
 class Parsed:
@@ -26,7 +30,7 @@ def parse(text: str) -> Parsed:
     """The values of a YAML text, their lines, and what is wrong with it."""
     found = Parsed()
     try:
-        root = yaml.compose(text, Loader=_Loader)
+        root = _compose(text)
         if root is not None:
             for path, node, key in _walk(root, (), found):
                 found.lines[path] = (key or node).start_mark.line + 1
@@ -46,11 +50,55 @@ def parse_value(text: str) -> Any:
     Raises:
         yaml.YAMLError: it is not valid YAML.
     """
-    return yaml.load(text, Loader=_Loader)
+    root = _compose(text)
+    return None if root is None else _Loader("").construct_document(root)
+
+
+def _compose(text: str) -> yaml.Node | None:
+    """The nodes of a text, which are not too many or too deep to read.
+
+    Raises:
+        yaml.YAMLError: they are, or it is not valid YAML.
+    """
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except RecursionError:
+        raise yaml.YAMLError(f"values are nested more than {_DEEPEST} levels deep") from None
+    if root is not None:
+        _count(root, 0, {})
+    return root
+
+
+def _count(node: yaml.Node, depth: int, known: dict[int, int]) -> int:
+    """How many values a node has, with its aliases written out."""
+    if known.get(id(node)) == _OPEN:
+        raise _problem(node, "an alias refers to a value that contains it")
+    if depth > _DEEPEST:
+        raise _problem(node, f"values are nested more than {_DEEPEST} levels deep")
+    if id(node) not in known:
+        known[id(node)] = _OPEN
+        inner = node.value if isinstance(node, yaml.CollectionNode) else []
+        pairs = isinstance(node, yaml.MappingNode)
+        parts = [part for pair in inner for part in pair] if pairs else inner
+        known[id(node)] = 1 + sum(_count(part, depth + 1, known) for part in parts)
+    if known[id(node)] > _MOST:
+        raise _problem(node, f"aliases repeat more than {_MOST} values")
+    return known[id(node)]
+
+
+def _problem(node: yaml.Node, text: str) -> yaml.YAMLError:
+    return yaml.MarkedYAMLError(problem=text, problem_mark=node.start_mark)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """YAML 1.1, except that 1e-3 is a number and that on, off, yes and no are strings."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of a node; what cannot be one, such as the date 2026-99-99, is an error with its line."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, IndexError, OverflowError) as error:
+            raise _problem(node, f"{str(node.value)[:40]!r} is not a valid value") from error
 
 
 _Loader.yaml_implicit_resolvers = {

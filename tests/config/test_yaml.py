@@ -1,0 +1,39 @@
+"""YAML that would hang, or end in a traceback, is reported with its line."""
+
+import pytest
+import yaml
+
+from composer_dist.config.yaml import parse, parse_value
+
+HOSTILE = {
+    "laughs": "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{f'*a{n}, ' * 9}]\n" for n in range(30)),
+    "merges": "a0: &a0 {x: 1}\n"
+    + "".join(f"a{n + 1}: &a{n + 1} {{<<: [{f'*a{n}, ' * 9}]}}\n" for n in range(30)),
+    "itself": "a: &a\n  b: *a\n",
+    "itself in a list": "&a [*a]",
+    "itself as a merge": "a: &a {<<: *a}",
+    "deep": "a: " + "[" * 20_000,
+    "deep and closed": "a: " + "[" * 200 + "]" * 200,
+    "a date that is none": "a: 2026-99-99",
+    "a number of too many digits": f"a: {'1' * 10_000}",
+    "a flag that is none": "a: !!bool maybe",
+    "no number": "a: !!int ''",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_what_cannot_be_read_is_a_fault(what: str) -> None:
+    found = parse(HOSTILE[what])
+    assert [text.partition(":")[0] for _, _, text in found.faults] == ["not valid YAML"]
+    assert what == "deep" or found.faults[0][1] is not None
+    with pytest.raises(yaml.YAMLError):
+        parse_value(HOSTILE[what])
+
+
+def test_aliases_and_merges_of_a_usual_size_are_read() -> None:
+    text = "base: &base {lr: 1e-3, betas: &b [0.9, 0.95]}\none: {<<: *base, lr: 2}\ntwo: [*base, *b]"
+    found = parse(text)
+    assert not found.faults
+    base = {"lr": 1e-3, "betas": [0.9, 0.95]}
+    assert found.values == {"base": base, "one": base | {"lr": 2}, "two": [base, base["betas"]]}
+    assert parse_value(text) == found.values
