@@ -12,14 +12,14 @@ export OMP_NUM_THREADS ?= 1
 # Nothing here downloads a model or a data set.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test test-all zoo lint format types bench docs floors clean distclean
+.PHONY: help demo test test-all zoo lint format types bench docs floors reference clean distclean
 
 help:
 	@echo "make demo      train, fine-tune with LoRA, export and reload a small model on two processes"
 	@echo "make test      the default tests (test-all: the slow ones too; zoo: every architecture);"
 	@echo "               TORCH=2.15.0 runs them with that version, in .venv-2.15.0"
-	@echo "make lint      ruff and the floors of the house (format: apply ruff);  make types: mypy"
-	@echo "make bench     the benchmarks;  make docs: the documentation, into site/ (floors: its drawing)"
+	@echo "make lint      ruff, the floors of the house, the reference (format: apply ruff);  make types: mypy"
+	@echo "make bench     the benchmarks;  make docs: the documentation, into site/ (floors, reference: what is generated in it)"
 	@echo "make clean     remove what these made, all but .venv (distclean: .venv too)"
 
 $(BIN)/pip:
@@ -56,6 +56,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
+	$(BIN)/python docs/signatures.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
@@ -75,6 +76,10 @@ docs: $(VENV)/.docs
 # Draws the floors of docs/architecture.md from the imports.
 floors: $(VENV)/.dev
 	$(BIN)/python docs/floors.py --write
+
+# Writes docs/reference from the docstrings.
+reference: $(VENV)/.dev
+	$(BIN)/python docs/signatures.py --write
 
 clean:
 	rm -rf build dist site runs .mypy_cache .pytest_cache .ruff_cache

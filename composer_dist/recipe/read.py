@@ -19,7 +19,7 @@ from composer_dist.recipe.source import Document, Problem, override, read_docume
 from composer_dist.trainer import CheckpointSaver, FineTuningPhases, NoImprovement, Phase, Resume
 from composer_dist.wording import near_miss
 
-_OURS = frozenset(
+OURS = frozenset(
     {"self", "model", "train_dataloader", "eval_dataloader", "optimizers", "schedulers"}
     | {"parallelism_config", "callbacks", "loggers", "seed", "resume"}
 )
@@ -103,7 +103,7 @@ def _check_sections(values: dict[str, Any], folder: Path, problems: Problems) ->
     if isinstance(data := values.get("data"), dict):
         _check_data(data, model, folder, problems)
     if isinstance(trainer := values.get("trainer"), dict):
-        problems.check(arguments_of(Trainer, _OURS), trainer, "trainer")
+        problems.check(arguments_of(Trainer, OURS), trainer, "trainer")
         if trainer.get("max_duration") is None:
             problems.add(
                 "'max_duration' is missing: the length of the run, such as '3ep' or '1000ba'", "trainer"

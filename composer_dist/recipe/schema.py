@@ -13,7 +13,9 @@ Arguments = dict[str, Any]
 class Section(BaseModel):
     """A part of the configuration; unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
 
 class Adapter(Section):
@@ -68,6 +70,7 @@ class Data(Section):
     batch_size: PositiveInt = 8
     """Samples in a step across all ranks: results do not depend on the number of ranks."""
     shuffle: bool = True
+    """Read the samples to train on in another order in each epoch."""
     workers: int = Field(0, ge=0)
     """Processes of each rank that load data; 0 loads it in the training process."""
 
@@ -130,6 +133,7 @@ class Run(Section):
     out: Path
     """The folder for everything that the run writes: checkpoints, logs, the exported model."""
     seed: int = 17
+    """Of everything random: weights, order of the data, dropout."""
     model: Annotated[HubModel | ModuleModel, Field(discriminator="kind")]
     data: Annotated[TextData | LabeledData | FunctionData, Field(discriminator="kind")]
     optimizer: Named = Named(name="adamw")

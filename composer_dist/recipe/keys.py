@@ -1,0 +1,183 @@
+"""The keys of a run's configuration: as rows to read, and as a JSON Schema for editors."""
+
+import json
+import re
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import PydanticOmit
+
+from composer_dist import DDPConfig, FSDP2Config, MeshConfig, ParallelismConfig, Rule, TPConfig, Trainer
+from composer_dist.recipe import named
+from composer_dist.recipe.read import OURS
+from composer_dist.recipe.schema import (
+    Adapter,
+    FunctionData,
+    HubModel,
+    LabeledData,
+    ModuleModel,
+    Named,
+    Run,
+    TextData,
+)
+from composer_dist.recipe.signature import arguments_of
+from composer_dist.trainer import CheckpointSaver, FineTuningPhases, NoImprovement, Phase, Resume
+
+
+@dataclass(frozen=True)
+class KeyEntry:
+    """One key."""
+
+    key: str
+    type: str
+    default: str
+    text: str
+    """One line."""
+
+
+def sections() -> dict[str, list[KeyEntry]]:
+    """The keys of every section, by the section's name; the top of the file is ""."""
+    schemas: dict[str, Any] = {"": Run, "model": HubModel, "model (kind: module)": ModuleModel}
+    schemas |= {"model.adapter": Adapter, "data (kind: text)": TextData}
+    schemas |= {"data (kind: labeled_text)": LabeledData, "data (kind: function)": FunctionData}
+    schemas |= _of_names("optimizer", named.OPTIMIZERS, {"params"})
+    schemas |= _of_names("scheduler", named.SCHEDULERS, {"optimizer"})
+    for name, config in (
+        ("", ParallelismConfig),
+        (".mesh", MeshConfig),
+        (".fsdp2", FSDP2Config),
+        (".tp", TPConfig),
+        (".ddp", DDPConfig),
+        (".rules", Rule),
+    ):
+        schemas[f"parallelism{name}"] = _arguments(config)
+    schemas["trainer"] = _arguments(Trainer, OURS)
+    schemas |= _of_names("callbacks", named.CALLBACKS) | _of_names("loggers", named.LOGGERS)
+    schemas["checkpoints"] = _arguments(CheckpointSaver, {"folder"})
+    schemas |= {"phases": _arguments(FineTuningPhases), "phases.schedule": _arguments(Phase)}
+    schemas |= {"phases.schedule.until": _arguments(NoImprovement), "resume": _arguments(Resume)}
+    found = {name: [_entry(*field) for field in one.model_fields.items()] for name, one in schemas.items()}
+    found[""] = [replace(one, default="runs/NAME") if one.key == "out" else one for one in found[""]]
+    found["trainer"] = [
+        replace(one, type="str | int", default="required") if one.key == "max_duration" else one
+        for one in found["trainer"]
+    ]
+    return found
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a configuration file."""
+
+    def choice(known: dict[str, str], **given: Any) -> Any:
+        fields: Any = {name: (one | None, None) for name, one in _of_names("", known, **given).items()}
+        return pydantic.create_model("Known", __config__=pydantic.ConfigDict(extra="allow"), **fields)
+
+    fields: dict[str, Any] = {
+        "out": (Path | None, None),
+        "optimizer": (str | Named, "adamw"),
+        "scheduler": (str | Named | None, None),
+        "parallelism": (str | _arguments(ParallelismConfig, extra="allow") | None, "fsdp"),
+        "trainer": (_arguments(Trainer, OURS), ...),
+        "callbacks": (choice(named.CALLBACKS), {}),
+        "loggers": (choice(named.LOGGERS, given={"path", "log_dir"}, extra="allow"), {}),
+        "checkpoints": (_arguments(CheckpointSaver, {"folder"}) | None, {}),
+        "phases": (_arguments(FineTuningPhases) | None, None),
+        "resume": (bool | _arguments(Resume), True),
+    }
+    described: dict[str, Any] = {
+        name: (kind, pydantic.Field(default, description=Run.model_fields[name].description))
+        for name, (kind, default) in fields.items()
+    }
+    configuration: Any = pydantic.create_model("Configuration", __base__=Run, **described)
+    found: dict[str, Any] = configuration.model_json_schema(schema_generator=_Lenient)
+    found["$defs"]["Trainer"]["required"] = ["max_duration"]
+    return {"$schema": GenerateJsonSchema.schema_dialect} | found | {"title": "A run of composer-dist train"}
+
+
+_WRITTEN_AS_STRINGS = frozenset({"Time", "Precision", "device", "Path", "PathLike"})
+
+
+class _Lenient(GenerateJsonSchema):
+    """Leaves out what a file cannot hold, such as functions and devices."""
+
+    _alternatives = False
+
+    def union_schema(self, schema: Any) -> Any:
+        """One of several types, without those that a file cannot hold."""
+        before, self._alternatives = self._alternatives, True
+        try:
+            return super().union_schema(schema)
+        finally:
+            self._alternatives = before
+
+    def model_schema(self, schema: Any) -> Any:
+        """A mapping, with all of its keys."""
+        before, self._alternatives = self._alternatives, False
+        try:
+            return super().model_schema(schema)
+        finally:
+            self._alternatives = before
+
+    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> Any:
+        """Anything, where nothing else is possible."""
+        if self._alternatives:
+            raise PydanticOmit
+        return {}
+
+    def emit_warning(self, kind: Any, detail: str) -> None:
+        """Defaults that are objects are left out in silence."""
+
+
+def _of_names(
+    section: str, known: dict[str, str], given: set[str] | None = None, extra: Literal["allow"] | None = None
+) -> dict[str, Any]:
+    found = {name: named.resolve(reference, Path()) for name, reference in known.items()}
+    return {
+        f"{section}.{name}" if section else name: _arguments(target, given or set(), extra)
+        for name, target in found.items()
+    }
+
+
+def _arguments(
+    target: Callable[..., Any], given: Any = frozenset(), extra: Literal["allow"] | None = None
+) -> Any:
+    return arguments_of(target, frozenset(given), documented=True, extra=extra)
+
+
+def _entry(name: str, field: Any) -> KeyEntry:
+    default = "required" if field.is_required() else _plain(field.get_default(call_default_factory=True))
+    text = " ".join((field.description or "").split())
+    return KeyEntry(
+        field.alias or name, _type(field.annotation), default, re.split(r"(?<=\.)\s|;\s", text)[0]
+    )
+
+
+def _plain(value: Any) -> str:
+    try:
+        return json.dumps(value.model_dump() if isinstance(value, pydantic.BaseModel) else value)
+    except TypeError:
+        return str(value)
+
+
+def _type(hint: Any) -> str:
+    """The type in the words of a file."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _type(inner[0])
+    if origin in (typing.Union, types.UnionType):
+        names = dict.fromkeys(_type(one) for one in inner)
+        return " | ".join(name for name in names if "str" not in names or name not in _WRITTEN_AS_STRINGS)
+    if origin is Literal:
+        return " | ".join(map(str, inner))
+    if hint in (None, type(None)):
+        return "null"
+    name = getattr(origin or hint, "__name__", str(hint))
+    return {"Any": "any", "dict": "mapping", "Mapping": "mapping", "list": "list", "Sequence": "list"}.get(
+        name, name
+    )

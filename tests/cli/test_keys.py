@@ -1,0 +1,53 @@
+"""`composer-dist keys` and `composer-dist schema`."""
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from typer.testing import CliRunner
+
+from composer_dist.cli.init import PRESETS
+from composer_dist.cli.main import app
+from composer_dist.config.yaml import parse
+from composer_dist.recipe.keys import sections
+
+
+def printed(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments), prog_name="composer-dist")
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_every_key_has_a_type_and_a_default() -> None:
+    found = {name: {entry.key: entry for entry in entries} for name, entries in sections().items()}
+    assert {"out", "model", "trainer", "resume"} <= found[""].keys()
+    lr = found["optimizer.adamw"]["lr"]
+    assert (lr.default, "learning rate" in lr.text) == ("0.001", True)
+    duration = found["trainer"]["max_duration"]
+    assert (duration.type, duration.default) == ("str | int", "required")
+    assert duration.text.startswith("where `fit` ends")
+    assert found["data (kind: text)"]["context"].text == "Tokens in a sample."
+    assert found["callbacks.early_stopping"]["monitor"].default == "required"
+    silent = [key for key, entry in (found["trainer"] | found["checkpoints"]).items() if not entry.text]
+    assert silent == []
+
+
+def test_one_section_is_shown_and_an_unknown_one_names_the_others() -> None:
+    status, shown, _ = printed("keys", "checkpoints")
+    assert (status, "interval" in shown, "max_duration" in shown) == (0, True, False)
+    status, _, told = printed("keys", "chekpoints")
+    assert status == 2
+    assert "'chekpoints'" in told
+
+
+def test_the_presets_match_the_schema_and_mistakes_do_not() -> None:
+    status, shown, _ = printed("schema")
+    assert status == 0
+    schema: Any = json.loads(shown)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for file in sorted(PRESETS.glob("*.yaml")):
+        values = json.loads(json.dumps(parse(file.read_text()).values))
+        jsonschema.validate(values, schema)
+        for section, key in (("trainer", "max_epochs"), ("data", "sorce"), ("model", "pretraind")):
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(values | {section: values[section] | {key: 1}}, schema)
