@@ -52,6 +52,11 @@ class _Line:
     def write(self, key: str, value: Any) -> None:
         self.store.set(f"{self.prefix}/{key}", json.dumps(value))
 
+    def forget(self, *keys: str) -> None:
+        """Remove what nobody will read again, so that the store does not grow."""
+        for key in keys:
+            self.store.delete_key(f"{self.prefix}/{key}")
+
     def has_lost(self, rank: int) -> bool:
         if rank not in self.processes:
             if (identity := self.read(f"process/{rank}")) is None:
@@ -226,6 +231,8 @@ class Agreement:
         if any(other["error"] for other in posts.values()):
             posts, ended = self._gather(line, step, posts, GRACE, stop_at_error=False)
         missing = [rank for rank in self.ranks if rank not in posts]
+        if not missing:  # all have read the verdict before this one, and nobody else reads their posts
+            line.forget(f"{line.count - 1}/verdict", *(f"{line.count}/{rank}" for rank in self.ranks))
         errors = {rank: posts[rank]["error"] for rank in sorted(posts) if posts[rank]["error"]}
         causes = {rank: error for rank, error in errors.items() if not posts[rank].get("lost")}
         left = line.read("left") if missing else None

@@ -226,3 +226,20 @@ def dying(victim: int) -> tuple[type, str]:
 
     with mock.patch.multiple(module, GRACE=timedelta(seconds=1), MARGIN=timedelta(seconds=1)):
         return caught(Agreement().collectively, "work", work)
+
+
+@on_ranks(2)
+def test_the_store_does_not_grow() -> None:
+    agreement, store = Agreement(), Agreement().place()[0]
+
+    def keys() -> int:
+        dist.barrier()
+        count = store.num_keys()
+        dist.barrier()
+        return count
+
+    agreement.reach("warm up", None)
+    before = keys()
+    for number in range(20):
+        assert agreement.reach("a step", number, sum) == 2 * number
+    assert keys() <= before + 2
