@@ -4,7 +4,7 @@ They are not read anymore once the plan is made, which holds every decision.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
@@ -92,10 +92,15 @@ def merge_rules(
     """Module name to the fields that the rules set there; later rules override earlier ones by field.
 
     A ModuleList or ModuleDict represents its children, or nothing with `containers="skip"`; the second result
-    has a warning for each.
+    has a warning for each. What the rules say for any name of a module is said for the module.
+
+    Raises:
+        ParallelismValueError: a rule matches or sets nothing, or rules contradict each other about one module
+            under two names.
     """
     modules = structure.modules
     merged: dict[str, dict[str, tuple[Any, str]]] = {}
+    said: dict[str, dict[str, tuple[Any, str]]] = {}  # as `merged`, by every name of a module
     warnings: dict[str, None] = {}
     keys = [one.name for one in fields(Rule) if one.name not in {"match", "optional"}]
     with Faults() as faults:
@@ -112,7 +117,7 @@ def merge_rules(
             if not given:
                 faults.append(f"The {source} sets nothing; give it one of {', '.join(keys)}.")
             for name in names:
-                inner = [structure.first[name]]
+                inner = [name]
                 module = modules[name]
                 if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward(module):
                     inner = children_of(name, structure)
@@ -120,8 +125,23 @@ def merge_rules(
                         warnings[container_text(name, module, containers)] = None
                     inner = inner if containers == "expand" else []
                 for one in inner:
-                    merged.setdefault(one, {}).update(given)
+                    said.setdefault(one, {}).update(given)
+                    merged.setdefault(structure.first[one], {}).update(given)
+        faults += _contradictions(said, structure)
     return merged, list(warnings)
+
+
+def _contradictions(said: Mapping[str, Mapping[str, tuple[Any, str]]], structure: Structure) -> Iterator[str]:
+    heard: dict[tuple[str, str], tuple[Any, str, str]] = {}
+    for name, given in said.items():
+        for key, (value, source) in given.items():
+            before, where, other = heard.setdefault((structure.first[name], key), (value, source, name))
+            if before != value:
+                yield (
+                    f"{other} and {name} are one module, but the {where} sets {key}={before!r} and the "
+                    f"{source} {key}={value!r}. Give all names of the module the same options, or use a "
+                    "separate module in each place, with tied parameters if they should be the same."
+                )
 
 
 def check_forward_methods(names: Sequence[str], structure: Structure, units: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Refuses parameters that share memory in ways that sharding would break, and duplicate modules.
+"""Refuses parameters that share memory in ways that sharding would break.
 
 A tie, one parameter under several names, is preserved. But if a parameter shares its memory with another
 tensor object (a view kept as an attribute, a second Parameter over the same storage), the optimizer would
@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from composer_dist import _torch
-from composer_dist.errors import Faults, ParallelismValueError
-from composer_dist.structure.families import architecture_of
+from composer_dist.errors import Faults
 from composer_dist.structure.structure import Held, Structure
 
 
@@ -79,31 +78,3 @@ def _sharded(structure: Structure, plain: Mapping[str, str]) -> Iterator[tuple[s
     for name, held in structure.parameters.items():
         if name not in plain and not hasattr(held.get(), "device_mesh"):
             yield name, held
-
-
-def check_duplicates(structure: Structure) -> None:
-    """Refuse one module under several names, unless the architecture is built that way.
-
-    Inside a transformers model sharing is handled as a tie: `resize_token_embeddings` leaves T5 and Bart with
-    one embedding module in three places. Elsewhere it is usually a mistake (a layer appended twice), and a
-    rule for one of the names would be ambiguous. A store of tensors that is never called (a ParameterDict,
-    as peft's VeRA shares between layers) is handled as a tie too.
-
-    Raises:
-        ParallelismValueError: duplicate module references, with all names of each.
-    """
-
-    def is_store(module: nn.Module) -> bool:
-        return type(module).forward is nn.Module.forward and not module._modules
-
-    refused = [
-        " = ".join(names)
-        for names in structure.duplicates
-        if not is_store(structure.modules[names[0]]) and architecture_of(structure, names[0]) is None
-    ]
-    if refused:
-        raise ParallelismValueError(
-            f"The model has duplicate module references, one module with parameters or buffers under "
-            f"several names: {'; '.join(refused)}. Use a separate module in each place, with tied "
-            "parameters if they should be the same, or call one module several times."
-        )

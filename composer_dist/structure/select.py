@@ -70,12 +70,12 @@ def neighbor(match: Match, modules: Mapping[str, nn.Module]) -> str:
 
 
 def children_of(name: str, structure: Structure) -> list[str]:
-    """The first names of a bare container's children; bare containers among them give their own children."""
+    """The names of a bare container's children; bare containers among them give their own children."""
     found: list[str] = []
     for key, child in structure.modules[name]._modules.items():
         path = f"{name}.{key}" if name else key
         if child is not None and path in structure.modules:
-            found += [structure.first[path]] if has_forward(child) else children_of(path, structure)
+            found += [path] if has_forward(child) else children_of(path, structure)
     return found
 
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -120,8 +119,6 @@ class Structure:
     """First name to tensor."""
     first: dict[str, str]
     """Every name of a module to its first one."""
-    duplicates: tuple[tuple[str, ...], ...]
-    """Names of each module that has several and holds parameters or buffers, the topmost only."""
 
     @property
     def parameters(self) -> dict[str, Held]:
@@ -153,7 +150,7 @@ def read_structure(model: nn.Module) -> Structure:
         for place in _places(module):
             registered.setdefault(id(place.get()), []).append((canonical_name(name), place))
     tensors = {held.info.name: held for held in map(_held, registered.values())}
-    return Structure(modules, tensors, first, tuple(_duplicates(modules, first)))
+    return Structure(modules, tensors, first)
 
 
 def _held(registered: list[tuple[str, Registration]]) -> Held:
@@ -190,16 +187,3 @@ def _places(module: nn.Module) -> Iterator[Registration]:
         yield from (
             Registration(module, kind, key) for key, one in held.items() if isinstance(one, torch.Tensor)
         )
-
-
-def _duplicates(modules: dict[str, nn.Module], first: dict[str, str]) -> Iterator[tuple[str, ...]]:
-    names: dict[str, list[str]] = {}
-    for name, one in first.items():
-        names.setdefault(one, []).append(name)
-    several = {name for group in names.values() if len(group) > 1 for name in group}
-    for one, group in names.items():
-        if len(group) > 1 and any(True for _ in chain(modules[one].parameters(), modules[one].buffers())):
-            # Every module below a duplicate is a duplicate too, in the same places.
-            parents = {first[name.rpartition(".")[0]] for name in group}
-            if len(parents) > 1 or parents.isdisjoint(several):
-                yield tuple(group)

@@ -102,7 +102,7 @@ def unusable(model: nn.Module, cause: str, everybody: bool = True) -> None:
         ("mesh", ParallelismValueError, "The ranks ask for different meshes: "),
         ("policy", ParallelismKeyError, "Rank 1: KeyError: 'no such block'"),
         ("checkpointing", ParallelismRuntimeError, "Rank 1: RuntimeError: cannot say"),
-        ("duplicate", ParallelismValueError, "Rank 1: The model has duplicate module references"),
+        ("max norm", ParallelismValueError, "Rank 1: embed: an embedding with max_norm"),
         ("optimizer", ParallelismTypeError, "Rank 1: optimizer 0 is a dict, not an Optimizer."),
         ("class", ParallelismTypeError, "Rank 1: optimizer must be an Optimizer, several of them, or None"),
         ("tracing", ParallelismValueError, "Rank 1: ValueError: bad init"),
@@ -120,8 +120,8 @@ def test_whatever_is_wrong_on_one_rank_is_raised_on_all_before_anything_is_touch
 ) -> None:
     bad = dist.get_rank() == 1
     model = built(device="meta" if stage in {"tracing", "no initializer"} else "cpu")
-    if stage == "duplicate" and bad:
-        model.layers.append(model.layers[0])
+    if stage == "max norm" and bad:
+        model.embed.max_norm = 1.0
     elif stage == "no initializer":
         model.head.weight = nn.Parameter(torch.empty(16, 8, device="meta"))
 

@@ -15,11 +15,13 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
+from composer_dist.distributed.sharding.assign_units import assign
 from composer_dist.distributed.wishes import Request, Wishes
 from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.select import select, spell
 from composer_dist.structure.structure import read_structure
 from tests.kit import models
+from tests.kit.compare import fails
 from tests.kit.planning import BLOCKS, choose
 
 
@@ -177,6 +179,38 @@ def test_a_rule_for_any_name_of_a_module_counts() -> None:
     model = models.B()
     model.last = model.layers[2]
     assert list(choose(model, Rule("last", shard=True)).units) == ["layers.2"]
+    both = Rule(["layers", "last"], shard=True), Rule(["layers.2", "last"], offload=True)
+    assert choose(model, *both).units["layers.2"].options == {"offload": True}
+
+
+@pytest.mark.promise(82)
+@pytest.mark.parametrize(
+    ("rules", "first", "second"),
+    [
+        ((Rule("layers.2", offload=True), Rule("last", offload=False)), "True", "'last' offload=False"),
+        ((Rule("layers", shard=True), Rule("last", shard=False)), "True", "'last' shard=False"),
+        ((Rule(models.Block, act_ckpt=True), Rule("last", act_ckpt="offload")), "True", "act_ckpt='offload'"),
+    ],
+)
+def test_rules_that_contradict_each_other_about_one_module_are_refused(
+    rules: tuple[Rule, ...], first: str, second: str
+) -> None:
+    model = models.B()
+    model.last = model.layers[2]
+    with fails(ParallelismValueError, "layers.2 and last are one module, but the rule", first, second):
+        choose(model, *rules)
+
+
+def test_a_module_that_a_rank_may_skip_under_one_name_is_no_unit() -> None:
+    model = models.B()
+    model.tower = nn.Sequential(model.layers[2])
+    choices = choose(model, Rule("tower", skippable="replicate"))
+    assert list(choices.units) == ["", "layers.0", "layers.1"]
+    structure = read_structure(model)
+    plain = assign(structure, choices, 2).plain
+    assert {name for name in plain if name.startswith("layers.")} == {
+        name for name in structure.parameters if name.startswith("layers.2.")
+    }
 
 
 @pytest.mark.promise(17)

@@ -1,16 +1,10 @@
 """What a model holds, under which names, and what is shared."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from composer_dist.errors import ParallelismValueError
-from composer_dist.structure.check_shared import check_duplicates
-from composer_dist.structure.families import architecture_of
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import read_structure
 from tests.kit import models
@@ -23,7 +17,6 @@ def test_names_owners_and_ties() -> None:
     assert shared.names == tuple(f"{owner}.weight" for owner in shared.owners)
     assert (shared.kind, shared.shape, shared.nbytes) == ("parameter", (16, 8), 512)
     assert list(structure.modules)[:4] == ["", "shared", "encoder", "encoder.embed_tokens"]
-    assert structure.duplicates == ()
 
 
 def test_buffers_and_plain_attributes_are_listed() -> None:
@@ -90,46 +83,9 @@ class Twice(nn.Module):
 
 
 @pytest.mark.promise(82)
-def test_duplicates_are_named_by_the_topmost_module_only() -> None:
+def test_a_module_under_two_names_is_one_module() -> None:
     structure = read_structure(Twice())
-    assert structure.duplicates == (("first", "rest.1"),)
     assert structure.first["rest.1.mlp.up"] == "first.mlp.up"
-    with pytest.raises(ParallelismValueError, match="duplicate module references.*first = rest.1"):
-        check_duplicates(structure)
-
-
-@pytest.mark.promise(82)
-def test_a_duplicate_within_a_duplicate_s_sibling_is_named_too() -> None:
-    model = nn.ModuleDict({"a": models.Mlp(), "b": models.Mlp(), "c": nn.Module()})
-    model["b"].down = model["a"].down
-    model["c"].inner = model["b"]
-    names = read_structure(model).duplicates
-    assert ("b", "c.inner") in names
-    assert ("a.down", "b.down", "c.inner.down") in names
-
-
-@pytest.mark.promise(82)
-def test_buffers_count_and_stateless_modules_do_not() -> None:
-    relu, norm = nn.ReLU(), nn.BatchNorm1d(3, affine=False)
-    check_duplicates(read_structure(nn.Sequential(relu, relu)))
-    with pytest.raises(ParallelismValueError, match="0 = 1"):
-        check_duplicates(read_structure(nn.Sequential(norm, norm)))
-
-
-@pytest.mark.promise(82)
-def test_an_architecture_may_share_its_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    class PreTrainedModel(nn.Module):
-        """Stands for transformers' class of that name."""
-
-    class Architecture(Twice, PreTrainedModel):
-        pass
-
-    fake = SimpleNamespace(PreTrainedModel=PreTrainedModel)
-    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", fake)  # type: ignore[arg-type]
-    structure = read_structure(nn.ModuleDict({"inner": Architecture()}))
-    check_duplicates(structure)
-    assert architecture_of(structure, "inner.first") == "Architecture"
-    outside = nn.ModuleDict({"inner": Architecture()})
-    outside["again"] = outside["inner"]
-    with pytest.raises(ParallelismValueError, match="inner = again"):
-        check_duplicates(read_structure(outside))
+    held = structure.tensors["first.mlp.up.weight"]
+    assert held.info.names == ("first.mlp.up.weight", "rest.1.mlp.up.weight")
+    assert len(held.places) == 1

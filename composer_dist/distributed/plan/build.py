@@ -22,7 +22,6 @@ from composer_dist.distributed.tensor_parallel import plan as tensor_parallel
 from composer_dist.distributed.wishes import Request, Wishes
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.blocks import structural_units
-from composer_dist.structure.check_shared import check_duplicates
 from composer_dist.structure.families import architecture_of
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
@@ -36,7 +35,6 @@ def build_plan(structure: Structure, request: Request, sizes: Mapping[str, int])
         ParallelismError: everything that can be known beforehand; see the plans of the features.
     """
     config = request.config
-    check_duplicates(structure)
     replication.check_unprepared(structure, replicating=config.ddp is not None)
     context = context_parallelism.plan(structure, request, sizes)
     wishes = Wishes.read(request, structure)

@@ -59,6 +59,9 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
         if _is_metric(module) and holds_parameters(module)
     }
     skippable = wishes.ruled("skippable")
+    for name in modules:  # a rank that skips one name of a module may skip the module
+        if (above := _first_above(name, skippable)) is not None:
+            skippable.setdefault(structure.first[name], skippable[above])
     for name, module in modules.items():
         if structure.first[name] != name:
             continue
@@ -165,7 +168,8 @@ def _expand(
         if has_forward(module) or not choice.unit:
             expanded.setdefault(name, choice)
             continue
-        missing = [inner for inner in children_of(name, structure) if inner not in chosen]
+        children = dict.fromkeys(structure.first[inner] for inner in children_of(name, structure))
+        missing = [inner for inner in children if inner not in chosen]
         if missing or not module._modules:
             warnings.append(container_text(name, module, containers))
         if containers == "expand":
