@@ -13,8 +13,8 @@ from composer_dist.distributed import process_group
 from composer_dist.errors import CheckpointError, CheckpointValueError, ParallelismValueError, kind_of
 from composer_dist.recipe import named
 from composer_dist.recipe.data import datasets, loader
-from composer_dist.recipe.foreign import blaming
 from composer_dist.recipe.models import build_model
+from composer_dist.recipe.other_libraries.failures import blaming
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import HubModel, Run
 from composer_dist.recipe.signature import known_names

@@ -9,7 +9,9 @@ from torch import nn
 from composer_dist.distributed import init_context, meta_init, process_group
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier, ComposerModel, HuggingFaceModel
-from composer_dist.recipe.foreign import (
+from composer_dist.recipe.named import resolve
+from composer_dist.recipe.nf4 import quantize
+from composer_dist.recipe.other_libraries.failures import (
     blaming,
     check_kind,
     check_positions,
@@ -17,8 +19,6 @@ from composer_dist.recipe.foreign import (
     from_hub,
     targets,
 )
-from composer_dist.recipe.named import resolve
-from composer_dist.recipe.nf4 import quantize
 from composer_dist.recipe.schema import HubModel, ModuleModel, Run
 from composer_dist.structure.families import quiet
 from composer_dist.wording import near_miss

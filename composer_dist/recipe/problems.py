@@ -17,7 +17,7 @@ from composer_dist.errors import (
     ParallelismTypeError,
     ParallelismValueError,
 )
-from composer_dist.recipe.foreign_keys import hint
+from composer_dist.recipe.other_libraries.keys import hint
 from composer_dist.recipe.source import Document, Problem
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from composer_dist.errors import ParallelismValueError
-from composer_dist.recipe.foreign import blaming
+from composer_dist.recipe.other_libraries.failures import blaming
 
 IGNORED = -100
 """The label that losses skip, as everywhere in transformers."""

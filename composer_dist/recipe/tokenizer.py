@@ -9,7 +9,7 @@ def tokenizer_named(name: str) -> Any:
         return byte_tokenizer()
     from transformers import AutoTokenizer
 
-    from composer_dist.recipe.foreign import from_hub
+    from composer_dist.recipe.other_libraries.failures import from_hub
 
     with from_hub("model.tokenizer", name):
         return AutoTokenizer.from_pretrained(name)

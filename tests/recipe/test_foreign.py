@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from composer_dist.cli.init import PRESETS
 from composer_dist.cli.main import app
 from composer_dist.errors import ParallelismValueError
-from composer_dist.recipe.foreign import check_positions, from_hub
+from composer_dist.recipe.other_libraries.failures import check_positions, from_hub
 from tests.kit.huggingface import llama
 
 

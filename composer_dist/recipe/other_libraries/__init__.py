@@ -1,0 +1,1 @@
+"""What other libraries reject, and what their keys are called here."""
