@@ -153,7 +153,11 @@ class _Recompute:
             args, kwargs = without_cache(block, args, kwargs)
         compiling = torch.compiler.is_compiling() or not torch.is_grad_enabled()
         whole = self._function or block
-        function = functools.partial(whole, **kwargs) if compiling else _Run(self, block, whole, args, kwargs)
+        function = (
+            functools.partial(whole, **kwargs)
+            if compiling
+            else _Recomputation(self, block, whole, args, kwargs)
+        )
         options = self._options
         if self._contexts is not None:
             run, traced = self._contexts
@@ -164,7 +168,7 @@ class _Recompute:
 Place = tuple[nn.Module, str]
 
 
-class _Run:
+class _Recomputation:
     """One call of a block, which finds the same arguments, parameters and buffers when it is repeated.
 
     A block that appends to a list, or reads one that later blocks append to, would find something else in
