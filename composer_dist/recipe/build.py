@@ -20,7 +20,14 @@ from composer_dist.recipe.schema import HubModel, Run
 from composer_dist.recipe.signature import known_names
 from composer_dist.recipe.summary import RunSummary
 from composer_dist.recipe.tokenizer import tokenizer_named
-from composer_dist.trainer import CheckpointSaver, FineTuningPhases, Resume, Time, TimeUnit
+from composer_dist.trainer import (
+    CheckpointSaver,
+    DistributedDataLoader,
+    FineTuningPhases,
+    Resume,
+    Time,
+    TimeUnit,
+)
 from composer_dist.trainer.data.randomness import seed_all  # not public: only recipes and the Trainer seed
 
 CHECKPOINTS = "checkpoints"
@@ -45,23 +52,18 @@ def build(configuration: Configuration) -> Session:
     """
     run, folder = configuration.run, configuration.folder
     process_group.init(device=run.trainer.get("device"), reuse=True)
-    with process_group.together("the run's folder"):  # before anything that takes long
-        try:
-            run.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ParallelismValueError(f"out={run.out} cannot be created: {error.strerror}.") from None
     seed_all(run.seed)
     with process_group.together("reading the data"):
         tokenizer = tokenizer_of(run)
         train, held_out = datasets(run, tokenizer, folder)
-        train_loader = loader(train, run, training=True)
-        eval_loader = None if held_out is None else loader(held_out, run, training=False)
+        train_loader = loader(train, run, folder, training=True)
+        eval_loader = None if held_out is None else loader(held_out, run, folder, training=False)
     with process_group.together("building the model"):
         seed_all(run.seed)
         model = build_model(run, tokenizer, folder)
         configuration.phases(model)  # its error has lines, the callback's has none
         optimizer = optimizer_of(run, model, configuration)
-        schedulers = scheduler_of(run, optimizer, configuration, len(train_loader))
+        schedulers = scheduler_of(run, optimizer, configuration, epoch_of(train_loader))
     stepped = any(isinstance(one, LRScheduler) for one in schedulers)
     options: dict[str, Any] = {"step_schedulers_every_batch": True if stepped else None} | run.trainer
     summary = RunSummary()
@@ -75,7 +77,7 @@ def build(configuration: Configuration) -> Session:
             parallelism_config=configuration.parallelism,
             seed=run.seed,
             resume=_resume(run),
-            callbacks=[*_callbacks(configuration), summary],
+            callbacks=[*callbacks_of(configuration), summary],
             loggers=_loggers(configuration),
             **options,
         )
@@ -99,7 +101,9 @@ def optimizer_of(run: Run, model: ComposerModel, configuration: Configuration) -
     return made
 
 
-def scheduler_of(run: Run, optimizer: Optimizer, configuration: Configuration, epoch: int) -> list[Any]:
+def scheduler_of(
+    run: Run, optimizer: Optimizer, configuration: Configuration, epoch: int | None
+) -> list[Any]:
     """The schedule of the learning rate, if there is one; torch's schedulers step once a batch."""
     if run.scheduler is None:
         return []
@@ -136,7 +140,8 @@ def _check_steps(trainer: Trainer, run: Run) -> None:
             )
 
 
-def _callbacks(configuration: Configuration) -> list[Any]:
+def callbacks_of(configuration: Configuration) -> list[Any]:
+    """The callbacks that the configuration names, its phases and its checkpoints."""
     run, folder = configuration.run, configuration.folder
     made = [
         named.find("callback", named.CALLBACKS, name, folder)(**(arguments or {}))
@@ -175,8 +180,16 @@ def _loggers(configuration: Configuration) -> list[Any]:
     ]
 
 
-def batches(duration: Time | str | int | None, epoch: int) -> int:
-    """How many batches a duration has.
+def epoch_of(loader: DistributedDataLoader) -> int | None:
+    """The batches of an epoch; None for a stream."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def batches(duration: Time | str | int | None, epoch: int | None) -> int:
+    """How many batches a duration has, with so many batches in an epoch; None for a stream.
 
     Raises:
         ParallelismValueError: its unit does not say.
@@ -184,7 +197,7 @@ def batches(duration: Time | str | int | None, epoch: int) -> int:
     time = Time.of(duration) if duration is not None else None
     if time is not None and time.unit is TimeUnit.BATCH:
         return int(time.value)
-    if time is not None and time.unit is TimeUnit.EPOCH:
+    if time is not None and time.unit is TimeUnit.EPOCH and epoch is not None:
         return int(time.value) * epoch
     raise ParallelismValueError(
         "The schedule of the learning rate needs the number of batches, which "

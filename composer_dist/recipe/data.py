@@ -1,11 +1,12 @@
 """The data of a run: what to train on, and what to evaluate on."""
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.recipe import text
@@ -36,24 +37,28 @@ def datasets(run: Run, tokenizer: Any, folder: Path) -> Datasets:
             return _of_function(run.data, folder)
 
 
-def loader(dataset: Dataset[Any], run: Run, *, training: bool) -> DistributedDataLoader:
+def loader(dataset: Dataset[Any], run: Run, folder: Path, *, training: bool) -> DistributedDataLoader:
     """Batches of `batch_size` samples across all ranks; the Trainer gives each rank its part.
 
     Raises:
         ParallelismValueError: there are too few samples for one batch.
     """
-    data, samples = run.data, len(dataset)  # type: ignore[arg-type]
-    if training and samples < data.batch_size:
+    data, samples = run.data, length(dataset)
+    if training and samples is not None and samples < data.batch_size:
         raise ParallelismValueError(
             f"There are only {samples} samples to train on, fewer than one batch of {data.batch_size}."
         )
+    collate = None
+    if isinstance(data, FunctionData) and data.collate is not None:
+        collate = resolve(data.collate, folder)
     return DistributedDataLoader(
         dataset,
         global_batch_size=data.batch_size,
-        shuffle=training and data.shuffle,
+        shuffle=training and data.shuffle and samples is not None,  # a stream shuffles itself
         seed=run.seed,
         drop_last=training,
         num_workers=data.workers,
+        collate_fn=collate,
         pin_memory=torch.accelerator.is_available(),
     )
 
@@ -95,9 +100,24 @@ def _of_classes(data: LabeledData, tokenizer: Any) -> Datasets:
 def _of_function(data: FunctionData, folder: Path) -> Datasets:
     found = resolve(data.name, folder)(**data.arguments)
     pair = found if isinstance(found, tuple) else (found, None)
-    if len(pair) != 2 or not hasattr(pair[0], "__getitem__"):
+    if len(pair) != 2 or not (hasattr(pair[0], "__getitem__") or isinstance(pair[0], Iterable)):
         raise ParallelismTypeError(
             f"{data.name} must return a data set, or a tuple of two (to train on, to evaluate on), not "
             f"{type(found).__name__}."
         )
-    return pair
+    train, held_out = (_with_tensors(one, data) for one in pair)
+    return train, held_out
+
+
+def length(dataset: Any) -> int | None:
+    """The number of samples; None for a stream."""
+    indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    return len(dataset) if indexed and hasattr(dataset, "__len__") else None
+
+
+def _with_tensors(dataset: Any, data: FunctionData) -> Any:
+    """A data set of `datasets` with tensors, which batches need, in place of Python's lists."""
+    ours = type(dataset).__module__.partition(".")[0] == "datasets" and data.collate is None
+    if not ours or getattr(dataset, "format", {}).get("type") or getattr(dataset, "_formatting", None):
+        return dataset
+    return dataset.with_format("torch")

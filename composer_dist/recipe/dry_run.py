@@ -1,15 +1,25 @@
 """What a run would do: needs no process group and no memory for the model."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from composer_dist.config.parallelism import ParallelismConfig, resolve_config
 from composer_dist.distributed import ParallelPlan, named_parameters_canonical, plan_parallelism
 from composer_dist.distributed.plan.text import table  # not public: it knows the terminal
-from composer_dist.errors import ParallelismError
-from composer_dist.recipe.build import batches, optimizer_of, scheduler_of, tokenizer_of
-from composer_dist.recipe.data import datasets, loader
+from composer_dist.errors import ParallelismError, ParallelismValueError
+from composer_dist.recipe.build import (
+    batches,
+    callbacks_of,
+    epoch_of,
+    optimizer_of,
+    scheduler_of,
+    tokenizer_of,
+)
+from composer_dist.recipe.data import datasets, length, loader
+from composer_dist.recipe.folder import check_writable
 from composer_dist.recipe.models import build_model
 from composer_dist.recipe.read import Configuration
 from composer_dist.trainer import NoImprovement, Phase
@@ -26,32 +36,39 @@ def describe(configuration: Configuration, world: int) -> str:
     seed_all(run.seed)
     tokenizer = tokenizer_of(run)
     train, held_out = datasets(run, tokenizer, configuration.folder)
-    train_loader = loader(train, run, training=True)
+    train_loader = loader(train, run, configuration.folder, training=True)
+    epoch = epoch_of(train_loader)
     model = build_model(run, tokenizer, configuration.folder, empty=True)
     phases = configuration.phases(model)
     optimizer = optimizer_of(run, model, configuration)
-    scheduler_of(run, optimizer, configuration, len(train_loader))
+    scheduler_of(run, optimizer, configuration, epoch)
+    callbacks_of(configuration)
+    check_writable(run.out)
     plan: ParallelPlan | None = None
-    if configuration.parallelism is not None:
+    parallelism = _launched(configuration, world)
+    if parallelism is None and world > 1:
+        raise ParallelismValueError(f"{world} ranks need parallelism: set it to fsdp, for example.")
+    if parallelism is not None:
         plan = plan_parallelism(
             model,
-            configuration.parallelism,
+            parallelism,
             world_size=world,
             optimizer=optimizer,
             precision=run.trainer.get("precision"),
             composer=True,
         )
+        train_loader.placed(plan.mesh["dp_replicate"] * plan.mesh["dp_shard"], 0)
     parameters = list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     rows = {
         "ranks": world,
         "model": type(getattr(model, "model", None) or getattr(model, "module", model)).__name__,
         "parameters": f"{sum(p.numel() for p in parameters):,}, of which {trained:,} train",
-        "samples to train on": f"{len(train):,}",  # type: ignore[arg-type]
-        "samples to evaluate on": f"{len(held_out):,}" if held_out is not None else "none",  # type: ignore[arg-type]
+        "samples to train on": _count(length(train)),
+        "samples to evaluate on": "none" if held_out is None else _count(length(held_out)),
         "samples in a step": _shares(run.data.batch_size, plan),
-        "steps in an epoch": f"{len(train_loader):,}",
-        "steps": _steps(run.trainer.get("max_duration"), len(train_loader)),
+        "steps in an epoch": _count(epoch),
+        "steps": _steps(run.trainer.get("max_duration"), epoch),
         **_phases(phases, dict(named_parameters_canonical(model))),
         "writes to": run.out,
     }
@@ -81,7 +98,27 @@ def _shares(size: int, plan: ParallelPlan | None) -> str:
     return f"{size}, {size / (plan.mesh['dp_replicate'] * plan.mesh['dp_shard']):g} on each rank"
 
 
-def _steps(duration: Any, epoch: int) -> str:
+def _launched(configuration: Configuration, world: int) -> ParallelismConfig | None:
+    """The parallelism as `world` ranks on this host would have it: some strategies ask the launcher."""
+    given = configuration.document.values.get("parallelism", "fsdp")
+    before = {name: os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    os.environ.update(
+        {name: value or str(world) for name, value in before.items()} | {"WORLD_SIZE": str(world)}
+    )
+    try:
+        return None if given is None else resolve_config(given)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _count(number: int | None) -> str:
+    return "unknown: a stream" if number is None else f"{number:,}"
+
+
+def _steps(duration: Any, epoch: int | None) -> str:
     try:
         return f"{batches(duration, epoch):,}"
     except ParallelismError:

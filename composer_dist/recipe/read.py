@@ -201,6 +201,9 @@ def _check_function(values: dict[str, Any], section: str, folder: Path, problems
         with problems.at(section, "name"):
             target = named.resolve(values["name"], folder)
             problems.check(arguments_of(target), values.get("arguments") or {}, section, "arguments")
+    if isinstance(values.get("collate"), str):
+        with problems.at(section, "collate"):
+            named.resolve(values["collate"], folder)
 
 
 def _check_transformers(config: dict[str, Any], problems: Problems) -> None:
@@ -217,7 +220,7 @@ def _check_transformers(config: dict[str, Any], problems: Problems) -> None:
     else:
         cls = CONFIG_MAPPING[kind]
         known = {field for base in cls.__mro__ for field in getattr(base, "__annotations__", {})}
-        known |= cls.attribute_map.keys()
+        known |= cls.attribute_map.keys() | {"num_labels"}  # a property, which the constructor takes
         for key in config.keys() - known - {"model_type"}:
             text = f"unknown key {key!r}: {cls.__name__} does not have it.{near_miss(key, known)}"
             problems.add(text, *path, key)

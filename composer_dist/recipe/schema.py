@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
 Arguments = dict[str, Any]
+Entries = Annotated[dict[str, Arguments | None], BeforeValidator(lambda given: given or {})]
+"""Entries by name; a key without a value, as when all of them are commented out, has none."""
 
 
 class Section(BaseModel):
@@ -110,8 +112,10 @@ class FunctionData(Data):
     kind: Literal["function"]
     name: str
     """`package.module.name`, or `file.py:name` for a file beside the configuration. It returns the data set
-    to train on and the one to evaluate on, which may be None."""
+    to train on and the one to evaluate on, which may be None. Rows of `datasets` become tensors."""
     arguments: Arguments = {}
+    collate: str | None = None
+    """A function that makes a batch of a list of samples, in the same form; by default torch's."""
 
 
 class Named(Section):
@@ -145,9 +149,9 @@ class Run(Section):
     none."""
     trainer: Arguments
     """Arguments of the Trainer: `max_duration`, `precision`, `gradient_clipping`, ..."""
-    callbacks: dict[str, Arguments | None] = {}
+    callbacks: Entries = {}
     """By name, with their arguments."""
-    loggers: dict[str, Arguments | None] = {}
+    loggers: Entries = {}
     """By name, with their arguments."""
     checkpoints: Arguments | None = {}
     """Arguments of the CheckpointSaver; null saves nothing."""

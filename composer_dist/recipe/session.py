@@ -1,7 +1,7 @@
 """A run from its start to its end."""
 
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import torch
 
@@ -9,11 +9,12 @@ from composer_dist.checkpoint import export_pretrained, full_model_state
 from composer_dist.distributed import process_group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models import ComposerClassifier
-from composer_dist.recipe.build import Session, batches, build
+from composer_dist.recipe.build import Session, batches, build, epoch_of
+from composer_dist.recipe.folder import run_folder
 from composer_dist.recipe.problems import blamed_on
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import ModuleModel
-from composer_dist.trainer import EMA, Time
+from composer_dist.trainer import EMA, DistributedDataLoader, Time
 
 
 def run(configuration: Configuration) -> None:
@@ -22,8 +23,16 @@ def run(configuration: Configuration) -> None:
     Raises:
         ParallelismError: on every rank, whatever went wrong on any of them.
     """
-    with blamed_on(configuration.document):
-        session = build(configuration)
+    with ExitStack() as stack:
+        with blamed_on(configuration.document):
+            process_group.init(device=configuration.run.trainer.get("device"), reuse=True)
+            stack.enter_context(run_folder(configuration))
+            session = build(configuration)
+        _run(session)
+    process_group.destroy()
+
+
+def _run(session: Session) -> None:
     try:
         trainer = session.trainer
         _say(f"{trainer.preparation or ''}")
@@ -42,14 +51,16 @@ def run(configuration: Configuration) -> None:
         _say(session.summary.text(trainer.state, session.run.out))
     finally:
         session.trainer.close()
-    process_group.destroy()
 
 
 def _steps(session: Session) -> str:
     """The steps of the run, where its length gives their number."""
-    epoch = len(session.trainer.state.train_dataloader)  # type: ignore[arg-type]  # a DistributedDataLoader
+    loader = session.trainer.state.train_dataloader
+    assert isinstance(loader, DistributedDataLoader)
+    epoch = epoch_of(loader)
     try:
-        return f"{batches(session.run.trainer['max_duration'], epoch):,} steps in all, {epoch:,} in an epoch."
+        steps = f"{batches(session.run.trainer['max_duration'], epoch):,} steps in all"
+        return f"{steps}, {epoch:,} in an epoch." if epoch is not None else f"{steps}."
     except ParallelismValueError:
         return ""
 

@@ -54,6 +54,28 @@ def test_a_dry_run_with_a_strategy_by_name() -> None:
     assert "There is no strategy 'ddq'; valid names: ddp," in told
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["-n", 2, "data.batch_size=1"], "global_batch_size=1 leaves some of the 2 data-parallel ranks"),
+        (["-n", 64], "global_batch_size=32 leaves some of the 64 data-parallel ranks"),
+        (["-n", 2, "parallelism=null"], "2 ranks need parallelism: set it to fsdp"),
+        (["callbacks={generate: {prompts: []}}"], "Generate needs at least one prompt"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(options: list[object], text: str) -> None:
+    status, _, told = call(PRESETS / "vision.yaml", "--dry-run", *options)
+    assert status in (1, 2)
+    assert text in told
+
+
+def test_a_dry_run_of_tensor_parallelism_has_all_ranks_on_one_host() -> None:
+    options = ["--dry-run", "-n", 2, "parallelism=tp", "model.config.num_hidden_layers=1"]
+    status, printed, told = call(PRESETS / "pretrain.yaml", *options)
+    assert (status, "Plan for 2 ranks (tp 2)" in printed) == (0, True), told
+    assert "LOCAL_WORLD_SIZE" not in os.environ
+
+
 PHASES = """\
 phases:
   no_decay: re:.*bais

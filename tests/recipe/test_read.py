@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from composer_dist import ParallelismConfig
 from composer_dist.config import parallelism as strategies
 from composer_dist.config.parallelism import register_strategy, strategy_named
+from composer_dist.recipe.data import datasets, loader
 from composer_dist.recipe.problems import ConfigurationError
 from composer_dist.recipe.read import read_configuration
 from composer_dist.recipe.schema import TextData
@@ -206,6 +208,44 @@ trainer: {max_duration: 1ba}
     (tmp_path / "broken.py").write_text("1/0")
     told = problems(write(text.replace("mine.py:data", "broken.py:data")))
     assert told[0].endswith("cannot be imported: ZeroDivisionError: division by zero")
+
+
+def test_what_is_left_empty_or_short_is_accepted(write: Write) -> None:
+    text = f"{GOOD}callbacks:\n  # ema: {{}}\nloggers: null\nscheduler: cosine\n"
+    run = read_configuration(write(text), ["model.config.num_labels=3"]).run
+    assert (run.callbacks, run.loggers) == ({}, {})
+    assert run.scheduler is not None
+    assert run.scheduler.arguments == {}
+
+
+FUNCTIONS = """\
+from datasets import Dataset
+rows = Dataset.from_dict({"x": [[float(n), 1.0] for n in range(6)], "y": [0, 1] * 3})
+def lists(): return rows, rows
+def stream(): return rows.to_iterable_dataset()
+def pairs(rows): return [(row["x"], row["y"]) for row in rows]
+def sizes(samples): return len(samples)
+"""
+
+
+def test_data_of_functions(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    text = GOOD.replace("causal_lm", "module").partition("data:")[0].partition("  config")[0]
+    text += "  name: torch.nn.Linear\n  arguments: {in_features: 2, out_features: 2}\n"
+    text += "data: {kind: function, name: mine.py:lists, batch_size: 4}\ntrainer: {max_duration: 1ba}\n"
+
+    def batches(*overrides: str) -> list[Any]:
+        run = read_configuration(write(text), overrides).run
+        train, _ = datasets(run, None, tmp_path)
+        return list(loader(train, run, tmp_path, training=True).placed(1, 0))
+
+    (batch,) = batches()
+    assert (batch["x"].shape, batch["y"].dtype) == ((4, 2), torch.int64)
+    (streamed,) = batches("data.name=mine.py:stream")
+    assert streamed["x"][:, 0].tolist() == [0, 1, 2, 3]
+    assert batches("data.collate=mine.py:sizes") == [4]
+    told = problems(write(text), "data.collate=mine.py:size")
+    assert told == ["'data.collate=mine.py:size': data.collate: mine.py has no 'size'. Did you mean 'sizes'?"]
 
 
 def test_a_missing_file_says_how_to_get_one(tmp_path: Path) -> None:

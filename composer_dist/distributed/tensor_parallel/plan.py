@@ -107,7 +107,8 @@ def idle_styles(wishes: Wishes, sizes: Mapping[str, int]) -> list[str]:
     asked += ["tp=TPConfig(...)"] if wishes.config.tp is not None else []
     if sizes["tp"] > 1 or not asked:
         return []
-    text = f"{', '.join(asked)} asks for tensor parallelism, but the mesh has tp=1: set MeshConfig(tp=...)."
+    text = f"{', '.join(asked)} asks for tensor parallelism, but the mesh has tp=1: set MeshConfig(tp=...), "
+    text += "or start several processes."
     return wishes.tolerated([text])
 
 

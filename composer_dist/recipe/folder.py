@@ -1,0 +1,123 @@
+"""The folder of a run: writable, used by one run at a time, with a record of how the run was started."""
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from composer_dist.distributed import process_group
+from composer_dist.errors import ParallelismValueError
+from composer_dist.recipe.read import Configuration
+
+CONFIGURATION, ENVIRONMENT, LOCK = "configuration.yaml", "environment.json", ".lock"
+_PACKAGES = ("composer_dist", "torch", "transformers", "peft", "safetensors", "datasets", "torchao")
+
+
+@contextlib.contextmanager
+def run_folder(configuration: Configuration) -> Iterator[None]:
+    """Makes and locks the folder, and records the configuration and the environment in it; a collective.
+
+    Raises:
+        ParallelismValueError: the folder cannot be written, or another run uses it.
+    """
+    out = configuration.run.out
+    world, rank = process_group.world_and_rank()
+    with contextlib.ExitStack() as stack:
+        with process_group.together("the run's folder"):
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+                if rank == 0:
+                    stack.enter_context(_lock(out))
+                    _record(out, configuration, world)
+            except OSError as error:
+                raise ParallelismValueError(
+                    f"out={out} cannot be written: {error.strerror}. Choose another out."
+                ) from None
+        yield
+
+
+def check_writable(out: Path) -> None:
+    """What can be known without making the folder.
+
+    Raises:
+        ParallelismValueError: it cannot be made or written.
+    """
+    above = next(one for one in (out, *out.absolute().parents) if one.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ParallelismValueError(f"out={out} cannot be written: {above} is not a folder to write to.")
+
+
+@contextlib.contextmanager
+def _lock(out: Path) -> Iterator[None]:
+    """Keeps other runs out, until this one or its process ends."""
+    with (out / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ParallelismValueError(
+                f"Another run writes to out={out} ({file.read().strip()}): their checkpoints and metrics "
+                "would mix. Wait for its end, or choose another out."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def _record(out: Path, configuration: Configuration, world: int) -> None:
+    """Writes how the run is started; what differs of an earlier start stays, under a number."""
+    values = configuration.run.model_dump(mode="json")
+    started: dict[str, Any] = {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "directory": os.getcwd(),
+        "host": socket.gethostname(),
+        "ranks": world,
+        "versions": {"python": platform.python_version(), **dict(_versions())},
+        "git": _git(configuration.folder),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    for name, text in (
+        (CONFIGURATION, yaml.safe_dump(values, sort_keys=False, allow_unicode=True)),
+        (ENVIRONMENT, json.dumps(started, indent=2) + "\n"),
+    ):
+        path, number = out / name, 1
+        if path.exists() and path.read_text() != text:
+            while (earlier := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+                number += 1
+            path.rename(earlier)
+        path.write_text(text)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield package, metadata.version(package)
+
+
+def _git(folder: Path) -> dict[str, Any] | None:
+    """The commit of the configuration's folder, and the files that differ from it; None without git."""
+    found = []
+    for command in (["rev-parse", "HEAD"], ["status", "--porcelain"]):
+        try:
+            done = subprocess.run(
+                ["git", *command], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        found.append(done.stdout.splitlines())
+    return {"commit": found[0][0], "changed": found[1]}

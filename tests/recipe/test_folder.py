@@ -1,0 +1,65 @@
+"""The folder of a run: one run at a time, and a record of how it was started."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.recipe.dry_run import describe
+from composer_dist.recipe.folder import run_folder
+from composer_dist.recipe.read import Configuration, read_configuration
+
+RUN = """\
+model: {kind: module, name: torch.nn.Linear, arguments: {in_features: 3, out_features: 2}, num_classes: 2}
+data: {kind: function, name: "mine.py:data", batch_size: 4}
+optimizer: sgd
+trainer: {max_duration: 1ba}
+"""
+
+
+def read(folder: Path, *overrides: str) -> Configuration:
+    (folder / "run.yaml").write_text(RUN)
+    (folder / "mine.py").write_text("def data(): return [0] * 8\n")
+    return read_configuration(folder / "run.yaml", [f"out={folder / 'out'}", *overrides])
+
+
+def test_the_folder_has_the_configuration_and_the_environment(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with run_folder(read(tmp_path, "seed=3")):
+        pass
+    resolved = yaml.safe_load((out / "configuration.yaml").read_text())
+    assert (resolved["seed"], resolved["optimizer"], resolved["parallelism"]) == (3, {"name": "sgd"}, "fsdp")
+    again = read_configuration(out / "configuration.yaml", [f"data.name={tmp_path}/mine.py:data"])
+    assert again.run == read(tmp_path, "seed=3", f"data.name={tmp_path}/mine.py:data").run
+    started = json.loads((out / "environment.json").read_text())
+    assert started["versions"]["torch"] == torch.__version__
+    assert (started["ranks"], started["directory"]) == (1, os.getcwd())
+    assert {"command", "git", "host", "time"} < started.keys()
+    with run_folder(read(tmp_path, "seed=4")):
+        pass
+    seeds = [yaml.safe_load((out / f"configuration{n}.yaml").read_text())["seed"] for n in ("", ".1")]
+    assert seeds == [4, 3]
+
+
+def test_two_runs_at_a_time_cannot_have_one_folder(tmp_path: Path) -> None:
+    with run_folder(read(tmp_path)):
+        text = f"Another run writes to out={tmp_path}/out .process {os.getpid()} on "
+        with pytest.raises(ParallelismValueError, match=text), run_folder(read(tmp_path)):
+            raise AssertionError
+    with run_folder(read(tmp_path)):  # free again
+        pass
+
+
+@pytest.mark.parametrize("out", ["file", "file/below", "/proc/self", "/proc/nothing"])
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, out: str) -> None:
+    (tmp_path / "file").touch()
+    configuration = read(tmp_path, f"out={tmp_path / out}")
+    with pytest.raises(ParallelismValueError, match="cannot be written"), run_folder(configuration):
+        raise AssertionError
+    if "file" in out:
+        with pytest.raises(ParallelismValueError, match="file is not a folder to write to"):
+            describe(configuration, 1)
