@@ -20,11 +20,20 @@ def latest_checkpoint(directory: str | os.PathLike[str], *, verify: bool = True)
         verify: compare all bytes with their checksums, every rank a share. `load_checkpoint` need not
             verify them again then.
     """
+    return newest_intact(directory, verify)[0]
+
+
+def newest_intact(directory: str | os.PathLike[str], verify: bool = True) -> tuple[str | None, list[str]]:
+    """As `latest_checkpoint`, and the damaged checkpoints, which are newer than it or all there are."""
     finish_pending()
     agreement = Agreement()
-    found: list[str] = agreement.reach(
-        "the checkpoints there are", os.fspath(directory), lambda asked: place_of(asked[0]).inside()
-    )
+
+    def look(asked: list[str]) -> list[list[str]]:
+        place = place_of(asked[0])
+        return [place.inside(), place.incomplete()]
+
+    found, incomplete = agreement.reach("the checkpoints there are", os.fspath(directory), look)
+    damaged: list[str] = []
     for path in found:
         try:
             with agreement.together("verifying a checkpoint"):
@@ -32,7 +41,8 @@ def latest_checkpoint(directory: str | os.PathLike[str], *, verify: bool = True)
                 if verify:
                     opened.verify(agreement.ranks.index(agreement.rank), len(agreement.ranks))
         except CheckpointError as error:
-            warnings.warn(f"Skipping {path}: {error}", stacklevel=2)
+            warnings.warn(f"Skipping {path}: {error}", UserWarning, stacklevel=3)
+            damaged.append(path)
         else:
-            return path
-    return None
+            return path, damaged
+    return None, [*damaged, *incomplete]

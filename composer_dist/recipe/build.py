@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from composer_dist import ComposerModel, Trainer
+from composer_dist.checkpoint import latest_checkpoint
 from composer_dist.distributed import process_group
 from composer_dist.errors import CheckpointError, CheckpointValueError, ParallelismValueError, kind_of
 from composer_dist.recipe import named
@@ -150,7 +152,7 @@ def callbacks_of(configuration: Configuration) -> list[Any]:
     if run.phases is not None:
         made.append(FineTuningPhases(**run.phases))
     if run.checkpoints is not None:
-        made.append(CheckpointSaver(run.out / CHECKPOINTS, **run.checkpoints))
+        made.append(CheckpointSaver(**{"folder": run.out / CHECKPOINTS, **run.checkpoints}))
     return made
 
 
@@ -163,8 +165,9 @@ def _resume(run: Run) -> Resume | None:
         return None
     if run.resume:
         return Resume(autoresume=True)
-    folder = run.out / CHECKPOINTS
-    if process_group.broadcast(folder.is_dir() and any(folder.iterdir())):
+    folder = run.checkpoints.get("folder", run.out / CHECKPOINTS)
+    there = Path(folder).is_dir() and any(Path(folder).iterdir())
+    if process_group.broadcast(there) or latest_checkpoint(folder, verify=False):
         raise ParallelismValueError(
             f"resume=false, but {folder} has checkpoints of an earlier run; remove it, or choose another out."
         )

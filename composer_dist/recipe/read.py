@@ -126,7 +126,8 @@ def _check_sections(values: dict[str, Any], folder: Path, problems: Problems) ->
         problems.check(arguments_of(FineTuningPhases), phases, "phases")
         _check_schedule(phases.get("schedule"), problems)
     if isinstance(checkpoints := values.get("checkpoints"), dict):
-        problems.check(arguments_of(CheckpointSaver, frozenset({"folder"})), checkpoints, "checkpoints")
+        ours = frozenset({"folder"}.difference(checkpoints))
+        problems.check(arguments_of(CheckpointSaver, ours), checkpoints, "checkpoints")
     if isinstance(resume := values.get("resume"), dict):
         problems.check(arguments_of(Resume), resume, "resume")
     return _parallelism(values.get("parallelism", "fsdp"), problems)

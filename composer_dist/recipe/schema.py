@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 Arguments = dict[str, Any]
 Entries = Annotated[dict[str, Arguments | None], BeforeValidator(lambda given: given or {})]
@@ -154,7 +162,7 @@ class Run(Section):
     loggers: Entries = {}
     """By name, with their arguments."""
     checkpoints: Arguments | None = {}
-    """Arguments of the CheckpointSaver; null saves nothing."""
+    """Arguments of the CheckpointSaver, whose `folder` is in `out` unless given; null saves nothing."""
     phases: Arguments | None = None
     """Arguments of FineTuningPhases, to thaw the model phase by phase."""
     resume: bool | Arguments = True
@@ -163,3 +171,10 @@ class Run(Section):
     export: bool | Literal["merged"] = True
     """Write the model when the run ends, in the format of transformers, peft or torch. With "merged" an
     adapter is merged into the weights of its model."""
+
+    @field_validator("out", mode="before")
+    @classmethod
+    def _is_local(cls, out: object) -> object:
+        if "://" in str(out):
+            raise ValueError(f"{out} is a URL, but out is a local folder; checkpoints.folder may be a URL")
+        return out

@@ -1,5 +1,6 @@
 """A run from its start to its end."""
 
+import os
 import sys
 from contextlib import ExitStack, nullcontext
 
@@ -91,7 +92,12 @@ def _write_module(session: Session) -> None:
     with process_group.together("writing the model"):
         if process_group.world_and_rank()[1] == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(state, path)
+            aside = path.with_name(f".{path.name}.tmp")
+            with aside.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)  # an earlier one is valid until now
     _say(f"Model saved to {path}; load it with torch.load and load_state_dict.")
 
 

@@ -1,5 +1,6 @@
 """The Trainer: sets a run up, and then trains, evaluates and predicts."""
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,7 @@ from composer_dist.trainer.schedulers import Schedule, sorted_out
 from composer_dist.trainer.state import State
 from composer_dist.trainer.step import GradientClipping
 
+_log = logging.getLogger("composer_dist")
 EvalData = Iterable[Any] | Evaluator | Sequence[Evaluator] | Mapping[str, Any] | None
 
 
@@ -218,6 +220,11 @@ class Trainer:
         """
         if train_dataloader is not None:
             self._read(train_dataloader)
+        now, end = self.state.timestamp, self._max_duration
+        if duration is None and self.resumed_from is not None and end is not None and now.reached(end):
+            if self.state.rank == 0:
+                _log.warning("The run has already reached max_duration='%s'; raise it to continue.", end)
+            return
         self._loop.plan(self._max_duration, positive("duration", duration))
         with self._closing_on_error():
             self._loop.run()

@@ -307,3 +307,29 @@ def test_of_what_may_differ_the_first_rank_s_values_count(tmp_path: Path, sharde
     state: dict[str, Any] = {"model": model, "own": {}}
     load_checkpoint(tmp_path / "c", state)
     assert all((value == 0).all() for value in (*state["own"].values(), model.shift))
+
+
+class Renaming(nn.Linear):
+    """Saves its weight under another name."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}kernel"] = self.weight if keep_vars else self.weight.detach()
+
+
+def hooked(rename: bool) -> nn.Module:
+    model = nn.Linear(2, 2)
+
+    def change(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        weight = state.pop(f"{prefix}weight")
+        state[f"{prefix}{'kernel' if rename else 'weight'}"] = weight if rename else weight * 2
+
+    model.register_state_dict_post_hook(change)  # type: ignore[no-untyped-call]
+    return model
+
+
+@EACH_FORM
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, sharded: bool) -> None:
+    for model, name in ((Renaming(2, 2), "kernel"), (hooked(True), "kernel"), (hooked(False), "weight")):
+        with pytest.raises(CheckpointValueError, match=f"could not be loaded: {name}"):
+            save_checkpoint(tmp_path / "c", {"model": model}, sharded=sharded)
+    assert list(tmp_path.iterdir()) == []

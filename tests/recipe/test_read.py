@@ -218,6 +218,15 @@ def test_what_is_left_empty_or_short_is_accepted(write: Write) -> None:
     assert run.scheduler.arguments == {}
 
 
+def test_a_url_is_for_checkpoints(write: Write) -> None:
+    assert problems(write(GOOD), "out=memory://x") == [
+        "'out=memory://x': out: memory://x is a URL, but out is a local folder; checkpoints.folder may be "
+        "a URL"
+    ]
+    run = read_configuration(write(GOOD), ["checkpoints.folder=memory://x"]).run
+    assert run.checkpoints == {"folder": "memory://x"}
+
+
 FUNCTIONS = """\
 from datasets import Dataset
 rows = Dataset.from_dict({"x": [[float(n), 1.0] for n in range(6)], "y": [0, 1] * 3})

@@ -1,9 +1,12 @@
 """Resuming from checkpoints, wholly or in part, on the same or another number of ranks."""
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from composer_dist.checkpoint import save_checkpoint
+from composer_dist.checkpoint.format.opened import Opened
 from composer_dist.errors import (
     CheckpointError,
     CheckpointKeyError,
@@ -138,13 +142,88 @@ def test_resumed_on_other_ranks_loses_no_sample(world2: World, world4: World, tm
     assert (last.state.timestamp.sample, last.state.timestamp.epoch) == (3 * SAMPLES, 3)
 
 
-def test_autoresume_skips_what_is_damaged(tmp_path: Path) -> None:
-    run(tmp_path, "4ba")
-    data, *_ = sorted((tmp_path / "ep0-ba4").glob("*.distcp"))
+def damage(checkpoint: Path) -> None:
+    data, *_ = sorted(checkpoint.glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-9])
-    with pytest.warns(UserWarning, match="Skipping .*ep0-ba4: "):
+
+
+def test_autoresume_skips_what_is_damaged_and_keeps_it(tmp_path: Path) -> None:
+    run(tmp_path, "4ba")
+    damage(tmp_path / "ep0-ba4")
+    kept = sorted((tmp_path / "ep0-ba4").glob("*.distcp"))[0].read_bytes()
+    with pytest.warns(UserWarning, match=r"Skipping .*ep0-ba4: |kept as .*ep0-ba4.damaged") as caught:
         again, _ = trainer(tmp_path, resume=True)
+    assert len(caught) == 2
     assert again.state.timestamp.batch == 2
+    again.fit()
+    assert sorted((tmp_path / "ep0-ba4.damaged").glob("*.distcp"))[0].read_bytes() == kept
+    found = {path.name for path in tmp_path.iterdir() if not path.is_symlink()}
+    assert found == {"ep0-ba4.damaged", "ep2-ba16", "ep3-ba18"}  # keep=2 counts the good ones
+
+
+@pytest.mark.parametrize("how", ["data", "mark", "no mark"])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(tmp_path: Path, how: str) -> None:
+    run(tmp_path, "4ba")
+    for name in ("ep0-ba2", "ep0-ba4"):
+        if how == "data":
+            damage(tmp_path / name)
+        elif how == "mark":
+            (tmp_path / name / "checkpoint.json").write_text("{}")
+        else:
+            (tmp_path / name / "checkpoint.json").unlink()
+    before = sorted(tmp_path.rglob("*"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Skipping", UserWarning)
+        with pytest.raises(
+            CheckpointValueError, match=f"All checkpoints in {tmp_path} are damaged: .*ep0-ba4"
+        ):
+            trainer(tmp_path, resume=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_finished_run_that_is_resumed_has_nothing_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path)[0].fit()
+    again, _ = trainer(tmp_path, resume=True)
+    again.fit()
+    assert again.state.timestamp.epoch == 3
+    assert "already reached max_duration='3ep'; raise it to continue" in caplog.text
+    again.fit(duration="1ba")
+    assert again.state.timestamp.batch == 19
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", Path("/proc/nothing")):
+        with pytest.raises(CheckpointError, match=f"cannot be written to {folder}: "):
+            trainer(folder)
+
+
+def test_runs_resume_at_urls(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}"
+    one = trainer(url)[0]  # type: ignore[arg-type]
+    one.fit(duration="4ba")
+    for resume in (True, f"{url}/latest", Resume(load_path=f"{url}/latest", load_weights_only=True)):
+        two, _ = trainer(url, resume=resume)  # type: ignore[arg-type]
+        same(weights(two.state.model), weights(one.state.model))
+    system = fsspec.filesystem("memory")
+    for name in ("ep0-ba2", "ep0-ba4"):
+        (data, *_) = system.glob(f"/{tmp_path.name}/{name}/*.distcp")
+        system.pipe_file(data, system.cat_file(data)[:-9])
+        if name == "ep0-ba2":  # the older one
+            assert trainer(url, resume=True)[0].state.timestamp.batch == 4  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Skipping", UserWarning)
+        with pytest.raises(CheckpointValueError, match=r"All checkpoints in memory://.* are damaged"):
+            trainer(url, resume=True)  # type: ignore[arg-type]
+
+
+def test_autoresume_verifies_once(tmp_path: Path) -> None:
+    run(tmp_path, "2ba")
+    with mock.patch.object(Opened, "verify", autospec=True, side_effect=Opened.verify) as verify:
+        trainer(tmp_path, resume=True)
+    assert verify.call_count == 1
 
 
 def test_weights_only_begins_a_new_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from composer_dist.structure.names import canonical_name
 from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.blueprint import Blueprint
 from composer_dist.tensors.inner import inner_tensors
+from composer_dist.wording import listed
 
 
 def owns(value: Any) -> bool:
@@ -31,6 +33,8 @@ def owns(value: Any) -> bool:
 def extract(key: str, value: Any, models: list[nn.Module], chosen: Chosen | None, whole: bool) -> Any:
     """Its `state_dict()`: the model's own tensors, or the inner tensors of those with a codec."""
     state = live_state(bare(value))
+    if foreign := foreign_tensors(bare(value), state):  # else only loading would find out
+        raise foreign
     found = state if whole else dict(_in_parts(state))
     if chosen is not None:
         found = {name: one for name, one in found.items() if chosen(name, one)}
@@ -140,14 +144,19 @@ def live_state(model: nn.Module) -> dict[str, Any]:
 
 
 def foreign_tensors(model: nn.Module, targets: Mapping[str, Any]) -> CheckpointValueError | None:
-    """An error if the model's `state_dict` returns tensors that the model does not hold."""
-    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    foreign = [n for n, value in targets.items() if isinstance(value, Tensor) and id(value) not in held]
+    """An error if the model's `state_dict` returns tensors that it does not hold, or under other names."""
+    held: dict[int, set[str]] = {}
+    tensors = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, tensor in chain(*tensors):
+        held.setdefault(id(tensor), set()).add(canonical_name(name))
+    shown = {name: value for name, value in targets.items() if isinstance(value, Tensor)}
+    foreign = [name for name, value in shown.items() if name not in held.get(id(value), ())]
     if not foreign:
         return None
     return CheckpointValueError(
-        "A state-dict hook or an overridden state_dict returns tensors that the model does not hold, so "
-        f"values loaded into them would be lost: {', '.join(foreign)}. Use model.load_state_dict."
+        "A state-dict hook or an overridden method returns tensors that the model does not hold, or not "
+        f"under these names, so they could not be loaded: {listed(foreign, 10)}. Use model.state_dict() and "
+        "model.load_state_dict."
     )
 
 

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from composer_dist.files.checkpoint_format import DATA_FILE, NAME, Manifest
 from composer_dist.files.torch_save import is_sealed
 
 DCP_METADATA = ".metadata"
+DAMAGED = ".damaged"
+"""The end of the name of a checkpoint that was set aside."""
 _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(tmp|old)")
 """Names of files and directories that are written, or kept, beside their place."""
 
@@ -86,6 +89,26 @@ class LocalPlace:
 
     def inside(self) -> list[str]:
         return [str(path) for path in _newest_first(self.path)]
+
+    def incomplete(self) -> list[str]:
+        """Directories in this one with data of checkpoints, but without the file that is written last."""
+        data = {path.parent for path in self.path.glob("[!.]*/*.distcp")}
+        return [str(one) for one in sorted(data) if not is_checkpoint(one) and one.suffix != DAMAGED]
+
+    def set_aside(self) -> str:
+        """Rename the checkpoint, which is damaged: it is no longer found, replaced or removed."""
+        aside, number = self.path.with_name(f"{self.path.name}{DAMAGED}"), 1
+        while aside.exists():
+            number += 1
+            aside = self.path.with_name(f"{self.path.name}-{number}{DAMAGED}")
+        resolve(self.path).rename(aside)
+        return str(aside)
+
+    def probe(self) -> None:
+        """Write a file here, in a new directory if need be, and remove it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.path.parent):
+            pass
 
     def beside(self) -> list[str]:
         return [str(path) for path in _newest_first(self.path.parent) if path != self.path]
@@ -164,7 +187,7 @@ def _newest_first(directory: Path) -> list[Path]:
     found: list[tuple[int, str, Path]] = []
     for name in names:
         path = resolve(directory / name)
-        if name.startswith(".") or path.is_symlink() or not is_checkpoint(path):
+        if name.startswith(".") or path.suffix == DAMAGED or path.is_symlink() or not is_checkpoint(path):
             continue
         with suppress(FileNotFoundError):  # removed meanwhile
             mark = path / NAME if path.is_dir() else path

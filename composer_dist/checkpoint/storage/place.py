@@ -45,8 +45,17 @@ class Place(Protocol):
     def inside(self) -> list[str]:
         """The complete checkpoints in this directory, newest first."""
 
+    def incomplete(self) -> list[str]:
+        """Directories in this one with data of checkpoints, but without the file that is written last."""
+
+    def set_aside(self) -> str:
+        """Rename the checkpoint, which is damaged: it is no longer found, replaced or removed."""
+
     def beside(self) -> list[str]:
         """The other complete checkpoints in the same directory, newest first."""
+
+    def probe(self) -> None:
+        """Write a file here, in a new directory if need be, and remove it."""
 
     def remove(self) -> None:
         """Remove the checkpoint that is here."""
@@ -81,3 +90,19 @@ def complete(place: Place, token: str, marks: dict[str, bytes], keep: int | None
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointRuntimeError(f"Cannot write {place.path}: {error.strerror or error}.") from error
+
+
+def check_writable(directory: str | os.PathLike[str]) -> None:
+    """Make a directory for checkpoints, and write a file there and remove it.
+
+    Raises:
+        CheckpointRuntimeError: it is impossible.
+    """
+    try:
+        place_of(os.path.join(directory, ".writable")).probe()
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointRuntimeError(
+            f"Checkpoints cannot be written to {os.fspath(directory)}: {error.strerror or error}."
+        ) from error

@@ -8,6 +8,7 @@ import secrets
 from contextlib import suppress
 from typing import Any
 
+from composer_dist.checkpoint.storage.local import DAMAGED
 from composer_dist.errors import CheckpointError, CheckpointIsADirectoryError
 from composer_dist.files.checked import Sink
 from composer_dist.files.checkpoint_format import NAME, Manifest
@@ -87,6 +88,27 @@ class RemotePlace:
     def inside(self) -> list[str]:
         return _newest_first(self._system, self._root)
 
+    def incomplete(self) -> list[str]:
+        """Directories in this one with data of checkpoints, but without the file that is written last."""
+        data = {path.rpartition("/")[0] for path in self._system.glob(f"{self._root}/*/*.distcp")}
+        found = [path for path in sorted(data) if not path.endswith(DAMAGED)]
+        return [self._url(path) for path in found if _manifest(self._system, path) is None]
+
+    def set_aside(self) -> str:
+        """Rename the checkpoint, which is damaged: it is no longer found, replaced or removed."""
+        aside = f"{self._root}-{secrets.token_hex(4)}{DAMAGED}"
+        self._system.mv(self._root, aside, recursive=True)
+        return self._url(aside)
+
+    def probe(self) -> None:
+        """Write a file here, in a new directory if need be, and remove it."""
+        self._system.makedirs(self._parent, exist_ok=True)
+        self._system.pipe_file(self._root, b"-")
+        self._system.rm(self._root)
+
+    def _url(self, path: str) -> str:
+        return str(self._system.unstrip_protocol(path))
+
     def beside(self) -> list[str]:
         return _newest_first(self._system, self._parent, but=self._root)
 
@@ -105,7 +127,7 @@ def _newest_first(system: Any, directory: str, but: str = "") -> list[str]:
     except FileNotFoundError:
         return []
     for path in paths:
-        if path != but and (manifest := _manifest(system, path)) is not None:
+        if path != but and not path.endswith(DAMAGED) and (manifest := _manifest(system, path)) is not None:
             found.append((manifest.facts.get("time", 0.0), path))
     return [system.unstrip_protocol(path) for _, path in sorted(found, reverse=True)]
 

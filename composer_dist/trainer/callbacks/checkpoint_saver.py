@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_dist.checkpoint import PendingSave, save_checkpoint
+from composer_dist.checkpoint.storage.place import check_writable
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
@@ -72,6 +73,12 @@ class CheckpointSaver(Callback):
         self._writing: str = ""
         """The path of the last save, until it is complete and `latest` points to it."""
         self._saved: Timestamp | None = None
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Finds out now whether the folder can be written, and not at the first save."""
+        with process_group.together("the folder of checkpoints"):
+            if state.rank == 0:
+                check_writable(self.folder)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Watches for SIGTERM; what has passed of the interval counts as saved."""

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from composer_dist.checkpoint import latest_checkpoint, load_checkpoint
+from composer_dist.checkpoint.latest import newest_intact
+from composer_dist.checkpoint.storage.place import place_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
+from composer_dist.files.read import file_system
 from composer_dist.trainer.callbacks import Callback
 from composer_dist.trainer.callbacks.checkpoint_saver import CheckpointSaver, contents
 from composer_dist.trainer.clock import check_keys
@@ -21,6 +24,7 @@ from composer_dist.trainer.data.randomness import generator_states, set_generato
 from composer_dist.trainer.loop import TrainingLoop
 from composer_dist.trainer.resuming.settings import Options, Source, compare
 from composer_dist.trainer.state import State
+from composer_dist.wording import listed
 
 
 def run_state(state: State, loop: TrainingLoop, callbacks: Sequence[Callback]) -> dict[str, Any]:
@@ -145,6 +149,7 @@ def resume_run(
         The checkpoint's path; None where autoresume found none, and a new run begins.
     """
     newest = _newest(callbacks) if resume.autoresume else None
+    verified = newest is not None
     if newest is not None:
         ignore = () if resume.load_path else resume.load_ignore_keys
         resume = Resume(load_path=newest, load_ignore_keys=ignore, optimizer=resume.optimizer)
@@ -156,8 +161,8 @@ def resume_run(
     options = [Options(optimizer) for optimizer in state.optimizers]
     fresh: list[int] = []
     if not resume.load_weights_only:
-        fresh = _load_run(newest, resume, state, ignored, take_over)
-    _load_weights(newest, resume, state, ignored, fresh)
+        fresh = _load_run(newest, resume, state, ignored, take_over, not verified)
+    _load_weights(newest, resume, state, ignored, fresh, not verified)
     if resume.optimizer == "config" and not resume.load_weights_only:
         for index, one in enumerate(options):
             one.restore(state.schedulers, index in fresh)
@@ -169,7 +174,20 @@ def _newest(callbacks: Sequence[Callback]) -> str | None:
     folders = [callback.folder for callback in callbacks if isinstance(callback, CheckpointSaver)]
     if not folders:
         raise ParallelismValueError("autoresume needs a CheckpointSaver, whose folder it looks in.")
-    return latest_checkpoint(folders[0])
+    newest, damaged = newest_intact(folders[0])
+    if newest is None and damaged:
+        raise CheckpointValueError(
+            f"All checkpoints in {folders[0]} are damaged: {listed(damaged)}. Restore one of them from a "
+            "copy, or move them elsewhere to start over."
+        )
+    if damaged:
+
+        def set_aside(ranks: list[str]) -> list[str]:
+            return [place_of(path).set_aside() for path in damaged]
+
+        moved = Agreement().reach("setting aside damaged checkpoints", "", set_aside)
+        warnings.warn(f"Damaged checkpoints are kept as {listed(moved)}.", UserWarning, stacklevel=4)
+    return newest
 
 
 def _followed(path: str) -> str:
@@ -177,33 +195,51 @@ def _followed(path: str) -> str:
 
     def follow(paths: list[str]) -> list[Any]:
         path = paths[0]
-        name = None if "://" in path else _name_in(Path(path))
+        name = _name_in(path)
         if name is not None:
-            path = os.path.join(os.path.dirname(path), name)
+            path = f"{path.rpartition('/')[0]}/{name}" if "/" in path else name
         link = name is not None or os.path.islink(path)
-        return [path, link and not os.path.exists(path)]
+        return [path, link and not _exists(path)]
 
     path, lost = Agreement().reach("the checkpoint to load", path, follow)
     return (latest_checkpoint(os.path.dirname(path)) if lost else None) or path
 
 
-def _name_in(path: Path) -> str | None:
+def _name_in(path: str) -> str | None:
     """The content of a small text file, if it is one."""
     try:
-        text = path.read_text().strip() if path.is_file() and path.stat().st_size < 1000 else ""
+        if "://" in path:
+            system, root = file_system(path)
+            text = system.cat_file(root).decode() if system.isfile(root) and system.size(root) < 1000 else ""
+        else:
+            file = Path(path)
+            text = file.read_text() if file.is_file() and file.stat().st_size < 1000 else ""
     except UnicodeDecodeError:
         return None
+    text = text.strip()
     return text if text and text.isprintable() and text == os.path.basename(text) else None
 
 
+def _exists(path: str) -> bool:
+    if "://" in path:
+        system, root = file_system(path)
+        return bool(system.exists(root))
+    return os.path.exists(path)
+
+
 def _load_run(
-    path: str, resume: Resume, state: State, ignored: _Ignored, take_over: Callable[[Mapping[str, Any]], None]
+    path: str,
+    resume: Resume,
+    state: State,
+    ignored: _Ignored,
+    take_over: Callable[[Mapping[str, Any]], None],
+    verify: bool,
 ) -> list[int]:
     """Everything but model and optimizers, except what is ignored; returns which optimizers start afresh."""
     now = state.remember()
     saved = {key: value for key, value in now.items() if not ignored(key)}
     if saved:
-        load_checkpoint(path, saved, model=state.model)
+        load_checkpoint(path, saved, model=state.model, verify=verify)
     fresh: list[int] = []
     if settings := saved.get("state", {}).get("settings"):
         fresh = compare(path, settings, state, resume.optimizer, ignored)
@@ -215,7 +251,9 @@ def _load_run(
     return fresh
 
 
-def _load_weights(path: str, resume: Resume, state: State, ignored: _Ignored, fresh: Collection[int]) -> None:
+def _load_weights(
+    path: str, resume: Resume, state: State, ignored: _Ignored, fresh: Collection[int], verify: bool
+) -> None:
     """The model, and the optimizers unless weights alone are wanted; not those that start afresh."""
     afresh = {f"optimizer{index or ''}" for index in fresh}
     wanted = {
@@ -230,7 +268,7 @@ def _load_weights(path: str, resume: Resume, state: State, ignored: _Ignored, fr
             strict=resume.load_strict_model_weights,
             model=state.model,
             ignore=ignored,
-            verify=resume.load_weights_only,  # else it has been
+            verify=verify and resume.load_weights_only,  # else it has been
         )
 
 

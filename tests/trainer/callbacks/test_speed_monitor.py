@@ -9,7 +9,7 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import SpeedMonitor
 from composer_dist.trainer.callbacks.peak_flops import peak_flops, peak_of
-from tests.kit.training import At, Clock, classifier, fitted, fitted_on_parts, on_sentences, raising
+from tests.kit.training import At, Clock, classifier, fitted, fitted_on_parts, on_sentences, quiet, raising
 from tests.kit.world import World
 
 TOKEN = 2 * (8 * 8 + 8 * 8 + 8 * 4)
@@ -108,3 +108,12 @@ def test_sizes_must_be_positive() -> None:
     for name in ("window_size", "peak_flops"):
         with pytest.raises(ParallelismValueError, match=name):
             SpeedMonitor(**{name: 0})
+
+
+class Mine(SpeedMonitor):
+    """The user's own."""
+
+
+def test_a_subclass_stands_for_the_monitor() -> None:
+    trainer, _ = quiet(callbacks=[Mine()])
+    assert [type(one) for one in trainer.callbacks if isinstance(one, SpeedMonitor)] == [Mine]
