@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composer_dist.distributed.optimizers.follow import inner_optimizers
 from composer_dist.distributed.prepared import check_usable, named_parameters_canonical
 from composer_dist.errors import CheckpointError, CheckpointValueError
 from composer_dist.structure.names import canonical_name
@@ -56,10 +57,17 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """Names of the model's parameters, in the model's order, by the identity of the object.
 
     Raises:
-        CheckpointValueError: the optimizer holds parameters that are not the model's.
+        CheckpointValueError: the optimizer holds parameters that are not the model's, or an inner optimizer
+            that keeps its state apart.
         CheckpointRuntimeError: an earlier load into the optimizer failed halfway.
     """
     check_usable(optimizer)
+    for inner in inner_optimizers(optimizer):
+        if inner.state is not optimizer.state:
+            raise CheckpointValueError(
+                f"{type(optimizer).__name__} keeps state in an inner {type(inner).__name__}, which would "
+                "not be in the checkpoint, nor loaded from it. Let both share one `state`, or use another."
+            )
     names = {id(parameter): name for name, parameter in named_parameters_canonical(model)}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = [p for p in {id(p): p for p in [*held, *optimizer.state]}.values() if id(p) not in names]

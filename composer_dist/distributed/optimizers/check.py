@@ -9,19 +9,24 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composer_dist import _torch
-from composer_dist.distributed.optimizers.follow import is_made_at_construction, names_by_id
+from composer_dist.distributed.optimizers.follow import inner_optimizers, is_made_at_construction, names_by_id
 from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import codec_of
 from composer_dist.wording import listed
 
+_TORCH = ("torch.optim", "torch.distributed.optim")
 _UNABLE: dict[str, tuple[int, str]] = {
     "LBFGS": (1, "it steps along one flat vector of all parameters"),
     "SparseAdam": (1, "sharded gradients are dense"),
     "Rprop": (1, "DTensor (torch 2.13) has no masked assignment, which it uses"),
     "Adafactor": (2, "DTensor (torch 2.13) cannot square its norms over sharded rows in place"),
+    "ZeroRedundancyOptimizer": (
+        1,
+        "it divides the optimizer's state between ranks, as sharding does already",
+    ),
 }
-"""torch.optim classes that cannot step on sharded parameters of at least so many dimensions, and why."""
+"""torch's classes that cannot step on sharded parameters of at least so many dimensions, and why."""
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], structure: Structure, plain: Mapping[str, str]) -> None:
@@ -39,6 +44,10 @@ def check_optimizers(optimizers: Sequence[Optimizer], structure: Structure, plai
 def _faults(
     optimizer: Optimizer, structure: Structure, names: Mapping[int, str], plain: Mapping[str, str]
 ) -> Iterator[str]:
+    if not hasattr(optimizer, "defaults"):
+        kind = next((type(one).__name__ for one in inner_optimizers(optimizer)), "optimizer")
+        yield f"never called Optimizer.__init__, so its steps take no hooks. Pass its inner {kind} here."
+        return
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if foreign := [parameter for parameter in [*held, *optimizer.state] if id(parameter) not in names]:
         yield (
@@ -54,7 +63,7 @@ def _faults(
             "would update nothing. Build it after freezing, from the parameters with requires_grad."
         )
         return
-    kinds = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim")]
+    kinds = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith(_TORCH)]
     ndim, why = next((_UNABLE[kind] for kind in kinds if kind in _UNABLE), (0, ""))
     if unable := [names[id(p)] for p in held if ndim and p.ndim >= ndim and names[id(p)] not in plain]:
         yield (
@@ -62,6 +71,19 @@ def _faults(
             "Rule(..., shard=False) for their modules."
         )
         return
+    followed = {id(group["params"]) for group in optimizer.param_groups}
+    for inner in inner_optimizers(optimizer):
+        apart = [
+            p for group in inner.param_groups if id(group["params"]) not in followed for p in group["params"]
+        ]
+        own = [] if inner.state is optimizer.state else list(inner.state)
+        if lost := [names[id(p)] for p in [*apart, *own] if id(p) in names and names[id(p)] not in plain]:
+            yield (
+                f"holds {type(inner).__name__} with {'groups' if apart else 'state'} of its own, which "
+                f"cannot follow the sharded parameters ({listed(lost, 4)}). Build the wrapper after the "
+                "model is prepared, or let it share the param_groups and the state of the inner optimizer."
+            )
+            return
     for number, group in enumerate(optimizer.param_groups):
         mode = next((mode for mode in ("foreach", "fused") if group.get(mode)), None)
         whole = [names[id(p)] for p in group["params"] if names[id(p)] in plain]
@@ -103,7 +125,7 @@ def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) 
     if not _torch.optimizers_were_made():
         return []
     names = names_by_id(structure)
-    known = {id(optimizer) for optimizer in optimizers}
+    known = {id(one) for optimizer in optimizers for one in [optimizer, *inner_optimizers(optimizer)]}
     things = gc.get_objects()
     kinds = {kind for kind in set(map(type, things)) if issubclass(kind, Optimizer)}  # a million objects
     found = []

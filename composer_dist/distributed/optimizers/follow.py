@@ -172,6 +172,22 @@ def carry_attributes(old: torch.Tensor, new: nn.Parameter) -> None:
         new.register_post_accumulate_grad_hook(hook)
 
 
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that an optimizer holds as attributes, also in lists and dictionaries, at any depth."""
+    found: dict[int, Optimizer] = {id(optimizer): optimizer}
+    todo = list(vars(optimizer).values())
+    while todo:
+        one = todo.pop()
+        if isinstance(one, Optimizer) and id(one) not in found:
+            found[id(one)] = one
+            todo += vars(one).values()
+        elif type(one) in (list, tuple):
+            todo += [each for each in one if isinstance(each, (Optimizer, list, tuple, dict))]
+        elif type(one) is dict:
+            todo += [each for each in one.values() if isinstance(each, (Optimizer, list, tuple, dict))]
+    return list(found.values())[1:]
+
+
 def names_by_id(structure: Structure) -> dict[int, str]:
     """Every parameter's first name, by the object's identity."""
     return {id(held.get()): name for name, held in structure.parameters.items()}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_dist.checkpoint import PendingSave, save_checkpoint
+from composer_dist.checkpoint.kinds.optimizer_names import parameter_names
 from composer_dist.checkpoint.storage.place import check_writable
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismError, ParallelismValueError
@@ -82,6 +83,8 @@ class CheckpointSaver(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Watches for SIGTERM; what has passed of the interval counts as saved."""
+        for optimizer in state.optimizers:
+            parameter_names(state.model, optimizer)  # raises now if it cannot be saved
         if self._every is not None:
             self._every.start(state)
         if self._on_sigterm:

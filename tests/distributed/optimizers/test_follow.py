@@ -1,5 +1,6 @@
 """The optimizer follows its parameters: groups, hyperparameters, state and pending gradients."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -7,13 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composer_dist.checkpoint import full_optimizer_state, load_full_optimizer_state
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.optimizers.check import check_optimizers, forgotten_optimizers
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
 from tests.kit.compare import close, fails, fails_alike, full, same, values
 from tests.kit.meshes import config
@@ -104,6 +107,57 @@ def test_every_optimizer_of_torch_is_either_followed_or_refused() -> None:
 def test_optimizers_that_cannot_step_on_shards_are_refused_by_name(name: str) -> None:
     text = f"{name} cannot step on sharded parameters (embed.weight, layers.0.up.weight"
     refused(*start(name), text)
+
+
+class Wrapper(Optimizer):
+    """Steps an inner optimizer, as Lookahead does."""
+
+    def __init__(self, inner: Optimizer, shared: bool) -> None:
+        self.inner = [inner]
+        super().__init__([{"params": group["params"]} for group in inner.param_groups], {"lr": 0.1})
+        if shared:
+            self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner[0].step(closure)
+
+
+@on_ranks(2)
+def test_optimizers_around_others_are_followed_if_they_share_groups_and_refused_otherwise() -> None:
+    model, inner = start("SGD-momentum")
+    text = (
+        "Wrapper holds SGD with groups of its own, which cannot follow the sharded parameters (embed.weight"
+    )
+    refused(model, Wrapper(inner, shared=False), text)
+    model, inner = start("SGD-momentum")
+    plain, other = start("SGD-momentum")
+    parallelize_model(model, "fsdp", optimizer=(wrapper := Wrapper(inner, shared=True)))
+    train(plain, other, whole=True)
+    train(model, wrapper)
+    close(values(model), values(plain))
+    saved = full_optimizer_state(model, wrapper)
+    assert dist.get_rank() or len(saved["state"]) == len(inner.state) > 0
+    with fails_alike(CheckpointValueError, "Wrapper keeps state in an inner SGD"):
+        full_optimizer_state(model, Wrapper(inner, shared=False))
+    with fails_alike(CheckpointValueError, "Wrapper keeps state in an inner SGD"):
+        load_full_optimizer_state(model, Wrapper(inner, shared=False), saved)
+
+
+@on_ranks(2)
+def test_torch_s_distributed_optimizers_are_refused_by_name() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch uses its own deprecated torch.jit
+        from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+    model = built()
+    zero = ZeroRedundancyOptimizer(trainable(model), torch.optim.Adam, lr=0.1)
+    refused(model, zero, "ZeroRedundancyOptimizer cannot step on sharded parameters (embed.weight")
+    model, inner = start("Adam")
+    local = PostLocalSGDOptimizer(inner, PeriodicModelAverager(2))
+    for way in ("ddp", "fsdp"):
+        with fails_alike(
+            ParallelismValueError, "PostLocalSGDOptimizer never called", "Pass its inner Adam here"
+        ):
+            parallelize_model(model, way, optimizer=local)
 
 
 @pytest.mark.promise(25)
