@@ -67,9 +67,9 @@ def test_the_unsharded_models_tokens(kind: str, place: str, root: bool | None, m
 @on_ranks("ranks", timeout=180)
 def test_the_unsharded_models_tokens_on_every_mesh(ranks: int, names: list[str]) -> None:
     warnings.simplefilter("ignore")
-    for name in names:
+    for name, make in [*((name, hf.llama) for name in names), *([("tp", hf.gpt2)] if "tp" in names else [])]:
         torch.manual_seed(3)
-        model = HuggingFaceModel(hf.llama().eval())
+        model = HuggingFaceModel(make().eval())
         expected = model.generate(hf.prompt(0), **OPTIONS["greedy"])
         parallelize_model(model, BY_WORLD[name]())
         assert torch.equal(model.generate(hf.prompt(0), **OPTIONS["greedy"]), expected)
