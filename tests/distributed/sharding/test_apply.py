@@ -94,6 +94,8 @@ def test_every_structure_trains_like_one_process(build: Build, units: list[str],
 def test_rules_train_like_one_process(build: Build, rules: Sequence[Rule], units: int, plain: int) -> None:
     found, left = _units(build, _rules(*rules))
     assert (len(found), len(left)) == (units, plain)
+    sharded = tuple(f"{rule.match}." for rule in rules if rule.shard)
+    assert not any(name.startswith(sharded) for name in left)
 
 
 class Rotary(nn.Module):
@@ -213,9 +215,10 @@ def _replicas(shards: int) -> ParallelismConfig:
 )
 @on_ranks("ranks")
 def test_replicas_and_resharding_to_fewer_ranks(ranks: int, build: Build, config: Any, units: int) -> None:
-    found, _ = _units(build, config)
+    found, left = _units(build, config)
     assert found[0] == ""
     assert len(found) == units
+    assert left == ([f"{block}.gain" for block in BLOCKS] if build is models.scalar else [])
 
 
 A, B, C, PARENT = "m2.a.weight", "m2.b.weight", "m5.a.weight", "m2.weight"
@@ -264,6 +267,8 @@ def test_composer_s_wrap_attributes_and_functions(
     assert not [w for w in caught if "view" not in str(w.message)]
     assert [unit.name for unit in done.plan.units] == units
     assert len(done.plain_parameters) == plain
+    for name, parameter in named_parameters_canonical(done.model):
+        assert isinstance(parameter, DTensor) == (name not in done.plain_parameters), name
     for unit in done.plan.units:
         assert not (chosen and unit.name in chosen and unit.reshard_after_forward)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint import full_model_state
@@ -15,7 +16,7 @@ from composer_dist.distributed.training.summon import summon_full_params
 from composer_dist.errors import ParallelismError
 from tests.kit.compare import close, equal, fails_alike, full
 from tests.kit.huggingface import logits, lora_llama
-from tests.kit.meshes import BY_WORLD, PLACES
+from tests.kit.meshes import BY_WORLD, PLACES, mesh_of
 from tests.kit.toy import Stateful, sharded, six_tokens, stateful, trainable
 from tests.kit.world import on_ranks
 
@@ -81,8 +82,9 @@ def test_changes_are_kept_or_dropped_and_training_goes_on(writeback: bool, rank0
 
 @on_ranks(2)
 def test_a_leaf_and_without_recursion() -> None:
-    model = sharded(stateful()).eval()
-    leaf = model.layers[0].down
+    model = stateful().eval()
+    fully_shard(model.layers[1].down, mesh=mesh_of(1))
+    leaf, block = sharded(model).layers[0].down, model.layers[1]
 
     def plain(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
         return {n: tuple(p.shape) for n, p in module.named_parameters() if not isinstance(p, DTensor)}
@@ -93,6 +95,9 @@ def test_a_leaf_and_without_recursion() -> None:
         torch.testing.assert_close(leaf(x), stateful().layers[0].down(x))
     with summon_full_params(model, recurse=False):
         assert list(plain(model)) == ["scale", "embed.weight"]
+    for recurse, below in ((True, ["down.weight"]), (False, [])):
+        with summon_full_params(block, recurse=recurse):
+            assert list(plain(block)) == ["up.weight", "up.bias", "norm.weight", "norm.bias", *below]
 
 
 @on_ranks(2)
