@@ -14,6 +14,7 @@ from composer_dist.trainer.finetuning.schedule import phases_of
 from tests.kit.phases import net
 
 NAN = float("nan")
+LOSS = {"metric": "loss/eval/total"}
 SCHEDULE = (
     Phase("head", until="2ep"),
     Phase(["re:layers\\.1", "norm"], lr=1e-4, until=NoImprovement(metric="loss/eval/total", patience=3)),
@@ -86,7 +87,7 @@ def test_duplicate_keys_and_what_is_no_schedule_are_errors(tmp_path: Path, text:
     ],
 )
 def test_bad_options_are_refused(kind: Any, options: dict[str, Any], message: str) -> None:
-    required = {"params": "head"} if kind is Phase else {"metric": "loss/eval/total"}
+    required = {"params": "head"} if kind is Phase else LOSS
     with pytest.raises(ParallelismValueError, match=message):
         kind(**required | options)
 
@@ -95,10 +96,10 @@ def test_bad_options_are_refused(kind: Any, options: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        ([{"params": "a", "until": {"metric": "loss/eval/total", "patince": 2}}], "Did you mean 'patience'"),
+        ([{"params": "a", "until": {**LOSS, "patince": 2}}], "Did you mean 'patience'"),
         (
-            [{"params": "a", "lr": -1, "until": "1ep"}, {"params": "b", "lr": -1}],
-            r"phase 0: .*lr is(.|\n)*phase 1: .*lr is",
+            [{"params": "a", "lr": -1, "until": "1ep"}, {"params": "b", "until": {**LOSS, "patience": 0}}],
+            r"phase 0: .*lr is(.|\n)*phase 1: .*patience is",
         ),
         ({0: {"params": "a", "until": "1ep"}, 2: {"params": "b"}}, "numbered 0, 2; number them from 0"),
         ([], "at least one phase"),
