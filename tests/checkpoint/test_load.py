@@ -66,6 +66,7 @@ def test_stateful_objects_are_restored_in_place(tmp_path: Path, form: str) -> No
     assert state["scheduler"] is other
     assert other.state_dict() == scheduler.state_dict()
     equal({key: state[key] for key in plain}, plain)
+    assert state["best"] == plain["best"]  # a tuple is a tuple
 
 
 class Longer(Stateful):
