@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -152,13 +153,16 @@ def test_a_torch_that_cannot_end_a_step_is_refused() -> None:
 
 
 def nothing_fits(kind: str) -> None:
-    """Nor does a user's mistake, while sizes are tried, look like a lack of memory."""
+    """Inside a forward or after it; nor does a user's mistake look like a lack of memory."""
     one = "device_train_microbatch_size='auto': not even a single sample fits.*Rank 1: OutOfMemoryError: full"
-    other = "Rank 1: ValueError: the labels are wrong"
-    for error, text in ((torch.OutOfMemoryError("full"), one), (ValueError("the labels are wrong"), other)):
+    other = r"Rank 1: ValueError: the labels are wrong \(at 'microbatches of 2 samples'\)"
+    errors = ((torch.OutOfMemoryError("full"), one), (ValueError("the labels are wrong"), other))
+    for (error, text), inside in product(errors, (False, True)):
         torch.manual_seed(0)
-        model = Model()
-        callbacks = [At(before_loss=Mock(side_effect=error))] if my_rank() == 1 else []
+        model, fail = Model(), Mock(side_effect=error if my_rank() == 1 else None, return_value=None)
+        callbacks = [] if inside else [At(before_loss=fail)]
+        if inside:
+            model.body.head.register_forward_pre_hook(fail)
         options = {"device_train_microbatch_size": "auto", "callbacks": callbacks}
         with fails_alike(ParallelismError) as caught:
             on_parts([2, 1], CONFIGS[kind], model, **options)[0].fit()
