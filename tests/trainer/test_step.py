@@ -45,7 +45,7 @@ def test_microbatches_give_the_whole_batchs_gradients(size: int | None) -> None:
 
 def test_gradients_start_from_zero_at_every_batch() -> None:
     found, callback = seen_at("after_train_batch", gradients)
-    options = {"optimizers": partial(sgd, lr=0.0), "callbacks": callback}
+    options = {"optimizers": partial(sgd, lr=1e-30), "callbacks": callback}
     fitted_on_parts([], train_dataloader=[joined(tagged(7))] * 2, **options)
     close(found[1], found[0])
 
