@@ -49,7 +49,7 @@ def refused(preset: str, *overrides: str) -> str:
         (
             "lora",
             ["model.adapter.target_modules=[q_prj]"],
-            "linear layers are down_proj, gate_proj, k_proj, ",
+            "linear layers are called down_proj, gate_proj, k_proj, ",
         ),
         ("pretrain", ["model.config.vocab_size=100"], "vocab_size is 100, but the tokenizer has 261 tokens"),
         (
