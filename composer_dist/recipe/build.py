@@ -17,10 +17,10 @@ from composer_dist.recipe import named
 from composer_dist.recipe.data import datasets, loader
 from composer_dist.recipe.models import build_model
 from composer_dist.recipe.other_libraries.failures import blaming
+from composer_dist.recipe.output.summary import RunSummary
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import HubModel, Run
 from composer_dist.recipe.signature import known_names
-from composer_dist.recipe.summary import RunSummary
 from composer_dist.recipe.tokenizer import tokenizer_named
 from composer_dist.trainer import (
     CheckpointSaver,

@@ -19,8 +19,8 @@ from composer_dist.recipe.build import (
     tokenizer_of,
 )
 from composer_dist.recipe.data import datasets, length, loader
-from composer_dist.recipe.folder import check_writable
 from composer_dist.recipe.models import build_model
+from composer_dist.recipe.output.folder import check_writable
 from composer_dist.recipe.read import Configuration
 from composer_dist.trainer import NoImprovement, Phase
 from composer_dist.trainer.data.randomness import seed_all  # not public: only recipes and the Trainer seed

@@ -11,7 +11,7 @@ from composer_dist.distributed import process_group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models import ComposerClassifier
 from composer_dist.recipe.build import Session, batches, build, epoch_of
-from composer_dist.recipe.folder import run_folder
+from composer_dist.recipe.output.folder import run_folder
 from composer_dist.recipe.problems import blamed_on
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import ModuleModel

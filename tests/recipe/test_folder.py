@@ -10,7 +10,7 @@ import yaml
 
 from composer_dist.errors import ParallelismValueError
 from composer_dist.recipe.dry_run import describe
-from composer_dist.recipe.folder import run_folder
+from composer_dist.recipe.output.folder import run_folder
 from composer_dist.recipe.read import Configuration, read_configuration
 
 RUN = """\

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from composer_dist.recipe.summary import RunSummary
+from composer_dist.recipe.output.summary import RunSummary
 from tests.kit.training import fitted, loader
 
 
