@@ -140,8 +140,14 @@ def resumed(folder: Path, *batches: int, config: Any) -> None:
     saver = CheckpointSaver(folder, "1ba", filename="ba{batch}", keep=None, asynchronous=False)
     whole, _, expected, _ = resumable(config, 0, saver)
     whole.fit()
-    for at in batches:
-        second, phases, found, _ = resumable(config, at, resume=folder / f"ba{at}")
+    for at, in_memory in [*((at, False) for at in batches), *([] if config else [(4, True)])]:
+        second, phases, found, _ = resumable(config, at, resume=None if in_memory else folder / f"ba{at}")
+        if in_memory:
+            first, _, _, _ = resumable(config)
+            first.fit(duration=f"{at}ba")
+            second.load_state_dict(first.state_dict())
+            second.state.model.load_state_dict(first.state.model.state_dict())
+            second.state.optimizers[0].load_state_dict(first.state.optimizers[0].state_dict())
         assert phases.phase == (0 if at < 3 else 1 if at < 6 else 2)
         second.fit()
         assert phases.phase == 2
