@@ -124,14 +124,14 @@ def test_what_cannot_be_converted_is_said_in_a_statement(tmp_path: Path) -> None
     model, there, target, other = (tmp_path / name for name in ("model", "there.pt", "target", "other"))
     into = ["--to", "huggingface"]
 
-    def refused(*arguments: object, status: int = 1) -> str:
+    def refused(*arguments: object, status: int = 2) -> str:
         found, told = called(*arguments)
         assert found == status, told
         return told
 
-    refused(model, target, status=2)  # into what?
-    assert "does not exist" in refused(tmp_path / "nowhere", tmp_path / "target.pt", status=2)
-    assert "--overwrite" in refused(model, there, status=2)
+    refused(model, target)  # into what?
+    assert "does not exist" in refused(tmp_path / "nowhere", tmp_path / "target.pt")
+    assert "--overwrite" in refused(model, there)
     assert refused(there, target, "--to", "sharded").startswith("composer-dist convert: ")
     assert not target.exists()
     convert(model, there, "--overwrite")

@@ -109,7 +109,7 @@ def test_the_unit_around_is_the_nearest() -> None:
         (
             [Rule("vision.layers.0", shard=True), Rule("vision", skippable="root")],
             "The rule 'vision.layers.0' makes vision.layers.0 a unit, but the rule 'vision' lets ranks skip "
-            "vision, and a unit needs every rank.",
+            "vision.layers.0, and a unit needs every rank.",
         ),
         (
             [Rule("", skippable="root")],
