@@ -260,7 +260,7 @@ class _SecondOrder:
     def _refuse_grad(self) -> None:
         """Refuse `torch.autograd.grad` of gathered parameters, whose gradients nobody would reduce."""
         for param in fsdp_params(self._module):
-            gathered = getattr(param, "_unsharded_param", None)
+            gathered = gathered_param(param)  # None in units that were sharded after forward
             if gathered is not None and gathered.requires_grad:
                 try:
                     torch._C._will_engine_execute_node(get_gradient_edge(gathered).node)

@@ -29,6 +29,8 @@ _eager: Callable[..., Any] = torch.compiler.disable
 class _Call:
     """One call that has not returned."""
 
+    modules: Sequence[nn.Module]
+    """The unit's own, as they are now."""
     arguments: Any
     since: int
     """The autograd nodes of this call have this sequence number or a later one."""
@@ -67,8 +69,11 @@ class Calls:
         self._module.register_forward_hook(_eager(self._leave), always_call=True)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        modules = list(_own_modules(self._module))
+        if torch.is_grad_enabled():
+            self._refuse_new(modules)
         self._refuse_others()
-        self._calls.append(_Call((args, kwargs), _torch.next_sequence_number()))
+        self._calls.append(_Call(modules, (args, kwargs), _torch.next_sequence_number()))
 
     def _inside(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         call = self._calls[-1]
@@ -90,7 +95,7 @@ class Calls:
         call = self._calls.pop()
         call.own.undo()
         if torch.is_grad_enabled() and isinstance(module, FSDPModule):
-            _torch.gather_before_backward_of(module, _strays(module, call, output))
+            _torch.gather_before_backward_of(module, _strays(call, output))
         return None if output is None else Rejoined().rejoin(call.output, output)  # None: it has raised
 
     def _refuse_others(self) -> None:
@@ -99,8 +104,6 @@ class Calls:
         Raises:
             ParallelismRuntimeError: naming the first such parameter.
         """
-        if torch.is_grad_enabled():
-            self._refuse_new()
         for name, param in self._params.items():
             owner, key = _torch.fsdp_param_place(param)
             registered, sharded = vars(owner)["_parameters"].get(key), _torch.sharded_param(param)
@@ -117,13 +120,13 @@ class Calls:
                     "gradient beside autograd. Use register_post_accumulate_grad_hook."
                 )
 
-    def _refuse_new(self) -> None:
+    def _refuse_new(self, modules: Sequence[nn.Module]) -> None:
         """Refuse trainable parameters that the preparation has not seen, and nobody averages.
 
         Raises:
             ParallelismRuntimeError: naming the module that has one.
         """
-        for module in _own_modules(self._module):
+        for module in modules:
             known = self._known.get(module, frozenset())
             for key, parameter in vars(module)["_parameters"].items():
                 if key not in known and parameter is not None and parameter.requires_grad:
@@ -152,15 +155,23 @@ def changed_in_forward(name: str, module: nn.Module, parameters: Sequence[str]) 
     )
 
 
-def _strays(unit: nn.Module, call: _Call, output: Any) -> Iterator[Tensor]:
+def _strays(call: _Call, output: Any) -> Iterator[Tensor]:
     """The tensors that a call has made, that need a gradient and that FSDP2 does not find in the output."""
     seen = {id(tensor) for tensor in _torch.tensors_with_gradient(output)}
-    attributes = [vars(module) for module in _own_modules(unit)]
+    attributes = [
+        value
+        for module in call.modules
+        for key, value in vars(module).items()
+        if key not in _OF_EVERY_MODULE and isinstance(value, (Tensor, list, tuple, dict, set))
+    ]
     for tensor in chain(everything_in([call.arguments, output]), everything_in(attributes, objects=False)):
         if tensor.grad_fn is not None and id(tensor) not in seen:
             seen.add(id(tensor))
             if _torch.sequence_number(tensor) >= call.since:
                 yield tensor
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
