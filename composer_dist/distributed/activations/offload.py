@@ -41,7 +41,7 @@ class HostSaved:
             self._open.pop().__exit__(None, None, None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Packed:
     """A tensor that is saved for backward."""
 

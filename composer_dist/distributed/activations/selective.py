@@ -80,6 +80,8 @@ class _Keep(_torch.TorchDispatchMode):
         if self._keeps(operator, args, kwargs):
             packed = _torch.tree_map_only(torch.Tensor, self._keep, result)
             self._results.setdefault(operator, []).append(packed)
+        elif torch.Tag.inplace_view in getattr(operator, "tags", ()):
+            self._allow(args[0])
         elif self._kept:
             _torch.tree_map_only(torch.Tensor, self._watch, result)
         return result
@@ -98,6 +100,17 @@ class _Keep(_torch.TorchDispatchMode):
         if tensor.layout is torch.strided and (kept := self._kept.get(_torch.storage_key(tensor))):
             kept.aliases.append(stay(_torch.detached(tensor)))
         return tensor
+
+    def _allow(self, tensor: torch.Tensor) -> None:
+        """Expect the new version after `squeeze_` and the like, which change a shape and no value.
+
+        vmap calls them. torch raises the version after this; raising it here too tells who shares it.
+        """
+        if kept := self._kept.get(_torch.storage_key(tensor)):
+            before = [(one, _torch.version(one.tensor)) for one in (kept, *kept.aliases)]
+            torch.autograd.graph.increment_version(tensor)
+            for one, version in before:
+                one.version += 2 * (_torch.version(one.tensor) - version)
 
 
 class _Replay(_torch.TorchDispatchMode):
@@ -125,8 +138,8 @@ class _Replay(_torch.TorchDispatchMode):
                 f"{operator} ran more often in the recomputation than in forward; a checkpointed module "
                 "must run the same operations both times."
             )
-        # Detached, because autograd changes the tensor that it gets.
-        return _torch.tree_map_only(Packed, lambda one: _torch.detached(unpack(one)), result)
+        # Detached, because autograd changes the tensor that it gets, and `squeeze_` its version.
+        return _torch.tree_map_only(Packed, lambda one: unpack(one).detach(), result)
 
 
 def operators(names: str | Sequence[str]) -> frozenset[Any]:

@@ -181,6 +181,33 @@ def test_a_saved_result_changed_in_place_is_noticed(view: Callable[..., torch.Te
 
 
 @pytest.mark.promise(26)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_change_of_shape_in_place_is_no_change(bias: bool) -> None:
+    """vmap makes them; after one, a change of values is still noticed."""
+
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8, bias=bias)
+            self.factor = 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x.flatten(0, 1)).unsqueeze_(0).transpose_(0, 1).squeeze_(1)
+            z = self.linear(x).unsqueeze_(0).squeeze_(0)  # without a bias a view of what is kept
+            z = z if self.factor == 1 else z.mul_(self.factor)
+            return (y.sin().view_as(z) + z.sin()) + torch.vmap(lambda row: self.linear(row).tanh())(x)
+
+    model, plain = two_blocks("selective", InPlace)
+    same(step(model), step(plain))
+    output = model(torch.randn(4, 6, 8)).sum()
+    first, second = (torch.autograd.grad(output, [*model.parameters()], retain_graph=True) for _ in range(2))
+    same([*first], [*second])
+    model[1].factor = 2  # type: ignore[assignment]
+    with pytest.raises(ParallelismRuntimeError, match="changed in place"):
+        step(model)
+
+
+@pytest.mark.promise(26)
 def test_a_module_that_does_more_the_second_time_is_refused() -> None:
     class Growing(nn.Module):
         def __init__(self) -> None:
