@@ -56,7 +56,9 @@ def doctor(
 ) -> None:
     """Check versions, devices, limits and networking, and run a communication self-test."""
     from composer_dist.distributed.ranks import process_group
+    from composer_dist.distributed.ranks.launcher_variables import torchrun_variables
 
+    os.environ.update(torchrun_variables(os.environ))
     findings = list(survey())
     findings += talk(processes or 2)
     bad = any(finding.verdict == "fault" for finding in findings)

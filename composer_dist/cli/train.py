@@ -157,7 +157,9 @@ def _outcome(error: Exception, debug: bool) -> tuple[int, str]:
 
 
 def _refuse_a_launcher_inside_another() -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
+    from composer_dist.distributed.ranks.launcher_variables import torchrun_variables
+
+    if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ or torchrun_variables(os.environ):
         raise typer.BadParameter("this process was already started by a launcher; leave out -n.")
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -16,6 +17,7 @@ from composer_dist.distributed.account import Preparation
 from composer_dist.distributed.prepare import parallelize_composer_model
 from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks import process_group
+from composer_dist.distributed.ranks.launcher_variables import check_alone
 from composer_dist.distributed.ranks.reports import told_to_all
 from composer_dist.distributed.training.gradients import Accumulate, accumulated_bytes
 from composer_dist.errors import ParallelismValueError
@@ -183,6 +185,8 @@ class Trainer:
         """Prepares the model, or moves it to the device. Returns this rank's part of the data."""
         if process_group.is_distributed() or config is not None:
             process_group.init(device=device, reuse=True)
+        elif not dist.is_initialized():
+            check_alone(os.environ)
         if seed is not None:
             seed_all(seed)
         state, model = self.state, self.state.model

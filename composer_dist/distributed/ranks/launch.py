@@ -21,6 +21,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from composer_dist._torch import clear_dtensor_caches
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.cpus import share_cpus
+from composer_dist.distributed.ranks.launcher_variables import check_alone
 from composer_dist.distributed.ranks.loopback import HOST, host_store
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
@@ -68,6 +69,7 @@ def launch(
             f"{os.environ['WORLD_SIZE']} (LOCAL_RANK={os.environ.get('LOCAL_RANK', 'not set')}); call the "
             "function directly."
         )
+    check_alone(os.environ)
     if method == "fork" and torch.accelerator.is_available() and torch.cuda.is_initialized():
         raise ParallelismRuntimeError(
             "This process already uses the accelerator, so its copies could not: launch first, or pass "

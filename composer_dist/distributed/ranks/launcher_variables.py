@@ -1,31 +1,68 @@
-"""This process's rank according to Slurm, Open MPI or Kubernetes, in torchrun's variables."""
+"""This process's rank according to Slurm, MPI or Kubernetes, in torchrun's variables."""
 
 import re
 from collections.abc import Mapping
 
 from composer_dist.errors import ParallelismRuntimeError
 
+VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+"""Those of torchrun's variables without which a process group cannot be made."""
 PORT = 29400
 """The default MASTER_PORT; Slurm's job number is added, so that two jobs may share a host."""
+_SPECIAL_STEPS = 0xFFFFFFF0
+"""From here on Slurm numbers its own steps, such as the shells of sbatch and salloc: one process each."""
+_MPI = {
+    "Open MPI": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "MVAPICH": [f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "MPICH, Intel MPI": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+    "Cray": ["PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"],
+}
+"""The variables for rank, world size, local rank and local world size. The last two may be unset."""
 
 
 def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Those of torchrun's variables that are missing, from the variables of another launcher.
 
-    Slurm's are used in processes that `srun` has started; a batch script's shell has them too, but is a
-    single process. In indexed jobs of Kubernetes, the job must set `WORLD_SIZE` and `MASTER_ADDR`.
+    Slurm's are used in processes that `srun` has started; the shells of `sbatch` and `salloc` have some of
+    them too, but are single processes. In indexed jobs of Kubernetes, the job must set `WORLD_SIZE` and
+    `MASTER_ADDR`.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         # A pod of Kubernetes' PyTorch operator is one process, and has all variables but the local rank.
         pod = "KUBERNETES_SERVICE_HOST" in environ and "LOCAL_RANK" not in environ
         return {"LOCAL_RANK": "0"} if pod else {}
-    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
+    if "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_ID") or _SPECIAL_STEPS) < _SPECIAL_STEPS:
         return _slurm(environ)
-    if "OMPI_COMM_WORLD_RANK" in environ:
-        return _open_mpi(environ)
+    for names in sorted(_MPI.values(), key=lambda names: -sum(name in environ for name in names)):
+        if names[0] in environ and names[1] in environ:
+            return _mpi(environ, *names)
     if "JOB_COMPLETION_INDEX" in environ and int(environ.get("WORLD_SIZE") or 1) > 1:
         return _indexed_job(environ)
     return {}
+
+
+def check_alone(environ: Mapping[str, str]) -> None:
+    """For a process without torchrun's variables: raise unless it is meant to train alone.
+
+    Raises:
+        ParallelismRuntimeError: a launcher has started it as one of several ranks, so each would be a world
+            of one, and all would train the same.
+    """
+    size = environ.get("WORLD_SIZE") or "1"
+    if int(size) > 1:
+        missing = [name for name in VARIABLES if not environ.get(name)]
+        raise ParallelismRuntimeError(
+            f"WORLD_SIZE is {size}, but these variables are not set: {', '.join(missing)}. Start with "
+            "torchrun, set them, or unset WORLD_SIZE for one process."
+        )
+    if "RANK" in (found := torchrun_variables(environ)):
+        raise ParallelismRuntimeError(
+            f"Slurm or MPI has started this process as rank {found['RANK']} of {found['WORLD_SIZE']}, but "
+            "torchrun's variables are not set, so each process would train alone. Start one torchrun per "
+            "host, or use `srun composer-dist train`, or set in each process what it is told here: "
+            f"{' '.join(f'{name}={value}' for name, value in found.items())}. If each process is meant to "
+            "train alone, set RANK=0 WORLD_SIZE=1."
+        )
 
 
 def first_host(nodes: str) -> str:
@@ -53,23 +90,28 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
     return found if int(size) > 1 else {}
 
 
-def _open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
-    size = environ["OMPI_COMM_WORLD_SIZE"]
-    local = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", size)
-    address = environ.get("MASTER_ADDR") or ("localhost" if local == size else "")
+def _mpi(
+    environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str
+) -> dict[str, str]:
+    world, local = environ[size], environ.get(local_size, "")
+    address = environ.get("MASTER_ADDR") or ("localhost" if local == world else "")
+    if int(world) == 1:
+        return {}
     if not address:
         raise ParallelismRuntimeError(
-            "mpirun has started processes on several hosts; pass rank 0's host with -x MASTER_ADDR=..."
+            f"MPI has started {world} processes, on several hosts as far as {local_size} shows "
+            f"({local or 'not set'}); set MASTER_ADDR to rank 0's host (mpirun -x MASTER_ADDR=..., "
+            "mpiexec -genv MASTER_ADDR ...)."
         )
     found = {
-        "RANK": environ["OMPI_COMM_WORLD_RANK"],
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
+        "RANK": environ[rank],
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": environ.get(local_rank, ""),
         "LOCAL_WORLD_SIZE": local,
         "MASTER_ADDR": address,
         "MASTER_PORT": environ.get("MASTER_PORT", str(PORT)),
     }
-    return found if int(size) > 1 else {}
+    return {name: value for name, value in found.items() if value}
 
 
 def _indexed_job(environ: Mapping[str, str]) -> dict[str, str]:

@@ -18,11 +18,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 from composer_dist._torch import clear_dtensor_caches
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.gloo_interface import gloo_variables
+from composer_dist.distributed.ranks.launcher_variables import VARIABLES, check_alone
 from composer_dist.distributed.ranks.rendezvous import meeting_place
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError
 
 T = TypeVar("T")
-_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 _OPERATIONS = {
     "mean": dist.ReduceOp.SUM,  # divided afterwards: only NCCL averages by itself
     "sum": dist.ReduceOp.SUM,
@@ -52,8 +52,8 @@ def init(
         reuse: keep an existing default group, whatever its backend.
 
     Raises:
-        ParallelismRuntimeError: a group exists and `reuse` is not set, some of the launcher's variables are
-            missing, the machine lacks `device`, or a rank did not arrive.
+        ParallelismRuntimeError: a group exists and `reuse` is not set, a launcher has started several ranks
+            but torchrun's variables are missing, the machine lacks `device`, or a rank did not arrive.
     """
     if _active():
         if reuse:
@@ -64,12 +64,8 @@ def init(
         )
     if not dist.is_available():
         raise ParallelismRuntimeError("This build of torch has no torch.distributed.")
-    missing = [name for name in _VARIABLES if not os.environ.get(name)]
-    if missing and int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        raise ParallelismRuntimeError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but these variables are not set: "
-            f"{', '.join(missing)}. Start with torchrun, set them, or unset WORLD_SIZE for one process."
-        )
+    if not is_distributed():
+        check_alone(os.environ)
     chosen = torch.device(device) if device is not None else _default_device()
     if chosen.type != "cpu":
         if (offered := _default_device().type) != chosen.type:
@@ -97,7 +93,7 @@ def destroy() -> None:
 
 def is_distributed() -> bool:
     """Whether a launcher's environment variables are set; true for torchrun with one process too."""
-    return dist.is_available() and all(os.environ.get(name) for name in _VARIABLES)
+    return dist.is_available() and all(os.environ.get(name) for name in VARIABLES)
 
 
 def world_and_rank() -> tuple[int, int]:

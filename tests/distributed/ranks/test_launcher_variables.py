@@ -1,9 +1,17 @@
-"""Ranks as Slurm, Open MPI and Kubernetes tell them."""
+"""Ranks as Slurm, MPI and Kubernetes tell them."""
+
+import os
 
 import pytest
+import torch.distributed as dist
+from torch import nn
 
-from composer_dist.distributed.ranks.launcher_variables import first_host, torchrun_variables
+from composer_dist.distributed import launch, parallelize_model
+from composer_dist.distributed.ranks import process_group
+from composer_dist.distributed.ranks.launcher_variables import check_alone, first_host, torchrun_variables
 from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.trainer import Trainer
+from tests.kit.training import tagger
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -63,6 +71,78 @@ def test_open_mpi() -> None:
     assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"]) == ("1", "2", "localhost")
     with pytest.raises(ParallelismRuntimeError, match="several hosts"):
         torchrun_variables(mpi | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+
+
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+CRAY = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+MVAPICH = {f"MV2_COMM_WORLD_{name}": value for name, value in {"RANK": "1", "SIZE": "2"}.items()}
+MVAPICH |= {f"MV2_COMM_WORLD_LOCAL_{name}": value for name, value in {"RANK": "1", "SIZE": "2"}.items()}
+
+
+@pytest.mark.parametrize("mpi", [HYDRA, CRAY, MVAPICH, HYDRA | MVAPICH])
+def test_other_mpi(mpi: dict[str, str]) -> None:
+    assert torchrun_variables(mpi) == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29400",
+    }
+
+
+def test_an_mpi_that_does_not_tell_local_ranks_needs_an_address() -> None:
+    bare = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+    with pytest.raises(ParallelismRuntimeError, match=r"MPI_LOCALNRANKS shows \(not set\); set MASTER_ADDR"):
+        torchrun_variables(bare)
+    found = torchrun_variables(bare | {"MASTER_ADDR": "h"})
+    assert found == {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29400"}
+    assert torchrun_variables({"PMI_RANK": "0", "PMI_SIZE": "1"}) == {}
+
+
+# srun starts the shell of salloc with its own step number and leaves the job's number of tasks.
+INTERACTIVE = SLURM | {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"}
+SBATCH = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_NODELIST": "gpu[003-004]"}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        INTERACTIVE,
+        SBATCH,
+        {name: value for name, value in SBATCH.items() if name != "SLURM_PROCID"},
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},
+        SLURM | {"RANK": "0", "WORLD_SIZE": "1"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "1"},
+    ],
+)
+def test_one_process_may_train_alone(environ: dict[str, str]) -> None:
+    check_alone(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"), [(SLURM, "5 of 8"), (HYDRA, "1 of 2"), (MVAPICH, "1 of 2"), (CRAY, "1 of 2")]
+)
+def test_one_of_several_ranks_may_not_train_alone(
+    environ: dict[str, str], rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = rf"started this process as rank {rank}.*would train alone.*set RANK=0 WORLD_SIZE=1"
+    for name in os.environ.keys() & {"RANK", "WORLD_SIZE"}:
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    for start in (
+        process_group.init,
+        lambda: parallelize_model(nn.Linear(1, 1), "fsdp"),
+        lambda: launch(int, 2),
+        lambda: Trainer(model=tagger(), max_duration="1ba"),
+    ):
+        with pytest.raises(ParallelismRuntimeError, match=expected):
+            start()
+        assert not dist.is_initialized()
 
 
 def test_kubernetes() -> None:
