@@ -225,6 +225,16 @@ def test_environment_serves_a_process_group_each_time(world2: World) -> None:
         assert world2(initializes_from_the_environment, setup="environment") == [3.0, 3.0]
 
 
+def threads_of_groups() -> list[int]:
+    groups = (dist.group.WORLD, dist.new_group([0, 1]))
+    return [group._get_backend(torch.device("cpu")).options._threads for group in groups]
+
+
+def test_gloo_groups_have_one_thread(world2: World) -> None:
+    """Two could end a worker: see `one_gloo_thread`."""
+    assert world2(threads_of_groups) == [[1, 1]] * 2
+
+
 def sums_over_a_mesh(extra_groups: int) -> float:
     for _ in range(extra_groups):
         dist.new_group([0])

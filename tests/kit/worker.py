@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composer_dist._torch import clear_dtensor_caches
+from composer_dist._torch import clear_dtensor_caches, one_gloo_thread
 
 Setup = Literal["group", "environment", "nothing"]
 
@@ -57,6 +57,11 @@ def serve(connection: Connection, port: int, log: str) -> None:
     # One connection for all runs: each costs a look-up of the host's name, which may take seconds.
     store = dist.TCPStore(HOST, port, is_master=False)
     connection.send_bytes(b"ready")
+    with one_gloo_thread():
+        _work(connection, store)
+
+
+def _work(connection: Connection, store: dist.Store) -> None:
     while True:
         try:
             job: Job = pickle.loads(connection.recv_bytes())
