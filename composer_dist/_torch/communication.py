@@ -92,7 +92,7 @@ def one_gloo_thread() -> Iterator[None]:
     if not torch.distributed.is_gloo_available():
         yield
         return
-    gloo = torch.distributed.ProcessGroupGloo
+    gloo: Any = torch.distributed.ProcessGroupGloo
     made = gloo.__init__
 
     def make(self: Any, store: Store, rank: int, size: int, *given: Any, **named: Any) -> None:
@@ -109,11 +109,11 @@ def one_gloo_thread() -> Iterator[None]:
             given, named = (options,), {}
         made(self, store, rank, size, *given, **named)
 
-    gloo.__init__ = make  # type: ignore[method-assign]
+    gloo.__init__ = make
     try:
         yield
     finally:
-        gloo.__init__ = made  # type: ignore[method-assign]
+        gloo.__init__ = made
 
 
 # FSDP2 shards over data and context parallel ranks together, and needs a part of the same mesh that tensor

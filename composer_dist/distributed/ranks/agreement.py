@@ -10,7 +10,9 @@ After a failure the ranks start a new sequence of agreements, because they may b
 old one.
 """
 
+import atexit
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -42,6 +44,8 @@ class _Line:
     store: Store
     prefix: str
     count: int = 0
+    judged: int = 0
+    """The number of the newest verdict that this process has written."""
     processes: dict[int, Identity | None] = field(default_factory=dict)
 
     def read(self, key: str) -> Any:
@@ -67,6 +71,8 @@ class _Line:
 
 _Key = tuple[str, tuple[int, ...]]
 _lines: dict[_Key, _Line] = {}
+_judged: dict[_Key, _Line] = {}
+"""The sequences in which this process, rank 0, has written verdicts."""
 
 
 class Agreement:
@@ -211,9 +217,16 @@ class Agreement:
             if self.rank == self.ranks[0]:
                 verdict = self._judge(line, post, decide, limit)
                 line.write(f"{line.count}/verdict", verdict)
+                line.judged = line.count
+                if not _judged:
+                    atexit.register(await_readers)
+                    os.register_at_fork(after_in_child=_judged.clear)  # a copy does not use the store
+                _judged[self._key] = line
             else:
                 line.write(f"{line.count}/{self.rank}", post)
                 verdict = self._await_verdict(line, post["step"], limit + MARGIN)
+                with suppress(RuntimeError):  # the store may end now
+                    line.write(f"seen/{self.rank}", line.count)
         except ParallelismError:
             raise
         except RuntimeError as lost:
@@ -288,6 +301,27 @@ class Agreement:
             if line.has_lost(first) and not line.read(f"{line.count}/verdict"):
                 raise _absent([first], step)
         raise _absent([first], step, limit)
+
+
+def await_readers() -> None:
+    """Wait, for a few seconds at most, until the other ranks have read what rank 0 has decided.
+
+    It is called before rank 0 ends: if it hosts the store, the store ends with it.
+    """
+    unread = [(line, rank) for (_, ranks), line in _judged.items() for rank in ranks if rank]
+    _judged.clear()
+    atexit.unregister(await_readers)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with suppress(RuntimeError):  # the store has ended already
+        for _ in poll(MARGIN, lambda: "the other ranks"):
+            unread = [
+                (line, rank)
+                for line, rank in unread
+                if (line.read(f"seen/{rank}") or 0) < line.judged and not line.has_lost(rank)
+            ]
+            if not unread:
+                return
 
 
 def _absent(ranks: Sequence[int], step: str, limit: timedelta | None = None) -> ParallelismRuntimeError:

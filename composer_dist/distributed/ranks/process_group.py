@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
 from composer_dist._torch import clear_dtensor_caches, one_gloo_thread
-from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.ranks.agreement import Agreement, await_readers
 from composer_dist.distributed.ranks.gloo_interface import gloo_variables
 from composer_dist.distributed.ranks.launcher_variables import VARIABLES, check_alone
 from composer_dist.distributed.ranks.rendezvous import meeting_place
@@ -88,6 +88,7 @@ def init(
 def destroy() -> None:
     """End the default process group and all groups made from it, if there is one."""
     if _active():
+        await_readers()
         dist.destroy_process_group()
         clear_dtensor_caches()
 

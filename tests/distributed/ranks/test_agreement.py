@@ -1,6 +1,7 @@
 """Agreement through the store: one verdict everywhere, also where ranks err, differ, leave or die."""
 
 import os
+import time
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from composer_dist._torch import get_default_store
 from composer_dist.distributed.ranks import agreement as module
-from composer_dist.distributed.ranks import waiting
+from composer_dist.distributed.ranks import process_group, waiting
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import (
     CheckpointKeyError,
@@ -243,3 +244,37 @@ def test_the_store_does_not_grow() -> None:
     for number in range(20):
         assert agreement.reach("a step", number, sum) == 2 * number
     assert keys() <= before + 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(2)
+def test_rank_0_does_not_end_before_the_others_have_read_its_verdict(fails: bool) -> None:
+    read, key = Agreement._await_verdict, "rank 1 has read"
+    store = get_default_store()
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.3)
+        verdict = read(*args)
+        store.set(key, "")
+        return verdict
+
+    with mock.patch.object(Agreement, "_await_verdict", slow):
+        found, text = caught(
+            Agreement().reach, "a step", 7, error=ParallelismValueError("no") if fails else None
+        )
+        assert (found, text) == ((ParallelismValueError, "no") if fails else (type(None), ""))
+    if dist.get_rank() == 0:
+        process_group.destroy()  # a store that rank 0 hosts would end soon after
+        assert store.check([key])
+
+
+@on_ranks(2)
+def test_rank_0_does_not_wait_long_for_readers_that_do_not_come() -> None:
+    Agreement().reach("a step", None)
+    if dist.get_rank() == 0:
+        module._judged["", (0, 1)].judged += 1
+        start = time.monotonic()
+        with mock.patch.object(module, "MARGIN", SHORT):
+            module.await_readers()
+        assert 0.4 < time.monotonic() - start < 4
+        module.await_readers()  # of nothing
