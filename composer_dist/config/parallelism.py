@@ -52,8 +52,8 @@ class ParallelismConfig(FromDict):
     forward_methods: Sequence[str] = ()
     """Methods besides `forward` ("training_step") in which the units that have them gather too."""
     compile: bool | Mapping[str, Any] = False
-    """Compile the model's blocks separately: True, or options of torch.compile ("backend", "mode",
-    "dynamic", "fullgraph", "options")."""
+    """Compile the model's blocks separately, or all of a model without repeated blocks: True, or options
+    of torch.compile ("backend", "mode", "dynamic", "fullgraph", "options")."""
     check_order: bool | Literal["auto"] = "auto"
     """Before each collective of a unit, check that all ranks run the same one, so that a module which
     some ranks skip raises an error instead of hanging. "auto" does so on CPU meshes. With an accelerator it

@@ -133,12 +133,15 @@ def plan(
     blocks: Sequence[str],
     around: Surroundings,
 ) -> CompilePlan | None:
-    """Choose the modules: by rule, else `blocks`, the model's blocks."""
+    """Choose the modules: by rule, else `blocks`, the model's blocks, else the whole model."""
     modules, by_rule = structure.modules, wishes.ruled("compile")
     general = compile_options(wishes.config.compile)
+    default, reason = blocks, "it is a block"
+    if not blocks and not any(value for value, _ in by_rule.values()):
+        default, reason = [""], "the model has no repeated block"
     chosen: dict[str, Compiled] = {}
     for name in modules:
-        value, source = by_rule.get(name, (general is not None and name in blocks, "it is a block"))
+        value, source = by_rule.get(name, (general is not None and name in default, reason))
         options = general if value is True and general is not None else compile_options(value)
         if options is not None:
             chosen[name] = Compiled(name, source, options, around.budgets.get(name))
@@ -147,7 +150,7 @@ def plan(
         for text in _clashes(modules[name], one, around):
             clashes.setdefault(text, []).append(name)
     with Faults() as faults:
-        faults += _idle(general, by_rule, blocks, chosen, around.budgets)
+        faults += _idle(general, by_rule, default, chosen, around.budgets)
         faults += [f"Cannot compile {listed(names, 3)}: {text}" for text, names in clashes.items()]
     found = CompilePlan(tuple(chosen.values()), _float8_layers(structure, blocks, wishes.precision))
     return found if found.modules or found.float8 else None
@@ -160,8 +163,6 @@ def _idle(
     chosen: Mapping[str, Compiled],
     budgets: Mapping[str, float],
 ) -> Iterator[str]:
-    if general is not None and not blocks and not chosen:
-        yield "compile is on, but the model has no repeated block: choose modules by Rule(..., compile=True)."
     excluded: dict[str, list[str]] = {}
     for name, (value, source) in by_rule.items():
         if value is False:

@@ -114,6 +114,23 @@ def test_blocks_are_found_where_they_are_no_units() -> None:
     assert [one.module for one in plan.checkpointing] == BLOCKS
 
 
+def test_a_model_without_blocks_is_compiled_whole_as_by_a_rule() -> None:
+    plan, ruled = (
+        plan_parallelism(models.Composers(), ParallelismConfig(**config))
+        for config in ({"compile": AOT}, {"rules": [Rule("", compile=AOT)]})
+    )
+    assert plan.compiled == (Compiled("", "the model has no repeated block", AOT),)
+    assert [one.module for one in ruled.compiled] == [""]
+    part = ParallelismConfig(compile=True, rules=[Rule("m2", compile=True)])
+    assert [one.module for one in plan_parallelism(models.Composers(), part).compiled] == ["m2"]
+    model, plain = models.Composers(), models.Composers()
+    plain.load_state_dict(model.state_dict())
+    apply(read_structure(model), plan.compiling)
+    x = torch.randn(2, 10)
+    assert torch.equal(model(x), plain(x))
+    assert graphs() == 1
+
+
 def test_every_spelling_of_compile() -> None:
     assert compile_options(False) is compile_options(None) is None
     assert compile_options(True) == {"backend": "inductor"}
@@ -168,7 +185,6 @@ ROOT = {"rules": [Rule("", True, compile=AOT), Rule("layers", True)]}
 @pytest.mark.parametrize(
     ("build", "compiled", "ac", "config", "says"),
     [
-        (models.Composers, True, None, {}, "no repeated block: choose .* Rule"),
         (models.B, True, None, NOTHING, "rule 'head' sets compile=False, but would not be"),
         (models.B, False, BUDGET, {}, "budget of layers.0, .* set compile=True"),
         (models.B, EAGER, BUDGET, {}, "layers.1, layers.2: backend 'eager' does not .* budget; inductor"),
