@@ -20,7 +20,11 @@ from composer_dist.distributed.forwards import call_through, is_compiled
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.sharding.buffers import FollowBuffers
 from composer_dist.distributed.sharding.calls import Calls
-from composer_dist.distributed.sharding.hooks import own_outputs, reshard_after_evaluation
+from composer_dist.distributed.sharding.hooks import (
+    normalize_in_own_dtype,
+    own_outputs,
+    reshard_after_evaluation,
+)
 from composer_dist.distributed.sharding.order import check_call_order
 from composer_dist.distributed.sharding.plan import ShardingPlan, Unit
 from composer_dist.distributed.sharding.skip import let_skip
@@ -106,12 +110,22 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
         single = isinstance(module, FSDPModule) and len(unit.modules) == 1
         if single and unit.reshard_after_forward is not True:
             reshard_after_evaluation(module)  # type: ignore[arg-type]
+        if mesh.device_type == "cpu" and unit.mp_policy.param_dtype is not None:
+            _cast_batch_norms(structure, unit)
     if mesh.fsdp is None:
         return
     FollowBuffers(structure, mesh.fsdp)
     let_skip(structure, plan.skippable, inside, mesh.fsdp)
     if plan.check_order:
         check_call_order(units)
+
+
+def _cast_batch_norms(structure: Structure, unit: Unit) -> None:
+    for name in unit.parameters:
+        for place in structure.tensors[name].places:
+            norm = place.module
+            if isinstance(norm, _torch.AnyBatchNorm) and norm.running_mean is not None:
+                normalize_in_own_dtype(norm)
 
 
 def average_plain(

@@ -1,6 +1,7 @@
-"""Hooks on the forward of a unit, in addition to FSDP2's own: for outputs and evaluation."""
+"""Hooks on the forward of a unit, in addition to FSDP2's own: for outputs, batch norms and evaluation."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_dist import _torch
+from composer_dist.distributed import forwards
 from composer_dist.tensors.nested import replace_tensors, tensors_in
 
 
@@ -52,6 +54,26 @@ class _Own(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0]
+
+
+def normalize_in_own_dtype(norm: nn.Module) -> None:
+    """Have a batch norm compute with its parameters in the dtype of its running statistics.
+
+    FSDP2 gathers the parameters in a low dtype, but not the statistics, and torch's kernel for CPUs refuses
+    the mixture (2.13). The result is that of autocast, which casts neither.
+    """
+    forwards.add(norm, forwards.Layer.PARTS, functools.partial(functools.partial, _in_own_dtype))
+
+
+def _in_own_dtype(norm: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    gathered = dict(norm._parameters)
+    norm._parameters.update(
+        {key: p.to(norm.running_mean.dtype) for key, p in gathered.items() if p is not None}
+    )
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        norm._parameters.update(gathered)
 
 
 _gathered: ContextVar[bool] = ContextVar("gathered", default=False)

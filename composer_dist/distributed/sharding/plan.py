@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from composer_dist import _torch
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.feature_plan import FeaturePlan
 from composer_dist.distributed.mesh.dimensions import roles
@@ -29,6 +30,9 @@ from composer_dist.precision import mixed_precision_policy
 from composer_dist.structure.blocks import structural_units
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
+from composer_dist.wording import listed
+
+_BATCH_NORM = "each rank normalizes its own part of the batch, and the running statistics follow rank 0's"
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class ShardingPlan(FeaturePlan):
     """Modules with trainable parameters that ranks may skip."""
     forward_methods: tuple[str, ...] = ()
     """Further methods in which units gather their parameters."""
+    batch_norms: tuple[str, ...] = ()
+    """Modules whose running statistics follow rank 0's, if several ranks train on different data."""
     check_order: bool = False
     """Whether the ranks compare their units before each collective."""
     warnings: tuple[str, ...] = ()
@@ -84,15 +90,20 @@ class ShardingPlan(FeaturePlan):
         object.__setattr__(self, "parameter_units", owners)
 
     def explain(self, module: str) -> str:
-        return " ".join(
+        texts = [
             f"It gathers {len(unit.parameters)} parameter{'s' * (len(unit.parameters) != 1)}, "
             f"{unit.nbytes:,} bytes; reshard_after_forward={unit.reshard_after_forward}."
             for unit in self.units
             if module in unit.modules
-        )
+        ]
+        if module in self.batch_norms:
+            texts.append(f"It is a batch norm: {_BATCH_NORM}.")
+        return " ".join(texts)
 
     def notes(self) -> Iterator[str]:
         yield from (f"replicated: {name} ({reason})" for name, reason in self.plain.items())
+        if self.batch_norms:
+            yield f"batch norms: {listed(self.batch_norms, 4)}; {_BATCH_NORM}"
 
 
 def plan(
@@ -125,6 +136,7 @@ def plan(
     check_forward_methods(methods, structure, list(homes))
     reasons = {name: choices.units.get(name, group.choice).reason for name, group in homes.items()}
     several, check_order = any(size > 1 for size in sizes.values()), wishes.config.check_order
+    replicas = shards * sizes["dp_replicate"]
     found = ShardingPlan(
         units=units,
         plain=assignment.plain,
@@ -134,6 +146,7 @@ def plan(
         blocks=blocks,
         skippable=tuple(plan_skippable(structure, wishes, assignment)),
         forward_methods=methods,
+        batch_norms=tuple(_batch_norms(structure)) if replicas > 1 else (),
         check_order=several and (wishes.device_type == "cpu" if check_order == "auto" else check_order),
         warnings=(*choices.warnings, *assignment.warnings, *idle),
     )
@@ -142,6 +155,12 @@ def plan(
     resharded = {name: u.reshard_after_forward for u in found.units for name in u.parameters}
     check_codecs(structure, resharded, sizes, cut)
     return found
+
+
+def _batch_norms(structure: Structure) -> Iterator[str]:
+    for name, module in structure.modules.items():
+        if isinstance(module, _torch.AnyBatchNorm) and module.running_mean is not None:
+            yield name
 
 
 def innermost(assignment: Assignment) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """The calls of units: what `tests/behavior/test_same_function.py` does not tell apart."""
 
+import copy
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +94,32 @@ def test_running_statistics_are_rank_0s_on_every_rank(replicas: int) -> None:
     everywhere = [torch.empty_like(out) for _ in range(4)]
     dist.all_gather(everywhere, out)
     assert all(torch.equal(one, out) for one in everywhere)
+
+
+class NormedBlock(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)).tanh()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_batch_norm_in_low_precision_is_that_of_autocast(recomputed: bool) -> None:
+    """torch's kernel for CPUs refuses gathered parameters in bfloat16 beside statistics in float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(NormedBlock(), NormedBlock(), nn.Linear(4, 4))
+    alone = copy.deepcopy(model)
+    config = ParallelismConfig(activation_checkpointing=recomputed)
+    plan = parallelize_model(model, config, precision="amp_bf16").plan
+    assert "batch norms: 0.norm, 1.norm; each rank normalizes its own part of the batch" in str(plan)
+    assert "the running statistics follow rank 0's" in plan.explain("0.norm")
+    x = torch.randn(8, 4)
+    for one in (model, alone):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = one(x)
+        out.float().square().mean().backward()
+    for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad, rtol=0.02, atol=1e-3)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(alone.named_buffers()), rtol=1e-3, atol=1e-3)
 
 
 @on_ranks(2)
