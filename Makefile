@@ -9,6 +9,8 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAIN
 
 # One thread per process: the tests and the demo run several on few cores.
 export OMP_NUM_THREADS ?= 1
+# Otherwise every process of the tests would compile the package and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
 # Nothing here downloads a model or a data set.
 export HF_HUB_OFFLINE := 1
 

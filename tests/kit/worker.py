@@ -118,10 +118,7 @@ def _answer(job: Job, store: dist.Store) -> tuple[bytes, bool]:
     """Runs the job; the answer is the pickle of (succeeded, result or traceback, when it ended)."""
     try:
         with _clean_slate(job):
-            modules = len(sys.modules)
             fn, args, kwargs = pickle.loads(job.call)
-            if len(sys.modules) != modules:
-                gc.freeze()  # what is imported stays: keeps the collection after each run short
             if job.setup == "group":
                 place = {"store": store, "rank": job.rank, "world_size": job.world_size}
                 dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout), **place)
@@ -176,3 +173,4 @@ def _tear_down() -> None:
         dist.destroy_process_group()
     clear_dtensor_caches()
     gc.collect()
+    gc.freeze()  # what is left are imports and caches that stay: keeps the next collection short

@@ -49,6 +49,8 @@ PRELOAD = [
     "torch.distributed.tensor.parallel",
 ]
 """What the server imports; the workers forked from it have it for nothing."""
+if "PYTEST_XDIST_WORKER" in os.environ:  # a run of many tests: most workers import these sooner or later
+    PRELOAD += ["peft", "torchmetrics", "transformers.modeling_layers"]
 
 
 class WorkerError(AssertionError):

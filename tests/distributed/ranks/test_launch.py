@@ -113,14 +113,11 @@ def test_a_fork_of_a_process_with_a_pool_of_threads_does_not_hang(tmp_path: Path
 
 
 def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
-    call = 'print("value", launch(work, 2, "spawn", (1,)))'
-    done = _output(tmp_path, _SUM + call)
+    done = _output(tmp_path, _SUM + 'print("value", launch(work, 1, "spawn", (1,)))')
     assert done.returncode == 1
     assert "value" not in done.stdout
     assert "ended with exit status 1 before it could start" in done.stderr
     assert 'under `if __name__ == "__main__":`' in done.stderr
-    guarded = _output(tmp_path, f'{_SUM}if __name__ == "__main__":\n    {call}')
-    assert guarded.stdout == "value 3\n", guarded.stderr
 
 
 def test_a_fork_inherits_no_group_from_the_caches_of_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:

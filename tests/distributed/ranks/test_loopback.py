@@ -30,20 +30,20 @@ def listening(starter):
     found = sorted({one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN})
     process_group.barrier()
     if process_group.world_and_rank()[1] == 0:
-        Path("found.json").write_text(json.dumps(found))
+        with Path("found.json").open("a") as file:
+            file.write(json.dumps(found) + "\\n")
     process_group.barrier()
     process_group.destroy()
 """
 WAYS = {
     "train -n": "from composer_dist.cli.launch import launch_local\n"
     "import os; launch_local(2, ['-c', open('rank.py').read() + f'listening({os.getpid()})'])",
-    "launch": "import os\nfrom rank import *\n"
-    "if __name__ == '__main__':\n    launch(listening, 2, 'spawn', (os.getpid(),))",
+    "one process, launch": "import os\nfrom rank import *\nif __name__ == '__main__':\n"
+    "    listening(os.getpid())\n    launch(listening, 2, 'spawn', (os.getpid(),))",
     "mpirun": "import os, subprocess, sys\nranks = [subprocess.Popen([sys.executable, '-c', "
     "open('rank.py').read() + f'listening({os.getpid()})'], env=os.environ | {'RANK': str(rank), "
     "'WORLD_SIZE': '2', 'MASTER_ADDR': 'localhost', 'MASTER_PORT': sys.argv[1]}) for rank in (0, 1)]\n"
     "sys.exit(any([rank.wait() for rank in ranks]))",
-    "one process": "import os\nfrom rank import *\nlistening(os.getpid())",
 }
 
 
@@ -63,8 +63,8 @@ def test_nothing_listens_beyond_loopback(tmp_path: Path, way: str) -> None:
     command = [sys.executable, "start.py", str(free_port())]
     done = subprocess.run(command, cwd=tmp_path, env=environ | {"PYTHONPATH": path}, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found == ["127.0.0.1"]
+    found = [json.loads(line) for line in (tmp_path / "found.json").read_text().splitlines()]
+    assert found == [["127.0.0.1"]] * len(way.split(", "))
 
 
 def test_a_port_in_use_is_told() -> None:
