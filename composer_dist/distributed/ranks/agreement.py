@@ -278,8 +278,9 @@ class Agreement:
         def absent() -> list[int]:
             return [rank for rank in self.ranks if rank not in posts]
 
-        for _ in poll(limit, lambda: f"{ranks_named(absent())} at {step!r}"):
-            ended = [rank for rank in absent() if line.has_lost(rank)]
+        for turn, _ in enumerate(poll(limit, lambda: f"{ranks_named(absent())} at {step!r}")):
+            looked = turn % 4 == 3  # at their processes: a look costs more than reading the store
+            ended = [rank for rank in absent() if looked and line.has_lost(rank)]
             for rank in absent():
                 if post := line.read(f"{line.count}/{rank}"):
                     posts[rank] = post

@@ -146,7 +146,10 @@ _ESCAPES = (torch.Tensor.numpy, torch.Tensor.__index__, torch.Tensor.__format__)
 def seed_all(text: str) -> None:
     """Seed every generator that an initializer may draw from, by a hash of `text`."""
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-    torch.manual_seed(number)
+    if torch.accelerator.is_available():
+        torch.manual_seed(number)
+    else:  # torch.manual_seed also formats three stacks for accelerators that are not there
+        torch.default_generator.manual_seed(number)
     random.seed(number)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(number & 0xFFFFFFFF)
