@@ -30,9 +30,10 @@ class FSDP2Config(FromDict):
     """Keep shards, gradients and optimizer state in host memory. True pins it if there is an
     accelerator; "pinned" requires that."""
     state_dict_type: Literal["sharded", "full"] = "sharded"
-    """The form in which the Trainer saves."""
+    """The form in which a `CheckpointSaver` saves: a directory to which every rank writes its part, or a
+    single file for which rank 0 gathers everything."""
     load_monolith_rank0_only: bool = False
-    """Rank 0 alone reads a single-file checkpoint and sends it to the other ranks."""
+    """Composer's name for what is not needed here; True is refused."""
     mixed_precision: str | Mapping[str, Any] = "DEFAULT"
     """"DEFAULT", "PURE", "FULL" or a mapping of dtypes: see `composer_dist.precision`."""
     verbose: bool = False
@@ -49,8 +50,13 @@ class FSDP2Config(FromDict):
                 "reshard_after_forward must be True, False or a number of ranks, not "
                 f"{self.reshard_after_forward!r}."
             )
-        if self.load_monolith_rank0_only and self.state_dict_type != "full":
-            raise ParallelismValueError('load_monolith_rank0_only=True requires state_dict_type="full".')
+        if self.load_monolith_rank0_only:
+            raise ParallelismValueError(
+                "load_monolith_rank0_only=True: leave it out. No rank holds the whole of a single-file "
+                "checkpoint, because load_checkpoint lets every rank read only its part. If rank 0 alone can "
+                "see the file, torch.load it there and pass its states to load_full_model_state and "
+                "load_full_optimizer_state."
+            )
 
     @property
     def activations(self) -> ActivationCheckpointing:
@@ -71,11 +77,13 @@ class FSDP2Config(FromDict):
         `reshard_after_forward`.
         """
         rest = dict(attrs)
+        known = {field.name for field in dataclasses.fields(cls)} - {"load_monolith_rank0_only"}
+        if rest.get("load_monolith_rank0_only") is False:
+            del rest["load_monolith_rank0_only"]
         strategy = str(rest.get("sharding_strategy", "")).upper()
         if strategy in {"FULL_SHARD", "SHARD_GRAD_OP"} and "reshard_after_forward" not in rest:
             del rest["sharding_strategy"]
             rest["reshard_after_forward"] = strategy == "FULL_SHARD"
-        known = {field.name for field in dataclasses.fields(cls)}
         for key in sorted(rest.keys() - known):
             text = f"FSDP2Config has no {key!r}; '{key}: {rest.pop(key)}' is ignored.{near_miss(key, known)}"
             warnings.warn(text, stacklevel=2)

@@ -12,7 +12,7 @@ uses `named_parameters_canonical`, which reshards first.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -51,6 +51,8 @@ class Prepared:
     """The whole mesh of the model; its parameters may be on a submesh."""
     bucket_bytes: int = ParallelismConfig.bucket_bytes
     """Most bytes of weights that are sent at a time."""
+    state_dict_type: Literal["sharded", "full"] = "sharded"
+    """The form in which a `CheckpointSaver` saves the model."""
     averagings: list[Averaging] = field(default_factory=list)
     """They average the gradients of parameters that are not sharded."""
     replica: object | None = None
@@ -86,6 +88,12 @@ def prepared_mesh(model: nn.Module) -> Mesh | None:
     """The mesh for which this library has prepared `model`, or the first prepared module inside it."""
     known = (of(module) for module in model.modules())
     return next((one.mesh for one in known if one is not None and one.mesh is not None), None)
+
+
+def state_dict_type(model: nn.Module) -> Literal["sharded", "full"]:
+    """The form in which a `CheckpointSaver` saves `model`, or the prepared module inside it."""
+    known = (of(module) for module in model.modules())
+    return "full" if any(one and one.state_dict_type == "full" for one in known) else "sharded"
 
 
 def mesh_of(model: nn.Module) -> Mesh | None:

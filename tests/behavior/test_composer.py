@@ -175,9 +175,9 @@ save_planner sharded_ckpt_prefix_dir sync_module_states use_orig_params
 
 
 def test_keys_of_composer_s_fsdp1_are_kept_translated_or_warned_about() -> None:
-    flags = ("activation_checkpointing", "activation_cpu_offload", "load_monolith_rank0_only", "verbose")
+    flags = ("activation_checkpointing", "activation_cpu_offload", "verbose")
     kept = {"state_dict_type": "full", "mixed_precision": "PURE"} | dict.fromkeys(flags, True)
-    dropped = dict.fromkeys(DROPPED.split())
+    dropped = dict.fromkeys(DROPPED.split()) | {"load_monolith_rank0_only": True}
     with pytest.warns(UserWarning, match="is ignored") as caught:
         config = FSDP2Config.from_compatible_attrs(
             kept | {"sharding_strategy": "SHARD_GRAD_OP", "cpu_offload": False} | dropped
@@ -185,5 +185,6 @@ def test_keys_of_composer_s_fsdp1_are_kept_translated_or_warned_about() -> None:
     assert {key: getattr(config, key) for key in kept} == kept
     assert config.reshard_after_forward is False
     texts = [str(one.message) for one in caught]
-    assert len(texts) == len(dropped) == 19
-    assert all(sum(f"'{key}: None' is ignored" in text for text in texts) == 1 for key in dropped)
+    assert len(texts) == len(dropped) == 20
+    assert all(sum(f"'{k}: {v}' is ignored" in text for text in texts) == 1 for k, v in dropped.items())
+    assert FSDP2Config.from_compatible_attrs({"load_monolith_rank0_only": False}) == FSDP2Config()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
-from composer_dist.checkpoint import save_checkpoint
+from composer_dist.checkpoint import full_optimizer_state, load_checkpoint, save_checkpoint
 from composer_dist.checkpoint.format.opened import Opened
 from composer_dist.errors import (
     CheckpointError,
@@ -26,7 +26,7 @@ from composer_dist.models import ComposerClassifier
 from composer_dist.trainer import Callback, CheckpointSaver, DistributedDataLoader, Resume, Trainer
 from tests.kit.compare import close, equal, same, weights
 from tests.kit.phases import adamw
-from tests.kit.training import At, Result, points, quiet, raising, result_of, seen_at
+from tests.kit.training import At, Result, classifier, points, quiet, raising, result_of, seen_at
 from tests.kit.world import World
 
 SAMPLES = 22
@@ -140,6 +140,36 @@ def test_resumed_on_other_ranks_loses_no_sample(world2: World, world4: World, tm
     assert len({sample for batch in found[:6] for sample in batch}) == SAMPLES
     last, _ = trainer(tmp_path / "run", resume=True)
     assert (last.state.timestamp.sample, last.state.timestamp.epoch) == (3 * SAMPLES, 3)
+
+
+def resumed(folder: Path, expected: Any) -> None:
+    """Loads the bits of the checkpoint, and trains to what one process does."""
+    options = {"max_duration": "8ba", "device": "cpu", "parallelism_config": "fsdp", "optimizers": adamw}
+    loader = DistributedDataLoader(points(SAMPLES), global_batch_size=4, shuffle=True)
+    one, _ = quiet(classifier(), train_dataloader=loader, resume=folder, **options)
+    model, optimizer = one.state.model, one.state.optimizers[0]
+    saved = load_checkpoint(folder)
+    same(weights(model), saved["model"])
+    found = full_optimizer_state(model, optimizer)
+    if found:  # on rank 0
+        equal(
+            {name: found["state"][name] for name in saved["optimizer"]["state"]}, saved["optimizer"]["state"]
+        )
+    one.fit()
+    close(weights(model), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.promise(100)
+def test_other_ranks_load_the_same_bits_and_then_train_the_same(
+    world2: World, world4: World, tmp_path: Path
+) -> None:
+    loader = DistributedDataLoader(points(SAMPLES), global_batch_size=4, shuffle=True)
+    saver = CheckpointSaver(tmp_path, "3ba", keep=None)
+    options = {"max_duration": "8ba", "device": "cpu", "optimizers": adamw, "callbacks": saver}
+    one, _ = quiet(classifier(), train_dataloader=loader, **options)
+    one.fit()
+    for world in (world2, world4):
+        world(resumed, tmp_path / "ep0-ba3", weights(one.state.model))
 
 
 def damage(checkpoint: Path) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from composer_dist import _torch
 from composer_dist.distributed.forwards import call_through, is_compiled
 from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.prepared import record
 from composer_dist.distributed.sharding.buffers import FollowBuffers
 from composer_dist.distributed.sharding.calls import Calls
 from composer_dist.distributed.sharding.hooks import (
@@ -95,6 +96,7 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
     """Add this library's hooks to the units' calls and collectives."""
     if plan is None:
         return
+    record(structure.modules[""]).state_dict_type = plan.state_dict_type
     average_plain(structure, mesh.fsdp)
     _torch.refuse_local_scalars(_SCALAR)
     units = {unit.name: structure.modules[unit.name] for unit in plan.units}

@@ -5,7 +5,7 @@ Rules take precedence over the wrap policy, and the wrap policy over the configu
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -81,6 +81,8 @@ class ShardingPlan(FeaturePlan):
     """Modules whose running statistics follow rank 0's, if several ranks train on different data."""
     check_order: bool = False
     """Whether the ranks compare their units before each collective."""
+    state_dict_type: Literal["sharded", "full"] = "sharded"
+    """The form in which a `CheckpointSaver` saves the run."""
     warnings: tuple[str, ...] = ()
     parameter_units: Mapping[str, str] = field(init=False, repr=False)
     """The first name of every sharded parameter to the name of its unit."""
@@ -148,6 +150,7 @@ def plan(
         forward_methods=methods,
         batch_norms=tuple(_batch_norms(structure)) if replicas > 1 else (),
         check_order=several and (wishes.device_type == "cpu" if check_order == "auto" else check_order),
+        state_dict_type=(wishes.config.fsdp2 or FSDP2Config()).state_dict_type,
         warnings=(*choices.warnings, *assignment.warnings, *idle),
     )
     if sizes["tp"] > 1:

@@ -10,6 +10,7 @@ from typing import Any
 from composer_dist.checkpoint import PendingSave, save_checkpoint
 from composer_dist.checkpoint.kinds.optimizer_names import parameter_names
 from composer_dist.checkpoint.storage.place import check_writable
+from composer_dist.distributed.prepared import state_dict_type
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
@@ -26,7 +27,8 @@ class CheckpointSaver(Callback):
     """Saves the whole run, so that another process can resume it exactly.
 
     A checkpoint holds the model, the optimizers, and what `Trainer.state_dict` returns: clock, schedulers,
-    callbacks, the position in the data, each rank's random generators.
+    callbacks, the position in the data, each rank's random generators. It is a directory to which every rank
+    writes its part, or with `FSDP2Config(state_dict_type="full")` a single file.
 
     While `fit` runs, SIGTERM does not end the process: all ranks finish the present batch or the next one,
     save, and exit with `SystemExit(143)`. Then the previous handler is restored.
@@ -69,6 +71,7 @@ class CheckpointSaver(Callback):
         self._asynchronous = asynchronous
         self._latest = latest
         self._on_sigterm = on_sigterm
+        self._sharded = True
         self._sigterm: SigtermWatch | None = None
         self._pending: PendingSave | None = None
         self._writing: str = ""
@@ -76,7 +79,17 @@ class CheckpointSaver(Callback):
         self._saved: Timestamp | None = None
 
     def init(self, state: State, logger: Logger) -> None:
-        """Finds out now whether the folder can be written, and not at the first save."""
+        """Finds out now whether the folder can be written, and not at the first save.
+
+        Raises:
+            ParallelismValueError: single files at a URL, from which they cannot be loaded.
+        """
+        self._sharded = state_dict_type(state.model) == "sharded"
+        if not self._sharded and "://" in self.folder.removeprefix("file://"):
+            raise ParallelismValueError(
+                f'FSDP2Config(state_dict_type="full"): no run can be resumed from single files at a URL '
+                f'({self.folder}). Use state_dict_type="sharded", or a folder.'
+            )
         with process_group.together("the folder of checkpoints"):
             if state.rank == 0:
                 check_writable(self.folder)
@@ -129,7 +142,9 @@ class CheckpointSaver(Callback):
         self._finish()
         path = f"{self.folder.rstrip('/')}/{self._name(now)}"
         saved = contents(state)
-        self._pending = save_checkpoint(path, saved, asynchronous=self._asynchronous, keep=self._keep)
+        self._pending = save_checkpoint(
+            path, saved, sharded=self._sharded, asynchronous=self._asynchronous, keep=self._keep
+        )
         self._saved, self._writing = now, path
         if self._pending is None:
             self._finish()

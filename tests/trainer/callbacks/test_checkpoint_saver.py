@@ -8,19 +8,21 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
+from composer_dist import FSDP2Config
 from composer_dist.checkpoint import load_checkpoint
 from composer_dist.checkpoint.storage.local import LocalPlace
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.trainer import CheckpointSaver, DistributedDataLoader, Trainer
+from tests.kit.compare import equal, weights
 from tests.kit.training import classifier, points, quiet
 from tests.kit.world import World
 
 
 def trainer(saver: CheckpointSaver, **options: Any) -> Trainer:
-    config = "fsdp" if dist.is_initialized() else None
+    options.setdefault("parallelism_config", "fsdp" if dist.is_initialized() else None)
     loader = DistributedDataLoader(points(16), global_batch_size=4, shuffle=True)
     options = {"max_duration": "2ep", "callbacks": saver, "seed": 1, "device": "cpu"} | options
-    return quiet(classifier(), train_dataloader=loader, parallelism_config=config, **options)[0]
+    return quiet(classifier(), train_dataloader=loader, **options)[0]
 
 
 def names(folder: Path) -> list[str]:
@@ -99,3 +101,26 @@ def test_options_that_cannot_work(tmp_path: Path) -> None:
     ):
         with pytest.raises(ParallelismValueError, match=message):
             CheckpointSaver(tmp_path, **options)
+
+
+def full(folder: Path) -> None:
+    """Saves single files, resumes from them, and ends as a run with directories does."""
+    found = {}
+    for kind in ("full", "sharded"):
+        options = {"parallelism_config": FSDP2Config(state_dict_type=kind)}
+        trainer(CheckpointSaver(folder / kind, "3ba", keep=1), **options).fit(duration="3ba")
+        last = trainer(CheckpointSaver(folder / kind, "3ba", keep=1), resume=True, **options)
+        assert last.resumed_from == str(folder / kind / "ep0-ba3")
+        assert os.path.isfile(last.resumed_from) == (kind == "full")
+        last.fit(duration="2ba")
+        found[kind] = weights(last.state.model)
+        assert names(folder / kind) == ["ep1-ba5"]
+    equal(found["full"], found["sharded"])
+
+
+def test_state_dict_type_decides_the_form(world2: World, tmp_path: Path) -> None:
+    world2(full, tmp_path / "two")
+    full(tmp_path / "one")
+    options = {"parallelism_config": FSDP2Config(state_dict_type="full")}
+    with pytest.raises(ParallelismValueError, match="single files at a URL .memory://"):
+        trainer(CheckpointSaver("memory://runs"), **options)
