@@ -57,6 +57,11 @@ def all_initializers_write() -> Iterator[None]:
             function.__code__, function.__defaults__ = code, defaults
 
 
+def takes_hooks(optimizer: Optimizer) -> bool:
+    """Whether `Optimizer.__init__` was called, which wrappers may leave out. Since torch 2.0."""
+    return "_optimizer_step_pre_hooks" in vars(optimizer)
+
+
 def optimizers_were_made() -> bool:
     """Whether this process has created any optimizer.
 

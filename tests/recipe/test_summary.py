@@ -21,3 +21,18 @@ def test_time_losses_and_where_everything_is(tmp_path: Path) -> None:
         f"loss/eval/total: {held_out[-1]:.4f} at the end, {min(held_out):.4f} at best (after batch "
     )
     assert lines[3] == f"Everything is in {tmp_path}: checkpoints/, metrics.jsonl."
+
+
+def test_a_resumed_run_keeps_the_best_losses_of_before(tmp_path: Path) -> None:
+    before, after = RunSummary(), RunSummary()
+    fitted(callbacks=before, max_duration="2ep", eval_dataloader=loader())
+    best = before.state_dict()
+    best["lowest"], best["evaluations"] = 0.25, {"loss/eval/total": (0.125, 3)}
+    after.load_state_dict(best)
+    trainer, _ = fitted(callbacks=after, max_duration="1ep", eval_dataloader=loader())
+    text = after.text(trainer.state, tmp_path)
+    assert "at the end, 0.2500 at best." in text
+    assert "at the end, 0.1250 at best (after batch 3)." in text
+    assert after.state_dict() == best
+    trainer.state.metric_values.clear()  # a run that has ended, resumed
+    assert "loss/eval/total: 0.1250 at best (after batch 3)." in after.text(trainer.state, tmp_path)

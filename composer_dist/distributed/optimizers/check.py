@@ -44,8 +44,9 @@ def check_optimizers(optimizers: Sequence[Optimizer], structure: Structure, plai
 def _faults(
     optimizer: Optimizer, structure: Structure, names: Mapping[int, str], plain: Mapping[str, str]
 ) -> Iterator[str]:
-    if not hasattr(optimizer, "defaults"):
-        kind = next((type(one).__name__ for one in inner_optimizers(optimizer)), "optimizer")
+    inside = inner_optimizers(optimizer)
+    kind = type(inside[0]).__name__ if inside else "optimizer"
+    if not _torch.takes_hooks(optimizer):
         yield f"never called Optimizer.__init__, so its steps take no hooks. Pass its inner {kind} here."
         return
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -64,15 +65,16 @@ def _faults(
         )
         return
     kinds = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith(_TORCH)]
+    others = "Use another optimizer, or Rule(..., shard=False) for their modules."
     ndim, why = next((_UNABLE[kind] for kind in kinds if kind in _UNABLE), (0, ""))
     if unable := [names[id(p)] for p in held if ndim and p.ndim >= ndim and names[id(p)] not in plain]:
         yield (
-            f"cannot step on sharded parameters ({listed(unable, 4)}): {why}. Use another optimizer, or "
-            "Rule(..., shard=False) for their modules."
+            f"cannot step on sharded parameters ({listed(unable, 4)}): {why}. "
+            + (f"Use {kind} itself." if inside else others)
         )
         return
     followed = {id(group["params"]) for group in optimizer.param_groups}
-    for inner in inner_optimizers(optimizer):
+    for inner in inside:
         apart = [
             p for group in inner.param_groups if id(group["params"]) not in followed for p in group["params"]
         ]

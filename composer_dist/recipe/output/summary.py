@@ -2,7 +2,9 @@
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +28,7 @@ class RunSummary(Callback):
         """Keeps the lowest loss, on the device."""
         if state.loss is not None:
             loss = state.loss.detach()
-            self._lowest = loss if self._lowest is None else torch.minimum(self._lowest, loss)
+            self._lowest = loss if self._lowest is None else torch.minimum(self._lowest.to(loss), loss)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Keeps the lowest loss, and after which batch it was."""
@@ -36,6 +38,16 @@ class RunSummary(Callback):
             best = self._evaluations.get(name)
             if best is None or loss < best[0]:
                 self._evaluations[name] = loss, state.timestamp.batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The lowest losses so far."""
+        lowest = None if self._lowest is None else float(self._lowest)
+        return {"lowest": lowest, "evaluations": dict(self._evaluations)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues with what `state_dict` returned."""
+        self._lowest = None if state["lowest"] is None else torch.tensor(state["lowest"])
+        self._evaluations = dict(state["evaluations"])
 
     def text(self, state: State, out: Path) -> str:
         """The summary of the run in the folder `out`."""
@@ -48,8 +60,9 @@ class RunSummary(Callback):
             last = float(state.metric_values.get("loss/train/total", state.loss))
             lines.append(f"Loss of training: {last:.4f} at the end, {float(self._lowest):.4f} at best.")
         for name, (loss, batch) in self._evaluations.items():
-            last = float(state.metric_values[name])
-            lines.append(f"{name}: {last:.4f} at the end, {loss:.4f} at best (after batch {batch}).")
+            measured = name in state.metric_values  # not if the run had ended already
+            at_end = f"{float(state.metric_values[name]):.4f} at the end, " if measured else ""
+            lines.append(f"{name}: {at_end}{loss:.4f} at best (after batch {batch}).")
         there = ", ".join(sorted(f"{one.name}{os.sep * one.is_dir()}" for one in _entries(out)))
         return "\n".join([*lines, f"Everything is in {out}: {there}."])
 

@@ -151,6 +151,9 @@ def test_torch_s_distributed_optimizers_are_refused_by_name() -> None:
     model = built()
     zero = ZeroRedundancyOptimizer(trainable(model), torch.optim.Adam, lr=0.1)
     refused(model, zero, "ZeroRedundancyOptimizer cannot step on sharded parameters (embed.weight")
+    refused(
+        model, zero, "divides the optimizer's state between ranks, as sharding does already. Use Adam itself."
+    )
     model, inner = start("Adam")
     local = PostLocalSGDOptimizer(inner, PeriodicModelAverager(2))
     for way in ("ddp", "fsdp"):
@@ -158,6 +161,25 @@ def test_torch_s_distributed_optimizers_are_refused_by_name() -> None:
             ParallelismValueError, "PostLocalSGDOptimizer never called", "Pass its inner Adam here"
         ):
             parallelize_model(model, way, optimizer=local)
+
+
+class Forwarding(Optimizer):
+    """Like accelerate's: a wrapper that never calls Optimizer.__init__ and forwards all attributes."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+
+@on_ranks(2)
+def test_a_wrapper_that_takes_no_hooks_is_refused_by_name() -> None:
+    model, inner = start("Adam")
+    for way in ("ddp", "fsdp"):
+        with fails_alike(ParallelismValueError, "Forwarding never called", "Pass its inner Adam here"):
+            parallelize_model(model, way, optimizer=Forwarding(inner))
 
 
 @pytest.mark.promise(25)
