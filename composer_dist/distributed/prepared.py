@@ -124,7 +124,7 @@ def usable_or_marked(*things: nn.Module | Optimizer, agreement: Agreement | None
         for thing in things:
             mark_unusable(thing, str(error) or type(error).__name__)
         if agreement is not None:
-            agreement.leave(error)
+            agreement.leave(error, "the preparation of the model")
         raise
 
 

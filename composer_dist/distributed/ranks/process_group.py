@@ -20,6 +20,7 @@ from composer_dist.distributed.ranks.agreement import Agreement, await_readers
 from composer_dist.distributed.ranks.gloo_interface import gloo_variables
 from composer_dist.distributed.ranks.launcher_variables import VARIABLES, check_alone
 from composer_dist.distributed.ranks.rendezvous import meeting_place
+from composer_dist.distributed.ranks.reports import lost_named
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError
 
 T = TypeVar("T")
@@ -160,6 +161,7 @@ def device_for_facts(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu") if "cpu" in _backends(group) else device_of_group(group)
 
 
+@lost_named("all_reduce")
 def all_reduce(
     value: T, op: str = "mean", group: dist.ProcessGroup | None = None, inplace: bool = False
 ) -> T:
@@ -188,6 +190,7 @@ def all_reduce(
     return result
 
 
+@lost_named("broadcast")
 def broadcast(obj: T, src: int = 0) -> T:
     """Send the picklable object of rank `src` to every rank; without a process group, return `obj`.
 
@@ -206,6 +209,7 @@ def broadcast(obj: T, src: int = 0) -> T:
     return box[0]
 
 
+@lost_named("gather_objects")
 def gather_objects(obj: T) -> list[T]:
     """The picklable objects of all ranks, in their order, on every rank; without a process group, `[obj]`."""
     if not _active():
@@ -226,6 +230,7 @@ def rows_of_ranks(row: Collection[float]) -> torch.Tensor:
     return all_reduce(table, "sum")
 
 
+@lost_named("barrier")
 def barrier() -> None:
     """Return when every rank has called it; without a process group, immediately."""
     if not _active():

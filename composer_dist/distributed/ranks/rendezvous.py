@@ -27,7 +27,17 @@ def meeting_place(timeout: timedelta | None = None) -> dict[str, Any]:
         rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         shared = own_store(port, rank, **limit)
     else:
-        shared, rank, world_size = next(rendezvous("env://", **limit))
+        try:
+            shared, rank, world_size = next(rendezvous("env://", **limit))
+        except DistError as error:
+            me, address, number = (os.environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+            done = "opened by rank 0" if me == "0" else f"reached by rank {me}"
+            raise ParallelismRuntimeError(
+                f"The store of the ranks, port {number} of {address}, cannot be {done}: "
+                f"{str(error).partition(chr(10))[0]} Check that MASTER_ADDR is the host of rank 0, that rank "
+                "0 runs, and that no other program uses the port, or set MASTER_PORT to a free one on all "
+                "ranks."
+            ) from error
     store = PrefixStore(agreed_name(shared, rank, world_size), shared)
     return {"store": store, "rank": rank, "world_size": world_size}
 

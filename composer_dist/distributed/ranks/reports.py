@@ -14,7 +14,6 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from composer_dist import _torch
-from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.failures import is_lost, pack, unpack
 from composer_dist.distributed.ranks.waiting import poll
@@ -32,14 +31,14 @@ def told_to_all(doing: Callable[[], str]) -> Iterator[None]:
     Args:
         doing: says what this rank does at the moment.
     """
-    world, rank = process_group.world_and_rank()
-    if world == 1:
+    agreement = Agreement()
+    rank = agreement.rank
+    if len(agreement.ranks) == 1:
         with _noted(doing, ""):
             yield
         return
     store = _torch.get_default_store()
     key = f"composer_dist/report/{store.add(f'composer_dist/reporting/{rank}', 1)}"
-    agreement = Agreement()
     try:
         with _noted(doing, f"rank {rank}, "):
             yield
@@ -49,14 +48,33 @@ def told_to_all(doing: Callable[[], str]) -> Iterator[None]:
                 kind, text = pack(error)
                 store.compare_set(key, "", json.dumps([rank, kind, f"{text} (at {doing()!r})"]))
             raise
-        if (reason := _await_reason(store, key, agreement, doing())) is not None:
-            raise reason from error
-        if isinstance(error, ParallelismError):
+        if (reason := _explained(error, agreement, doing(), key)) is error:
             raise
-        text = str(error).partition("\n")[0]
-        raise ParallelismRuntimeError(
-            f"Another rank was lost at {doing()!r}; see its output. ({text})"
-        ) from error
+        raise reason from error
+
+
+@contextmanager
+def lost_named(step: str) -> Iterator[None]:
+    """Run collectives; if they fail because another rank has ended, the error names that rank and `step`."""
+    try:
+        yield
+    except RuntimeError as error:
+        agreement = Agreement()
+        if isinstance(error, ParallelismError) or len(agreement.ranks) == 1 or not is_lost(error):
+            raise
+        raise _explained(error, agreement, step) from error
+
+
+def _explained(
+    error: BaseException, agreement: Agreement, step: str, key: str | None = None
+) -> BaseException:
+    """The error to raise when a collective has failed because of another rank."""
+    if (reason := _await_reason(key, agreement, step)) is not None:
+        return reason
+    if isinstance(error, ParallelismError):
+        return error
+    text = str(error).partition("\n")[0]
+    return ParallelismRuntimeError(f"Another rank was lost at {step!r}; see its output. ({text})")
 
 
 @contextmanager
@@ -69,12 +87,13 @@ def _noted(doing: Callable[[], str], rank: str) -> Iterator[None]:
         raise
 
 
-def _await_reason(store: _torch.Store, key: str, agreement: Agreement, step: str) -> ParallelismError | None:
-    """What another rank has reported, or which one has ended; None if nothing is known."""
+def _await_reason(key: str | None, agreement: Agreement, step: str) -> ParallelismError | None:
+    """What another rank has reported under `key`, or which one has ended; None if nothing is known."""
     try:
+        store = _torch.get_default_store()
         for _ in poll(PATIENCE, lambda: "the reason"):
             ended = agreement.lost()
-            if store.check([key]):
+            if key is not None and store.check([key]):
                 rank, kind, text = json.loads(store.get(key))
                 return None if rank == agreement.rank else unpack([kind, f"Rank {rank}: {text}"])
             if ended:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from composer_dist import _torch
 from composer_dist.distributed import prepared
 from composer_dist.distributed.moving.messages import in_buckets
+from composer_dist.distributed.ranks.reports import lost_named
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
 from composer_dist.tensors.nested import tensors_in
 
@@ -184,6 +185,7 @@ def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) ->
 
 
 @torch.no_grad()
+@lost_named("average_gradients")
 def average_gradients(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Replace every gradient by its mean over the ranks of `group`, unused parameters' counting as zero.
 

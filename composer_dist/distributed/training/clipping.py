@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
 from composer_dist.distributed.prepared import named_parameters_canonical
+from composer_dist.distributed.ranks.reports import lost_named
 from composer_dist.errors import ParallelismValueError
 
 Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
@@ -27,6 +28,7 @@ _EPSILON = 1e-6  # from torch.nn.utils.clip_grad_norm_
 
 
 @torch.no_grad()
+@lost_named("clip_grad_norm")
 def clip_grad_norm(model_or_parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients together so that their global norm is at most `max_norm`.
 

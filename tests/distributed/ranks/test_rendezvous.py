@@ -1,5 +1,6 @@
 """Ranks that meet at a store on which earlier ones have left their traces."""
 
+import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -7,7 +8,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from composer_dist.distributed.ranks.rendezvous import agreed_name
+from composer_dist.distributed.ranks.launcher_variables import VARIABLES
+from composer_dist.distributed.ranks.rendezvous import agreed_name, meeting_place
 from composer_dist.errors import ParallelismRuntimeError
 
 
@@ -44,3 +46,13 @@ def test_who_did_not_come_is_named() -> None:
     assert len(second.result()) == 32
     with pytest.raises(ParallelismRuntimeError, match="Rank 0 did not answer rank 3 within 0.3 s"):
         agreed_name(store, 3, 4)
+
+
+def test_a_port_in_use_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranks on several hosts; on one, `loopback` says it."""
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name, value in zip(VARIABLES, ("localhost.invalid", port, "0", "2"), strict=True):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ParallelismRuntimeError, match=rf"port {port} of .*set MASTER_PORT to a free one"):
+            meeting_place(timedelta(seconds=1))

@@ -1,6 +1,7 @@
 """A rank that waits for one that has failed raises what that one reported."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from composer_dist.distributed import clip_grad_norm, parallelize_model, process_group
 from composer_dist.distributed.ranks.reports import told_to_all
+from composer_dist.distributed.training.averaging import average_gradients
 from composer_dist.errors import ParallelismError, ParallelismRuntimeError, ParallelismValueError
 from tests.kit.compare import fails
 from tests.kit.training import joined, quiet, recovers, tagged, tagger
@@ -86,4 +89,36 @@ def test_a_rank_that_ends_without_a_word_is_named_with_the_step(
         world2(ends_without_a_word, event)
     assert caught.value.results == {
         0: f"Rank 1 ended while rank 0 was at '{where} of batch 2'; see the output there."
+    }
+
+
+def loop_without_rank_1() -> list[str]:
+    """A plain loop: rank 1 ends, and rank 0 calls our functions."""
+    model = torch.nn.Linear(4, 4)
+    parallelize_model(model, "fsdp")
+    model(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    calls: list[Callable[[], Any]] = [
+        lambda: clip_grad_norm(model, 1.0),
+        lambda: average_gradients([torch.nn.Parameter(torch.ones(1))]),
+        lambda: process_group.all_reduce(torch.ones(1)),
+        lambda: process_group.gather_objects("mine"),
+        lambda: process_group.broadcast("mine", src=1),
+        process_group.barrier,
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises(ParallelismRuntimeError) as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_in_a_plain_loop_a_rank_that_ends_is_named_with_the_function(world2: World) -> None:
+    with pytest.raises(WorkerError) as caught:
+        world2(loop_without_rank_1)
+    names = "clip_grad_norm", "average_gradients", "all_reduce", "gather_objects", "broadcast", "barrier"
+    assert caught.value.results == {
+        0: [f"Rank 1 ended while rank 0 was at '{name}'; see the output there." for name in names]
     }
