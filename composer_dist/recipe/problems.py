@@ -72,12 +72,14 @@ class Problems:
         try:
             return pydantic.TypeAdapter(schema).validate_python(values)
         except pydantic.ValidationError as error:
-            for where, text in explain(schema, values, error, partial(self._hint, path)):
+            for where, text in explain(schema, values, error, partial(self._hint, schema, path)):
                 self.add(text, *path, *where)
         return None
 
-    def _hint(self, path: KeyPath, name: str) -> str:
+    def _hint(self, schema: Any, path: KeyPath, name: str) -> str:
         """What another library's key is called here; a function of the user has arguments of its own."""
+        if name in (foreign := getattr(schema, "foreign_keys", {})):
+            return str(foreign[name])
         if "arguments" in path or path[:1] == ("callbacks",):
             return ""
         return hint(name, str(path[0]) if path else "")

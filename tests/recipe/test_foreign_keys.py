@@ -60,6 +60,13 @@ def test_a_schedule_of_the_fine_tuning_scheduler(tmp_path: Path) -> None:
         load_schedule(file)
     assert "unknown key 'max_transition_epoch'. Here it is until, such as '2ep'" in str(caught.value)
     assert "unknown key 'new_optimizer'. One optimizer trains all phases." in str(caught.value)
+    in_a_run = ["phases={schedule: {0: {params: head, patience: 3}, 1: {params: rest, new_optimizer: {}}}}"]
+    with pytest.raises(ConfigurationError) as caught:
+        read_configuration(PRESETS / "vision.yaml", in_a_run)
+    assert "phases.schedule.0.patience: unknown key 'patience'. It belongs in until: {metric:" in str(
+        caught.value
+    )
+    assert "unknown key 'new_optimizer'. One optimizer trains all phases" in str(caught.value)
 
 
 def test_arguments_of_the_users_own_functions_are_the_users() -> None:

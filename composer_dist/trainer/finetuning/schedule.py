@@ -64,6 +64,8 @@ class Phase(FromDict):
         "max_transition_epoch": " Here it is until, such as '2ep', or at_most of a NoImprovement.",
         "new_optimizer": " One optimizer trains all phases.",
         "new_lr_scheduler": " One scheduler is for all phases; lr is the rate of a phase's own parameters.",
+        "monitor": " It belongs in until: {metric: loss/eval/total, patience: 2}.",
+        "patience": " It belongs in until: {metric: loss/eval/total, patience: 2}.",
     }
     """The Fine-Tuning Scheduler's."""
     params: str | Sequence[str]
