@@ -151,7 +151,7 @@ def model_like(directory: Path) -> Any:
     from composer_dist.distributed import init_context
 
     try:
-        config = transformers.AutoConfig.from_pretrained(directory)
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         (name, *_) = config.architectures or [""]
         cls = getattr(transformers, name)
         if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):

@@ -12,6 +12,9 @@ KeyPath = tuple[str | int, ...]
 
 _DEEPEST = 60
 _MOST = 100_000
+_LONGEST = 1000
+"""Characters of a number or a date; reading a longer one takes quadratic time."""
+_NUMBERS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
 _OPEN = -1
 
 
@@ -96,8 +99,10 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """The value of a node; what cannot be one, such as the date 2026-99-99, is an error with its line."""
         try:
+            if node.tag in _NUMBERS and len(node.value) > _LONGEST:
+                raise ValueError("too long")
             return super().construct_object(node, deep)
-        except (ValueError, KeyError, IndexError, OverflowError) as error:
+        except (ValueError, KeyError, IndexError, OverflowError, AttributeError) as error:
             raise _problem(node, f"{str(node.value)[:40]!r} is not a valid value") from error
 
 
@@ -110,7 +115,7 @@ _Loader.add_implicit_resolver(
 )
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+"),
+    re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+"),
     list("-+.0123456789"),
 )
 

@@ -140,7 +140,7 @@ class Manifest:
         try:
             if body["version"] > VERSION:
                 raise CheckpointValueError(
-                    f"{source} has version {body['version']}, but this composer_dist reads only up to "
+                    f"{source} has version {body['version']!s:.100}, but this composer_dist reads only up to "
                     f"version {VERSION}; update composer_dist."
                 )
             found = cls._of_body(body, source)
@@ -160,7 +160,9 @@ class Manifest:
         for name, (dtype, shape, chunks) in body["tensors"].items():
             check_limits(source, name, shape)
             boxes = tuple(Chunk(*chunk) for chunk in with_tuples(chunks))
-            tensors[name] = StoredTensor(dtype_named(dtype), tuple(shape), boxes)
+            for box in boxes:
+                check_limits(source, name, box.sizes)
+            tensors[name] = StoredTensor(dtype_named(dtype, source), tuple(shape), boxes)
         files = [StoredFile(name, nbytes, tuple(checksums)) for name, nbytes, checksums in body["files"]]
         objects = {name: StoredObject(*place) for name, place in body["objects"].items()}
         return cls(files, tensors, objects, body["kinds"], body["structure"], body["facts"])
@@ -169,7 +171,7 @@ class Manifest:
         """What cannot be true of a checkpoint that was saved."""
         for file in self.files:
             if not DATA_FILE.fullmatch(file.name):
-                yield f"{file.name!r} is not the name of a file of this checkpoint"
+                yield f"{file.name!r:.100} is not the name of a file of this checkpoint"
             elif not file.consistent:
                 yield f"the checksums of {file.name} do not match its size"
         if len({file.name for file in self.files}) < len(self.files):
@@ -179,6 +181,9 @@ class Manifest:
                 yield f"parts of {name} are not in its files"
             elif not covers(((one.start, one.sizes) for one in tensor.chunks), tensor.shape):
                 yield f"the parts of {name} overlap, are missing or are outside of it"
+        parts = ((prod(c.sizes) * t.dtype.itemsize for c in t.chunks) for t in self.tensors.values())
+        if sum(map(sum, parts)) > sum(file.nbytes for file in self.files if file.consistent):
+            yield "its tensors are larger than its files"
         yield from (
             f"{name} is not in its files"
             for name, one in self.objects.items()

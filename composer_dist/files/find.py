@@ -5,7 +5,7 @@ from pathlib import Path
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
 from composer_dist.files.checkpoint_format import NAME, Manifest, StoredFile
 from composer_dist.files.index import Index, check_inside
-from composer_dist.files.other_libraries import model_in, normalized
+from composer_dist.files.other_libraries import model_in
 from composer_dist.files.safetensors import read_index
 from composer_dist.files.torch_save import index_of, read_seal, read_torch_file
 
@@ -36,8 +36,9 @@ def index_weights(path: Path) -> Weights:
 
 def _of_checkpoint(path: Path) -> Weights:
     mark = path / NAME
+    check_inside(path, [NAME])
     manifest = Manifest.of_text(mark.read_bytes(), str(mark))
-    check_inside(path, [NAME, *(file.name for file in manifest.files)])
+    check_inside(path, [file.name for file in manifest.files])
     models = [key for key, kind in manifest.kinds.items() if kind == "model"]
     if len(models) != 1:
         raise CheckpointValueError(
@@ -49,7 +50,7 @@ def _of_checkpoint(path: Path) -> Weights:
 
 def _of_file(path: Path) -> Weights:
     seal = read_seal(path)
-    model = model_in(normalized(read_torch_file(path)))
+    model = model_in(read_torch_file(path))
     if model is None:
         raise CheckpointValueError(
             f"{path} has no model or several, but exactly one is needed; load_checkpoint loads them by key."

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from reprlib import repr
 from typing import Any
 
 import torch
@@ -120,27 +121,32 @@ def check_limits(source: str, name: str, shape: Sequence[int]) -> None:
         )
     possible = len(shape) <= _MOST_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
     if not possible or prod(size or 1 for size in shape) >= _MOST_ELEMENTS:
-        what = shape if len(shape) <= _MOST_DIMENSIONS else f"{len(shape)} dimensions"
+        what = repr(shape) if len(shape) <= _MOST_DIMENSIONS else f"{len(shape)} dimensions"
         raise CheckpointValueError(f"{source} is corrupt: {name!r} cannot have the shape {what}.")
 
 
 def check_inside(directory: Path, names: Iterable[str]) -> None:
-    """Check that files in a directory are not links that lead out of it.
+    """Check that files in a directory, if they exist, are regular ones and not links that lead out of it.
 
     In the Hugging Face Hub's cache, `snapshots/<commit>/<file>` may be a link to a file in `blobs`.
 
     Raises:
-        CheckpointValueError: names the link.
+        CheckpointValueError: names the link or the file.
     """
     home = directory.resolve()
     caches = [above.parent / "blobs" for above in home.parents if above.name == "snapshots"]
     for name in names:
-        real = (directory / name).resolve()
+        try:
+            real = (directory / name).resolve()
+        except (RuntimeError, ValueError) as error:  # a link to itself; a character that no name may have
+            raise CheckpointValueError(f"There can be no file {name!r} in {directory}: {error}.") from error
         if not any(real.is_relative_to(one) for one in (home, *caches)):
             raise CheckpointValueError(
                 f"{directory / name} is a link that leads out of its directory, to {real}. If you trust it, "
                 "replace it by a copy of that file."
             )
+        if real.exists() and not real.is_file():
+            raise CheckpointValueError(f"{directory / name} is not a regular file.")
 
 
 def with_tuples(value: Any) -> Any:
@@ -150,9 +156,9 @@ def with_tuples(value: Any) -> Any:
     return tuple(map(with_tuples, value)) if isinstance(value, list) else value
 
 
-def dtype_named(name: str) -> torch.dtype:
+def dtype_named(name: str, source: str = "The checkpoint") -> torch.dtype:
     """The inverse of `dtype_name`; raises if this torch has no such dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointValueError(f"The checkpoint has tensors of dtype {name!r}, which this torch lacks.")
+        raise CheckpointValueError(f"{source} has tensors of dtype {name!r}, which this torch lacks.")
     return dtype

@@ -7,12 +7,15 @@ and `state`, which has the model's `state_dict()` under `model`, and `optimizers
 name. Optimizer states number the parameters, except under FSDP, where Composer and Fabric use names.
 """
 
+import pickle
+import re
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
+from functools import cache
 from pathlib import PosixPath
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 from torch import Tensor
 
@@ -90,14 +93,39 @@ def _others(contents: Mapping[str, Any], *without: str) -> dict[str, Any]:
     return {key: value for key, value in contents.items() if key not in without}
 
 
-def _numpy() -> Iterator[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """The functions that pickled numpy arrays and numbers need, by their names before and after numpy 2."""
+@cache
+def _numpy() -> list[tuple[Callable[..., Any], str]]:
+    """What stands in for numpy's own functions and types, by their names before and after numpy 2.
+
+    numpy believes what a pickle says of a dtype's size and flags, and then reads or frees memory that is not
+    the array's. Here a dtype is only the name of a kind of number, and an order of bytes.
+    """
     import numpy as np
 
+    class DType:
+        def __init__(self, kind: str, *_: Any) -> None:
+            if not re.fullmatch("b1|[iu][1248]|f[248]", kind):
+                raise pickle.UnpicklingError(f"arrays of {kind!r} are not supported")
+            self.found = np.dtype(kind)
+
+        def __setstate__(self, state: Any) -> None:
+            self.found = self.found.newbyteorder("=" if state[1] == "|" else state[1])
+
+    class Array(np.ndarray[Any, Any]):
+        def __new__(cls, *_: Any) -> Self:
+            return super().__new__(cls, (0,), np.int8)
+
+        def __setstate__(self, state: Any) -> None:
+            _, shape, dtype, fortran, data = state
+            super().__setstate__((1, shape, dtype.found, fortran, bytes(data)))
+
+        def __reduce__(self) -> Any:
+            return np.array(self).__reduce__()
+
+    def scalar(dtype: DType, data: bytes) -> Any:
+        return np.frombuffer(data, dtype.found, 1)[0]
+
+    found: list[tuple[Callable[..., Any], str]] = [(Array, "numpy.ndarray"), (DType, "numpy.dtype")]
     for core in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        for name, value in (("_reconstruct", np.array(0)), ("scalar", np.float64(0))):
-            rebuild: Any = value.__reduce__()[0]
-            yield rebuild, f"{core}.{name}"
-    yield from (np.ndarray, np.dtype)
-    kinds = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
-    yield from (type(np.dtype(kind)) for kind in kinds.split())
+        found += (Array, f"{core}._reconstruct"), (scalar, f"{core}.scalar")
+    return found

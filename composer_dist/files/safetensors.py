@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from reprlib import repr
 from typing import Any
 
 import torch
@@ -177,6 +178,7 @@ def _check_header(
     """Every tensor with its offset in the file; together they must fill it from `start` to its end."""
     spans: list[tuple[int, int, str]] = []
     for name, fields in header.items():
+        check_limits(str(path), name, ())
         try:
             dtype, shape, (begin, end) = fields["dtype"], [*fields["shape"]], fields["data_offsets"]
         except (TypeError, KeyError, ValueError):
@@ -184,15 +186,17 @@ def _check_header(
                 f"{path} is corrupt: the header's entry for {name!r} lacks dtype, shape or data_offsets."
             ) from None
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise CheckpointValueError(f"{path}: {name!r} has dtype {dtype!r}, which torch does not support.")
+            raise CheckpointValueError(
+                f"{path}: {name!r} has dtype {repr(dtype)}, which torch does not support."
+            )
         check_limits(str(path), name, shape)
         if not all(type(one) is int and one >= 0 for one in (begin, end)):
-            raise CheckpointValueError(f"{path} is corrupt: {name!r} is at bytes {begin}:{end}.")
+            raise CheckpointValueError(f"{path} is corrupt: {name!r} is at bytes {repr(begin)}:{repr(end)}.")
         entry = Entry(number, DTYPES[dtype], tuple(shape), start + begin)
         if end - begin != entry.nbytes:
             raise CheckpointValueError(
                 f"{path} is corrupt: {name!r}, {dtype} of shape {tuple(shape)}, needs {entry.nbytes} bytes, "
-                f"but has {end - begin}."
+                f"but has {repr(end - begin)}."
             )
         spans.append((begin, end, name))
         yield name, entry
@@ -217,5 +221,5 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{twice!r} appears twice")
+        raise ValueError(f"{repr(twice)} appears twice")
     return found

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import struct
+import textwrap
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
@@ -22,8 +23,9 @@ from composer_dist import _torch
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
 from composer_dist.files.checkpoint_format import BLOCK, StoredFile
 from composer_dist.files.checksums import seal, unseal
-from composer_dist.files.index import Entry, Index, Pieces
-from composer_dist.files.other_libraries import allowed
+from composer_dist.files.index import Entry, Index, Pieces, check_limits
+from composer_dist.files.other_libraries import allowed, normalized
+from composer_dist.wording import listed
 
 _MOST = 256
 """Checksums in a seal: torch 2.13 looks for the archive's end only in the last 4096 bytes of a small file."""
@@ -32,6 +34,10 @@ _END = struct.Struct("<4sHHHHIIH")
 _END_MARK = b"PK\x05\x06"
 _LOCAL_NAME = 26
 """The offset, in a record's own header, of the lengths of the name and of the extra field, which end it."""
+_DEEPEST = 100
+_MOST_VALUES = 20_000_000
+_LARGEST_VIEW = 1 << 30
+"""Bytes by which a tensor may be larger than its file, since its elements are repeated."""
 LENGTH = struct.Struct("<H")
 """The last field of a zip archive: the length of the comment that follows."""
 
@@ -83,7 +89,7 @@ def is_sealed(path: Path) -> bool:
 
 
 def read_torch_file(path: Path, allow_pickle: bool = False, values: bool = False) -> Any:
-    """The contents of a file, with tensors that have an offset in the file instead of values.
+    """The contents of a file by our keys, with tensors that have an offset in the file instead of values.
 
     Args:
         allow_pickle: run any code that the file's pickle names.
@@ -94,22 +100,27 @@ def read_torch_file(path: Path, allow_pickle: bool = False, values: bool = False
         CheckpointRuntimeError: it cannot be read.
     """
     try:
+        if zipfile.is_zipfile(path):
+            _check_uncompressed(path)
         memory = nullcontext() if values else _torch.without_values()
         with memory, torch.serialization.safe_globals(allowed()):
             mapped = values and zipfile.is_zipfile(path)
             contents = torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
+        _count(contents, 0, {})
+        return normalized(contents)
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         raise CheckpointValueError(
-            f"{path} holds objects that could run code: {_first_line(error)} If you trust its source, pass "
+            f"{path} holds objects that could run code: {refusal(error)} If you trust its source, pass "
             "allow_pickle=True."
         ) from error
     except OSError as error:
         raise CheckpointRuntimeError(f"Cannot read {path}: {error.strerror or error}.") from error
     except Exception as error:
         raise CheckpointValueError(
-            f"{path} is not a file of torch.save, or is corrupt or truncated: {_first_line(error)}"
+            f"{path} is not a file of torch.save, or is corrupt or truncated: {refusal(error)}"
         ) from error
-    return contents
 
 
 def index_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> Index:
@@ -119,6 +130,8 @@ def index_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> Index:
         CheckpointValueError: a tensor is a conjugated or negated view, or is not where the file says; or the
             file has the format of torch before 1.6.
     """
+    if sparse := [name for name, tensor in tensors.items() if tensor.layout != torch.strided]:
+        raise CheckpointValueError(f"{path} has sparse tensors, which cannot be loaded: {listed(sparse)}.")
     if lazy := [name for name, tensor in tensors.items() if tensor.is_conj() or tensor.is_neg()]:
         raise CheckpointValueError(
             f"{path} has views that are conjugated or negated: {', '.join(lazy)}. Call resolve_conj() and "
@@ -142,6 +155,9 @@ def index_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> Index:
         room = -1 if min(tensor.stride(), default=0) < 0 else (places or {}).get(record, 0)
         if tensor.numel() and (last + 1) * tensor.itemsize > room:
             raise CheckpointValueError(f"{path} is corrupt: {name} is not inside of its storage.")
+        check_limits(str(path), name, shape)
+        if tensor.nbytes > path.stat().st_size + _LARGEST_VIEW:
+            raise CheckpointValueError(f"{path}: {name} repeats its elements to {tensor.nbytes} bytes.")
         start = record + first * tensor.itemsize
         entries[name] = Entry(0, tensor.dtype, shape, start)
         pieces[name] = shape, tensor.dtype, [((0,) * len(shape), tuple(tensor.stride()), name)]
@@ -159,5 +175,34 @@ def _records(path: Path) -> Iterator[tuple[int, int]]:
                 yield start, record.file_size
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def _check_uncompressed(path: Path) -> None:
+    """Small compressed files may unpack to a pickle that takes hours."""
+    with zipfile.ZipFile(path) as archive:
+        packed = [one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED]
+    if packed:
+        raise CheckpointValueError(f"{path} is compressed ({listed(packed)}), which torch.save does not do.")
+
+
+def _count(value: Any, depth: int, known: dict[int, int]) -> int:
+    """How many values there are, with each written out wherever it is used.
+
+    Raises:
+        ValueError: too many, or nested too deep; a value that contains itself is.
+    """
+    if id(value) not in known:
+        if depth > _DEEPEST:
+            raise ValueError(f"its values are nested more than {_DEEPEST} levels deep")
+        inner = value.values() if isinstance(value, Mapping) else value
+        nested = isinstance(value, Mapping | list | tuple | set | frozenset)
+        known[id(value)] = 1 + (sum(_count(one, depth + 1, known) for one in inner) if nested else 0)
+    if known[id(value)] > _MOST_VALUES:
+        raise ValueError(f"it repeats more than {_MOST_VALUES} values")
+    return known[id(value)]
+
+
+def refusal(error: Exception) -> str:
+    """Why torch does not load a pickle, in one sentence, without its advice."""
+    text = str(error).rpartition("WeightsUnpickler error: ")[2]
+    lines = [line for line in text.splitlines() if line and not line.startswith("Weights only load failed")]
+    sentence = (lines or [type(error).__name__])[0].partition(". ")[0]
+    return f"{textwrap.shorten(sentence, 300, placeholder=' ...').rstrip('.')}."

@@ -84,7 +84,7 @@ def hub_config(model: HubModel, tokenizer: Any) -> Any:
 
     if model.pretrained is not None:
         with from_hub("model.pretrained", model.pretrained):
-            return AutoConfig.from_pretrained(model.pretrained)
+            return AutoConfig.from_pretrained(model.pretrained, trust_remote_code=False)
     given = dict(model.config or {})
     check_vocabulary(given, tokenizer)
     kind = CONFIG_MAPPING[given.pop("model_type")]
@@ -110,13 +110,15 @@ def _hub_model(run: Run, model: HubModel, tokenizer: Any, real: bool) -> Any:
     dtype = getattr(torch, model.dtype) if model.dtype else None
     if real and model.pretrained is not None:
         with from_hub("model.pretrained", model.pretrained):
-            read = auto.from_pretrained(model.pretrained, config=config, dtype=dtype or "auto")
+            read = auto.from_pretrained(
+                model.pretrained, config=config, dtype=dtype or "auto", trust_remote_code=False
+            )
         check_positions(read, getattr(run.data, "context", None))
         return read
     if model.pretrained is not None and dtype is None:
         dtype = config.dtype  # of the files
     with init_context(dtype=dtype), blaming(f"model: {type(config).__name__} cannot be built"):
-        built = auto.from_config(config, dtype=dtype or torch.float32)
+        built = auto.from_config(config, dtype=dtype or torch.float32, trust_remote_code=False)
     check_positions(built, getattr(run.data, "context", None))
     if real:
         meta_init(built)

@@ -93,7 +93,8 @@ def _write_module(session: Session) -> None:
         if process_group.world_and_rank()[1] == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             aside = path.with_name(f".{path.name}.tmp")
-            with aside.open("wb") as file:
+            aside.unlink(missing_ok=True)
+            with aside.open("xb") as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())

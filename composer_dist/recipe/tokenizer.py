@@ -12,7 +12,7 @@ def tokenizer_named(name: str) -> Any:
     from composer_dist.recipe.other_libraries.failures import from_hub
 
     with from_hub("model.tokenizer", name):
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def byte_tokenizer() -> Any:

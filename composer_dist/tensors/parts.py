@@ -8,7 +8,8 @@ from math import prod
 import torch
 
 Dims = tuple[int, ...]
-_MOST_CORNERS = 1 << 20
+_CORNERS = 64
+"""Per box, in `covers`: those of a box that is cut in five dimensions, in all of its sums."""
 
 
 def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
@@ -153,19 +154,27 @@ def covers(boxes: Iterable[tuple[Dims, Dims]], shape: Dims) -> bool:
 
     The function that counts the boxes at an element is determined by its changes at the boxes' corners. They
     are summed one dimension after the other, minus those of the whole tensor; nothing may remain. The time is
-    linear in the number of boxes, whose cuts mostly cancel out in the first dimension.
+    linear in the number of boxes: dimensions that no box cuts are left out, and boxes that have too many
+    corners, which no mesh makes, are taken as wrong.
     """
-    sums: dict[tuple[Dims, ...], int] = Counter((*zip(*box, strict=True),) for box in boxes)
     whole = (*((0, size) for size in shape),)
+    placed = [(*zip(*box, strict=True),) for box in boxes]
+    if any(len(box) != len(shape) for box in placed):
+        return False
+    cut = [dim for dim, span in enumerate(whole) if not span[1] or any(box[dim] != span for box in placed)]
+    sums: dict[tuple[Dims, ...], int] = Counter((*(box[dim] for dim in cut),) for box in placed)
+    whole = (*(whole[dim] for dim in cut),)
     sums[whole] = sums.get(whole, 0) - 1
-    for dim in range(len(shape)):
+    left = _CORNERS * (len(placed) + 1)
+    for dim in range(len(cut)):
         ends: dict[tuple[Dims, ...], int] = Counter()
         for box, count in sums.items():
             first, size = box[dim]
             for end, sign in ((first, count), (first + size, -count)):
                 ends[(*box[:dim], (end,), *box[dim + 1 :])] += sign
         sums = {key: count for key, count in ends.items() if count}
-        if len(sums) > _MOST_CORNERS:
+        left -= len(sums)
+        if left < 0:
             return False
     return not any(sums.values())
 

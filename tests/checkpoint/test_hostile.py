@@ -1,7 +1,10 @@
 """Checkpoints that somebody made on purpose: nothing outside of them is touched, no garbage is loaded."""
 
 import json
+import os
+import pickle
 import shutil
+import warnings
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -9,12 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from composer_dist.checkpoint import latest_checkpoint, load_checkpoint, load_pretrained, save_checkpoint
-from composer_dist.errors import CheckpointError, CheckpointValueError
+from composer_dist.errors import CheckpointValueError
 from composer_dist.files.checkpoint_format import StoredFile
 from composer_dist.files.torch_save import seal_of
 from tests.kit.toy import stateful
@@ -99,6 +103,25 @@ def test_a_link_out_of_a_checkpoint_is_refused(tmp_path: Path, name: str) -> Non
             load(path)
 
 
+@pytest.mark.parametrize("kind", ["fifo", "directory", "loop"])
+@pytest.mark.parametrize("name", ["checkpoint.json", ".metadata", "__0_"])
+def test_what_is_no_regular_file_is_refused_and_skipped(tmp_path: Path, name: str, kind: str) -> None:
+    good, path = saved(tmp_path / "1"), saved(tmp_path / "2", seed=1)
+    file = next(file for file in path.iterdir() if file.name.startswith(name))
+    file.unlink()
+    make = {"fifo": os.mkfifo, "directory": Path.mkdir, "loop": lambda file: file.symlink_to(file.name)}
+    make[kind](file)
+    text = f"There can be no file '{file.name}'" if kind == "loop" else f"{file.name} is not a regular file"
+    with pytest.raises(CheckpointValueError, match=text):
+        load_checkpoint(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a checkpoint without a mark is none, and no reason to warn
+        assert latest_checkpoint(tmp_path) == str(good)
+    if kind != "directory" or name == "__0_":
+        saved(path, seed=1)
+        assert load_checkpoint(path)["thing"] == {3}
+
+
 def chunk_of(body: dict[str, Any]) -> list[Any]:
     """The only chunk of a matrix of 5 x 8."""
     chunks: list[Any] = body["tensors"]["model.layers.0.up.weight"][2]
@@ -126,6 +149,14 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "behind the end": lambda body: chunk_of(body).__setitem__(3, body["files"][0][1] - 8),
     "before the start": lambda body: chunk_of(body).__setitem__(3, -8),
     "at a fraction": lambda body: chunk_of(body).__setitem__(3, 64.0),
+    "of huge sizes": lambda body: chunk_of(body).__setitem__(1, [10**4000] * 300),
+    "of many dimensions": lambda body: body["tensors"].update(
+        many=["uint8", [9] * 60, [[[n % 9] * 60, [1] * 60, 0, 0] for n in range(1000)]]
+    ),
+    "of more dimensions": lambda body: (chunk_of(body)[0].append(0), chunk_of(body)[1].append(1)),
+    "the bytes of others": lambda body: body["tensors"].update(
+        {f"{n}": body["tensors"]["model.layers.0.up.weight"] for n in range(1000)}
+    ),
     "no tensors": lambda body: body.pop("tensors"),
     "tensors in a list": lambda body: body.update(tensors=[]),
     "a shape of text": lambda body: body["tensors"]["model.scale"].__setitem__(1, "ab"),
@@ -137,6 +168,9 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "object without a place": lambda body: body["objects"].update(thing=[]),
     "structure without object": lambda body: body["objects"].clear(),
     "structure without tensor": lambda body: body["structure"].update(note={"tensor": "nothing"}),
+    "structure with a tensor twice": lambda body: body["structure"].update(
+        note={"list": [{"tensor": "model.scale"}] * 2}
+    ),
     "structure of another tag": lambda body: body["structure"].update(note={"function": "os.system"}),
     "structure of a number": lambda body: body["structure"].update(note=5),
     "structure with a list as a key": lambda body: body["structure"].update(
@@ -203,6 +237,88 @@ def test_the_format_before_archives_is_refused(tmp_path: Path) -> None:
         load_pretrained(nn.Linear(2, 2), tmp_path / "x.pt")
 
 
+def nested(times: int, value: Any) -> Any:
+    for _ in range(times):
+        value = [value] * 10 if times < 100 else [value]
+    return value
+
+
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
+
+
+@pytest.mark.parametrize(
+    ("contents", "text"),
+    [
+        ({"w": torch.ones(1), "x": nested(30, 1)}, "repeats more than 20000000 values"),
+        ({"w": torch.ones(1), "x": nested(200, 1)}, "nested more than 100 levels deep"),
+        ({"w": torch.ones(1), "x": ITSELF}, "nested more than 100 levels deep"),
+        ({"w": torch.ones(1).expand(10**12)}, "w repeats its elements to 4000000000000 bytes"),
+        ({"w": torch.eye(3).to_sparse()}, "has sparse tensors, which cannot be loaded: w"),
+        ({"state": {"model": {"w": torch.ones(1)}, "optimizers": [1]}}, "is not a file of torch.save, or"),
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "x.pt: .* would both be saved as 'a.b'"),
+    ],
+    ids=range(7),
+)
+def test_a_file_of_odd_values_is_refused(tmp_path: Path, contents: Any, text: str) -> None:
+    torch.save(contents, tmp_path / "x.pt")
+    with pytest.raises(CheckpointValueError, match=text) as raised:
+        load_checkpoint(tmp_path / "x.pt")
+    assert "x.pt" in str(raised.value)
+
+
+class Dtype:
+    """Pickles as numpy's int64 with a state of its own."""
+
+    def __init__(self, *state: Any) -> None:
+        self.state = state
+
+    def __reduce__(self) -> Any:
+        return np.dtype, ("i8", False, True), self.state
+
+
+class Array:
+    """Pickles as a numpy array of 4 elements and a dtype."""
+
+    def __init__(self, dtype: Dtype) -> None:
+        self.dtype = dtype
+
+    def __reduce__(self) -> Any:
+        state = (1, (4,), self.dtype, False, bytes(range(32)))
+        rebuild: Any = np.array(0).__reduce__()[0]
+        return rebuild, (np.ndarray, (0,), b"b"), state
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        (3, "<", (np.dtype("i8"), (10**9,)), None, None, 8, 8, 0),  # more memory than the array has
+        (3, "<", None, ("a",), {"a": (np.dtype("i8"), 100)}, 8, 8, 0),
+        (3, "<", None, None, None, 8, 8, 63),  # pointers to objects
+    ],
+    ids=range(3),
+)
+def test_what_a_pickle_says_of_a_dtype_is_not_believed(tmp_path: Path, state: Any) -> None:
+    torch.save({"w": torch.ones(1), "x": Array(Dtype(*state))}, tmp_path / "x.pt")
+    read = load_checkpoint(tmp_path / "x.pt")["x"]
+    assert (read.tobytes(), read.dtype.fields, read.dtype.str) == (bytes(range(32)), None, "<i8")
+    assert type(pickle.loads(pickle.dumps(read))) is np.ndarray
+
+
+def test_a_damaged_object_is_named(tmp_path: Path) -> None:
+    path = saved(tmp_path / "run")
+    reseal(path, lambda body: body["objects"]["thing"].__setitem__(2, body["objects"]["thing"][2] - 30))
+    with pytest.raises(CheckpointValueError, match=rf"thing of {path} is corrupt: [^.]*\.$"):
+        load_checkpoint(path)
+
+
+def test_a_refused_pickle_is_explained_in_one_sentence(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1), "x": os.system}, tmp_path / "x.pt")
+    text = r"could run code: [^\n]*GLOBAL posix.system[^\n]{0,99}\. If you trust its source"
+    with pytest.raises(CheckpointValueError, match=text):
+        load_checkpoint(tmp_path / "x.pt")
+
+
 def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
     torch.save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "x.pt")
     with (
@@ -211,7 +327,7 @@ def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
     ):
         for record in plain.infolist():
             small.writestr(record.filename, plain.read(record))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointValueError, match=r"y.pt is compressed \("):
         load_checkpoint(tmp_path / "y.pt")
 
 

@@ -16,6 +16,9 @@ HOSTILE = {
     "deep and closed": "a: " + "[" * 200 + "]" * 200,
     "a date that is none": "a: 2026-99-99",
     "a number of too many digits": f"a: {'1' * 10_000}",
+    "a number of too many hexadecimal digits": f"a: 0x{'f' * 5000}",
+    "a number of many minutes": f"a: 1{':1' * 100_000}",
+    "a word as a date": "a: !!timestamp tomorrow",
     "a flag that is none": "a: !!bool maybe",
     "no number": "a: !!int ''",
 }
@@ -28,6 +31,11 @@ def test_what_cannot_be_read_is_a_fault(what: str) -> None:
     assert what == "deep" or found.faults[0][1] is not None
     with pytest.raises(yaml.YAMLError):
         parse_value(HOSTILE[what])
+
+
+def test_a_long_word_of_digits_takes_little_time() -> None:
+    word = "1_" * 100_000 + "x"
+    assert parse_value(word) == word
 
 
 def test_aliases_and_merges_of_a_usual_size_are_read() -> None:

@@ -283,6 +283,19 @@ def test_links_may_not_lead_out_of_a_directory(tmp_path: Path, linked: str) -> N
         read_index(inside)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [{"dtype": "F" * 10**6}, {"shape": ["x" * 10**6]}, {"data_offsets": ["x" * 10**6, 4]}],
+    ids=range(3),
+)
+def test_an_error_is_not_as_long_as_what_it_reports(tmp_path: Path, entry: dict[str, Any]) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | entry}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(CheckpointValueError, match=r"model.safetensors.*: 'a' ") as raised:
+        read_index(tmp_path)
+    assert len(str(raised.value)) < 400
+
+
 def test_links_of_the_hub_and_inside_a_directory_are_followed(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--x" / "snapshots" / "1234"
     snapshot.mkdir(parents=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.recipe.dry_run import describe
 from composer_dist.recipe.output.folder import run_folder
 from composer_dist.recipe.read import Configuration, read_configuration
@@ -52,6 +52,16 @@ def test_two_runs_at_a_time_cannot_have_one_folder(tmp_path: Path) -> None:
             raise AssertionError
     with run_folder(read(tmp_path)):  # free again
         pass
+
+
+@pytest.mark.parametrize("name", [".lock", "configuration.yaml", "metrics.jsonl"])
+def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "out" / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(CheckpointValueError, match=f"{name} is a link that leads out"):
+        run_folder(read(tmp_path)).__enter__()
+    assert (tmp_path / "mine").read_text() == "kept"
 
 
 @pytest.mark.parametrize("out", ["file", "file/below", "/proc/self", "/proc/nothing"])

@@ -96,5 +96,18 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "cut")
 
 
+def test_code_of_a_model_is_neither_run_nor_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    code = {"auto_map": {"AutoConfig": "mine.C", "AutoTokenizer": ["mine.T", None]}, "model_type": "mine"}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / "m" / name).write_text(json.dumps(code))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    model = ["model.config=null", "model.pretrained=m"]
+    for overrides in ([*model, "model.tokenizer=bytes"], [*model, "model.tokenizer=m"]):
+        assert "contains custom code" in refused("finetune", *overrides)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_rotary_positions_have_no_end() -> None:
     check_positions(llama(), 10**6)

@@ -338,6 +338,15 @@ def test_a_dangling_latest_means_the_newest(tmp_path: Path) -> None:
     assert two.state.timestamp.batch == 4
 
 
+def test_a_latest_that_names_the_folder_above_is_not_followed(tmp_path: Path) -> None:
+    run(tmp_path, "1ba")
+    folder = (tmp_path / "latest").resolve() / "folder"
+    folder.mkdir()
+    (folder / "latest").write_text("..")
+    with pytest.raises(CheckpointError, match="folder/latest is not a file of torch.save"):
+        trainer(tmp_path / "o", resume=folder / "latest")
+
+
 def test_what_cannot_be_resumed_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint"):
         trainer(tmp_path, resume=tmp_path / "nowhere")

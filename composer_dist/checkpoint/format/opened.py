@@ -24,10 +24,10 @@ from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
 from composer_dist.files.checkpoint_format import DATA_FILE, NAME, Kind, Manifest, StoredFile, StoredObject
 from composer_dist.files.checksums import unseal, verify
 from composer_dist.files.index import Index, check_inside
-from composer_dist.files.other_libraries import allowed, normalized
+from composer_dist.files.other_libraries import allowed
 from composer_dist.files.read import Files, open_files, read_slabs
 from composer_dist.files.slabs import plan_reads
-from composer_dist.files.torch_save import index_of, read_seal, read_torch_file
+from composer_dist.files.torch_save import index_of, read_seal, read_torch_file, refusal
 from composer_dist.tensors.blueprint import Blueprint
 
 
@@ -135,9 +135,11 @@ class Opened:
                 return torch.load(data, map_location="cpu", weights_only=not self.allow_pickle)
         except pickle.UnpicklingError as error:
             raise CheckpointValueError(
-                f"{path} is an object that could run code: {str(error).strip().partition(chr(10))[0]} If you "
-                "trust the checkpoint's source, pass allow_pickle=True."
+                f"{path} of {self.where} is an object that could run code: {refusal(error)} If you trust the "
+                "checkpoint's source, pass allow_pickle=True."
             ) from error
+        except Exception as error:  # torch has several for what is no archive
+            raise CheckpointValueError(f"{path} of {self.where} is corrupt: {refusal(error)}") from error
 
 
 def open_checkpoint(where: str, allow_pickle: bool = False) -> Opened:
@@ -163,6 +165,8 @@ def open_checkpoint(where: str, allow_pickle: bool = False) -> Opened:
 
 def _open_directory(where: str, root: Path | str, allow_pickle: bool) -> Opened:
     place = place_of(where)
+    if isinstance(root, Path):
+        check_inside(root, [NAME, dcp.NAME])
     mark = place.read(NAME)
     if mark is None:
         hint = (
@@ -173,15 +177,15 @@ def _open_directory(where: str, root: Path | str, allow_pickle: bool) -> Opened:
         )
     manifest = Manifest.of_text(mark, f"{where}/{NAME}")
     if isinstance(root, Path):
-        check_inside(root, [NAME, dcp.NAME, *(file.name for file in manifest.files)])
-    leaves: dict[str, Mapping[str, Any]] = {"tensor": manifest.tensors, "object": manifest.objects}
+        check_inside(root, [file.name for file in manifest.files])
+    leaves: dict[str, set[str]] = {"tensor": {*manifest.tensors}, "object": {*manifest.objects}}
     try:
         for code in manifest.structure.values():
-            decode(code, lambda tag, path: leaves[tag][path])
+            decode(code, lambda tag, path: leaves[tag].remove(path))
     except Exception as error:  # any value may have any type
         raise CheckpointValueError(
-            f"{where}/{NAME} is corrupt: its structure names values that it does not have, or has another "
-            f"format ({type(error).__name__}: {error}). Load an earlier checkpoint."
+            f"{where}/{NAME} is corrupt: its structure names values twice or that it does not have, or has "
+            f"another format ({type(error).__name__}: {error}). Load an earlier checkpoint."
         ) from error
     index, objects = manifest.index(where), dict(manifest.objects)
     facts = (manifest.structure, manifest.kinds, manifest.files)
@@ -190,13 +194,16 @@ def _open_directory(where: str, root: Path | str, allow_pickle: bool) -> Opened:
 
 def _open_file(path: Path, allow_pickle: bool) -> Opened:
     seal = read_seal(path)
-    contents = normalized(read_torch_file(path, allow_pickle))
+    contents = read_torch_file(path, allow_pickle)
     if not isinstance(contents, Mapping):
         raise CheckpointValueError(
             f"{path} contains a {type(contents).__name__}, not a mapping of a checkpoint's keys."
         )
     leaves = Leaves()
-    structure = {str(key): encode((str(key),), value, leaves) for key, value in contents.items()}
+    try:
+        structure = {str(key): encode((str(key),), value, leaves) for key, value in contents.items()}
+    except CheckpointValueError as error:
+        raise CheckpointValueError(f"{path}: {error}") from error
     if not all(is_plain(one) for one in leaves.objects.values()):  # a tuple may hold tensors
         leaves.objects = _objects_of(path, allow_pickle)
     index, stored = index_of(path, leaves.tensors), [seal] if seal else []
@@ -206,6 +213,6 @@ def _open_file(path: Path, allow_pickle: bool) -> Opened:
 def _objects_of(path: Path, allow_pickle: bool) -> dict[str, Any]:
     """A file's objects, by path, with the values of tensors inside them."""
     leaves = Leaves()
-    for key, value in normalized(read_torch_file(path, allow_pickle, values=True)).items():
+    for key, value in read_torch_file(path, allow_pickle, values=True).items():
         encode((str(key),), value, leaves)
     return leaves.objects

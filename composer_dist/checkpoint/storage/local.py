@@ -24,6 +24,7 @@ from pathlib import Path
 from composer_dist.errors import CheckpointError, CheckpointIsADirectoryError, CheckpointRuntimeError
 from composer_dist.files.checked import LocalSink, Sink
 from composer_dist.files.checkpoint_format import DATA_FILE, NAME, Manifest
+from composer_dist.files.index import check_inside
 from composer_dist.files.torch_save import is_sealed
 
 DCP_METADATA = ".metadata"
@@ -162,7 +163,7 @@ def _replace_contents(aside: Path, path: Path) -> None:
         os.replace(aside / name, path / name)
     _sync(path)
     for name in before.difference(new):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(path / name)
     os.rmdir(aside)
 
@@ -171,6 +172,7 @@ def _files_of(path: Path) -> set[str]:
     """The files of the checkpoint in a directory, and files that a killed save has moved there."""
     left = {file.name for file in path.iterdir() if DATA_FILE.fullmatch(file.name)}
     try:
+        check_inside(path, [NAME])
         manifest = Manifest.of_text((path / NAME).read_bytes(), str(path / NAME))
     except (OSError, CheckpointError):
         return left

@@ -19,9 +19,12 @@ import yaml
 
 from composer_dist.distributed import process_group
 from composer_dist.errors import ParallelismValueError
+from composer_dist.files.index import check_inside
+from composer_dist.recipe.named import PLACES
 from composer_dist.recipe.read import Configuration
 
 CONFIGURATION, ENVIRONMENT, LOCK = "configuration.yaml", "environment.json", ".lock"
+_WRITTEN = (CONFIGURATION, ENVIRONMENT, LOCK, PLACES["file"]["path"], f"{PLACES['file']['path']}.new")
 _PACKAGES = ("composer_dist", "torch", "transformers", "peft", "safetensors", "datasets", "torchao")
 
 
@@ -30,7 +33,7 @@ def run_folder(configuration: Configuration) -> Iterator[None]:
     """Makes and locks the folder, and records the configuration and the environment in it; a collective.
 
     Raises:
-        ParallelismValueError: the folder cannot be written, or another run uses it.
+        ParallelismValueError: the folder cannot be written, is in use, or a file in it is a link out of it.
     """
     out = configuration.run.out
     world, rank = process_group.world_and_rank()
@@ -39,6 +42,7 @@ def run_folder(configuration: Configuration) -> Iterator[None]:
             try:
                 out.mkdir(parents=True, exist_ok=True)
                 if rank == 0:
+                    check_inside(out, _WRITTEN)
                     stack.enter_context(_lock(out))
                     _record(out, configuration, world)
             except OSError as error:
@@ -96,11 +100,11 @@ def _record(out: Path, configuration: Configuration, world: int) -> None:
         (ENVIRONMENT, json.dumps(started, indent=2) + "\n"),
     ):
         path, number = out / name, 1
-        if path.exists() and path.read_text() != text:
+        if path.exists() and path.read_bytes() != text.encode():
             while (earlier := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
                 number += 1
             path.rename(earlier)
-        path.write_text(text)
+        path.write_bytes(text.encode())
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -178,8 +178,9 @@ def load_schedule(path: str | Path) -> tuple[Phase, ...]:
     """
     try:
         found = parse(Path(path).read_text())
-    except OSError as error:
-        raise ParallelismValueError(f"{path}: {error.strerror}.") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ParallelismValueError(f"{path}: {reason}.") from None
     with Faults() as faults:
         faults += (f"{path}{f':{line}' if line else ''}: {text}" for _, line, text in found.faults)
     if not isinstance(found.values, list | Mapping):

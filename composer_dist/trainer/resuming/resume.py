@@ -217,7 +217,8 @@ def _name_in(path: str) -> str | None:
     except UnicodeDecodeError:
         return None
     text = text.strip()
-    return text if text and text.isprintable() and text == os.path.basename(text) else None
+    named = text not in ("", ".", "..") and text.isprintable() and text == os.path.basename(text)
+    return text if named else None
 
 
 def _exists(path: str) -> bool:

@@ -64,13 +64,15 @@ def test_a_file_may_number_its_phases_and_write_numbers_as_everybody_does(tmp_pa
         ("0: {params: a, until: 1ep}\n0: {params: c}\n", ":2: duplicate key '0', first on line 1"),
         ("- params: a\n  lr: 1\n  lr: 2\n", ":3: duplicate key 'lr', first on line 2"),
         ("- params: [a\n", ":2: not valid YAML"),
+        ("- {params: a, until: " + "9" * 400 + "ep}", ": phase 0: .*9ep' is not a valid duration"),
+        ("\udcff", ": not a text file"),
         ("params", ": a schedule is a list of phases or a mapping"),
         ("", ": a schedule is a list of phases or a mapping"),
     ],
 )
 def test_duplicate_keys_and_what_is_no_schedule_are_errors(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "phases.yaml"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     with pytest.raises(ParallelismValueError, match=rf"phases.yaml{message}"):
         load_schedule(path)
 
