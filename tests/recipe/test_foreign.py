@@ -10,7 +10,10 @@ from typer.testing import CliRunner
 from composer_dist.cli.init import PRESETS
 from composer_dist.cli.main import app
 from composer_dist.errors import ParallelismValueError
+from composer_dist.recipe.models import hub_config
 from composer_dist.recipe.other_libraries.failures import check_positions, from_hub
+from composer_dist.recipe.schema import HubModel
+from composer_dist.recipe.tokenizer import tokenizer_named
 from tests.kit.huggingface import llama
 
 
@@ -96,16 +99,20 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "cut")
 
 
-def test_code_of_a_model_is_neither_run_nor_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", ["pretrained", "tokenizer"])
+def test_code_of_a_model_is_neither_run_nor_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     code = {"auto_map": {"AutoConfig": "mine.C", "AutoTokenizer": ["mine.T", None]}, "model_type": "mine"}
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / "m" / name).write_text(json.dumps(code))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    model = ["model.config=null", "model.pretrained=m"]
-    for overrides in ([*model, "model.tokenizer=bytes"], [*model, "model.tokenizer=m"]):
-        assert "contains custom code" in refused("finetune", *overrides)
+    model = HubModel(kind="causal_lm", pretrained="m", tokenizer="bytes")
+    read = {"pretrained": lambda: hub_config(model, None), "tokenizer": lambda: tokenizer_named("m")}[key]
+    with pytest.raises(ParallelismValueError, match=f"model.{key}=m: The repository m contains custom code"):
+        read()
     assert not (tmp_path / "ran").exists()
 
 
