@@ -34,6 +34,8 @@ class Layer(IntEnum):
     COMPILE = 3
     TENSOR_PARALLEL = 4
     """The collectives of a style."""
+    CALL = 5
+    """Runs a direct call of the forward of an FSDP2 unit through the unit's hooks."""
 
 
 @dataclass

@@ -156,7 +156,7 @@ def _prepare(
             plan = build_plan(structure, request, mesh.sizes)
         else:
             plan = check_plan(ready, structure)
-            check_optimizers(optimizers, structure, plan.plain)
+            check_optimizers(optimizers, structure, plan.plain, mesh.sizes)
         check_here(structure, plan, mesh, optimizers)
     done = Preparation(model, plan, mesh.device_mesh)
     with done.step("agree"):

@@ -13,6 +13,7 @@ from torch import nn
 
 from composer_dist import _torch
 from composer_dist.errors import Faults
+from composer_dist.structure.families import transformers_models
 from composer_dist.structure.structure import Held, Structure
 
 
@@ -26,6 +27,21 @@ def check_aliasing(structure: Structure, plain: Mapping[str, str]) -> None:
     with Faults() as faults:
         for check in (_subclasses, _attributes, _overlaps):
             faults += check(structure, plain)
+        faults += _untied(structure)
+
+
+def _untied(structure: Structure) -> Iterator[str]:
+    """Pairs of parameters on the meta device that the configuration of a transformers model ties."""
+    for model in transformers_models(structure.modules[""]):
+        held = dict(model.named_parameters(remove_duplicate=False))
+        for first, second in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+            one, other = held.get(first), held.get(second)
+            if one is not other and one is not None and other is not None and one.is_meta and other.is_meta:
+                yield (
+                    f"{first} and {second} are tied by the configuration of {type(model).__name__}, but are "
+                    "two parameters on the meta device: model.to('meta') unties weights. Call "
+                    "model.tie_weights() after it."
+                )
 
 
 def _subclasses(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:

@@ -23,6 +23,7 @@ _HOMES = {
     "PeftModel": "peft",
     "BaseTuner": "peft.tuners.tuners_utils",
     "BaseTunerLayer": "peft.tuners.tuners_utils",
+    "AdaLoraModel": "peft.tuners.adalora",
     "AuxiliaryTrainingWrapper": "peft.utils.other",
     "ModulesToSaveWrapper": "peft.utils.other",
     "Metric": "torchmetrics",

@@ -17,9 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from composer_dist.errors import ParallelismTypeError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.names import canonical_name, child_name
 from composer_dist.tensors.inner import Inner, describe_inner
+from composer_dist.wording import listed
 
 Kind = Literal["parameter", "buffer", "attribute"]
 
@@ -138,7 +139,11 @@ def describe(info: TensorInfo) -> list[object]:
 
 
 def read_structure(model: nn.Module) -> Structure:
-    """List the modules and tensors of `model`, names without wrapper segments."""
+    """List the modules and tensors of `model`, names without wrapper segments.
+
+    Raises:
+        ParallelismValueError: names modules that are lazy and have no shapes yet.
+    """
     modules: dict[str, nn.Module] = {}
     for name, module in _walk(model):
         # A wrapper comes before the module it wraps, and represents it.
@@ -149,6 +154,11 @@ def read_structure(model: nn.Module) -> Structure:
     for name, module in _walk(model):
         for place in _places(module):
             registered.setdefault(id(place.get()), []).append((canonical_name(name), place))
+    if lazy := [name for ((name, place), *_) in registered.values() if nn.parameter.is_lazy(place.get())]:
+        raise ParallelismValueError(
+            f"{listed(list(dict.fromkeys(lazy)))}: a lazy module has no shapes before its first call. Run "
+            "one batch through the model first, and build the optimizer after it."
+        )
     tensors = {held.info.name: held for held in map(_held, registered.values())}
     return Structure(modules, tensors, first)
 

@@ -183,7 +183,7 @@ def phi3() -> Any:
 def mixtral(**options: Any) -> Any:
     """A model whose experts lie one by one in its checkpoints."""
     sizes = {"vocab_size": 33, "hidden_size": 16, "intermediate_size": 24, "num_local_experts": 3}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     return _built("MixtralForCausalLM", **(sizes | heads | options))
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from composer_dist.structure.check_shared import check_aliasing
 from composer_dist.structure.structure import read_structure
+from tests.kit.huggingface import tied_llama
 
 
 def layers() -> nn.Module:
@@ -55,6 +56,17 @@ def test_it_is_refused_unless_it_stays_whole(bind: Callable[[nn.Module], None], 
     with pytest.raises(ValueError, match=message):
         check_aliasing(structure, {})
     check_aliasing(structure, dict.fromkeys(structure.parameters, "Rule(shard=False)"))
+
+
+def test_a_tie_that_was_lost_on_the_meta_device_is_refused_and_tie_weights_mends_it() -> None:
+    model = tied_llama()
+    check_aliasing(read_structure(model), {})
+    model.to("meta")
+    text = r"lm_head\.weight and model\.embed_tokens\.weight are tied by the configuration.*tie_weights\(\)"
+    with pytest.raises(ValueError, match=text):
+        check_aliasing(read_structure(model), {})
+    model.tie_weights()
+    check_aliasing(read_structure(model), {})
 
 
 def test_ties_neighbors_in_one_storage_and_copies_are_fine() -> None:

@@ -89,3 +89,13 @@ def test_a_module_under_two_names_is_one_module() -> None:
     held = structure.tensors["first.mlp.up.weight"]
     assert held.info.names == ("first.mlp.up.weight", "rest.1.mlp.up.weight")
     assert len(held.places) == 1
+
+
+def test_lazy_modules_are_refused_until_they_have_shapes() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.LazyLinear(4))
+    with pytest.raises(
+        ValueError, match=r"^1: a lazy module has no shapes before its first call. Run one batch"
+    ):
+        read_structure(model)
+    model(torch.ones(1, 2))
+    assert list(read_structure(model).parameters) == ["0.weight", "0.bias", "1.weight", "1.bias"]

@@ -10,22 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composer_dist import FSDP2Config, ParallelismConfig, Rule
 from composer_dist.distributed import parallelize_model
 from composer_dist.structure.structure import read_structure
 from tests.kit.compare import full
 from tests.kit.world import run
 from tests.zoo import toy
 
-ROOT_ONLY = {
-    "squeezebert": "its encoder calls layer.forward(...), so that no hook of a layer runs, FSDP2's included"
-}
-"""Architectures whose blocks cannot be units, each with the upstream cause; sharded as one unit."""
-
-REST = [name for name in toy.names() if name not in toy.FAST and name not in ROOT_ONLY]
+REST = [name for name in toy.names() if name not in toy.FAST]
 
 
-def prepared_equals_unsharded(name: str, rules: tuple[Rule, ...] = ()) -> int:
+def prepared_equals_unsharded(name: str) -> int:
     """Prepare toy model `name` and compare values, ties, loss, gradients and one optimizer step.
 
     Returns:
@@ -38,7 +32,7 @@ def prepared_equals_unsharded(name: str, rules: tuple[Rule, ...] = ()) -> int:
     trained = ([p for p in each.parameters() if p.requires_grad] for each in (reference, model))
     optimizers = [torch.optim.SGD(parameters, lr=0.1) for parameters in trained]
     names = [held.info.names for held in read_structure(reference).tensors.values()]
-    done = parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config(), rules=rules), optimizers[1])
+    done = parallelize_model(model, "fsdp", optimizers[1])
     assert [held.info.names for held in read_structure(model).tensors.values()] == names, "what is tied"
     for tensor_name, expected, found in pairs(reference, model):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=tensor_name)
@@ -78,11 +72,6 @@ def gradients(reference: torch.nn.Module, model: torch.nn.Module):
 @pytest.mark.parametrize("name", [*toy.FAST, *(pytest.param(name, marks=pytest.mark.zoo) for name in REST)])
 def test_architecture(name):
     assert run(prepared_equals_unsharded, 2, name, timeout=120)[0] >= 1
-
-
-@pytest.mark.parametrize("name", ROOT_ONLY)
-def test_architecture_as_one_unit(name):
-    assert run(prepared_equals_unsharded, 2, name, (Rule("", shard=True),)) == [1, 1]
 
 
 def test_the_zoo_is_large():

@@ -46,6 +46,7 @@ FAST: tuple[str, ...] = (
     "wav2vec2",  # parametrized convolution; group norm
     "whisper",  # frozen positions; tied head
     "zamba",  # whole layers tied, parameter by parameter
+    "squeezebert",  # its encoder calls layer.forward(...), past the layer's hooks
 )
 """Models for the default test run, chosen for what is odd about each."""
 

@@ -1,7 +1,9 @@
 """Checks whether optimizers can follow their parameters, before anything is changed."""
 
 import gc
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from composer_dist.wording import listed
 _TORCH = ("torch.optim", "torch.distributed.optim")
 _UNABLE: dict[str, tuple[int, str]] = {
     "LBFGS": (1, "it steps along one flat vector of all parameters"),
-    "SparseAdam": (1, "sharded gradients are dense"),
+    "SparseAdam": (1, "FSDP2's gradients are dense (with DDP they may be sparse)"),
     "Rprop": (1, "DTensor (torch 2.13) has no masked assignment, which it uses"),
     "Adafactor": (2, "DTensor (torch 2.13) cannot square its norms over sharded rows in place"),
     "ZeroRedundancyOptimizer": (
@@ -29,8 +31,19 @@ _UNABLE: dict[str, tuple[int, str]] = {
 """torch's classes that cannot step on sharded parameters of at least so many dimensions, and why."""
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], structure: Structure, plain: Mapping[str, str]) -> None:
-    """Refuse optimizers that could not follow their parameters."""
+_OR_WHOLE = ", or Rule(..., shard=False) for their modules."
+_UNFUSED = {"SGD", "Adagrad"}
+"""torch's classes whose fused kernel DTensor (torch 2.13) does not know."""
+
+
+def check_optimizers(
+    optimizers: Sequence[Optimizer],
+    structure: Structure,
+    plain: Mapping[str, str],
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Refuse optimizers that could not follow their parameters on a mesh of these sizes."""
+    losses = math.prod(size for dimension, size in sizes.items() if dimension != "tp")
     names = names_by_id(structure)
     with Faults() as faults:
         for index, optimizer in enumerate(optimizers):
@@ -38,11 +51,15 @@ def check_optimizers(optimizers: Sequence[Optimizer], structure: Structure, plai
             if not isinstance(optimizer, Optimizer):
                 raise ParallelismTypeError(f"optimizer {index} is a {kind}, not an Optimizer.")
             label = f"optimizer {index} ({kind})" if len(optimizers) > 1 else kind
-            faults += [f"{label} {fault}" for fault in _faults(optimizer, structure, names, plain)]
+            faults += [f"{label} {fault}" for fault in _faults(optimizer, structure, names, plain, losses)]
 
 
 def _faults(
-    optimizer: Optimizer, structure: Structure, names: Mapping[int, str], plain: Mapping[str, str]
+    optimizer: Optimizer,
+    structure: Structure,
+    names: Mapping[int, str],
+    plain: Mapping[str, str],
+    losses: int,
 ) -> Iterator[str]:
     inside = inner_optimizers(optimizer)
     kind = type(inside[0]).__name__ if inside else "optimizer"
@@ -65,12 +82,18 @@ def _faults(
         )
         return
     kinds = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith(_TORCH)]
-    others = "Use another optimizer, or Rule(..., shard=False) for their modules."
+    others = "Use another optimizer" + ("." if "SparseAdam" in kinds else _OR_WHOLE)
     ndim, why = next((_UNABLE[kind] for kind in kinds if kind in _UNABLE), (0, ""))
     if unable := [names[id(p)] for p in held if ndim and p.ndim >= ndim and names[id(p)] not in plain]:
         yield (
             f"cannot step on sharded parameters ({listed(unable, 4)}): {why}. "
             + (f"Use {kind} itself." if inside else others)
+        )
+        return
+    if "LBFGS" in kinds and losses > 1:
+        yield (
+            "takes its number of iterations from the loss of the rank's own batch, so the ranks would wait "
+            "for each other. Use another optimizer."
         )
         return
     followed = {id(group["params"]) for group in optimizer.param_groups}
@@ -89,6 +112,13 @@ def _faults(
     for number, group in enumerate(optimizer.param_groups):
         mode = next((mode for mode in ("foreach", "fused") if group.get(mode)), None)
         whole = [names[id(p)] for p in group["params"] if names[id(p)] in plain]
+        if mode == "fused" and len(whole) < len(group["params"]) and _UNFUSED.intersection(kinds):
+            cut = [names[id(p)] for p in group["params"] if names[id(p)] not in plain]
+            yield (
+                f"group {number} has fused=True, for which DTensor (torch 2.13) has no operation, and "
+                f"sharded parameters ({listed(cut, 4)}); leave fused out."
+            )
+            continue
         if mode and whole and len(whole) < len(group["params"]):
             yield (
                 f"group {number} has {mode}=True but would mix sharded parameters with the replicated "
@@ -147,7 +177,8 @@ def check_hooks(structure: Structure, plain: Mapping[str, str]) -> None:
     if hooked := [name for name, parameter in sharded if _torch.gradient_hooks(parameter)]:
         raise ParallelismValueError(
             f"Gradient hooks (Tensor.register_hook) on {', '.join(hooked)} cannot be kept, because gradients "
-            "are reduced and sharded. Use register_post_accumulate_grad_hook, or register after preparation."
+            "are reduced and sharded. Use register_post_accumulate_grad_hook, or leave the modules whole: "
+            "Rule(..., shard=False)."
         )
 
 

@@ -20,9 +20,9 @@ from composer_dist.distributed.replication import plan as replication
 from composer_dist.distributed.sharding import plan as sharding
 from composer_dist.distributed.tensor_parallel import plan as tensor_parallel
 from composer_dist.distributed.wishes import Request, Wishes
-from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.errors import Faults, ParallelismTypeError
 from composer_dist.structure.blocks import structural_units
-from composer_dist.structure.families import architecture_of
+from composer_dist.structure.families import architecture_of, is_a
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
 from composer_dist.wording import kind_in_words, listed
@@ -55,8 +55,8 @@ def build_plan(structure: Structure, request: Request, sizes: Mapping[str, int])
     compiled = compiling.plan(structure, wishes, sizes, blocks, surroundings)
     whole = shards or replica
     assert whole is not None
-    _check_renormalized(structure, whole.plain, sizes)
-    check_optimizers(request.optimizers, structure, whole.plain)
+    _check_modules(structure, whole.plain, sizes)
+    check_optimizers(request.optimizers, structure, whole.plain, sizes)
     own = request.mesh if isinstance(request.mesh, DeviceMesh) else None
     warnings = [*wishes.warnings, *whole.warnings, *idle, *(compiled.warnings if compiled else ())]
     return ParallelPlan(
@@ -80,25 +80,34 @@ def build_plan(structure: Structure, request: Request, sizes: Mapping[str, int])
     )
 
 
-def _check_renormalized(structure: Structure, plain: Container[str], sizes: Mapping[str, int]) -> None:
-    """Refuse embeddings that renormalize in forward the rows that this rank's batch uses.
+def _check_modules(structure: Structure, plain: Container[str], sizes: Mapping[str, int]) -> None:
+    """Refuse embeddings that change their weight in forward, and modules that cannot be sharded.
 
     Raises:
         ParallelismValueError: names them.
     """
     ranks = sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"]
-    found = [
-        name
-        for name, module in structure.modules.items()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-        if ranks > 1 or f"{name}.weight" not in plain
-    ]
-    if found:
-        raise ParallelismValueError(
-            f"{listed(found)}: an embedding with max_norm changes its weight in forward, in the rows that "
-            "this rank's batch uses. Sharding would drop the change, and replicas would part. Leave max_norm "
-            "out and renormalize after the optimizer's step, or in the loss."
-        )
+    tables = {n: m for n, m in structure.modules.items() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    cut = [held.info for name, held in structure.parameters.items() if name not in plain]
+    sharded = {owner: info.requires_grad for info in cut for owner in info.owners if owner in tables}
+    with Faults() as faults:
+        if found := [n for n, m in tables.items() if m.max_norm is not None and (ranks > 1 or n in sharded)]:
+            faults.append(
+                f"{listed(found)}: an embedding with max_norm changes its weight in forward, in the rows "
+                "that this rank's batch uses. Sharding would drop the change, and replicas would part. Leave "
+                "max_norm out and renormalize after the optimizer's step, or in the loss."
+            )
+        if found := [n for n, trainable in sharded.items() if trainable and tables[n].sparse]:
+            faults.append(
+                f"{listed(found)}: FSDP2 cannot reduce the sparse gradients of an embedding with sparse=True"
+                ". Leave sparse out, keep the embedding whole with Rule(name, shard=False), or use DDP."
+            )
+        adalora = any(is_a(module, "AdaLoraModel") for module in structure.modules.values())
+        if found := [info.name for info in cut if adalora and ".lora_" in info.name]:
+            faults.append(
+                f"{listed(found, 4)}: AdaLora reads its matrices outside of the calls in which FSDP2 gathers "
+                "them. Keep them whole with Rule('re:.*[.]lora_[ABE]', shard=False), or use DDP."
+            )
 
 
 def as_tuple(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:

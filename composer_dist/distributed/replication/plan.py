@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from composer_dist import _torch
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.rule import Rule
+from composer_dist.distributed import prepared
 from composer_dist.distributed.feature_plan import FeaturePlan
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.replication.batch_norm import find_batch_norms
@@ -115,6 +116,9 @@ def check_unprepared(structure: Structure, replicating: bool) -> None:
             )
         if replicating and isinstance(module, FSDPModule):
             raise ParallelismTypeError(f"{label} is already sharded by FSDP2, so DDP cannot replicate it.")
+    known = prepared.of(structure.modules[""])
+    if known is not None and known.mesh is not None and known.mesh.tp is not None:
+        raise ParallelismValueError("The model is already sharded; prepare an unsharded model, once.")
     tensors = structure.parameters.items() if replicating else ()
     if dtensors := [name for name, held in tensors if isinstance(held.get(), DTensor)]:
         raise ParallelismTypeError(

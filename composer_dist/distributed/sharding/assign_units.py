@@ -14,7 +14,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed import prepared
 from composer_dist.distributed.sharding.choose_units import Choice, Choices
 from composer_dist.distributed.wishes import Wishes
 from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
@@ -114,8 +113,7 @@ def _already_sharded(structure: Structure, choices: Choices) -> tuple[dict[str, 
             "(FullyShardedDataParallel), which FSDP2 replaces; prepare the plain module."
         )
     sharded = {name for name, module in structure.modules.items() if isinstance(module, FSDPModule)}
-    known = prepared.of(structure.modules[""])
-    if "" in sharded or (known is not None and known.mesh is not None and known.mesh.tp is not None):
+    if "" in sharded:
         raise ParallelismValueError("The model is already sharded; prepare an unsharded model, once.")
     skipped = {
         name: "it, or a module that contains it, is already sharded"

@@ -6,9 +6,12 @@ the gradient of an output arrives, so a loss that a block keeps elsewhere would 
 drops the gathered parameters after forward, with whatever forward has written into them.
 """
 
+import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -16,8 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_dist import _torch
+from composer_dist.distributed import forwards
 from composer_dist.distributed.training.changes import Before, Watch
 from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.structure.names import ancestors, canonical_name, child_name
 from composer_dist.tensors.nested import Rejoined, everything_in
 from composer_dist.wording import listed
 
@@ -67,6 +72,16 @@ class Calls:
         self._module.register_forward_pre_hook(_eager(self._enter), with_kwargs=True, prepend=True)
         self._module.register_forward_hook(_eager(self._refuse_changes), prepend=True)
         self._module.register_forward_hook(_eager(self._leave), always_call=True)
+        forwards.add(self._module, forwards.Layer.CALL, self._through_call)
+
+    def _through_call(self, module: nn.Module, forward: forwards.Forward) -> forwards.Forward:
+        """A forward that goes through the module's call, and so its hooks, if it is not in one already."""
+
+        @functools.wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (forward if self._calls else module)(*args, **kwargs)
+
+        return call
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         modules = list(_own_modules(self._module))
@@ -90,6 +105,8 @@ class Calls:
         self._calls[-1].output = output
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if output is None and isinstance(error := sys.exception(), RuntimeError):
+            _explain(error, self._name, module)
         if not self._calls:  # an earlier hook failed before `_enter`
             return None
         call = self._calls.pop()
@@ -140,6 +157,28 @@ class Calls:
         """The parameters as the forward reads and writes them, but those that a call inside has freed."""
         found = {name: _torch.gathered_param(param) for name, param in self._params.items()}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _explain(error: RuntimeError, name: str, module: nn.Module) -> None:
+    """Add to torch's error whose sharded parameters were read, and what gathers them."""
+    if "got mixed torch.Tensor and DTensor" not in str(error) or hasattr(error, "__notes__"):
+        return
+    names = {one: child_name(name, canonical_name(inner)) for inner, one in module.named_modules()}
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    selves = [(frame.f_code.co_name, next(iter(frame.f_locals.values()), None)) for frame in frames]
+    inside = [(method, one) for method, one in selves if isinstance(one, nn.Module) and one in names]
+    reader = names[inside[-1][1]]
+    units = {names[one]: one for one in module.modules() if isinstance(one, FSDPModule)}
+    unit = next((above for above in ancestors(reader) if above in units), None)
+    if unit is None:
+        return
+    methods = [method for method, one in inside if names[one] == unit and "call_impl" not in method]
+    other = next((method for method in methods if method != "forward"), "its name")
+    error.add_note(
+        f"{reader or 'The root'} was used while its parameters are sharded: FSDP2 gathers them in calls of "
+        f"{unit or 'the root'} only. Call that, not a part of it; another method than forward needs "
+        f"ParallelismConfig(forward_methods=[{other!r}])."
+    )
 
 
 def changed_in_forward(name: str, module: nn.Module, parameters: Sequence[str]) -> str:

@@ -73,16 +73,23 @@ def _read_own_plan(
 ) -> None:
     model: Any = structure.modules[name]
     reason = f"it is in the plan of {type(model).__name__}"
+    found: list[tuple[str, str, list[str], list[str]]] = []
     for pattern, style in model._tp_plan.items():
         regex = re.compile(re.escape(child_name(name, pattern)).replace(r"\*", r"\d+"))
-        matched = [one for one in structure.modules if regex.fullmatch(one)]
+        modules = [one for one in structure.modules if regex.fullmatch(one)]
+        parameters = [one for one in structure.parameters if regex.fullmatch(one) and not modules]
+        found.append((pattern, style, modules, parameters))
+    experts = {one for _, style, modules, _ in found if style == "moe_tp_experts" for one in modules}
+    whole = Styled(STYLES["replicate"], "its experts stay whole on every tensor-parallel rank")
+    styled.update(dict.fromkeys(experts, whole))
+    for pattern, style, modules, parameters in found:
         if style in TRANSFORMERS:
-            styled.update({one: Styled(TRANSFORMERS[style], reason) for one in matched})
-        elif matched:
-            unplaced[matched[0]] = f"transformers' style {style!r} ({pattern}) is not supported"
-        tensors = [one for one in structure.parameters if regex.fullmatch(one)]
-        if tensors and not matched:
-            unplaced[tensors[0]] = f"transformers cuts a parameter that is no matrix's ({pattern}: {style!r})"
+            styled.update({one: Styled(TRANSFORMERS[style], reason) for one in modules})
+        elif modules and style != "moe_tp_experts":
+            unplaced[modules[0]] = f"transformers' style {style!r} ({pattern}) is not supported"
+        if cut := [one for one in parameters if one.rpartition(".")[0] not in experts]:
+            why = f"transformers cuts its parameter {cut[0]}, which is no matrix's ({style!r})"
+            unplaced[cut[0].rpartition(".")[0]] = why
 
 
 def _attention(name: str, module: nn.Module, unplaced: dict[str, str]) -> Iterator[tuple[str, Styled]]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from composer_dist.checkpoint import full_optimizer_state, load_full_optimizer_state
 from composer_dist.config.rule import Rule
-from composer_dist.distributed import parallelize_model
+from composer_dist.distributed import parallelize_model, plan_parallelism
 from composer_dist.distributed.optimizers.check import check_optimizers, forgotten_optimizers
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
@@ -107,6 +107,29 @@ def test_every_optimizer_of_torch_is_either_followed_or_refused() -> None:
 def test_optimizers_that_cannot_step_on_shards_are_refused_by_name(name: str) -> None:
     text = f"{name} cannot step on sharded parameters (embed.weight, layers.0.up.weight"
     refused(*start(name), text)
+
+
+@on_ranks(2)
+def test_fused_kernels_that_dtensor_lacks_are_refused_by_name() -> None:
+    for kind in (torch.optim.SGD, torch.optim.Adagrad):
+        model = built()
+        text = f"{kind.__name__} group 0 has fused=True, for which DTensor (torch 2.13) has no operation"
+        refused(model, kind(trainable(model), 0.1, fused=True), text, "embed.weight")
+    model, single = built(), built()
+    for each, other in ((model, "sharded"), (single, "whole")):
+        optimizer = torch.optim.Adam([p for p in trainable(each) if p.ndim], 0.1, fused=True)
+        if other == "sharded":
+            parallelize_model(each, config(), optimizer)
+        train(each, optimizer, 2, whole=other == "whole")
+    close(values(model), values(single))
+
+
+def test_lbfgs_is_refused_where_ranks_would_stop_at_different_iterations() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    assert plan_parallelism(model, "ddp", world_size=1, optimizer=optimizer)
+    with fails(ParallelismValueError, "LBFGS takes its number of iterations from the loss of the rank's own"):
+        plan_parallelism(model, "ddp", world_size=2, optimizer=optimizer)
 
 
 class Wrapper(Optimizer):

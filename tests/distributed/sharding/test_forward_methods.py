@@ -58,6 +58,7 @@ def test_other_methods_gather_as_forward_does(reshard: bool) -> None:
     config = ParallelismConfig(rules=rules, forward_methods=("training_step", "encode"))
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (reference, model)]
     done = parallelize_model(model, config, optimizers[1])
+    forward = vars(model)["forward"]
     x, y = torch.randn(3, 4, 4), torch.randn(3, 4, 2)
     for step in range(3):
         reference.training_step((x[step], y[step]))["loss"].backward()
@@ -71,7 +72,7 @@ def test_other_methods_gather_as_forward_does(reshard: bool) -> None:
                 model.blocks[0].encode(x[0], times=3), reference.blocks[0].encode(x[0], times=3)
             )
             torch.testing.assert_close(model(x[0]), reference(x[0]))
-    assert "forward" not in vars(model)
+    assert vars(model)["forward"] is forward
     assert model.training_step.__name__ == "training_step"
     # Scalars, which are averaged for these methods too.
     assert sorted(done.plain_parameters) == ["blocks.0.scale", "blocks.1.scale"]
@@ -98,10 +99,39 @@ def test_a_method_that_no_unit_has_is_refused() -> None:
 def test_a_method_that_fails_leaves_forward_as_it_was() -> None:
     model = Model()
     parallelize_model(model, ParallelismConfig(forward_methods=["training_step"]))
+    forward = vars(model)["forward"]
     with pytest.raises(TypeError):
         model.training_step(None)
-    assert "forward" not in vars(model)
+    assert vars(model)["forward"] is forward
     assert model(torch.ones(1, 4)).shape == (1, 2)
+
+
+class Direct(Model):
+    """Calls the forward of its first block, past the hooks, and perhaps another method."""
+
+    other = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0].forward(x))
+        return self.head(self.blocks[0].encode(x, times=2) if self.other else x)
+
+
+@on_ranks(2)
+def test_a_direct_call_of_forward_gathers_and_one_of_another_method_names_the_remedy() -> None:
+    reference, model = built(Direct), built(Direct)
+    parallelize_model(model, "fsdp")
+    x = torch.randn(4, 4)
+    reference(x).square().mean().backward()
+    model.forward(mine(x)).square().mean().backward()
+    same_parameters(model, reference, gradients=True)
+    model.other = True
+    with pytest.raises(RuntimeError, match="got mixed") as caught:
+        model(mine(x))
+    assert caught.value.__notes__ == [
+        "blocks.0.inner was used while its parameters are sharded: FSDP2 gathers them in calls of blocks.0 "
+        "only. Call that, not a part of it; another method than forward needs "
+        "ParallelismConfig(forward_methods=['encode'])."
+    ]
 
 
 @on_ranks(2)

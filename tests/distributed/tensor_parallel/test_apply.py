@@ -33,7 +33,7 @@ from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
 from tests.kit.compare import close, fails, part_of, same
 from tests.kit.decoder import Decoder, UnevenMlp, loss_of, token_batch
-from tests.kit.huggingface import gpt2, llama, lora_gpt2, lora_llama, phi3, qwen3, tied_llama
+from tests.kit.huggingface import gpt2, llama, lora_gpt2, lora_llama, mixtral, phi3, qwen3, tied_llama
 from tests.kit.measure import Collectives
 from tests.kit.toy import built
 from tests.kit.world import on_ranks, run
@@ -139,7 +139,7 @@ def test_uneven_parts_equal_the_reference_too() -> None:
 @pytest.mark.parametrize(
     ("ranks", "make"),
     [
-        *((2, make) for make in (Decoder, llama, gpt2, lora_llama, qwen3, phi3)),
+        *((2, make) for make in (Decoder, llama, gpt2, lora_llama, qwen3, phi3, mixtral)),
         *((4, make) for make in (Decoder, llama, gpt2, lora_llama, lora_gpt2)),
     ],
 )

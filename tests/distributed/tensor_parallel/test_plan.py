@@ -14,7 +14,7 @@ from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit.compare import fails
 from tests.kit.decoder import Decoder, GroupedAttention, UnevenMlp
-from tests.kit.huggingface import gpt2, llama, lora, lora_gpt2, lora_llama, phi3, qwen3
+from tests.kit.huggingface import gpt2, llama, lora, lora_gpt2, lora_llama, mixtral, phi3, qwen3
 from tests.kit.toy import built
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
@@ -87,6 +87,10 @@ def test_a_hugging_face_model_brings_its_plan() -> None:
     assert found["lm_head"] == "colwise_gather"
     assert "it is in the plan of LlamaForCausalLM" in planned(meta(llama)).explain("lm_head")
     assert styles(planned(meta(qwen3)))["model.layers.0.self_attn.q_norm"] == "sum_gradients"
+    plan = planned(meta(mixtral))
+    assert styles(plan)["model.layers.0.mlp.experts"] == "replicate"
+    text = "replicate, because its experts stay whole on every tensor-parallel rank."
+    assert plan.explain("model.layers.1.mlp.experts").endswith(text)
     assert styles(planned(meta(phi3)))["model.layers.0.self_attn.qkv_proj"] == "colwise_gather"
 
 
