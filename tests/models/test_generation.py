@@ -11,8 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_composer_model, parallelize_model
+from composer_dist.errors import ParallelismValueError
 from composer_dist.models import HuggingFaceModel
 from tests.kit import huggingface as hf
+from tests.kit.compare import fails_alike
 from tests.kit.meshes import BY_WORLD, PLACES
 from tests.kit.world import on_ranks
 
@@ -83,6 +85,19 @@ def test_ranks_may_stop_at_other_lengths() -> None:
     hf.sharded(model.model)
     assert torch.equal(model.generate(hf.prompt(0), **options), expected)
     assert any(isinstance(module, FSDPModule) for module in model.model.modules())
+
+
+@on_ranks(2)
+def test_static_caches_need_the_same_number_of_steps() -> None:
+    model, rank = build("llama"), dist.get_rank()
+    options = {"cache_implementation": "static", "do_sample": False}
+    prompt = hf.prompt(0)[:, : 3 + rank]
+    expected = model.generate(prompt, max_new_tokens=4, **options)
+    hf.sharded(model.model)
+    for differ in ({"max_length": 12}, {"max_new_tokens": 2 + rank}):
+        with fails_alike(ParallelismValueError, "Pass the same max_new_tokens on all ranks"):
+            model.generate(prompt, **differ, **options)
+    assert torch.equal(model.generate(prompt, max_new_tokens=4, **options), expected)
 
 
 def test_generate_pads_with_the_tokenizers_token() -> None:
