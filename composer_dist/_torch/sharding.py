@@ -48,6 +48,17 @@ def sharded_param(param: Any) -> nn.Parameter:
     return sharded
 
 
+def has_lost_data(param: Any) -> bool:
+    """Whether `.data` of a shard was set since the first call: a DTensor keeps the part that it has.
+
+    Its outer tensor has no memory, but a storage. `model.to()` replaces both, the part and the storage.
+    """
+    storage, part = param.sharded_param.untyped_storage(), param.sharded_param._local_tensor
+    known, known_part = getattr(param, "known_data", (storage, part))
+    param.known_data = storage, part
+    return known._cdata != storage._cdata and known_part is part
+
+
 def gathered_param(param: Any) -> torch.Tensor | None:
     """The whole parameter of an `FSDPParam`, as a forward reads it; None if sharded. Since torch 2.4."""
     return param._unsharded_param if param.sharded_state == ShardedState.UNSHARDED else None
@@ -90,6 +101,7 @@ def _register_shard(
     param._sharded_param_data = storage.view(-1)
     param.sharded_param = parameter
     param._setattr_on_modules(parameter)
+    param.known_data = parameter.untyped_storage(), param.sharded_param._local_tensor
     return parameter
 
 

@@ -131,6 +131,11 @@ class Calls:
                     "put another in its place. Change the values in place (with torch.no_grad(), "
                     "parameter.copy_()), or leave the module unsharded: Rule(..., shard=False)."
                 )
+            if _torch.has_lost_data(param):
+                raise ParallelismRuntimeError(
+                    f"The new value of {name} is lost: its .data was set, and a sharded parameter keeps its "
+                    "values then. Change them in place: parameter.data.copy_(value)."
+                )
             if sharded.requires_grad and _torch.gradient_hooks(sharded):
                 raise ParallelismRuntimeError(
                     f"Gradient hooks (Tensor.register_hook) on {name} are never called: FSDP2 reduces the "

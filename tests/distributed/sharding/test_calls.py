@@ -96,6 +96,25 @@ def test_running_statistics_are_rank_0s_on_every_rank(replicas: int) -> None:
     assert all(torch.equal(one, out) for one in everywhere)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_value_set_through_data_is_refused_and_one_moved_or_copied_is_not(steps: int) -> None:
+    """torch's DTensor drops it, so an optimizer that sets `p.data` would train nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallelize_model(model, FSDP2Config(), optimizer)
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    model.to("cpu").double().float()
+    model[1].weight.data.copy_(model[1].weight.data * 2)
+    model(torch.ones(2, 4)).sum().backward()
+    model[1].weight.data = model[1].weight.data * 2
+    with fails(ParallelismRuntimeError, "new value of 1.weight is lost: its .data was set", "data.copy_"):
+        model(torch.ones(2, 4))
+
+
 class NormedBlock(Normed):
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.linear(x)).tanh()
