@@ -247,6 +247,7 @@ ITSELF: list[Any] = []
 ITSELF.append(ITSELF)
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
 @pytest.mark.parametrize(
     ("contents", "text"),
     [

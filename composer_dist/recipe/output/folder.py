@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from composer_dist.distributed import process_group
@@ -25,7 +26,7 @@ from composer_dist.recipe.read import Configuration
 
 CONFIGURATION, ENVIRONMENT, LOCK = "configuration.yaml", "environment.json", ".lock"
 _WRITTEN = (CONFIGURATION, ENVIRONMENT, LOCK, PLACES["file"]["path"], f"{PLACES['file']['path']}.new")
-_PACKAGES = ("composer_dist", "torch", "transformers", "peft", "safetensors", "datasets", "torchao")
+_PACKAGES = ("composer_dist", "transformers", "peft", "safetensors", "datasets", "torchao")
 
 
 @contextlib.contextmanager
@@ -111,6 +112,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             yield package, metadata.version(package)
+    yield "torch", torch.__version__  # with the build, which a wheel's name may lack
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
