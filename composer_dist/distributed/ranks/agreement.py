@@ -10,12 +10,8 @@ After a failure the ranks start a new sequence of agreements, because they may b
 old one.
 """
 
-import atexit
-import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,7 +20,7 @@ import torch.distributed as dist
 from composer_dist import _torch
 from composer_dist._torch import Store
 from composer_dist.distributed.ranks.failures import LostError, is_lost, merge, pack, unpack
-from composer_dist.distributed.ranks.liveness import Identity, has_ended, identify
+from composer_dist.distributed.ranks.line import MARGIN, Line, forget, line_of
 from composer_dist.distributed.ranks.waiting import Task, poll
 from composer_dist.errors import ParallelismError, ParallelismRuntimeError
 from composer_dist.wording import ranks_named
@@ -33,46 +29,6 @@ T = TypeVar("T")
 Post = dict[str, Any]
 GRACE = timedelta(seconds=4)
 """How long the first rank waits for the other findings after a failure."""
-MARGIN = timedelta(seconds=4)
-"""How much longer the other ranks wait, so that the first one's verdict on missing ranks arrives."""
-
-
-@dataclass
-class _Line:
-    """This process's place in a sequence of agreements over one store."""
-
-    store: Store
-    prefix: str
-    count: int = 0
-    judged: int = 0
-    """The number of the newest verdict that this process has written."""
-    processes: dict[int, Identity | None] = field(default_factory=dict)
-
-    def read(self, key: str) -> Any:
-        """What a rank has written; None if it has not written yet."""
-        key = f"{self.prefix}/{key}"
-        return json.loads(self.store.get(key)) if self.store.check([key]) else None
-
-    def write(self, key: str, value: Any) -> None:
-        self.store.set(f"{self.prefix}/{key}", json.dumps(value))
-
-    def forget(self, *keys: str) -> None:
-        """Remove what nobody will read again, so that the store does not grow."""
-        for key in keys:
-            self.store.delete_key(f"{self.prefix}/{key}")
-
-    def has_lost(self, rank: int) -> bool:
-        if rank not in self.processes:
-            if (identity := self.read(f"process/{rank}")) is None:
-                return False
-            self.processes[rank] = identity
-        return has_ended(self.processes[rank])
-
-
-_Key = tuple[str, tuple[int, ...]]
-_lines: dict[_Key, _Line] = {}
-_judged: dict[_Key, _Line] = {}
-"""The sequences in which this process, rank 0, has written verdicts."""
 
 
 class Agreement:
@@ -141,7 +97,7 @@ class Agreement:
             return body()
         task = Task(body)
         try:
-            line = _line(self._key)
+            line = line_of(self._key)
             while not task.done.wait(0.1):
                 if line.read("trouble"):
                     task.abandon(interrupted=False)
@@ -149,7 +105,7 @@ class Agreement:
             return task.result()
         except Exception as caught:
             with suppress(RuntimeError):  # without a store the others know
-                _line(self._key).write("trouble", True)
+                line_of(self._key).write("trouble", True)
             post = {"step": step, "mine": None, "error": pack(caught), "lost": is_lost(caught)}
             self._agree(post, lambda _: None, GRACE, caught)
             raise AssertionError from caught  # an agreement on an error always raises
@@ -160,18 +116,18 @@ class Agreement:
 
     def place(self) -> tuple[Store, str]:
         """The store, and a prefix for the keys that these ranks use until their next agreement."""
-        line = _line(self._key)
+        line = line_of(self._key)
         return line.store, f"{line.prefix}/after/{line.count}"
 
     def lost(self) -> list[int]:
         """The ranks whose processes are known to have ended."""
-        line = _line(self._key)
+        line = line_of(self._key)
         return [rank for rank in self.ranks if line.has_lost(rank)]
 
     def begin(self) -> None:
         """Start the sequence now, in the thread that owns the process group."""
         if len(self.ranks) > 1:
-            _line(self._key)
+            line_of(self._key)
 
     def leave(self, cause: BaseException, step: str | None = None) -> None:
         """Tell the others not to wait for this rank; does nothing if they know the cause.
@@ -183,10 +139,10 @@ class Agreement:
         if len(self.ranks) == 1 or cause is self._raised:
             return
         with suppress(RuntimeError):  # without a store they know
-            line = _line(self._key)
+            line = line_of(self._key)
             line.write("left", merge({self.rank: pack(cause)}, len(self.ranks), step))
             line.write("trouble", True)
-        _lines.pop(self._key, None)
+        forget(self._key)
 
     def _agree(
         self, post: Post, decide: Callable[..., Any], limit: timedelta, error: BaseException | None
@@ -202,7 +158,7 @@ class Agreement:
             if isinstance(error, ParallelismError) and str(error) == str(agreed):
                 agreed = error  # this rank's own, with the traceback of where it arose
             self._raised = agreed
-            _lines.pop(self._key, None)
+            forget(self._key)
             if agreed is error:
                 raise agreed from error.__cause__
             raise agreed from (error if agreed is failure else failure)
@@ -212,16 +168,11 @@ class Agreement:
 
     def _exchange(self, post: Post, decide: Callable[..., Any], limit: timedelta) -> Any:
         try:
-            line = _line(self._key)
+            line = line_of(self._key)
             line.count += 1
             if self.rank == self.ranks[0]:
                 verdict = self._judge(line, post, decide, limit)
-                line.write(f"{line.count}/verdict", verdict)
-                line.judged = line.count
-                if not _judged:
-                    atexit.register(await_readers)
-                    os.register_at_fork(after_in_child=_judged.clear)  # a copy does not use the store
-                _judged[self._key] = line
+                line.write_verdict(verdict)
             else:
                 line.write(f"{line.count}/{self.rank}", post)
                 verdict = self._await_verdict(line, post["step"], limit + MARGIN)
@@ -238,7 +189,7 @@ class Agreement:
             raise unpack(verdict["error"])
         return verdict["result"]
 
-    def _judge(self, line: _Line, post: Post, decide: Callable[..., Any], limit: timedelta) -> dict[str, Any]:
+    def _judge(self, line: Line, post: Post, decide: Callable[..., Any], limit: timedelta) -> dict[str, Any]:
         step, first = post["step"], self.ranks[0]
         posts, ended = self._gather(line, step, {first: post}, limit, stop_at_error=True)
         if any(other["error"] for other in posts.values()):
@@ -267,7 +218,7 @@ class Agreement:
             return {"error": pack(caught), "result": None}
 
     def _gather(
-        self, line: _Line, step: str, known: Mapping[int, Post], limit: timedelta, stop_at_error: bool
+        self, line: Line, step: str, known: Mapping[int, Post], limit: timedelta, stop_at_error: bool
     ) -> tuple[dict[int, Post], list[int]]:
         """Collect posts until all have arrived, a rank has left or ended, or time is up.
 
@@ -292,7 +243,7 @@ class Agreement:
                 break
         return posts, []
 
-    def _await_verdict(self, line: _Line, step: str, limit: timedelta) -> Any:
+    def _await_verdict(self, line: Line, step: str, limit: timedelta) -> Any:
         first = self.ranks[0]
         for _ in poll(limit, lambda: f"rank {first}, which decides for all, at {step!r}"):
             if verdict := line.read(f"{line.count}/verdict"):
@@ -304,48 +255,9 @@ class Agreement:
         raise _absent([first], step, limit)
 
 
-def await_readers() -> None:
-    """Wait, for a few seconds at most, until the other ranks have read what rank 0 has decided.
-
-    It is called before rank 0 ends: if it hosts the store, the store ends with it.
-    """
-    unread = [(line, rank) for (_, ranks), line in _judged.items() for rank in ranks if rank]
-    _judged.clear()
-    atexit.unregister(await_readers)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return
-    with suppress(RuntimeError):  # the store has ended already
-        for _ in poll(MARGIN, lambda: "the other ranks"):
-            unread = [
-                (line, rank)
-                for line, rank in unread
-                if (line.read(f"seen/{rank}") or 0) < line.judged and not line.has_lost(rank)
-            ]
-            if not unread:
-                return
-
-
 def _absent(ranks: Sequence[int], step: str, limit: timedelta | None = None) -> ParallelismRuntimeError:
     """The error for ranks that died, or, with a limit, did not answer in time."""
     why = "died" if limit is None else f"did not answer within {limit.total_seconds():.0f} s"
     return ParallelismRuntimeError(
         f"{ranks_named(ranks).capitalize()} {why} at {step!r}; see the output there."
     )
-
-
-def _line(key: _Key) -> _Line:
-    """The sequence for these ranks over the current store.
-
-    A new process group starts a new one; a current one survives another thread's destroying the group.
-    """
-    line = _lines.get(key)
-    if line is not None and not dist.is_initialized():
-        return line
-    store = _torch.get_default_store()
-    if line is None or line.store is not store:
-        name, ranks = key
-        base = f"composer_dist/{name}{ranks[0]}-{len(ranks)}-{hash(ranks)}"
-        generation = store.add(f"{base}/generation/{dist.get_rank()}", 1)
-        line = _lines[key] = _Line(store, f"{base}/{generation}")
-        line.write(f"process/{dist.get_rank()}", identify())
-    return line

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
 from composer_dist._torch import clear_dtensor_caches, one_gloo_thread
-from composer_dist.distributed.ranks.agreement import Agreement, await_readers
+from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.gloo_interface import gloo_variables
 from composer_dist.distributed.ranks.launcher_variables import VARIABLES, check_alone
+from composer_dist.distributed.ranks.line import await_readers
 from composer_dist.distributed.ranks.rendezvous import meeting_place
 from composer_dist.distributed.ranks.reports import lost_named
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError

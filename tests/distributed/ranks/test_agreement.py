@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from composer_dist._torch import get_default_store
-from composer_dist.distributed.ranks import agreement as module
-from composer_dist.distributed.ranks import process_group, waiting
+from composer_dist.distributed.ranks import line, process_group, waiting
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import (
     CheckpointKeyError,
@@ -138,7 +137,7 @@ def test_a_rank_that_never_comes_is_named_on_all_others(absent: int) -> None:
 def without(absent: int) -> tuple[type, str]:
     if dist.get_rank() == absent:
         return type(None), ""
-    with mock.patch.object(module, "MARGIN", SHORT):
+    with mock.patch.object(line, "MARGIN", SHORT):
         return caught(body, Agreement(timeout=SHORT), {})
 
 
@@ -272,9 +271,9 @@ def test_rank_0_does_not_end_before_the_others_have_read_its_verdict(fails: bool
 def test_rank_0_does_not_wait_long_for_readers_that_do_not_come() -> None:
     Agreement().reach("a step", None)
     if dist.get_rank() == 0:
-        module._judged["", (0, 1)].judged += 1
+        line.judged["", (0, 1)].judged += 1
         start = time.monotonic()
-        with mock.patch.object(module, "MARGIN", SHORT):
-            module.await_readers()
+        with mock.patch.object(line, "MARGIN", SHORT):
+            line.await_readers()
         assert 0.4 < time.monotonic() - start < 4
-        module.await_readers()  # of nothing
+        line.await_readers()  # of nothing

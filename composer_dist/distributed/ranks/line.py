@@ -1,0 +1,114 @@
+"""A place in a sequence of agreements, and what its ranks write into the store there."""
+
+import atexit
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from composer_dist import _torch
+from composer_dist._torch import Store
+from composer_dist.distributed.ranks.liveness import Identity, has_ended, identify
+from composer_dist.distributed.ranks.waiting import poll
+
+Key = tuple[str, tuple[int, ...]]
+"""The name of a sequence and its ranks."""
+MARGIN = timedelta(seconds=4)
+"""How much longer than the first rank the others wait, so that its verdict on missing ranks arrives."""
+
+
+@dataclass
+class Line:
+    """This process's place in a sequence of agreements over one store."""
+
+    store: Store
+    prefix: str
+    key: Key
+    count: int = 0
+    judged: int = 0
+    """The number of the newest verdict that this process has written."""
+    processes: dict[int, Identity | None] = field(default_factory=dict)
+
+    def read(self, key: str) -> Any:
+        """What a rank has written; None if it has not written yet."""
+        key = f"{self.prefix}/{key}"
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def write(self, key: str, value: Any) -> None:
+        """Write what this rank has to say, in JSON types."""
+        self.store.set(f"{self.prefix}/{key}", json.dumps(value))
+
+    def write_verdict(self, verdict: Any) -> None:
+        """For the first rank: what it has decided for all."""
+        self.write(f"{self.count}/verdict", verdict)
+        self.judged = self.count
+        if not judged:
+            atexit.register(await_readers)
+            os.register_at_fork(after_in_child=judged.clear)  # a copy does not use the store
+        judged[self.key] = self
+
+    def forget(self, *keys: str) -> None:
+        """Remove what nobody will read again, so that the store does not grow."""
+        for key in keys:
+            self.store.delete_key(f"{self.prefix}/{key}")
+
+    def has_lost(self, rank: int) -> bool:
+        """Whether the process of a rank is known to have ended."""
+        if rank not in self.processes:
+            if (identity := self.read(f"process/{rank}")) is None:
+                return False
+            self.processes[rank] = identity
+        return has_ended(self.processes[rank])
+
+
+_lines: dict[Key, Line] = {}
+judged: dict[Key, Line] = {}
+"""The sequences in which this process, rank 0, has written verdicts."""
+
+
+def line_of(key: Key) -> Line:
+    """The sequence for these ranks over the current store.
+
+    A new process group starts a new one; a current one survives another thread's destroying the group.
+    """
+    line = _lines.get(key)
+    if line is not None and not dist.is_initialized():
+        return line
+    store = _torch.get_default_store()
+    if line is None or line.store is not store:
+        name, ranks = key
+        base = f"composer_dist/{name}{ranks[0]}-{len(ranks)}-{hash(ranks)}"
+        generation = store.add(f"{base}/generation/{dist.get_rank()}", 1)
+        line = _lines[key] = Line(store, f"{base}/{generation}", key)
+        line.write(f"process/{dist.get_rank()}", identify())
+    return line
+
+
+def forget(key: Key) -> None:
+    """Start a new sequence for these ranks with their next agreement."""
+    _lines.pop(key, None)
+
+
+def await_readers() -> None:
+    """Wait, for a few seconds at most, until the other ranks have read what rank 0 has decided.
+
+    It is called before rank 0 ends: if it hosts the store, the store ends with it.
+    """
+    unread = [(line, rank) for (_, ranks), line in judged.items() for rank in ranks if rank]
+    judged.clear()
+    atexit.unregister(await_readers)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with suppress(RuntimeError):  # the store has ended already
+        for _ in poll(MARGIN, lambda: "the other ranks"):
+            unread = [
+                (line, rank)
+                for line, rank in unread
+                if (line.read(f"seen/{rank}") or 0) < line.judged and not line.has_lost(rank)
+            ]
+            if not unread:
+                return
