@@ -22,7 +22,7 @@ from composer_dist.checkpoint.export.plan import plan_export
 from composer_dist.checkpoint.format.opened import Opened, open_checkpoint
 from composer_dist.checkpoint.format.sharded import Saving
 from composer_dist.checkpoint.format.single_file import SavingFile
-from composer_dist.checkpoint.format.structure import decode
+from composer_dist.checkpoint.format.state_tree import decode
 from composer_dist.checkpoint.kinds.contents import stored_kind
 from composer_dist.checkpoint.storage.place import place_of
 from composer_dist.distributed.mesh.layout import Coordinate, Layout

@@ -21,7 +21,7 @@ from composer_dist.checkpoint.kinds.optimizer_names import (
     named_optimizer_state,
     parameter_names,
 )
-from composer_dist.distributed.moving.into import fill
+from composer_dist.distributed.moving.scatter import fill
 from composer_dist.distributed.prepared import mesh_of_world, usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import broadcast, world_and_rank

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.checkpoint.gather import agree_on, gather_full
 from composer_dist.checkpoint.kinds.model import foreign_tensors, live_state, owner_of
-from composer_dist.distributed.moving.into import fill
+from composer_dist.distributed.moving.scatter import fill
 from composer_dist.distributed.prepared import mesh_of_world, usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import broadcast, device_of_group, world_and_rank

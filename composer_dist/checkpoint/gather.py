@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed.moving.whole import full_tensors
+from composer_dist.distributed.moving.gather import full_tensors
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
 

@@ -22,9 +22,9 @@ from composer_dist.distributed.compiling import float8
 from composer_dist.distributed.context_parallelism.context import expect_context
 from composer_dist.distributed.mesh.build import meet, mesh_sizes
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.into import write_full
+from composer_dist.distributed.moving.deliver import deliver, inner_cargoes
 from composer_dist.distributed.moving.memory import check_pinning
-from composer_dist.distributed.moving.transfer import deliver, inner_cargoes
+from composer_dist.distributed.moving.scatter import write_full
 from composer_dist.distributed.optimizers.check import check_hooks
 from composer_dist.distributed.optimizers.follow import carry_attributes
 from composer_dist.distributed.plan.build import as_tuple, build_plan
@@ -42,7 +42,7 @@ from composer_dist.distributed.weights.storage import give_memory, replace
 from composer_dist.distributed.wishes import CheckFn, Request, WrapPolicy
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.precision import Precision, require_fp8
-from composer_dist.structure.check_shared import check_aliasing
+from composer_dist.structure.check_aliasing import check_aliasing
 from composer_dist.structure.families import quiet_imports
 from composer_dist.structure.structure import Held, Structure, read_structure
 from composer_dist.tensors.inner import encoded

@@ -101,7 +101,7 @@ class Manifest:
     kinds: dict[str, Kind] = field(default_factory=dict)
     """The kind of each key's value."""
     structure: dict[str, Any] = field(default_factory=dict)
-    """Each key's value, as `composer_dist.checkpoint.format.structure` encodes it."""
+    """Each key's value, as `composer_dist.checkpoint.format.state_tree` encodes it."""
     facts: dict[str, Any] = field(default_factory=dict)
     """When it was saved, by how many ranks, with which versions."""
 

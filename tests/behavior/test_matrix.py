@@ -15,7 +15,7 @@ from composer_dist.distributed import (
     parallelize_model,
     sampler_kwargs,
 )
-from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.moving.gather import gather
 from tests.kit.decoder import token_batch
 from tests.kit.huggingface import gpt2, llama, lora_llama
 from tests.kit.meshes import MESHES

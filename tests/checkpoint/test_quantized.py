@@ -17,7 +17,7 @@ from composer_dist.checkpoint import (
 )
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_model, prepare_fully_shard
-from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.moving.gather import gather
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
 from composer_dist.tensors.inner import dense, inner_tensors
 from tests.kit.compare import same

@@ -27,7 +27,7 @@ from composer_dist.distributed import (
     plan_parallelism,
     prepare,
 )
-from composer_dist.distributed.moving import way as transport
+from composer_dist.distributed.moving import transport
 from composer_dist.distributed.ranks import agreement
 from composer_dist.distributed.weights import fill as weights
 from composer_dist.errors import (

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_dist import _torch
 from composer_dist.distributed.activations.recompute import checkpoint_modules
-from composer_dist.distributed.training.averaging import average_plain_gradients
+from composer_dist.distributed.training.average_gradients import average_plain_gradients
 from tests.kit import compare
 from tests.kit.compare import Tensors, close
 from tests.kit.meshes import mesh_of

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_dist import _torch
-from composer_dist.distributed.moving import whole as collect
+from composer_dist.distributed.moving import gather
 
 
 class Collectives(TorchDispatchMode):
@@ -29,10 +29,10 @@ class Collectives(TorchDispatchMode):
 
 
 @contextmanager
-def messages(bucket_bytes: int = collect.BUCKET_BYTES) -> Iterator[list[int]]:
+def messages(bucket_bytes: int = gather.BUCKET_BYTES) -> Iterator[list[int]]:
     """Inside, buckets have this size; the bytes of each message that this rank gives to be gathered."""
     sent: list[int] = []
-    send_to, all_gather = collect._send_to, _torch.all_gather_single
+    send_to, all_gather = gather._send_to, _torch.all_gather_single
 
     def counted_send(root: int, ranks: Any, message: Tensor, joined: Any) -> None:
         sent.append(message.nbytes)
@@ -43,9 +43,9 @@ def messages(bucket_bytes: int = collect.BUCKET_BYTES) -> Iterator[list[int]]:
         all_gather(joined, message, group=group)
 
     with (
-        mock.patch.object(collect, "_send_to", counted_send),
+        mock.patch.object(gather, "_send_to", counted_send),
         mock.patch.object(_torch, "all_gather_single", counted_gather),
-        mock.patch.object(collect, "BUCKET_BYTES", bucket_bytes),
+        mock.patch.object(gather, "BUCKET_BYTES", bucket_bytes),
     ):
         yield sent
 

@@ -18,7 +18,7 @@ from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.transfer import Cargo
+from composer_dist.distributed.moving.deliver import Cargo
 
 MESHES: dict[str, tuple[int, Any]] = {
     "plain": (1, None),

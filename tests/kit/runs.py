@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from composer_dist.checkpoint import full_model_state, load_checkpoint, save_checkpoint
 from composer_dist.checkpoint.kinds.optimizer_names import named_optimizer_state
-from composer_dist.distributed.moving.into import scatter_into
-from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.moving.gather import gather
+from composer_dist.distributed.moving.scatter import scatter_into
 from composer_dist.distributed.prepare import parallelize_model
 from composer_dist.distributed.prepared import named_parameters_canonical
 from tests.kit.compare import equal

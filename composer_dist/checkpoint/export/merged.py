@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.moving.gather import gather
 from composer_dist.errors import CheckpointValueError
 from composer_dist.files.adapters import without_adapters
 from composer_dist.structure.families import is_a, original_classes

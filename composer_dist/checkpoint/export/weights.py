@@ -15,7 +15,7 @@ from composer_dist.checkpoint.export.merged import AdaptedLayer
 from composer_dist.checkpoint.export.plan import Bundle, ExportPlan, plan_export
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.moving.gather import gather
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.files.slabs import Slab, plan_reads

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from composer_dist.checkpoint.format import dcp
-from composer_dist.checkpoint.format.structure import Leaves, decode, encode, is_plain
+from composer_dist.checkpoint.format.state_tree import Leaves, decode, encode, is_plain
 from composer_dist.checkpoint.storage.local import resolve
 from composer_dist.checkpoint.storage.place import place_of
 from composer_dist.distributed.mesh.layout import Coordinate, Layout

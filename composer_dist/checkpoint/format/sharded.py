@@ -17,7 +17,7 @@ from composer_dist.checkpoint.background import Buffers
 from composer_dist.checkpoint.format import dcp as dcp_metadata
 from composer_dist.checkpoint.format.dcp import Item
 from composer_dist.checkpoint.format.shares import LocalBox, boxes_of, choose, own
-from composer_dist.checkpoint.format.structure import Leaves, encode
+from composer_dist.checkpoint.format.state_tree import Leaves, encode
 from composer_dist.checkpoint.storage.place import Place, complete
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.files.checked import CheckedFile

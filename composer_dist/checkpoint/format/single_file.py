@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_dist.checkpoint.background import Buffers
-from composer_dist.checkpoint.format.structure import Leaves, decode, encode
+from composer_dist.checkpoint.format.state_tree import Leaves, decode, encode
 from composer_dist.checkpoint.gather import agree_on, gather_full
 from composer_dist.checkpoint.storage.place import Place, complete
 from composer_dist.distributed.ranks.agreement import Agreement

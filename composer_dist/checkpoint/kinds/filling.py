@@ -10,9 +10,9 @@ from composer_dist.checkpoint.format.opened import Opened
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.into import Landing
+from composer_dist.distributed.moving.deliver import deliver
 from composer_dist.distributed.moving.messages import Cargo
-from composer_dist.distributed.moving.transfer import deliver
+from composer_dist.distributed.moving.scatter import Landing
 from composer_dist.distributed.prepared import mesh_of_world, usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import device_of_group

@@ -12,7 +12,7 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.replication.batch_norm import convert_sync_batch_norm
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.replication.reducer import Replica
-from composer_dist.distributed.training.averaging import average_gradients
+from composer_dist.distributed.training.average_gradients import average_gradients
 from composer_dist.distributed.training.gradients import no_sync
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.structure import Structure

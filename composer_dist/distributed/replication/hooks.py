@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from composer_dist.config.mesh import per_host
 from composer_dist.config.replicate import DDPConfig
-from composer_dist.distributed.training.averaging import average
+from composer_dist.distributed.training.average_gradients import average
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.wording import near_miss
 

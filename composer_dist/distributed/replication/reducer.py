@@ -24,7 +24,7 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.replication.checks import Checks
 from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, reduced_in
 from composer_dist.distributed.replication.plan import ReplicaPlan
-from composer_dist.distributed.training.averaging import average_gradients
+from composer_dist.distributed.training.average_gradients import average_gradients
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.tensors.nested import replace_tensors, tensors_in
 from composer_dist.wording import listed

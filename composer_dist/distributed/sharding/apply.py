@@ -21,15 +21,15 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.prepared import record
 from composer_dist.distributed.sharding.buffers import FollowBuffers
 from composer_dist.distributed.sharding.calls import Calls
+from composer_dist.distributed.sharding.check_order import check_call_order
 from composer_dist.distributed.sharding.hooks import (
     normalize_in_own_dtype,
     own_outputs,
     reshard_after_evaluation,
 )
-from composer_dist.distributed.sharding.order import check_call_order
 from composer_dist.distributed.sharding.plan import ShardingPlan, Unit
 from composer_dist.distributed.sharding.skip import let_skip
-from composer_dist.distributed.training.averaging import average_plain_gradients
+from composer_dist.distributed.training.average_gradients import average_plain_gradients
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import empty_like

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import _torch
 from composer_dist.distributed.sharding.assign_units import Skippable
-from composer_dist.distributed.sharding.order import exchange
+from composer_dist.distributed.sharding.check_order import exchange
 from composer_dist.structure.structure import Held, Structure
 from composer_dist.tensors.nested import replace_tensors, tensors_in
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed.moving.into import write_full
-from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.moving.gather import gather
+from composer_dist.distributed.moving.scatter import write_full
 from composer_dist.distributed.prepared import check_usable, reshard
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import world_and_rank

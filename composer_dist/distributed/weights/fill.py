@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.into import write_full
+from composer_dist.distributed.moving.deliver import inner_cargoes, take_part
 from composer_dist.distributed.moving.messages import Cargo, in_buckets
-from composer_dist.distributed.moving.transfer import inner_cargoes, take_part
-from composer_dist.distributed.moving.way import Transport
+from composer_dist.distributed.moving.scatter import write_full
+from composer_dist.distributed.moving.transport import Transport
 from composer_dist.distributed.optimizers.follow import Follower
 from composer_dist.distributed.plan.plan import Delivery
 from composer_dist.distributed.ranks.agreement import Agreement

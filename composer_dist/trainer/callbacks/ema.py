@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_dist import _torch
-from composer_dist.distributed.moving.into import copy_into
+from composer_dist.distributed.moving.scatter import copy_into
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.tensors.inner import local_part

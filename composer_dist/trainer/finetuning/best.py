@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_dist.distributed.moving.into import copy_into
+from composer_dist.distributed.moving.scatter import copy_into
 from composer_dist.distributed.prepared import named_buffers_canonical, named_parameters_canonical
 from composer_dist.errors import CheckpointKeyError
 from composer_dist.wording import listed

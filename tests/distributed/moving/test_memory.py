@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.moving import memory as peer_memory
-from composer_dist.distributed.moving import way
+from composer_dist.distributed.moving import transport
 from composer_dist.distributed.moving.memory import Beacon, Range, Staging
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.compare import same, values
@@ -131,7 +131,7 @@ def test_the_buffers_together_are_as_large_as_a_bucket() -> None:
 def test_a_model_is_the_same_with_buffers_as_without() -> None:
     for staged in (False, True):
         model = built(device="meta" if dist.get_rank() else "cpu")
-        with mock.patch.object(way, "_needs_upload", lambda target, staged=staged: staged):
+        with mock.patch.object(transport, "_needs_upload", lambda target, staged=staged: staged):
             done = parallelize_model(model, config(transport="memory", bucket_bytes=100))
         assert done.transport == "memory"
         assert done.bytes_moved > 0

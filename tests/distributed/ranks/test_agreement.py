@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from composer_dist._torch import get_default_store
+from composer_dist.distributed.ranks import agreement as module
 from composer_dist.distributed.ranks import line, process_group, waiting
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import (

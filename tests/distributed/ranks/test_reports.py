@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from composer_dist.distributed import clip_grad_norm, parallelize_model, process_group
 from composer_dist.distributed.ranks.reports import told_to_all
-from composer_dist.distributed.training.averaging import average_gradients
+from composer_dist.distributed.training.average_gradients import average_gradients
 from composer_dist.errors import ParallelismError, ParallelismRuntimeError, ParallelismValueError
 from tests.kit.compare import fails
 from tests.kit.training import joined, quiet, recovers, tagged, tagger

@@ -24,7 +24,7 @@ from composer_dist.distributed import (
 )
 from composer_dist.distributed.mesh.build import mesh_for
 from composer_dist.distributed.mesh.layout import Layout
-from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.moving.gather import gather
 from composer_dist.distributed.plan.build import build_plan
 from composer_dist.distributed.steps import divide
 from composer_dist.distributed.weights.storage import give_memory

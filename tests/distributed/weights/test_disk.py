@@ -23,7 +23,7 @@ from composer_dist.checkpoint import load_pretrained
 from composer_dist.distributed import parallelize_composer_model, parallelize_model
 from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.moving.gather import gather
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.weights import disk as pretrained

@@ -14,8 +14,7 @@ from torch import nn
 
 from composer_dist import ParallelismConfig, progress
 from composer_dist.distributed import parallelize_model
-from composer_dist.distributed.moving import transfer as sync
-from composer_dist.distributed.moving import way as transport
+from composer_dist.distributed.moving import deliver, transport
 
 RANK = int(os.environ["RANK"])
 
@@ -31,7 +30,7 @@ def main(way: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts with "&"
     if way == "memory":
         transport.Transport._copy = lambda *args: stall()
-    scatter, calls = sync._scatter, 0
+    scatter, calls = deliver._scatter, 0
 
     def third(*args: Any) -> int:
         """Rank 0 stalls in the middle, and with it rank 1, in torch."""
@@ -43,7 +42,7 @@ def main(way: str) -> None:
             print("stalled", flush=True)
         return scatter(*args)
 
-    sync._scatter = third
+    deliver._scatter = third
     with torch.device("meta" if RANK else "cpu"):
         model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     parallelize_model(model, ParallelismConfig(transport=way, bucket_bytes=4096))

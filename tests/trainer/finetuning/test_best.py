@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.moving.gather import gather
 from composer_dist.distributed.prepare import parallelize_composer_model
 from composer_dist.errors import CheckpointKeyError
 from composer_dist.trainer.finetuning.best import put_back, take_snapshot

@@ -17,8 +17,8 @@ import torch
 
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving import memory
+from composer_dist.distributed.moving.deliver import deliver, take_part
 from composer_dist.distributed.moving.messages import Cargo
-from composer_dist.distributed.moving.transfer import deliver, take_part
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.progress import Progress, Stage

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from composer_dist.structure.check_shared import check_aliasing
+from composer_dist.structure.check_aliasing import check_aliasing
 from composer_dist.structure.structure import read_structure
 from tests.kit.huggingface import tied_llama
 

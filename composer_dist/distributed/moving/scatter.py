@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.moving import whole
+from composer_dist.distributed.moving import gather as gathering
+from composer_dist.distributed.moving.deliver import take_part
+from composer_dist.distributed.moving.gather import gather
 from composer_dist.distributed.moving.messages import Cargo, in_buckets
-from composer_dist.distributed.moving.transfer import take_part
-from composer_dist.distributed.moving.way import Transport
-from composer_dist.distributed.moving.whole import gather
+from composer_dist.distributed.moving.transport import Transport
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import device_of_group, world_and_rank
 from composer_dist.tensors.inner import (
@@ -132,7 +132,7 @@ def fill(
         now = targets[name]
         return now.numel() * 4 if by_part else sum(inner.nbytes for inner in describe_inner(now))
 
-    for batch in in_buckets(usual, copied_bytes, whole.BUCKET_BYTES):
+    for batch in in_buckets(usual, copied_bytes, gathering.BUCKET_BYTES):
         with agreement.together("encoding a state"):
             freights = [f for n in batch for f in _freights(n, targets[n], source.get(n), by_part)]
             if alone:
@@ -141,7 +141,7 @@ def fill(
                     take_part(cargo, here)
         if not alone:
             assert mesh is not None
-            with Transport(mesh, agreement, whole.BUCKET_BYTES) as transport:
+            with Transport(mesh, agreement, gathering.BUCKET_BYTES) as transport:
                 transport.send({0: [cargo for cargo, _ in freights]})
         with agreement.together("encoding a state"):
             for _, landing in freights:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from composer_dist.distributed.training import averaging
-from composer_dist.distributed.training.averaging import average_plain_gradients
+from composer_dist.distributed.training import average_gradients as averaging
+from composer_dist.distributed.training.average_gradients import average_plain_gradients
 from composer_dist.distributed.training.gradients import no_sync
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
 from tests.kit.gradients import Toy, assert_grads, batch, collectives, grads, loss_of, prepared, reference

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.moving.deliver import deliver, take_part
 from composer_dist.distributed.moving.messages import Cargo
-from composer_dist.distributed.moving.transfer import deliver, take_part
 from composer_dist.tensors.fingerprint import fingerprint
 from tests.kit.measure import profiled
 from tests.kit.meshes import awkward_tensors, cargoes_of, mesh_of

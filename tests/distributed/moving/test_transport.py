@@ -19,7 +19,7 @@ from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving import memory as peer_memory
 from composer_dist.distributed.moving.messages import Cargo
-from composer_dist.distributed.moving.way import Transport
+from composer_dist.distributed.moving.transport import Transport
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismError
 from tests.kit.compare import alike, fails_alike, full, same, values
