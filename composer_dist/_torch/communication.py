@@ -1,6 +1,5 @@
 """Process groups, collectives and meshes."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -81,41 +80,6 @@ def collective_timeout() -> timedelta:
     return max((backend.options._timeout for backend in backends), default=timedelta(minutes=30))
 
 
-@contextmanager
-def one_gloo_thread() -> Iterator[None]:
-    """Inside, each new gloo group has one thread, where torch starts two for every network interface.
-
-    The threads of a group assign the name of each finished collective to one string without a lock. A name of
-    over 15 letters may be freed twice: "free(): invalid pointer", or a segmentation fault (torch 2.13).
-    `init_process_group` ignores options for gloo, so its constructor is replaced. Since torch 2.6.
-    """
-    if not torch.distributed.is_gloo_available():
-        yield
-        return
-    gloo: Any = torch.distributed.ProcessGroupGloo
-    made = gloo.__init__
-
-    def make(self: Any, store: Store, rank: int, size: int, *given: Any, **named: Any) -> None:
-        timeout = named.get("timeout", given[0] if given else timedelta(minutes=30))
-        if isinstance(timeout, timedelta):  # else the caller's own options
-            options = gloo._Options()
-            interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-            options._devices = (
-                [gloo.create_device(interface=name) for name in interfaces.split(",")]
-                if interfaces
-                else [gloo.create_default_device()]
-            )
-            options._timeout, options._threads = timeout, 1
-            given, named = (options,), {}
-        made(self, store, rank, size, *given, **named)
-
-    gloo.__init__ = make
-    try:
-        yield
-    finally:
-        gloo.__init__ = made
-
-
 # FSDP2 shards over data and context parallel ranks together, and needs a part of the same mesh that tensor
 # parallelism uses. Slicing by a flattened name is deprecated; only these functions return a flattened mesh to
 # keep. `_flatten` since torch 2.5, `_concatenate` since 2.10.
@@ -123,8 +87,7 @@ def one_gloo_thread() -> Iterator[None]:
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """A mesh with several dimensions as one with a single dimension; every call returns the same one."""
-    with one_gloo_thread():
-        return mesh._flatten(name)
+    return mesh._flatten(name)
 
 
 def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:

@@ -221,7 +221,7 @@ def test_what_cannot_be_read_is_found_before_anything_changes(tmp_path: Path) ->
     save_checkpoint(tmp_path / "c", {"model": model, "optimizer": optimizer, "odd": Evil()})
     train(model, optimizer)
     before = snapshot(model, optimizer)
-    with fails_alike(CheckpointValueError, "odd is an object that could run code"):
+    with fails_alike(CheckpointValueError, "odd of ", "is an object that could run code"):
         load_checkpoint(tmp_path / "c", {"model": model, "optimizer": optimizer, "odd": None})
     assert_same(snapshot(model, optimizer), before)
     optimizer.step()

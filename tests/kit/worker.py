@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composer_dist._torch import clear_dtensor_caches, one_gloo_thread
+from composer_dist._torch import clear_dtensor_caches
 
 Setup = Literal["group", "environment", "nothing"]
 
@@ -44,6 +44,7 @@ class Job:
     world_size: int
     timeout: float
     setup: Setup
+    gloo_threads: int
     launcher_port: int
     path: list[str]
     filters: list[tuple[str, str, type[Warning], str, int]]
@@ -57,11 +58,6 @@ def serve(connection: Connection, port: int, log: str) -> None:
     # One connection for all runs: each costs a look-up of the host's name, which may take seconds.
     store = dist.TCPStore(HOST, port, is_master=False)
     connection.send_bytes(b"ready")
-    with one_gloo_thread():
-        _work(connection, store)
-
-
-def _work(connection: Connection, store: dist.Store) -> None:
     while True:
         try:
             job: Job = pickle.loads(connection.recv_bytes())
@@ -117,7 +113,7 @@ def _die_with_parent() -> None:
 def _answer(job: Job, store: dist.Store) -> tuple[bytes, bool]:
     """Runs the job; the answer is the pickle of (succeeded, result or traceback, when it ended)."""
     try:
-        with _clean_slate(job):
+        with _clean_slate(job), one_gloo_thread() if job.gloo_threads == 1 else contextlib.nullcontext():
             fn, args, kwargs = pickle.loads(job.call)
             if job.setup == "group":
                 place = {"store": store, "rank": job.rank, "world_size": job.world_size}
@@ -156,6 +152,38 @@ def _clean_slate(job: Job) -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(directory)
+
+
+@contextlib.contextmanager
+def one_gloo_thread() -> Iterator[None]:
+    """Inside, each new gloo group has one thread, where torch starts two for every network interface.
+
+    The threads of a group assign the name of each finished collective to one string without a lock. A name of
+    over 15 letters may be freed twice: "free(): invalid pointer", or a segmentation fault (torch 2.13).
+    `init_process_group` ignores options for gloo, so its constructor is replaced.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    made = gloo.__init__
+
+    def make(self: Any, store: dist.Store, rank: int, size: int, *given: Any, **named: Any) -> None:
+        timeout = named.get("timeout", given[0] if given else timedelta(minutes=30))
+        if isinstance(timeout, timedelta):  # else the caller's own options
+            options = gloo._Options()
+            interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+            options._devices = (
+                [gloo.create_device(interface=name) for name in interfaces.split(",")]
+                if interfaces
+                else [gloo.create_default_device()]
+            )
+            options._timeout, options._threads = timeout, 1
+            given, named = (options,), {}
+        made(self, store, rank, size, *given, **named)
+
+    gloo.__init__ = make
+    try:
+        yield
+    finally:
+        gloo.__init__ = made
 
 
 def _torchrun_environment(job: Job) -> dict[str, str]:

@@ -69,13 +69,14 @@ class WorkerError(AssertionError):
 
 
 def on_ranks(
-    size: int | str | Callable[..., int], timeout: float = 60.0
+    size: int | str | Callable[..., int], timeout: float = 60.0, gloo_threads: int = 1
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of a function that every rank of a world runs; it returns nothing and asserts on its rank.
 
     Args:
         size: how many ranks, the name of the test's argument that says so, or a function of its arguments.
         timeout: seconds for the test, and for each collective in it.
+        gloo_threads: 1 or 2, torch's number; see `one_gloo_thread`.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -84,7 +85,8 @@ def on_ranks(
             __tracebackhide__ = True
             ranks = arguments[size] if isinstance(size, str) else size
             ranks = ranks(**arguments) if callable(ranks) else ranks
-            run(_Body(body.__module__, body.__name__), ranks, timeout=timeout, **arguments)
+            settings: Any = {"timeout": timeout, "gloo_threads": gloo_threads}
+            run(_Body(body.__module__, body.__name__), ranks, **settings, **arguments)
 
         return test
 
@@ -169,6 +171,7 @@ class _Pool:
         *args: Any,
         timeout: float = 60.0,
         setup: Setup = "group",
+        gloo_threads: int = 1,
         **kwargs: Any,
     ) -> list[Any]:
         """Calls `fn(*args, **kwargs)` on every rank of a world and returns the results by rank.
@@ -180,6 +183,7 @@ class _Pool:
             setup: `"group"` gives a gloo process group and no environment variables,
                 `"environment"` sets what torchrun sets and leaves the group to `fn`,
                 `"nothing"` leaves both out.
+            gloo_threads: of each gloo group; see `one_gloo_thread`.
 
         Raises:
             WorkerError: with the traceback of each rank that failed.
@@ -193,7 +197,8 @@ class _Pool:
             launcher = _host_store() if setup == "environment" else None
             port, filters = launcher.port if launcher else 0, _warning_filters()
             for rank, worker in enumerate(workers):
-                job = Job(self.runs, rank, world_size, timeout, setup, port, sys.path, filters, call)
+                who = (self.runs, rank, world_size)
+                job = Job(*who, timeout, setup, gloo_threads, port, sys.path, filters, call)
                 worker.send(pickle.dumps(job))
             results, errors = self._collect(workers, timeout)
         except BaseException:  # Ctrl-C among others: leave no worker in an unknown state

@@ -13,11 +13,13 @@ from torchmetrics.text import Perplexity
 from composer_dist._torch import checkpoint_wrapper
 from composer_dist.checkpoint import full_model_state, load_full_model_state
 from composer_dist.config.fully_shard import FSDP2Config
-from composer_dist.distributed import init_context, parallelize_composer_model
+from composer_dist.config.replicate import DDPConfig
+from composer_dist.distributed import init_context, parallelize_composer_model, parallelize_model
 from composer_dist.errors import CheckpointError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerModel, HuggingFaceModel
 from tests.kit import huggingface as hf
-from tests.kit.compare import equal, same
+from tests.kit.compare import equal, part_of, same, same_parameters
+from tests.kit.decoder import token_batch
 from tests.kit.world import on_ranks
 
 # peft 0.21 reads an attribute that transformers 5.23 deprecates.
@@ -265,3 +267,25 @@ def test_base_and_adapters_arrive_and_only_adapters_move(dtype: torch.dtype) -> 
     moved = {name for name in after if not torch.equal(after[name], before[name])}
     assert moved == set(adapters) == {name for name in before if "lora_" in name}
     assert {tensor.dtype for tensor in adapters.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("config", [FSDP2Config(), DDPConfig()], ids=["fsdp", "ddp"])
+@pytest.mark.parametrize("kind", ["prompt", "p_tuning", "prefix"])
+@on_ranks(2)
+def test_learned_prompts_train_like_one_process(kind: str, config: FSDP2Config | DDPConfig) -> None:
+    reference, model = hf.adapted(kind).model, hf.adapted(kind).model
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.05) for one in (reference, model)]
+    done = parallelize_model(model, config, optimizers[1])
+    for step in range(2):
+        ids = token_batch(step)
+        for one, rows, optimizer in zip(
+            (reference, model), (ids, part_of(ids, done.mesh)), optimizers, strict=True
+        ):
+            one(input_ids=rows, labels=rows).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    same_parameters(model, reference)
+    before = hf.adapted(kind).model
+    assert any(
+        not torch.equal(a, b) for a, b in zip(before.parameters(), reference.parameters(), strict=True)
+    )

@@ -6,7 +6,6 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composer_dist._torch import one_gloo_thread
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.distributed.mesh.dimensions import DIMENSIONS, mesh_dim_names
 from composer_dist.distributed.mesh.mesh import Mesh
@@ -27,9 +26,8 @@ def build_mesh(config: MeshConfig, world_size: int | None = None) -> DeviceMesh:
     sizes = config.resolve(dist.get_world_size() if world_size is None else world_size)
     names = mesh_dim_names(sizes)
     device_type = config.device_type or process_group.device_of_group().type
-    with one_gloo_thread():
-        mesh = init_device_mesh(device_type, tuple(sizes[n] for n in names), mesh_dim_names=names)
-        Mesh(mesh).make_groups()
+    mesh = init_device_mesh(device_type, tuple(sizes[n] for n in names), mesh_dim_names=names)
+    Mesh(mesh).make_groups()
     return mesh
 
 

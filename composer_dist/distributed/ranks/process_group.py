@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
-from composer_dist._torch import clear_dtensor_caches, one_gloo_thread
+from composer_dist._torch import clear_dtensor_caches
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.gloo_interface import gloo_variables
 from composer_dist.distributed.ranks.launcher_variables import VARIABLES, check_alone
@@ -82,8 +82,7 @@ def init(
     os.environ.update(gloo_variables(os.environ))
     if is_distributed():
         place = meeting_place(timeout)
-    with one_gloo_thread():
-        dist.init_process_group(backend, timeout=timeout, **place)
+    dist.init_process_group(backend, timeout=timeout, **place)
     Agreement().begin()  # from now on, it is noticed if a rank of this host ends
 
 

@@ -14,9 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from composer_dist._torch import collective_timeout
-from composer_dist.config.mesh import MeshConfig
-from composer_dist.distributed.mesh.build import build_mesh
 from composer_dist.distributed.ranks import process_group as pg
 from composer_dist.distributed.ranks.cpus import share_cpus, threads_per_process
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError
@@ -58,21 +55,6 @@ def test_inplace_reaches_a_strided_tensor() -> None:
     value = torch.arange(4.0).reshape(2, 2).T * one_and_three()
     assert pg.all_reduce(value, inplace=True) is value
     assert value.tolist() == [[0.0, 4.0], [2.0, 6.0]]
-
-
-def gloo_threads(group: dist.ProcessGroup | None) -> int:
-    assert group is not None
-    threads: int = group._get_backend(torch.device("cpu")).options._threads
-    return threads
-
-
-def test_gloo_groups_have_one_thread() -> None:
-    """In this process: the workers' groups have one anyway."""
-    pg.init("gloo", timeout=timedelta(seconds=77))
-    assert gloo_threads(dist.group.WORLD) == 1
-    assert collective_timeout() == timedelta(seconds=77)
-    assert gloo_threads(build_mesh(MeshConfig(dp_shard=1)).get_group()) == 1
-    assert gloo_threads(dist.new_group([0])) == 2, "users' own groups stay torch's"
 
 
 Pair = namedtuple("Pair", "left right")
