@@ -115,6 +115,8 @@ class Rejoined:
             return copied
         if isinstance(own, tuple):
             items = [self.rejoin(*pair) for pair in zip(own, copied, strict=True)]
+            if all(item is before for item, before in zip(items, own, strict=True)):
+                return own
             return type(own)(*items) if hasattr(own, "_fields") else type(own)(items)
         if isinstance(own, set):
             self._sets.append((own, set(own), copied))
@@ -124,7 +126,8 @@ class Rejoined:
             return copied
         self._changed[id(own)] = own
         for key, value, new in _items(own, copied):
-            _put(own, key, self.rejoin(value, new))
+            if (new := self.rejoin(value, new)) is not value:
+                _put(own, key, new)
         return own
 
     def undo(self) -> None:
@@ -136,6 +139,27 @@ class Rejoined:
         for container, before, put in self._sets:
             if put <= container:
                 _fill(container, before | (container - put))
+
+
+def with_plain_containers(data: Any, depth: int = 0) -> Any:
+    """`data` with dicts and lists in place of dataclasses and of dicts and lists of other classes.
+
+    Torch copies a container by calling its class, which may take other arguments or have side effects.
+    """
+    if depth > _DEPTH:
+        return data
+    if isinstance(data, dict):
+        copy: Any = {key: with_plain_containers(value, depth + 1) for key, value in data.items()}
+        same = all(copy[key] is value for key, value in data.items())
+    elif isinstance(data, (list, tuple)):
+        copy = [with_plain_containers(value, depth + 1) for value in data]
+        same = all(item is value for item, value in zip(copy, data, strict=True))
+        copy = tuple(copy) if isinstance(data, tuple) else copy
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return {name: with_plain_containers(getattr(data, name), depth + 1) for name in _set_fields(data)}
+    else:
+        return data
+    return data if same and (isinstance(data, tuple) or type(data) in (dict, list)) else copy
 
 
 def replace_tensors(fn: Callable[[Tensor], Tensor], data: Any) -> Any:
@@ -159,8 +183,15 @@ def _items(container: Any, copied: Any) -> Iterator[tuple[Any, Any, Any]]:
     elif isinstance(container, list):
         yield from ((index, *pair) for index, pair in enumerate(zip(container, copied, strict=True)))
     else:
-        names = [field.name for field in dataclasses.fields(container)]
-        yield from ((name, getattr(container, name), getattr(copied, name)) for name in names)
+        values = (
+            copied if isinstance(copied, dict) else {n: getattr(copied, n) for n in _set_fields(container)}
+        )
+        yield from ((name, getattr(container, name), values[name]) for name in _set_fields(container))
+
+
+def _set_fields(data: Any) -> list[str]:
+    """The fields of a dataclass that have a value."""
+    return [field.name for field in dataclasses.fields(data) if hasattr(data, field.name)]
 
 
 def _put(container: Any, key: Any, value: Any) -> None:

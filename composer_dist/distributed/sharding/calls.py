@@ -23,7 +23,7 @@ from composer_dist.distributed import forwards
 from composer_dist.distributed.training.changes import Before, Watch
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.names import ancestors, canonical_name, child_name
-from composer_dist.tensors.nested import Rejoined, everything_in
+from composer_dist.tensors.nested import Rejoined, everything_in, with_plain_containers
 from composer_dist.wording import listed
 
 _eager: Callable[..., Any] = torch.compiler.disable
@@ -83,12 +83,13 @@ class Calls:
 
         return call
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         modules = list(_own_modules(self._module))
         if torch.is_grad_enabled():
             self._refuse_new(modules)
         self._refuse_others()
         self._calls.append(_Call(modules, (args, kwargs), _torch.next_sequence_number()))
+        return with_plain_containers((args, kwargs))
 
     def _inside(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         call = self._calls[-1]
@@ -101,8 +102,9 @@ class Calls:
         if changed:
             raise ParallelismRuntimeError(changed_in_forward(self._name, module, changed))
 
-    def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _keep_output(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._calls[-1].output = output
+        return with_plain_containers(output)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if output is None and isinstance(error := sys.exception(), RuntimeError):

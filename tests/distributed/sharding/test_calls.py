@@ -1,9 +1,9 @@
 """The calls of units: what `tests/behavior/test_same_function.py` does not tell apart."""
 
 import copy
-from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.tensors.nested import Rejoined, everything_in
-from tests.kit.compare import alike, fails
+from tests.kit.compare import alike, close, fails, grads
 from tests.kit.world import on_ranks
 
 STASH: list[Tensor] = []
@@ -158,6 +158,75 @@ def test_a_step_with_gradients_that_ddp_has_not_averaged_is_refused() -> None:
 class Pair:
     first: Any
     second: Any
+
+
+@dataclass
+class Counted:
+    """Torch cannot make another one with `dataclasses.replace`, and should not."""
+
+    value: Any
+    total: Any = field(init=False)
+    made: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        Counted.made += 1
+
+
+class Named(list[Any]):
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__([value])
+        self.name = name
+
+
+class Odd(nn.Module):
+    """Reads and fills containers whose classes cannot be called with their contents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, kept: defaultdict[str, Any], counted: Counted, named: Named) -> Any:
+        value = torch.tanh(self.linear(kept["x"] + counted.value + named[0]))
+        kept["x"], counted.value, named[0] = value, value * 2, value * 3
+        counted.total = value.square().mean()
+        kept["losses"] = kept["losses"] + counted.total  # the first one is not there yet
+        return {"kept": kept, "counted": counted, "named": named}
+
+
+class Odds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList([Odd() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        kept, counted, named = defaultdict(float, x=x), Counted(x), Named("n", x)
+        for layer in self.layers:
+            found = layer(kept, counted, named)
+            assert found["kept"] is kept
+            assert found["counted"] is counted
+            assert found["named"] is named
+        return kept["losses"] + counted.total + (kept["x"] + named[0]).mean()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", [None, "amp_bf16"])
+def test_containers_that_torch_cannot_copy_are_the_callers_own(precision: str | None) -> None:
+    torch.manual_seed(0)
+    model, x = Odds(), torch.randn(2, 4)
+    reference = copy.deepcopy(model)
+    parallelize_model(model, FSDP2Config(), precision=precision)
+    made = Counted.made
+    loss = model(x)
+    assert Counted.made == made + 1
+    loss.backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision is not None):
+        expected = reference(x)
+    expected.backward()
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if precision is None else {"rtol": 0.05, "atol": 0.02}
+    torch.testing.assert_close(loss.float(), expected.float(), **tolerance)
+    close(grads(model), grads(reference), **tolerance)
 
 
 def test_the_callers_containers_get_the_tensors_and_lose_them_again() -> None:
