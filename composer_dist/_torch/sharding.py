@@ -4,8 +4,11 @@ FSDP2 records each parameter in a private object, which the sharded module refer
 shard is allocated once, with the padding that the all-gather needs, and filled in place.
 """
 
+import re
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from itertools import count
+from typing import Any, ClassVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -48,15 +51,17 @@ def sharded_param(param: Any) -> nn.Parameter:
     return sharded
 
 
-def has_lost_data(param: Any) -> bool:
-    """Whether `.data` of a shard was set since the first call: a DTensor keeps the part that it has.
+def has_lost_data(shard: Any, known: dict[str, Any], key: str) -> bool:
+    """Whether `.data` of a shard was set since the last call: a DTensor keeps the part that it has.
 
     Its outer tensor has no memory, but a storage. `model.to()` replaces both, the part and the storage.
+
+    Args:
+        known: what this function remembers, under `key`.
     """
-    storage, part = param.sharded_param.untyped_storage(), param.sharded_param._local_tensor
-    known, known_part = getattr(param, "known_data", (storage, part))
-    param.known_data = storage, part
-    return known._cdata != storage._cdata and known_part is part
+    now = shard.untyped_storage(), shard._local_tensor
+    (storage, part), known[key] = known.get(key, now), now
+    return storage._cdata != now[0]._cdata and part is now[1]
 
 
 def gathered_param(param: Any) -> torch.Tensor | None:
@@ -212,10 +217,15 @@ class _Freed:
     for as long, which autograd compares before each use in backward. Since torch 2.4.
     """
 
-    _FAR = 1 << 24
+    FAR = 1 << 24
+    """The difference, to which the parameter's number is added."""
+    params: ClassVar[WeakValueDictionary[int, Any]] = WeakValueDictionary()
+    """FSDP2's records by number."""
+    _numbers = count()
 
     def __init__(self, param: Any) -> None:
-        self._param = param
+        self._param, self._number = param, next(self._numbers)
+        self.params[self._number] = param
         self._version: int | None = None
         self._free, self._to_unsharded = param.free_unsharded_param, param.to_unsharded
         param.free_unsharded_param, param.to_unsharded = self.free, self.to_unsharded
@@ -225,13 +235,20 @@ class _Freed:
         gathered = getattr(self._param, "_unsharded_param", None)
         if self._version is None and gathered is not None and not gathered.is_inference():
             self._version = gathered._version
-            _set_version(gathered, self._version + self._FAR)
+            _set_version(gathered, self._version + self.FAR + self._number)
 
     def to_unsharded(self) -> None:
         if self._version is not None:
             _set_version(self._param._unsharded_param, self._version)
             self._version = None
         self._to_unsharded()
+
+
+def freed_parameter(error: RuntimeError) -> str | None:
+    """The name of the parameter that autograd refuses because of `_Freed`, if this is such an error."""
+    found = re.search(r"is at version (\d+); expected version (\d+)", str(error))
+    param = found and _Freed.params.get(int(found[1]) - int(found[2]) - _Freed.FAR)
+    return param._param_fqn if param else None
 
 
 def _set_version(tensor: torch.Tensor, version: int) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_dist import _torch
 from composer_dist.distributed import forwards
-from composer_dist.distributed.training.changes import Before, Watch
+from composer_dist.distributed.training.changes import Before, Watch, refuse_lost_data
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.names import ancestors, canonical_name, child_name
 from composer_dist.tensors.nested import Rejoined, everything_in, with_plain_containers
@@ -53,6 +53,7 @@ class Calls:
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._module = name, module
         self._params: Mapping[str, Any] = {}
+        self._data: dict[str, Any] = {}
         self._known: Mapping[nn.Module, frozenset[str]] = {}
         self._calls: list[_Call] = []
         self._watch = Watch()
@@ -133,11 +134,7 @@ class Calls:
                     "put another in its place. Change the values in place (with torch.no_grad(), "
                     "parameter.copy_()), or leave the module unsharded: Rule(..., shard=False)."
                 )
-            if _torch.has_lost_data(param):
-                raise ParallelismRuntimeError(
-                    f"The new value of {name} is lost: its .data was set, and a sharded parameter keeps its "
-                    "values then. Change them in place: parameter.data.copy_(value)."
-                )
+            refuse_lost_data(name, sharded, self._data)
             if sharded.requires_grad and _torch.gradient_hooks(sharded):
                 raise ParallelismRuntimeError(
                     f"Gradient hooks (Tensor.register_hook) on {name} are never called: FSDP2 reduces the "

@@ -14,7 +14,8 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
-from composer_dist.distributed import parallelize_model
+from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist.distributed import accumulate, parallelize_model
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.tensors.nested import Rejoined, everything_in
 from tests.kit.compare import alike, close, fails, grads
@@ -45,8 +46,13 @@ def test_a_loss_that_nobody_can_see_is_an_error_and_no_crash() -> None:
     parallelize_model(model, FSDP2Config())
     STASH.clear()
     model(torch.ones(2, 4))
-    with fails(RuntimeError, "modified by an inplace operation", "is at version 1677721"):
+    with fails(RuntimeError, "modified by an inplace operation", "is at version 16777"):
         sum(STASH).backward()
+    STASH.clear()
+    refused = fails(ParallelismRuntimeError, "needs 0.linear.weight, which FSDP2", "Return the loss")
+    with refused, accumulate(model, last=True):
+        model(torch.ones(2, 4))
+        STASH[0].backward()
 
 
 @on_ranks(2)
@@ -98,12 +104,14 @@ def test_running_statistics_are_rank_0s_on_every_rank(replicas: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_value_set_through_data_is_refused_and_one_moved_or_copied_is_not(steps: int) -> None:
+@pytest.mark.parametrize("tp", [False, True])
+def test_a_value_set_through_data_is_refused_and_one_moved_or_copied_is_not(steps: int, tp: bool) -> None:
     """torch's DTensor drops it, so an optimizer that sets `p.data` would train nothing."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    parallelize_model(model, FSDP2Config(), optimizer)
+    cut = ParallelismConfig(tp=TPConfig(plan={"1": "colwise_gather"}), mesh=MeshConfig(dp_shard=1, tp=2))
+    parallelize_model(model, cut if tp else FSDP2Config(), optimizer)
     for _ in range(steps):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
@@ -111,7 +119,8 @@ def test_a_value_set_through_data_is_refused_and_one_moved_or_copied_is_not(step
     model[1].weight.data.copy_(model[1].weight.data * 2)
     model(torch.ones(2, 4)).sum().backward()
     model[1].weight.data = model[1].weight.data * 2
-    with fails(ParallelismRuntimeError, "new value of 1.weight is lost: its .data was set", "data.copy_"):
+    name = "weight of a Linear" if tp else "1.weight"
+    with fails(ParallelismRuntimeError, f"new value of {name} is lost: its .data was set", "data.copy_"):
         model(torch.ones(2, 4))
 
 
