@@ -2,7 +2,7 @@
 
 `python docs/signatures.py` names the pages that are not up to date, with `--write` it writes them. A page has
 `<!-- reference: package.module [Name ...] -->`; what follows, to `<!-- end of reference -->`, is generated:
-the public classes and functions of the module, or those named.
+the public classes and functions of the module, or those named; for `glossary` the module's docstring.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ from typing import Any
 from composer_dist.recipe.keys import sections
 from composer_dist.recipe.signature import documentation
 
-PAGES = sorted((Path(__file__).parent / "reference").glob("*.md"))
+_DOCS = Path(__file__).parent
+PAGES = [_DOCS / "glossary.md", *sorted((_DOCS / "reference").glob("*.md"))]
 _BLOCK = re.compile(r"(<!-- reference: (\S+)(.*?) -->\n).*?(<!-- end of reference -->\n)", re.DOTALL)
 _SECTIONS = ("Args", "Raises", "Returns", "Yields")
 
@@ -32,7 +33,10 @@ def generated(module: str, names: list[str]) -> str:
     """The text about a module; the keys of the YAML for the module `keys`."""
     if module == "keys":
         return "".join(_keys())
-    objects = vars(importlib.import_module(module))
+    loaded = importlib.import_module(module)
+    if names == ["glossary"]:
+        return f"\n{inspect.cleandoc(loaded.__doc__ or '')}\n\n"
+    objects = vars(loaded)
     public = [
         one
         for name, one in objects.items()

@@ -11,12 +11,13 @@ The words, one noun each:
 - *tie*: one parameter under several names. *duplicate*: one module under several names.
 - *plain parameter*: one that is not a DTensor after preparation.
 - *name*: a parameter's or module's full name, without the segments that wrappers insert.
-- *wish*: what the caller asks for. *plan*: a decision; nothing is read from a wish once it is made.
+- *wish*: what the caller asks for. *plan*: a decision; no wish decides anything once it is made.
 - *kind*: model, optimizer or value, in a checkpoint.
 - *sync*: whose weights count when a model is prepared.
 
 Each feature is a package: its `plan.py` decides (pure, on the meta device, no process group), its
-`apply.py` carries the plan out.
+`apply.py` carries the plan out (`recompute.py` for activations, `context.py` for context parallelism). The
+optimizers need no plan: they follow (`optimizers/follow.py`).
 """
 
 import lazy_loader

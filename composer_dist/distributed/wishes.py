@@ -1,6 +1,7 @@
 """What the caller of `parallelize_model` asks for: a `Request`, and its `Wishes` for one model.
 
-They are not read anymore once the plan is made, which holds every decision.
+Once the plan is made, which holds every decision, only objects are taken from a request: the optimizers, the
+path of the weights and the initializer.
 """
 
 import os

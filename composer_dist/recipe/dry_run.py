@@ -22,8 +22,12 @@ from composer_dist.recipe.data import datasets, length, loader
 from composer_dist.recipe.models import build_model
 from composer_dist.recipe.output.folder import check_writable
 from composer_dist.recipe.read import Configuration
-from composer_dist.trainer import NoImprovement, Phase
-from composer_dist.trainer.data.randomness import seed_all  # not public: only recipes and the Trainer seed
+from composer_dist.recipe.schema import Run
+from composer_dist.trainer import GradientClipping, NoImprovement, Phase, Resume
+
+# Not public: only recipes and the Trainer check and seed.
+from composer_dist.trainer.arguments import check_microbatch_size, positive
+from composer_dist.trainer.data.randomness import seed_all
 
 
 def describe(configuration: Configuration, world: int) -> str:
@@ -43,6 +47,7 @@ def describe(configuration: Configuration, world: int) -> str:
     optimizer = optimizer_of(run, model, configuration)
     scheduler_of(run, optimizer, configuration, epoch)
     callbacks_of(configuration)
+    _check_numbers(run)
     check_writable(run.out)
     plan: ParallelPlan | None = None
     parallelism = _launched(configuration, world)
@@ -74,6 +79,17 @@ def describe(configuration: Configuration, world: int) -> str:
     }
     told = {name: str(value) for name, value in rows.items()}
     return table("Run", {"": "left", " ": "right"}, told.items()) + ("" if plan is None else f"\n{plan}")
+
+
+def _check_numbers(run: Run) -> None:
+    """Raise what the Trainer would raise, and for a checkpoint that is not there."""
+    for name in ("max_duration", "eval_interval"):
+        positive(name, run.trainer.get(name))
+    check_microbatch_size(run.trainer.get("device_train_microbatch_size"))
+    GradientClipping.of(run.trainer.get("gradient_clipping"))
+    path = str(Resume(**run.resume).load_path or "") if isinstance(run.resume, dict) else ""
+    if path and "://" not in path and not os.path.lexists(path):
+        raise ParallelismValueError(f"resume.load_path: there is no checkpoint at {path}.")
 
 
 def _phases(phases: list[tuple[Phase, list[str]]], parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:

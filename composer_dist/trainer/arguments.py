@@ -25,6 +25,14 @@ def positive(name: str, time: Time | str | int | None) -> Time | None:
     return None if time is None else Time.positive(name, time)
 
 
+def check_microbatch_size(size: object) -> None:
+    """Refuses what is neither a number of samples, "auto" nor None."""
+    if size not in (None, "auto") and (not isinstance(size, int) or size < 1):
+        raise ParallelismValueError(
+            f"device_train_microbatch_size is a positive number of samples, 'auto' or None, not {size!r}."
+        )
+
+
 def check_options(precision: Precision | None, compile: object, prepares: bool) -> None:
     """Refuses float8 without a preparation, and to compile what a preparation compiles."""
     if precision is Precision.AMP_FP8 and not prepares:

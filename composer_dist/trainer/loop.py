@@ -11,6 +11,7 @@ from composer_dist.config.base import require
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.training.gradients import Accumulate
 from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.arguments import check_microbatch_size
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.data.feed import Fed, Feed, length_of
 from composer_dist.trainer.data.sampling import set_epoch
@@ -37,11 +38,7 @@ class LoopOptions:
     """When to evaluate, besides at the end."""
 
     def __post_init__(self) -> None:
-        size = self.microbatch_size
-        if size not in (None, "auto") and (not isinstance(size, int) or size < 1):
-            raise ParallelismValueError(
-                f"device_train_microbatch_size is a positive number of samples, 'auto' or None, not {size!r}."
-            )
+        check_microbatch_size(self.microbatch_size)
         require("accumulate", self.accumulate, ("sharded", "unsharded"))
 
 

@@ -3,6 +3,8 @@
 Each cell trains two steps and is "same" (loss and parameters are those of one process on the whole batch) or
 "refused" (an error of this library that names the offender). Anything else fails.
 `python -m tests.behavior.test_same_function` prints the table of `docs/same_function.md`.
+
+Longer than other files: every case is a model, and all share one loop and one table.
 """
 
 import re

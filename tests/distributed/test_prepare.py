@@ -1,4 +1,7 @@
-"""Preparation as a whole: all or none, on every rank, whatever fails and wherever."""
+"""Preparation as a whole: all or none, on every rank, whatever fails and wherever.
+
+Longer than other files: all cases look at one state before and after a failure.
+"""
 
 import os
 import re

@@ -46,7 +46,7 @@ def test_every_command_of_the_quickstart_works_in_an_empty_directory(tmp_path: P
     assert (tmp_path / "runs/lora/adapter/adapter_model.safetensors").is_file()
 
 
-def test_what_the_quickstart_says_of_a_misspelt_key_is_what_is_printed(tmp_path: Path) -> None:
+def test_what_the_quickstart_says_of_a_misspelled_key_is_what_is_printed(tmp_path: Path) -> None:
     (example,) = [
         text for language, text in BLOCKS if language == "console" and "composer-dist train" in text
     ]

@@ -15,7 +15,7 @@ def test_time_losses_and_where_everything_is(tmp_path: Path) -> None:
     lines = summary.text(trainer.state, tmp_path).splitlines()
     assert re.fullmatch(r"Trained 6 batches in 0:00:\d\d\.", lines[0])
     training = [float(value) for _, value in log.data["loss/train/total"]]
-    assert lines[1] == f"Loss of training: {training[-1]:.4f} at the end, {min(training):.4f} at best."
+    assert lines[1] == f"Training loss: {training[-1]:.4f} at the end, {min(training):.4f} at best."
     held_out = [float(value) for _, value in log.data["loss/eval/total"]]
     assert lines[2].startswith(
         f"loss/eval/total: {held_out[-1]:.4f} at the end, {min(held_out):.4f} at best (after batch "

@@ -94,8 +94,8 @@ def _check_modules(structure: Structure, plain: Container[str], sizes: Mapping[s
         if found := [n for n, m in tables.items() if m.max_norm is not None and (ranks > 1 or n in sharded)]:
             faults.append(
                 f"{listed(found)}: an embedding with max_norm changes its weight in forward, in the rows "
-                "that this rank's batch uses. Sharding would drop the change, and replicas would part. Leave "
-                "max_norm out and renormalize after the optimizer's step, or in the loss."
+                "that this rank's batch uses. Sharding would drop the change, and replicas would diverge. "
+                "Leave max_norm out and renormalize after the optimizer's step, or in the loss."
             )
         if found := [n for n, trainable in sharded.items() if trainable and tables[n].sparse]:
             faults.append(

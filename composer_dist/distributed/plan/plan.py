@@ -37,9 +37,9 @@ class Delivery:
     """How every tensor gets its value."""
 
     sync: Sync
-    """Whose weights count; see `ParallelismConfig`."""
+    """Whose weights count; see `ParallelismConfig`. "auto" depends on what the ranks hold: they agree."""
     transport: Literal["auto", "memory", "messages"]
-    """How weights travel; "auto" takes the first way that works."""
+    """How weights travel; with "auto" the ranks try and agree on the first way that works for all."""
     bucket_bytes: int
     """Most bytes that travel at one time."""
     strict: bool

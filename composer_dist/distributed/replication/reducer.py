@@ -90,14 +90,14 @@ class Replica:
             "search for unused ones."
         )
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Refuse a step with gradients that DDP has not averaged, because others are missing.
 
         Raises:
             ParallelismRuntimeError: names the parameters without a gradient.
         """
         if self._ddp is not None:
-            self._ddp.refuse_partial()
+            self._ddp.refuse_partial(optimizer)
 
     def renew(self) -> None:
         """Make a new reducer after a forward or backward raised; every rank must call it."""
@@ -227,8 +227,11 @@ class _Reducer(_torch.InPlaceDDP):
                 f"The last backward gave {self._explain(self._expected)}"
             ) from error
 
-    def refuse_partial(self) -> None:
-        if 0 < len(self._expected) < len(self.names):
+    def refuse_partial(self, optimizer: Optimizer) -> None:
+        if not 0 < len(self._expected) < len(self.names):
+            return
+        averaged = set(map(id, self.names.values()))
+        if any(id(one) in averaged for group in optimizer.param_groups for one in group["params"]):
             raise ParallelismRuntimeError(
                 f"The optimizer would step with gradients that are not averaged over the ranks. The last "
                 f"backward gave {self._explain(self._expected)}"

@@ -1,5 +1,6 @@
 """Whether a forward has changed parameters or buffers, which several ranks lose or come to differ in."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -36,19 +37,25 @@ class Watch:
     """Looks at tensors before a forward.
 
     Every change that autograd counts is found. Others (`parameter.data.mul_()`, a batch norm's statistics)
-    are found by the values, which are compared in the first forward of each kind: for training or
-    evaluation, with or without gradients.
+    are found by the values, which are compared in the forwards 1, 2, 4, 8, ... of each kind: for training
+    or evaluation, with or without gradients.
     """
 
     def __init__(self) -> None:
-        self._compared: set[tuple[bool, bool]] = set()
+        self._forwards: Counter[tuple[bool, bool]] = Counter()
 
     def before(self, module: nn.Module, tensors: Mapping[Key, Tensor]) -> Before[Key]:
         """What the forward of `module` that begins now finds."""
         kind = module.training, torch.is_grad_enabled()
-        sums = {} if kind in self._compared else {name: _sum(tensor) for name, tensor in tensors.items()}
-        self._compared.add(kind)
+        self._forwards[kind] += 1
+        compared = is_power_of_two(self._forwards[kind])
+        sums = {name: _sum(tensor) for name, tensor in tensors.items()} if compared else {}
         return Before({name: _torch.version(tensor) for name, tensor in tensors.items()}, sums)
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether it is 1, 2, 4, 8 or so on: how often to do what is too slow to do every time."""
+    return number & (number - 1) == 0
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

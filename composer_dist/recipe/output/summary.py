@@ -58,7 +58,7 @@ class RunSummary(Callback):
             lines.append(f"Trained {state.timestamp.batch - self._first} batches in {clock}.")
         if self._lowest is not None and state.loss is not None:
             last = float(state.metric_values.get("loss/train/total", state.loss))
-            lines.append(f"Loss of training: {last:.4f} at the end, {float(self._lowest):.4f} at best.")
+            lines.append(f"Training loss: {last:.4f} at the end, {float(self._lowest):.4f} at best.")
         for name, (loss, batch) in self._evaluations.items():
             measured = name in state.metric_values  # not if the run had ended already
             at_end = f"{float(state.metric_values[name]):.4f} at the end, " if measured else ""

@@ -161,7 +161,7 @@ class Feed:
         except StopIteration:
             status = _Status.OUT if self._count else _Status.NEVER
             return status, self._last, Size(), None
-        except Exception as error:  # the other ranks must hear of it, whatever it is
+        except Exception as error:  # any error must be reported to the other ranks
             return _Status.FAILED, None, Size(), error
         if self._world > 1:
             self._last = batch

@@ -55,7 +55,9 @@ def put_back(
     buffers = dict(named_buffers_canonical(model))
     named = {**snapshot["parameters"], **snapshot["buffers"]}
     if unknown := sorted(named.keys() - parameters.keys() - buffers.keys()):
-        raise CheckpointKeyError(f"The model has no {listed(unknown)}: the best weights are of another one.")
+        raise CheckpointKeyError(
+            f"The model has no {listed(unknown)}: the best weights belong to another model."
+        )
     for name, saved in named.items():
         copy_into(parameters[name] if name in parameters else buffers[name], saved)
     for optimizer in optimizers:

@@ -202,8 +202,8 @@ class FineTuningPhases(Callback):
             )
         if reached < self.phase:
             raise CheckpointValueError(
-                f"The checkpoint is of phase {reached}, training is in phase {self.phase}: parameters cannot "
-                "leave the optimizers again. Build a new Trainer."
+                f"The checkpoint is from phase {reached}, but training is in phase {self.phase}: parameters "
+                "cannot leave the optimizers again. Build a new Trainer."
             )
         while self.phase < reached:
             self._begin(self.phase + 1)

@@ -109,7 +109,7 @@ class WritingLogger(LoggerDestination):
         if state.rank == 0:
             try:
                 self._id = self._open(state.timestamp, self._id)
-            except Exception as caught:  # the other ranks must hear of it, whatever it is
+            except Exception as caught:  # any error must be reported to the other ranks
                 error = caught
         step = f"opening {type(self).__name__}"
         self._id = Agreement().reach(step, self._id, lambda found: found[0], error=error)

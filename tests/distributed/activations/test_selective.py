@@ -1,4 +1,7 @@
-"""Selective checkpointing: what is kept is not computed again, and nothing else changes."""
+"""Selective checkpointing: what is kept is not computed again, and nothing else changes.
+
+Longer than other files: all cases count operations of the same models.
+"""
 
 import copy
 from collections import Counter

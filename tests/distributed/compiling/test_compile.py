@@ -1,4 +1,7 @@
-"""torch.compile, block by block: the same training, nothing renamed, one compilation for alike blocks."""
+"""torch.compile, block by block: the same training, nothing renamed, one compilation for alike blocks.
+
+Longer than other files: all cases count compilations of the same models.
+"""
 
 import copy
 import inspect
@@ -317,7 +320,7 @@ def test_each_module_may_have_a_budget_of_its_own() -> None:
 
 
 def test_torch_s_eager_backend_recomputes_with_other_random_numbers() -> None:
-    """Why the plan refuses it; where this fails, torch has learnt it."""
+    """Why the plan refuses it; where this fails, torch has learned it."""
     model, plain = compiled("composable")
     for layer in model.layers:
         layer.forward._options["backend"] = "eager"

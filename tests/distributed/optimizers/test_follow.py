@@ -1,4 +1,7 @@
-"""The optimizer follows its parameters: groups, hyperparameters, state and pending gradients."""
+"""The optimizer follows its parameters: groups, hyperparameters, state and pending gradients.
+
+Longer than other files: all optimizers go through the same few helpers.
+"""
 
 import warnings
 from collections.abc import Callable

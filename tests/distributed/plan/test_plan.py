@@ -1,4 +1,7 @@
-"""The plan: pure data, made without a process group, that says what will happen and why."""
+"""The plan: pure data, made without a process group, that says what will happen and why.
+
+Longer than other files: all cases read plans of the same models.
+"""
 
 import json
 import re

@@ -81,12 +81,16 @@ class Normed(nn.Module):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_running_statistics_are_rank_0s_on_every_rank(replicas: int) -> None:
+@pytest.mark.parametrize(("replicas", "frozen"), [(1, False), (2, False), (1, True)])
+def test_running_statistics_are_rank_0s_on_every_rank(replicas: int, frozen: bool) -> None:
     torch.manual_seed(0)
     model = Normed()
     alone = nn.BatchNorm1d(4)
     parallelize_model(model, ParallelismConfig(mesh=MeshConfig(dp_replicate=replicas)))
+    if frozen:  # in the first forward for training, which tells which buffers change
+        model.norm.eval()
+        model(torch.randn(8, 4)).sum().backward()
+        model.norm.train()
     for step in range(2):
         rows = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(step))
         alone(rows[0])
@@ -150,13 +154,40 @@ def test_a_batch_norm_in_low_precision_is_that_of_autocast(recomputed: bool) -> 
     torch.testing.assert_close(dict(model.named_buffers()), dict(alone.named_buffers()), rtol=1e-3, atol=1e-3)
 
 
+class Late(nn.Module):
+    """Changes a parameter from the second forward on, past autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.forwards = nn.Linear(4, 4), 0
+        self.code = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.forwards:
+            self.code.data.add_(1)
+        self.forwards += 1
+        return self.linear(x) * self.code
+
+
 @on_ranks(2)
-def test_a_step_with_gradients_that_ddp_has_not_averaged_is_refused() -> None:
+def test_a_forward_that_changes_parameters_later_is_refused() -> None:
+    model = Late()
+    parallelize_model(model, FSDP2Config())
+    model(torch.ones(2, 4)).sum().backward()
+    with fails(ParallelismRuntimeError, "changed code in place"):
+        model(torch.ones(2, 4))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_step_with_gradients_that_ddp_has_not_averaged_is_refused(passed: bool) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
     model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    parallelize_model(model, ParallelismConfig(ddp=DDPConfig()), optimizer)
+    parallelize_model(model, ParallelismConfig(ddp=DDPConfig()), optimizer if passed else None)
+    if not passed:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
     with fails(ParallelismRuntimeError, "not averaged over the ranks", "unused.weight, unused.bias"):
         optimizer.step()

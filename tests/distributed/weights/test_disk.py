@@ -1,4 +1,7 @@
-"""Weights from files into the shards of any mesh: values, bytes read, memory, and what is refused."""
+"""Weights from files into the shards of any mesh: values, bytes read, memory, and what is refused.
+
+Longer than other files: all cases read files that the same helpers write.
+"""
 
 import json
 import warnings

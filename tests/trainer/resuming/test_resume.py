@@ -1,4 +1,7 @@
-"""Resuming from checkpoints, wholly or in part, on the same or another number of ranks."""
+"""Resuming from checkpoints, wholly or in part, on the same or another number of ranks.
+
+Longer than other files: all cases resume the same small run.
+"""
 
 import shutil
 import warnings
