@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ lists of tensors; a reference to a whole program must not make every forward slo
 
 
 def everything_in(data: Any, objects: bool = True) -> Iterator[Tensor]:
-    """The tensors in containers of any kind and, with `objects`, in the attributes of other objects.
+    """The tensors in containers of any kind, in closures and, with `objects`, in the attributes of objects.
 
     Modules and their parameters are not looked into.
     """
@@ -88,7 +88,9 @@ def everything_in(data: Any, objects: bool = True) -> Iterator[Tensor]:
             inner: Any = value.values()
         elif isinstance(value, (list, tuple, Set, deque)):
             inner = value
-        elif objects and not isinstance(value, (torch.nn.Module, FunctionType, ModuleType)):
+        elif isinstance(value, FunctionType):
+            inner = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        elif objects and not isinstance(value, (torch.nn.Module, ModuleType)):
             inner = getattr(value, "__dict__", {}).values()
         else:
             inner = ()
@@ -101,8 +103,8 @@ class Rejoined:
 
     _changed: dict[int, Any] = dataclasses.field(default_factory=dict)
     """The containers that were changed, by id."""
-    _replaced: dict[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
-    """Each tensor that was put in place of another, by id, and the other."""
+    _replaced: dict[int, tuple[Tensor, Tensor, int]] = dataclasses.field(default_factory=dict)
+    """Each tensor that was put in place of another, by id, the other, and the version of the first."""
     _sets: list[tuple[set[Any], set[Any], set[Any]]] = dataclasses.field(default_factory=list)
     """Sets that were changed, with what was in them and what was put in; which is which does not show."""
 
@@ -111,7 +113,7 @@ class Rejoined:
         if own is copied or id(own) in self._changed:
             return own
         if isinstance(own, Tensor):
-            self._replaced[id(copied)] = copied, own
+            self._replaced[id(copied)] = copied, own, _torch.version(copied)
             return copied
         if isinstance(own, tuple):
             items = [self.rejoin(*pair) for pair in zip(own, copied, strict=True)]
@@ -129,6 +131,12 @@ class Rejoined:
             if (new := self.rejoin(value, new)) is not value:
                 _put(own, key, new)
         return own
+
+    def write_back(self) -> None:
+        """Copy what was written into tensors of another dtype to those that they replaced."""
+        for copied, own, version in self._replaced.values():
+            if copied.dtype != own.dtype and _torch.version(copied) != version:
+                own.copy_(copied)
 
     def undo(self) -> None:
         """Put the tensors back that were replaced, wherever the containers hold them by now."""

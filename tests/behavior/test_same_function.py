@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import register_pytree_node
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
@@ -190,7 +191,74 @@ class Objects(Net):
         return self.run(x, kept).pow(2).mean() + sum(kept.losses)
 
 
+class NoteLossBlock(Block):
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        kept((x * self.gain).pow(2).mean())
+        return self.work(x)
+
+
+class Closures(Net):
+    """a function that keeps losses in its closure"""
+
+    block = NoteLossBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+
+        def note(loss: Tensor) -> None:
+            losses.append(loss)
+
+        return self.run(x, note).pow(2).mean() + sum(losses)
+
+
+class Node:
+    """A container that torch's pytrees know."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+register_pytree_node(Node, lambda node: ([node.value], None), lambda values, _: Node(next(iter(values))))
+
+
+class NodeBlock(Block):
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        kept.value = kept.value + self.work(x)
+        return kept.value
+
+
+class Nodes(Net):
+    """a container registered as a pytree"""
+
+    block = NodeBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = Node(x)
+        self.run(x, kept)
+        return kept.value.pow(2).mean()
+
+
 # Outputs and losses that are kept elsewhere
+
+
+class HolderBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.box = Box()
+
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        out = self.work(x)
+        self.box.losses = [self.gain.pow(2).sum() + (self.linear(out) ** 2).mean()]
+        return out
+
+
+class Holders(Net):
+    """a loss in an object that the module holds"""
+
+    block = HolderBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x).pow(2).mean() + sum(layer.box.losses[0] for layer in self.layers)
 
 
 class AttributeBlock(Block):

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_dist import _torch
 from composer_dist.distributed import forwards
-from composer_dist.distributed.training.changes import Before, Watch, refuse_lost_data
+from composer_dist.distributed.training.changes import Before, Watch, is_power_of_two, refuse_lost_data
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.names import ancestors, canonical_name, child_name
 from composer_dist.tensors.nested import Rejoined, everything_in, with_plain_containers
@@ -54,6 +54,8 @@ class Calls:
         self._name, self._module = name, module
         self._params: Mapping[str, Any] = {}
         self._data: dict[str, Any] = {}
+        self._count = 0
+        self._holders: set[tuple[int, str]] = set()
         self._known: Mapping[nn.Module, frozenset[str]] = {}
         self._calls: list[_Call] = []
         self._watch = Watch()
@@ -113,9 +115,13 @@ class Calls:
         if not self._calls:  # an earlier hook failed before `_enter`
             return None
         call = self._calls.pop()
+        call.own.write_back()
         call.own.undo()
         if torch.is_grad_enabled() and isinstance(module, FSDPModule):
-            _torch.gather_before_backward_of(module, _strays(call, output))
+            self._count += 1
+            # To look into the objects that modules hold may be slow; those of a first call tell which count.
+            strays = _strays(call, output, self._holders, is_power_of_two(self._count))
+            _torch.gather_before_backward_of(module, strays)
         return None if output is None else Rejoined().rejoin(call.output, output)  # None: it has raised
 
     def _refuse_others(self) -> None:
@@ -198,20 +204,37 @@ def changed_in_forward(name: str, module: nn.Module, parameters: Sequence[str]) 
     )
 
 
-def _strays(call: _Call, output: Any) -> Iterator[Tensor]:
-    """The tensors that a call has made, that need a gradient and that FSDP2 does not find in the output."""
+def _strays(call: _Call, output: Any, holders: set[tuple[int, str]], everywhere: bool) -> Iterator[Tensor]:
+    """The tensors that a call has made, that need a gradient and that FSDP2 does not find in the output.
+
+    Args:
+        holders: the attributes whose objects held some before; `everywhere` looks into those of others.
+    """
     seen = {id(tensor) for tensor in _torch.tensors_with_gradient(output)}
-    attributes = [
-        value
-        for module in call.modules
-        for key, value in vars(module).items()
-        if key not in _OF_EVERY_MODULE and isinstance(value, (Tensor, list, tuple, dict, set))
-    ]
+    attributes, objects = [], []
+    for module in call.modules:
+        for key, value in vars(module).items():
+            if key in _OF_EVERY_MODULE:
+                continue
+            if isinstance(value, (Tensor, list, tuple, dict, set)):
+                attributes.append(value)
+            elif everywhere or (id(module), key) in holders:
+                objects.append((module, key, value))
     for tensor in chain(everything_in([call.arguments, output]), everything_in(attributes, objects=False)):
-        if tensor.grad_fn is not None and id(tensor) not in seen:
-            seen.add(id(tensor))
-            if _torch.sequence_number(tensor) >= call.since:
+        if _is_stray(tensor, call, seen):
+            yield tensor
+    for module, key, value in objects:
+        for tensor in everything_in(value):
+            if _is_stray(tensor, call, seen):
+                holders.add((id(module), key))
                 yield tensor
+
+
+def _is_stray(tensor: Tensor, call: _Call, seen: set[int]) -> bool:
+    if tensor.grad_fn is None or id(tensor) in seen:
+        return False
+    seen.add(id(tensor))
+    return _torch.sequence_number(tensor) >= call.since
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

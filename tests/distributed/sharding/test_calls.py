@@ -154,6 +154,28 @@ def test_a_batch_norm_in_low_precision_is_that_of_autocast(recomputed: bool) -> 
     torch.testing.assert_close(dict(model.named_buffers()), dict(alone.named_buffers()), rtol=1e-3, atol=1e-3)
 
 
+class Writer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mean: Tensor, kept: dict[str, Tensor]) -> Tensor:
+        mean += x.detach().mean()
+        kept["sum"] += x.detach().sum()
+        return self.linear(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", [None, "amp_bf16"])
+def test_what_is_written_into_a_tensor_that_fsdp2_casts_arrives(precision: str | None) -> None:
+    model = Writer()
+    parallelize_model(model, FSDP2Config(), precision=precision)
+    mean, kept = torch.zeros(()), {"sum": torch.zeros(())}
+    for step in range(2):
+        model(torch.full((2, 4), 1.0 + step), mean, kept)
+    assert (float(mean), float(kept["sum"]), mean.dtype) == (3.0, 24.0, torch.float32)
+
+
 class Late(nn.Module):
     """Changes a parameter from the second forward on, past autograd."""
 
