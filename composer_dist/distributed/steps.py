@@ -202,11 +202,12 @@ def _check_only_shards(config: ParallelismConfig) -> None:
         raise ParallelismValueError(
             "prepare_fully_shard only shards; use parallelize_model for DDP and tensor parallelism."
         )
-    if config.sync != "auto":
-        raise ParallelismValueError(
-            f"prepare_fully_shard neither delivers nor compares weights, so sync={config.sync!r} has no "
-            "effect; call sync_module_states afterwards, or use parallelize_model."
-        )
+    for option in ("sync", "transport"):
+        if (value := getattr(config, option)) != "auto":
+            raise ParallelismValueError(
+                f"prepare_fully_shard neither delivers nor compares weights, so {option}={value!r} has no "
+                "effect; call sync_module_states afterwards, or use parallelize_model."
+            )
 
 
 def check_here(

@@ -125,6 +125,8 @@ def _earlier_run(run: Run) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
+        if not (run.out / CHECKPOINTS).is_dir():
+            raise
         text = f"{error} To start over, choose another out than {run.out}, which has an earlier run."
         raise kind_of(error)(text) from error
 

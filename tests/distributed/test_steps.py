@@ -184,6 +184,7 @@ def aliased() -> nn.Module:
         (Blocks, ParallelismConfig(ddp=DDPConfig()), "only shards; use parallelize_model for DDP"),
         (Blocks, ParallelismConfig(tp=TPConfig()), "parallelize_model for DDP and tensor parallelism"),
         (Blocks, ParallelismConfig(sync="rank0"), "sync='rank0' has no effect; call sync_module_states"),
+        (Blocks, ParallelismConfig(transport="memory"), "transport='memory' has no effect"),
         (aliased, ParallelismConfig(), "share memory without being one parameter"),
     ],
 )
