@@ -21,7 +21,7 @@ from composer_dist.config.parallelism import Config, ParallelismConfig, resolve_
 from composer_dist.distributed.account import Preparation, peak, reset_peak
 from composer_dist.distributed.context_parallelism.context import expect_context
 from composer_dist.distributed.mesh.build import meet
-from composer_dist.distributed.optimizers.check import check_optimizers, forgotten_optimizers
+from composer_dist.distributed.optimizers.check import check_optimizers, check_steps, forgotten_optimizers
 from composer_dist.distributed.optimizers.follow import Follower, carry_attributes
 from composer_dist.distributed.plan.build import as_tuple, build_plan
 from composer_dist.distributed.plan.plan import ParallelPlan, check_plan
@@ -194,6 +194,7 @@ def _prepare(
             sharding.finish(structure, plan.sharding)
             sharding.arm(structure, plan.sharding, mesh)
             expect_context(model, mesh)
+            check_steps(model, mesh.sizes)
             record(model).mesh = mesh
         tensor_parallel.arm(structure, plan.tensor_parallel, mesh, agreement)
     done.peak_memory = peak(mesh.device)

@@ -9,10 +9,11 @@ evaluation, on every unit with an int `reshard_after_forward`). Code that iterat
 uses `named_parameters_canonical`, which reshards first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
+from weakref import finalize, ref
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed.mesh.mesh import Mesh
@@ -29,6 +31,7 @@ from composer_dist.errors import CheckpointRuntimeError, ParallelismRuntimeError
 from composer_dist.structure.names import canonical_name
 from composer_dist.wording import kind_in_words
 
+T = TypeVar("T")
 _RECORD = "_composer_dist"
 
 
@@ -135,6 +138,20 @@ def mark_unusable(thing: nn.Module | Optimizer, cause: str) -> None:
         thing.register_step_pre_hook(lambda one, args, kwargs: check_usable(one))
     else:
         thing.register_forward_pre_hook(lambda module, args: check_usable(module), prepend=True)
+
+
+def before_every_step(owner: T, check: Callable[[T, Optimizer], None]) -> None:
+    """Call `check(owner, optimizer)` before each step of any optimizer, also of one made later.
+
+    This ends with `owner`.
+    """
+    held = ref(owner)
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (one := held()) is not None:
+            check(one, optimizer)
+
+    finalize(owner, register_optimizer_step_pre_hook(before).remove)
 
 
 def check_module(model: object) -> None:

@@ -25,7 +25,7 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.deliver import deliver, inner_cargoes
 from composer_dist.distributed.moving.memory import check_pinning
 from composer_dist.distributed.moving.scatter import write_full
-from composer_dist.distributed.optimizers.check import check_hooks
+from composer_dist.distributed.optimizers.check import check_hooks, check_steps
 from composer_dist.distributed.optimizers.follow import carry_attributes
 from composer_dist.distributed.plan.build import as_tuple, build_plan
 from composer_dist.distributed.plan.plan import ParallelPlan
@@ -190,6 +190,7 @@ def prepare_fully_shard(
                 replace(held, held.get().detach().contiguous())
         sharding.arm(structure, plan.sharding, mesh)
         expect_context(model, mesh)
+        check_steps(model, mesh.sizes)
         record(model).mesh, record(model).bucket_bytes = mesh, plan.delivery.bucket_bytes
     if plan.verbose and agreement.rank == agreement.ranks[0]:
         print(plan)

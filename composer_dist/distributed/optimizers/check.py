@@ -2,17 +2,21 @@
 
 import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composer_dist import _torch
 from composer_dist.distributed.optimizers.follow import inner_optimizers, is_made_at_construction, names_by_id
+from composer_dist.distributed.prepared import before_every_step
 from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
+from composer_dist.structure.names import canonical_name
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import codec_of
 from composer_dist.wording import listed
@@ -43,8 +47,7 @@ def check_optimizers(
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Refuse optimizers that could not follow their parameters on a mesh of these sizes."""
-    losses = math.prod(size for dimension, size in sizes.items() if dimension != "tp")
-    names = names_by_id(structure)
+    losses, names = _losses(sizes), names_by_id(structure)
     with Faults() as faults:
         for index, optimizer in enumerate(optimizers):
             kind = type(optimizer).__name__
@@ -81,20 +84,8 @@ def _faults(
             "would update nothing. Build it after freezing, from the parameters with requires_grad."
         )
         return
-    kinds = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith(_TORCH)]
-    others = "Use another optimizer" + ("." if "SparseAdam" in kinds else _OR_WHOLE)
-    ndim, why = next((_UNABLE[kind] for kind in kinds if kind in _UNABLE), (0, ""))
-    if unable := [names[id(p)] for p in held if ndim and p.ndim >= ndim and names[id(p)] not in plain]:
-        yield (
-            f"cannot step on sharded parameters ({listed(unable, 4)}): {why}. "
-            + (f"Use {kind} itself." if inside else others)
-        )
-        return
-    if "LBFGS" in kinds and losses > 1:
-        yield (
-            "takes its number of iterations from the loss of the rank's own batch, so the ranks would wait "
-            "for each other. Use another optimizer."
-        )
+    if faults := [*_step_faults(optimizer, names, plain, losses)]:
+        yield from faults
         return
     followed = {id(group["params"]) for group in optimizer.param_groups}
     for inner in inside:
@@ -109,25 +100,72 @@ def _faults(
                 "model is prepared, or let it share the param_groups and the state of the inner optimizer."
             )
             return
-    for number, group in enumerate(optimizer.param_groups):
-        mode = next((mode for mode in ("foreach", "fused") if group.get(mode)), None)
-        whole = [names[id(p)] for p in group["params"] if names[id(p)] in plain]
-        if mode == "fused" and len(whole) < len(group["params"]) and _UNFUSED.intersection(kinds):
-            cut = [names[id(p)] for p in group["params"] if names[id(p)] not in plain]
-            yield (
-                f"group {number} has fused=True, for which DTensor (torch 2.13) has no operation, and "
-                f"sharded parameters ({listed(cut, 4)}); leave fused out."
-            )
-            continue
-        if mode and whole and len(whole) < len(group["params"]):
-            yield (
-                f"group {number} has {mode}=True but would mix sharded parameters with the replicated "
-                f"{listed(whole, 4)}; put those in a separate group, or leave {mode} out."
-            )
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if fault := _state_fault(value, parameter):
                 yield f"state {key!r} of {names[id(parameter)]}: {fault}"
+
+
+def check_steps(model: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Refuse steps of optimizers, also of those made later, that torch cannot do on a prepared model."""
+    losses, known = _losses(sizes), WeakKeyDictionary[Optimizer, int]()
+
+    def check(model: nn.Module, optimizer: Optimizer) -> None:
+        trained = sum(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+        if known.get(optimizer) == trained:
+            return
+        named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+        plain = {name for name, parameter in named.items() if not isinstance(parameter, DTensor)}
+        with Faults(f"{type(optimizer).__name__} ") as faults:
+            faults += _step_faults(optimizer, {id(p): name for name, p in named.items()}, plain, losses)
+        known[optimizer] = trained
+
+    before_every_step(model, check)
+
+
+def _losses(sizes: Mapping[str, int]) -> int:
+    """The number of ranks with batches of their own."""
+    return math.prod(size for dimension, size in sizes.items() if dimension != "tp")
+
+
+def _step_faults(
+    optimizer: Optimizer, names: Mapping[int, str], plain: Collection[str], losses: int
+) -> Iterator[str]:
+    """Why torch's kind of optimizer cannot step on parameters of one model, whose names are `names`."""
+    kinds = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith(_TORCH)]
+    ndim, why = next((_UNABLE[kind] for kind in kinds if kind in _UNABLE), (math.inf, ""))
+    sparse = "SparseAdam" in kinds
+    dense = sparse and losses > 1 and any(name not in plain for name in names.values())
+    groups = [[p for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
+    held = [p for group in groups for p in group]
+    if unable := [n for p in held if p.ndim >= ndim and ((n := names[id(p)]) not in plain or dense)]:
+        inside = inner_optimizers(optimizer)
+        others = "Use another optimizer" + (", or DDP." if sparse else _OR_WHOLE)
+        whose = "sharded" if set(unable).difference(plain) else "replicated"
+        yield (
+            f"cannot step on {whose} parameters ({listed(unable, 4)}): {why}. "
+            + (f"Use {type(inside[0]).__name__} itself." if inside else others)
+        )
+    elif held and "LBFGS" in kinds and losses > 1:
+        yield (
+            "takes its number of iterations from the loss of the rank's own batch, so the ranks would wait "
+            "for each other. Use another optimizer."
+        )
+    for number, (group, options) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        mode = next((mode for mode in ("foreach", "fused") if options.get(mode)), None)
+        trained = [p for p in group if p.requires_grad]
+        cut = [names[id(p)] for p in trained if names[id(p)] not in plain]
+        whole = [names[id(p)] for p in trained if names[id(p)] in plain]
+        if mode == "fused" and cut and _UNFUSED.intersection(kinds):
+            yield (
+                f"group {number} has fused=True, for which DTensor (torch 2.13) has no operation, and "
+                f"sharded parameters ({listed(cut, 4)}); leave fused out."
+            )
+        elif mode and cut and whole:
+            yield (
+                f"group {number} has {mode}=True but would mix sharded parameters with the replicated "
+                f"{listed(whole, 4)}; put those in a separate group, or leave {mode} out."
+            )
 
 
 def check_refills(optimizers: Sequence[Optimizer], structure: Structure, init: frozenset[str]) -> None:

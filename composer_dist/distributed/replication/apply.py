@@ -3,16 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from functools import partial
-from typing import Any
-from weakref import finalize, ref
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_dist.distributed.forwards import call_through
 from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.prepared import before_every_step
 from composer_dist.distributed.replication.batch_norm import convert_sync_batch_norm
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.replication.reducer import Replica
@@ -38,16 +35,10 @@ def arm(structure: Structure, plan: ReplicaPlan, mesh: Mesh, optimizers: Sequenc
         mesh=mesh,
     )
     call_through(model, plan.forward_methods)
-    # Of every optimizer: it may be made after the preparation.
-    finalize(replica, register_optimizer_step_pre_hook(partial(_before_step, ref(replica))).remove)
+    before_every_step(replica, Replica.before_step)
     if replica.local_sgd is not None:
         for optimizer in optimizers:
             optimizer.register_step_post_hook(replica.local_sgd.after_step)
-
-
-def _before_step(replica: ref[Replica], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if (one := replica()) is not None:
-        one.before_step(optimizer)
 
 
 class DDPSyncStrategy(StrEnum):

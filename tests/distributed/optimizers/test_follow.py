@@ -127,6 +127,53 @@ def test_fused_kernels_that_dtensor_lacks_are_refused_by_name() -> None:
     close(values(model), values(single))
 
 
+@on_ranks(2)
+def test_optimizers_made_afterwards_are_checked_at_their_first_step() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch uses its own deprecated torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    model, copies = built(), built()
+    parallelize_model(model, config())
+    parallelize_model(copies, "ddp")
+    cases: list[tuple[Any, Callable[[Any], Optimizer], str]] = [
+        (
+            model,
+            lambda p: torch.optim.SGD(p, 0.1, fused=True),
+            "SGD group 0 has fused=True, for which DTensor",
+        ),
+        (model, lambda p: torch.optim.Adam(p, foreach=True), "Adam group 0 has foreach=True but would mix"),
+        (
+            model,
+            lambda p: ZeroRedundancyOptimizer(p, torch.optim.Adam),
+            "cannot step on sharded parameters (emb",
+        ),
+        (
+            model,
+            torch.optim.LBFGS,
+            "LBFGS cannot step on sharded parameters (embed.weight, layers.0.up.weight",
+        ),
+        (
+            copies,
+            torch.optim.LBFGS,
+            "LBFGS takes its number of iterations from the loss of the rank's own batch",
+        ),
+    ]
+    for each, make, text in cases:
+        before, optimizer = values(each), make(trainable(each))
+        for _ in range(2):
+            with fails_alike(ParallelismValueError, text):
+                train(each, optimizer, 1)
+        same(values(each), before)
+
+
+@on_ranks(2)
+def test_sparse_adam_is_refused_for_whole_embeddings_too_where_gradients_are_averaged() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    optimizer = torch.optim.SparseAdam(model[0].parameters())
+    with fails_alike(ParallelismValueError, "SparseAdam cannot step on replicated parameters (0.weight)"):
+        parallelize_model(model, config(rules=[Rule("0", shard=False)]), optimizer)
+
+
 def test_lbfgs_is_refused_where_ranks_would_stop_at_different_iterations() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.LBFGS(model.parameters())
