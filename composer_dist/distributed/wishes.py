@@ -5,7 +5,7 @@ path of the weights and the initializer.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ from composer_dist.structure.blocks import has_forward
 from composer_dist.structure.select import children_of, container_text, neighbor, parts_of, select, spell
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.codec import register_tensor_codec as register_tensor_codec
-from composer_dist.wording import near_miss
+from composer_dist.wording import listed, near_miss
 
 WrapPolicy = CustomPolicy | Callable[[nn.Module], bool | dict[str, Any]]
 CheckFn = Callable[[nn.Module], bool]
@@ -85,6 +85,30 @@ class Wishes(Request):
     def ruled(self, key: str) -> dict[str, tuple[Any, str]]:
         """Module name to value and source of the rules' field `key`, where a rule sets it."""
         return {name: given[key] for name, given in self.rules.items() if key in given}
+
+    def idle_exclusions(
+        self, key: str, option: str, default: Sequence[str], chosen: Collection[str]
+    ) -> Iterator[str]:
+        """Errors about rules that set `key` to False for nothing, or for everything that `option` chooses.
+
+        Args:
+            default: the modules that `option` chooses without rules; none if it is off.
+            chosen: the modules that are chosen, by `option` or by rule.
+        """
+        excluded: dict[str, set[str]] = {}
+        for name, (value, source) in self.ruled(key).items():
+            if value is False:
+                excluded.setdefault(source, set()).add(name)
+        choice = listed([name or "root" for name in default], 3)
+        for source, names in excluded.items():
+            if names.isdisjoint(default):
+                why = f"{option} chooses {choice}" if default else f"{option} is off"
+                yield f"{source} sets {key}=False, but excludes nothing: {why}; leave it out."
+        if default and not chosen:
+            yield (
+                f"{option} has no effect, because {', '.join(excluded)} sets {key}=False for all that it "
+                f"chooses ({choice}); leave one of them out."
+            )
 
 
 def merge_rules(

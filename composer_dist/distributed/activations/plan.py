@@ -64,6 +64,7 @@ def plan(
     by_rule = wishes.ruled("act_ckpt")
     chosen = {one.module: one for one in _by_rule(by_rule, modules, strict)}
     mode = ac_mode(wishes.config.activation_checkpointing, strict=strict)
+    names: Sequence[str] = ()
     if mode is not None:
         names, reason = _by_default(modules[""], wishes.check_fn, blocks, strict)
         for one in _take(names, *mode, reason):
@@ -74,6 +75,8 @@ def plan(
             "activation_checkpointing_check_fn has no effect: activation checkpointing or offloading "
             "must be enabled for it. Set activation_checkpointing, or leave the function out."
         )
+    with Faults() as faults:
+        faults += wishes.idle_exclusions("act_ckpt", "activation_checkpointing", names, chosen)
     for kind in dict.fromkeys(one.mode for one in chosen.values()):
         check_modules(modules, [name for name, one in chosen.items() if one.mode == kind], kind)
     return ActivationPlan(tuple(_pinned(one, wishes) for one in chosen.values())) if chosen else None

@@ -150,26 +150,15 @@ def plan(
         for text in _clashes(modules[name], one, around):
             clashes.setdefault(text, []).append(name)
     with Faults() as faults:
-        faults += _idle(general, by_rule, default, chosen, around.budgets)
+        chooses = default if general is not None else ()
+        faults += wishes.idle_exclusions("compile", "compile", chooses, chosen)
+        faults += _idle_budgets(chosen, around.budgets)
         faults += [f"Cannot compile {listed(names, 3)}: {text}" for text, names in clashes.items()]
     found = CompilePlan(tuple(chosen.values()), _float8_layers(structure, blocks, wishes.precision))
     return found if found.modules or found.float8 else None
 
 
-def _idle(
-    general: Mapping[str, Any] | None,
-    by_rule: Mapping[str, tuple[Any, str]],
-    blocks: Sequence[str],
-    chosen: Mapping[str, Compiled],
-    budgets: Mapping[str, float],
-) -> Iterator[str]:
-    excluded: dict[str, list[str]] = {}
-    for name, (value, source) in by_rule.items():
-        if value is False:
-            excluded.setdefault(source, []).append(name)
-    for source, names in excluded.items():
-        if general is None or not set(names) & set(blocks):
-            yield f"{source} sets compile=False, but would not be compiled anyway; leave it out."
+def _idle_budgets(chosen: Mapping[str, Compiled], budgets: Mapping[str, float]) -> Iterator[str]:
     uncompiled = [name for name in budgets if name not in chosen]
     if uncompiled:
         yield (

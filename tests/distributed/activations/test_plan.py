@@ -72,6 +72,13 @@ def test_wishes_without_effect_are_refused_or_warned_about() -> None:
         _plan(models.B(), lambda module: False, activation_checkpointing=True)
     with pytest.raises(ParallelismValueError, match="no module is marked"):
         _plan(models.Composers(), activation_checkpointing=True)
+    inside, all_of_them = [Rule("layers.0.mlp", act_ckpt=False)], [Rule("layers", act_ckpt=False)]
+    with pytest.raises(ParallelismValueError, match="excludes nothing: .* chooses layers.0, layers.1"):
+        _plan(models.B(), activation_checkpointing=True, rules=inside)
+    with pytest.raises(ParallelismValueError, match="excludes nothing: activation_checkpointing is off"):
+        _plan(models.B(), rules=inside)
+    with pytest.raises(ParallelismValueError, match="activation_checkpointing has no effect, because"):
+        _plan(models.B(), activation_checkpointing=True, rules=all_of_them)
     with pytest.warns(UserWarning, match="no module is marked"):
         assert _plan(models.Composers(), activation_checkpointing=True, strict=False) == ()
 

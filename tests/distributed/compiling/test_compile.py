@@ -181,6 +181,8 @@ EAGER = {"backend": "eager"}
 CP: dict[str, Any] = {"mesh": MeshConfig(cp=2)}
 TP: dict[str, Any] = {"mesh": MeshConfig(tp=2), "tp": TPConfig()}
 NOTHING = {"rules": [Rule("head", compile=False)]}
+WHOLE = {"rules": [Rule("", compile=False)]}
+BLOCKLESS = {"rules": [Rule("re:layers..", compile=False)]}
 PART = {"rules": [Rule("layers.0", act_ckpt="selective"), Rule("layers.0.mlp", compile=AOT)]}
 ROOT = {"rules": [Rule("", True, compile=AOT), Rule("layers", True)]}
 
@@ -188,7 +190,16 @@ ROOT = {"rules": [Rule("", True, compile=AOT), Rule("layers", True)]}
 @pytest.mark.parametrize(
     ("build", "compiled", "ac", "config", "says"),
     [
-        (models.B, True, None, NOTHING, "rule 'head' sets compile=False, but would not be"),
+        (
+            models.B,
+            True,
+            None,
+            NOTHING,
+            "'head' sets compile=False, but excludes nothing: compile chooses layers.0",
+        ),
+        (models.B, None, None, NOTHING, "'head' sets compile=False, but excludes nothing: compile is off"),
+        (models.Composers, True, None, WHOLE, r"compile has no effect, because rule '' sets .*\(root\)"),
+        (models.B, True, None, BLOCKLESS, r"compile has no effect, .* 're:layers..' .*\(layers.0, layers.1"),
         (models.B, False, BUDGET, {}, "budget of layers.0, .* set compile=True"),
         (models.B, EAGER, BUDGET, {}, "layers.1, layers.2: backend 'eager' does not .* budget; inductor"),
         (models.B, EAGER, "selective", {}, r"other random numbers \(dropout\); use 'aot_eager'"),
