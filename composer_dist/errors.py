@@ -56,6 +56,17 @@ class CheckpointIsADirectoryError(CheckpointError, IsADirectoryError):
     """A directory where a file is to be written."""
 
 
+WRONG = (
+    ParallelismValueError,
+    ParallelismTypeError,
+    ParallelismKeyError,
+    CheckpointValueError,
+    CheckpointKeyError,
+    CheckpointIsADirectoryError,
+)
+"""What a call asks for cannot be done, or it names what cannot be used."""
+
+
 class Faults(list[str]):
     """Everything that is wrong, collected inside of a `with` and raised at its end as one error.
 

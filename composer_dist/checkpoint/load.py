@@ -88,6 +88,16 @@ def load_checkpoint(
     return _rest(opened, state)
 
 
+def check_loading(
+    path: str, state: MutableMapping[str, Any], strict: bool, ignore: Callable[[str], bool], verify: bool
+) -> None:
+    """Raise what `load_checkpoint` would before it changes anything; models may be on the meta device."""
+    agreement = Agreement()
+    opened = _open(path, False, verify, agreement)
+    with agreement.together("matching the checkpoint"):
+        _match(Restore(opened, state, models_in(state, None), ignore), path, strict)
+
+
 def _agreed_path(path: Any, state: Any, options: dict[str, bool], agreement: Agreement) -> str:
     """The first rank's path; the ranks make the same call, or all raise."""
     error: Exception | None = None

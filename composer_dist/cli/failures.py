@@ -6,36 +6,24 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from composer_dist.errors import (
-    CheckpointIsADirectoryError,
-    CheckpointKeyError,
-    CheckpointValueError,
-    ParallelismError,
-    ParallelismKeyError,
-    ParallelismTypeError,
-    ParallelismValueError,
-    in_words,
-)
+from composer_dist.errors import WRONG, ParallelismError, in_words
 
 FAILED, WRONG_CALL = 1, 2
 _WRONG_CALLS = (
-    ParallelismValueError,
-    ParallelismTypeError,
-    ParallelismKeyError,
-    CheckpointValueError,
-    CheckpointKeyError,
-    CheckpointIsADirectoryError,
+    *WRONG,
     FileNotFoundError,
     FileExistsError,
     IsADirectoryError,
     NotADirectoryError,
     PermissionError,
 )
-_INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_INSTALLED = {"site-packages", "dist-packages"}
+"""The folders of packages, of the environment, the user and the system."""
 _OTHERS = tuple(
-    f"{Path(folder).resolve()}{os.sep}" for folder in [str(Path(__file__).parents[1]), *_INSTALLED]
+    f"{Path(folder).resolve()}{os.sep}"
+    for folder in (Path(__file__).parents[1], sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 )
-"""Where code is that the user did not write."""
+"""Where else code is that the user did not write."""
 
 
 def status_of(error: BaseException) -> int:
@@ -80,4 +68,5 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith("<") and not str(Path(file).resolve()).startswith(_OTHERS)
+    path = Path(file).resolve()
+    return not (file.startswith("<") or _INSTALLED.intersection(path.parts) or str(path).startswith(_OTHERS))

@@ -233,8 +233,8 @@ def _fit_vocabulary(model: Any, tokens: int, allow_resizing: bool) -> None:
         return
     if not allow_resizing:
         raise ParallelismValueError(
-            f"The tokenizer has {tokens} tokens, but the model's embedding only {vocabulary}; pass "
-            "allow_embedding_resizing=True to enlarge it."
+            f"The tokenizer has {tokens} tokens, but the model's embedding only {vocabulary}. Use the "
+            "model's own tokenizer, or HuggingFaceModel(allow_embedding_resizing=True) to enlarge it."
         )
     model.resize_token_embeddings(tokens)
 

@@ -1,6 +1,6 @@
 """Builds the Trainer of a checked configuration, step by step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +11,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from composer_dist import ComposerModel, Trainer
 from composer_dist.checkpoint import latest_checkpoint
-from composer_dist.distributed import process_group
+from composer_dist.config.yaml import KeyPath
+from composer_dist.distributed import meta_init, process_group
 from composer_dist.errors import CheckpointError, CheckpointValueError, ParallelismValueError, kind_of
 from composer_dist.recipe import named
 from composer_dist.recipe.data import datasets, loader
 from composer_dist.recipe.models import build_model
 from composer_dist.recipe.other_libraries.failures import blaming
 from composer_dist.recipe.output.summary import RunSummary
+from composer_dist.recipe.problems import Problems
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import HubModel, Run
 from composer_dist.recipe.signature import known_names
@@ -26,11 +28,19 @@ from composer_dist.trainer import (
     CheckpointSaver,
     DistributedDataLoader,
     FineTuningPhases,
+    NoImprovement,
     Resume,
+    State,
     Time,
     TimeUnit,
 )
-from composer_dist.trainer.data.randomness import seed_all  # not public: only recipes and the Trainer seed
+
+# Not public: only recipes and the Trainer check and seed.
+from composer_dist.trainer.arguments import check_duration, listed
+from composer_dist.trainer.data.randomness import seed_all
+from composer_dist.trainer.improvement import measured_on
+from composer_dist.trainer.schedulers import sorted_out
+from composer_dist.wording import near_miss
 
 CHECKPOINTS = "checkpoints"
 """The name of their folder in the run's."""
@@ -63,13 +73,16 @@ def build(configuration: Configuration) -> Session:
     with process_group.together("building the model"):
         seed_all(run.seed)
         model = build_model(run, tokenizer, folder)
-        configuration.phases(model)  # its error has lines, the callback's has none
+        if configuration.parallelism is None:
+            meta_init(model)  # as the preparation would
+        check_monitored(configuration, model, eval_loader is not None)
         optimizer = optimizer_of(run, model, configuration)
         schedulers = scheduler_of(run, optimizer, configuration, epoch_of(train_loader))
+        start_of(run, model, optimizer, schedulers, epoch_of(train_loader))
     stepped = any(isinstance(one, LRScheduler) for one in schedulers)
     options: dict[str, Any] = {"step_schedulers_every_batch": True if stepped else None} | run.trainer
     summary = RunSummary()
-    with _earlier_run(run):
+    with earlier_run(run):
         trainer = Trainer(
             model=model,
             train_dataloader=train_loader,
@@ -78,12 +91,13 @@ def build(configuration: Configuration) -> Session:
             eval_dataloader=eval_loader,
             parallelism_config=configuration.parallelism,
             seed=run.seed,
-            resume=_resume(run),
+            resume=resume_of(run),
             callbacks=[*callbacks_of(configuration), summary],
-            loggers=_loggers(configuration),
+            loggers=loggers_of(configuration),
             **options,
         )
-        _check_steps(trainer, run)
+        if trainer.resumed_from is not None:
+            check_total(trainer.state, run)
     return Session(run, model, trainer, summary)
 
 
@@ -99,7 +113,8 @@ def optimizer_of(run: Run, model: ComposerModel, configuration: Configuration) -
     kind = named.find("optimizer", named.OPTIMIZERS, run.optimizer.name, configuration.folder)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with blaming(f"optimizer {run.optimizer.name!r}"):
-        made: Optimizer = kind(trainable, **run.optimizer.arguments)
+        made: Optimizer
+        (made,) = listed("optimizer.name", kind(trainable, **run.optimizer.arguments), Optimizer)
     return made
 
 
@@ -111,33 +126,82 @@ def scheduler_of(
         return []
     kind = named.find("scheduler", named.SCHEDULERS, run.scheduler.name, configuration.folder)
     arguments = run.scheduler.arguments
-    if not issubclass(kind, LRScheduler) and "optimizer" not in known_names(kind):
+    torchs = isinstance(kind, type) and issubclass(kind, LRScheduler)
+    if not torchs and "optimizer" not in known_names(kind):
         return [kind(**arguments)]
     for name in named.WHOLE_RUN.intersection(known_names(kind)).difference(arguments):
         arguments[name] = batches(run.trainer.get("max_duration"), epoch)
     with blaming(f"scheduler {run.scheduler.name!r}"):
-        return [kind(optimizer, **arguments)]
+        made = kind(optimizer, **arguments)
+    last = getattr(made, "total_steps", None)
+    if last is not None and (steps := batches(run.trainer.get("max_duration"), epoch)) > last:
+        raise ParallelismValueError(f"scheduler.total_steps is {last}, but the run has {steps} batches.")
+    return [made]
+
+
+def start_of(
+    run: Run, model: ComposerModel, optimizer: Optimizer, schedulers: Sequence[Any], epoch: int | None
+) -> State:
+    """The state of a new run at its start.
+
+    Raises:
+        ParallelismError: the schedules have times that cannot be compared, or cannot be stepped.
+    """
+    torchs, schedules = sorted_out(schedulers, [optimizer])
+    state = State(model=model, optimizers=[optimizer], schedulers=torchs, train_length=epoch)
+    state.plan_fit(check_duration(run.trainer.get("max_duration")), None)
+    for schedule in schedules:
+        schedule.factor(state)
+    return state
+
+
+def check_monitored(configuration: Configuration, model: ComposerModel, evaluates: bool) -> None:
+    """Raises if there will be no metric of the name that a callback or a phase waits for.
+
+    A model or callbacks of the user's own may log any metric: then the run finds out.
+
+    Raises:
+        ConfigurationError: names the metrics, each problem with its line.
+    """
+    run, problems = configuration.run, Problems(configuration.document)
+    monitored: dict[KeyPath, str] = {}
+    for number, (phase, _) in enumerate(configuration.phases(model)):  # its errors have lines too
+        if isinstance(phase.until, NoImprovement):
+            monitored["phases", "schedule", number, "until", "metric"] = phase.until.metric
+    if (stopping := run.callbacks.get("early_stopping")) is not None:
+        monitored["callbacks", "early_stopping", "monitor"] = stopping["monitor"]
+    evaluates = evaluates and run.trainer.get("eval_interval", "") is not None
+    labels = ["train", "eval"] if evaluates else ["train"]
+    known = [f"metrics/{label}/{name}" for label in labels for name in model.get_metrics(label == "train")]
+    known += [f"loss/{one}/total" for one in labels if one == "train" or run.trainer.get("eval_loss", True)]
+    ours = type(model).__module__.startswith("composer_dist.")
+    ours = ours and set(named.CALLBACKS).issuperset(run.callbacks)
+    for path, metric in monitored.items():
+        kind = metric.partition("/")[0]
+        unknown = ours and kind in ("loss", "metrics", metric) and not metric.startswith(tuple(known))
+        if unknown or measured_on(metric) not in (None, *labels):
+            near = near_miss(metric, known)
+            problems.add(f"there is no metric {metric!r}.{near} Logged metrics: {', '.join(known)}", *path)
+    problems.settle()
 
 
 @contextmanager
-def _earlier_run(run: Run) -> Iterator[None]:
+def earlier_run(run: Run) -> Iterator[None]:
     """Errors of an earlier run's checkpoints say how to start over."""
     try:
         yield
     except CheckpointError as error:
-        if not (run.out / CHECKPOINTS).is_dir():
+        if not any((run.out / CHECKPOINTS).glob("*")):
             raise
         text = f"{error} To start over, choose another out than {run.out}, which has an earlier run."
         raise kind_of(error)(text) from error
 
 
-def _check_steps(trainer: Trainer, run: Run) -> None:
+def check_total(state: State, run: Run) -> None:
     """Refuses to continue beyond the last step of a schedule that an earlier process started."""
-    for scheduler in trainer.state.schedulers:
+    for scheduler in state.schedulers:
         last = getattr(scheduler, "total_steps", None)
-        if last is None or trainer.resumed_from is None:
-            continue
-        if batches(run.trainer["max_duration"], trainer.state.train_length or 0) > last:
+        if last is not None and batches(run.trainer["max_duration"], state.train_length or 0) > last:
             raise CheckpointValueError(
                 f"The run was started for {last} batches, and {type(scheduler).__name__} cannot go further; "
                 "'cosine', 'linear' and 'constant' can."
@@ -158,7 +222,7 @@ def callbacks_of(configuration: Configuration) -> list[Any]:
     return made
 
 
-def _resume(run: Run) -> Resume | None:
+def resume_of(run: Run) -> Resume | None:
     """Where the run starts: by default at its newest checkpoint."""
     if isinstance(run.resume, dict):
         asked: dict[str, Any] = {"autoresume": run.checkpoints is not None} | run.resume
@@ -176,7 +240,8 @@ def _resume(run: Run) -> Resume | None:
     return None
 
 
-def _loggers(configuration: Configuration) -> list[Any]:
+def loggers_of(configuration: Configuration) -> list[Any]:
+    """The loggers that the configuration names."""
     return [
         named.find("logger", named.LOGGERS, name, configuration.folder)(
             **named.placed(name, arguments, configuration.run.out)

@@ -1,33 +1,64 @@
 """What a run would do: needs no process group and no memory for the model."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from composer_dist.config.parallelism import ParallelismConfig, resolve_config
-from composer_dist.distributed import ParallelPlan, named_parameters_canonical, plan_parallelism
+from composer_dist.distributed import (
+    ParallelPlan,
+    named_parameters_canonical,
+    plan_parallelism,
+    process_group,
+)
 from composer_dist.distributed.plan.text import table  # not public: it knows the terminal
+from composer_dist.distributed.weights.initialize import find_components  # nor this: preparation asks it
 from composer_dist.errors import ParallelismError, ParallelismValueError
+from composer_dist.precision import as_precision
 from composer_dist.recipe.build import (
     batches,
     callbacks_of,
+    check_monitored,
+    check_total,
+    earlier_run,
     epoch_of,
+    loggers_of,
     optimizer_of,
+    resume_of,
     scheduler_of,
+    start_of,
     tokenizer_of,
 )
 from composer_dist.recipe.data import datasets, length, loader
 from composer_dist.recipe.models import build_model
-from composer_dist.recipe.output.folder import check_writable
+from composer_dist.recipe.other_libraries.failures import blaming
+from composer_dist.recipe.output.folder import check_places
 from composer_dist.recipe.read import Configuration
-from composer_dist.recipe.schema import Run
-from composer_dist.trainer import GradientClipping, NoImprovement, Phase, Resume
+from composer_dist.recipe.schema import HubModel, Run
+from composer_dist.structure.structure import read_structure
+from composer_dist.trainer import (
+    Callback,
+    DistributedDataLoader,
+    Generate,
+    GradientClipping,
+    Logger,
+    LoggerDestination,
+    NoImprovement,
+    Phase,
+    State,
+    Time,
+    Timestamp,
+    TimeUnit,
+)
 
 # Not public: only recipes and the Trainer check and seed.
-from composer_dist.trainer.arguments import check_microbatch_size, positive
+from composer_dist.trainer.arguments import check_microbatch_size, check_options, listed, positive
+from composer_dist.trainer.data.batch import num_samples, num_tokens
 from composer_dist.trainer.data.randomness import seed_all
+from composer_dist.trainer.resuming.resume import check_resume
 
 
 def describe(configuration: Configuration, world: int) -> str:
@@ -37,6 +68,11 @@ def describe(configuration: Configuration, world: int) -> str:
         ParallelismError: the run would fail, mostly with the same error.
     """
     run = configuration.run
+    check_places(run)
+    mesh = configuration.parallelism.mesh if configuration.parallelism else None
+    for device in (run.trainer.get("device"), getattr(mesh, "device_type", None)):
+        if device is not None:
+            process_group.device_here(device)
     seed_all(run.seed)
     tokenizer = tokenizer_of(run)
     train, held_out = datasets(run, tokenizer, configuration.folder)
@@ -44,15 +80,14 @@ def describe(configuration: Configuration, world: int) -> str:
     epoch = epoch_of(train_loader)
     model = build_model(run, tokenizer, configuration.folder, empty=True)
     phases = configuration.phases(model)
+    check_monitored(configuration, model, held_out is not None)
     optimizer = optimizer_of(run, model, configuration)
-    scheduler_of(run, optimizer, configuration, epoch)
-    callbacks_of(configuration)
-    _check_numbers(run)
-    check_writable(run.out)
+    schedulers = scheduler_of(run, optimizer, configuration, epoch)
     plan: ParallelPlan | None = None
     parallelism = _launched(configuration, world)
     if parallelism is None and world > 1:
         raise ParallelismValueError(f"{world} ranks need parallelism: set it to fsdp, for example.")
+    _check_arguments(run, parallelism is not None)
     if parallelism is not None:
         plan = plan_parallelism(
             model,
@@ -63,6 +98,18 @@ def describe(configuration: Configuration, world: int) -> str:
             composer=True,
         )
         train_loader.placed(plan.mesh["dp_replicate"] * plan.mesh["dp_shard"], 0)
+    _check_initialized(run, model)
+    state = start_of(run, model, optimizer, schedulers, epoch)
+    _check_steps(run, train, train_loader, state)
+    callbacks: list[Callback] = listed("callbacks", callbacks_of(configuration), Callback)
+    listed("loggers", loggers_of(configuration), LoggerDestination)
+    for callback in callbacks:
+        if isinstance(callback, Generate):
+            callback.init(state, Logger(state, []))
+    if (resume := resume_of(run)) is not None:
+        with earlier_run(run):
+            if check_resume(resume, state, callbacks) is not None:
+                check_total(state, run)
     parameters = list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     rows = {
@@ -81,15 +128,43 @@ def describe(configuration: Configuration, world: int) -> str:
     return table("Run", {"": "left", " ": "right"}, told.items()) + ("" if plan is None else f"\n{plan}")
 
 
-def _check_numbers(run: Run) -> None:
-    """Raise what the Trainer would raise, and for a checkpoint that is not there."""
-    for name in ("max_duration", "eval_interval"):
-        positive(name, run.trainer.get(name))
-    check_microbatch_size(run.trainer.get("device_train_microbatch_size"))
-    GradientClipping.of(run.trainer.get("gradient_clipping"))
-    path = str(Resume(**run.resume).load_path or "") if isinstance(run.resume, dict) else ""
-    if path and "://" not in path and not os.path.lexists(path):
-        raise ParallelismValueError(f"resume.load_path: there is no checkpoint at {path}.")
+def _check_arguments(run: Run, prepares: bool) -> None:
+    """Raises what the Trainer would raise."""
+    options = run.trainer
+    check_options(as_precision(options.get("precision")), options.get("compile", False), prepares)
+    positive("eval_interval", options.get("eval_interval"))
+    check_microbatch_size(options.get("device_train_microbatch_size"))
+    GradientClipping.of(options.get("gradient_clipping"))
+
+
+def _check_initialized(run: Run, model: nn.Module) -> None:
+    """Raises if nothing initializes a tensor of a new model."""
+    if isinstance(run.model, HubModel) and run.model.pretrained is not None:
+        return
+    structure = read_structure(model)
+    on_meta = {name for name, held in structure.tensors.items() if held.get().is_meta}
+    if on_meta and not (isinstance(run.model, HubModel) and run.model.adapter is not None):
+        find_components(structure, on_meta)
+
+
+def _check_steps(run: Run, train: Any, train_loader: DistributedDataLoader, state: State) -> None:
+    """Raises if the first samples make no batch, or if a scheduler of torch's cannot step."""
+    for scheduler in state.schedulers:
+        with blaming("scheduler"), warnings.catch_warnings(action="ignore"):  # no optimizer has stepped
+            scheduler.step()
+    if length(train) is None:
+        return  # reading of a stream may take long
+    with blaming("data: the first samples do not make a batch"):
+        batch = train_loader.collate_fn([train[index] for index in range(min(2, len(train)))])
+        after = Timestamp().next_batch(samples=num_samples(batch), tokens=num_tokens(batch))
+    given = (
+        run.trainer.get("max_duration"),
+        run.trainer.get("eval_interval"),
+        (run.checkpoints or {}).get("interval"),
+    )
+    for time in given:
+        if time is not None and (unit := Time.of(time).unit) is not TimeUnit.DURATION:
+            after.get(unit)
 
 
 def _phases(phases: list[tuple[Phase, list[str]]], parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from composer_dist.checkpoint.export.merged import check_mergeable  # not public, like the hosts: for recipes
 from composer_dist.distributed import init_context, meta_init, process_group
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier, ComposerModel, HuggingFaceModel
+from composer_dist.models.adapters import adapter_hosts
 from composer_dist.recipe.named import resolve
 from composer_dist.recipe.nf4 import quantize
 from composer_dist.recipe.other_libraries.failures import (
@@ -16,6 +18,7 @@ from composer_dist.recipe.other_libraries.failures import (
     check_kind,
     check_positions,
     check_vocabulary,
+    check_weights,
     from_hub,
     targets,
 )
@@ -71,7 +74,10 @@ def build_model(run: Run, tokenizer: Any, folder: Path, *, empty: bool = False) 
         if model.quantize is not None:
             quantize(built)
         with blaming(f"model.adapter (the model's linear layers are {targets(built)})"):
-            return HuggingFaceModel(built, tokenizer, peft_config=_peft_config(model))
+            made = HuggingFaceModel(built, tokenizer, peft_config=_peft_config(model))
+        if run.export == "merged":
+            check_mergeable(dict(adapter_hosts(made.model)))
+        return made
 
 
 def hub_config(model: HubModel, tokenizer: Any) -> Any:
@@ -84,7 +90,9 @@ def hub_config(model: HubModel, tokenizer: Any) -> Any:
 
     if model.pretrained is not None:
         with from_hub("model.pretrained", model.pretrained):
-            return AutoConfig.from_pretrained(model.pretrained, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(model.pretrained, trust_remote_code=False)
+        check_weights(model.pretrained)
+        return config
     given = dict(model.config or {})
     check_vocabulary(given, tokenizer)
     kind = CONFIG_MAPPING[given.pop("model_type")]
@@ -152,4 +160,5 @@ def _module(model: ModuleModel, folder: Path) -> ComposerModel:
         raise ParallelismTypeError(
             f"{model.name} must return a torch.nn.Module or a ComposerModel, not a {type(built).__name__}."
         )
-    return ComposerClassifier(built, num_classes=model.num_classes)
+    with blaming("model.num_classes"):
+        return ComposerClassifier(built, num_classes=model.num_classes)

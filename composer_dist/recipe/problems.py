@@ -9,14 +9,7 @@ import pydantic
 
 from composer_dist.config.explain import explain
 from composer_dist.config.yaml import KeyPath
-from composer_dist.errors import (
-    CheckpointKeyError,
-    CheckpointValueError,
-    ParallelismError,
-    ParallelismKeyError,
-    ParallelismTypeError,
-    ParallelismValueError,
-)
+from composer_dist.errors import WRONG, ParallelismError, ParallelismValueError
 from composer_dist.recipe.other_libraries.keys import hint
 from composer_dist.recipe.source import Document, Problem
 
@@ -26,23 +19,14 @@ class ConfigurationError(ParallelismValueError):
 
 
 @contextmanager
-def blamed_on(document: Document) -> Iterator[None]:
+def blamed_on(document: Document, kinds: tuple[type[Exception], ...] = WRONG) -> Iterator[None]:
     """What cannot be made as the configuration asks is its fault, and not the run's."""
     try:
         yield
     except ConfigurationError:
         raise
-    except _FAULTS as error:
+    except kinds as error:
         raise ConfigurationError(f"{document.source}: {error}") from error
-
-
-_FAULTS = (
-    ParallelismValueError,
-    ParallelismTypeError,
-    ParallelismKeyError,
-    CheckpointValueError,
-    CheckpointKeyError,
-)
 
 
 class Problems:

@@ -81,7 +81,7 @@ class Data(Section):
     """Samples in a step across all ranks: results do not depend on the number of ranks."""
     shuffle: bool = True
     """Read the samples to train on in another order in each epoch."""
-    workers: int = Field(0, ge=0)
+    workers: int = Field(0, ge=0, le=1024)
     """Processes of each rank that load data; 0 loads it in the training process."""
 
 
@@ -144,7 +144,7 @@ class Run(Section):
 
     out: Path
     """The folder for everything that the run writes: checkpoints, logs, the exported model."""
-    seed: int = 17
+    seed: int = Field(17, ge=0, lt=2**63)
     """Of everything random: weights, order of the data, dropout."""
     model: Annotated[HubModel | ModuleModel, Field(discriminator="kind")]
     data: Annotated[TextData | LabeledData | FunctionData, Field(discriminator="kind")]
@@ -171,6 +171,12 @@ class Run(Section):
     export: bool | Literal["merged"] = True
     """Write the model when the run ends, in the format of transformers, peft or torch. With "merged" an
     adapter is merged into the weights of its model."""
+
+    @model_validator(mode="after")
+    def _can_merge(self) -> Run:
+        if self.export == "merged" and getattr(self.model, "adapter", None) is None:
+            raise ValueError("export: merged has nothing to merge, because there is no model.adapter")
+        return self
 
     @field_validator("out", mode="before")
     @classmethod

@@ -8,7 +8,7 @@ import torch
 
 from composer_dist.checkpoint import export_pretrained, full_model_state
 from composer_dist.distributed import process_group
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
 from composer_dist.recipe.build import Session, batches, build, epoch_of
 from composer_dist.recipe.output.folder import run_folder
@@ -29,7 +29,8 @@ def run(configuration: Configuration) -> None:
             process_group.init(device=configuration.run.trainer.get("device"), reuse=True)
             stack.enter_context(run_folder(configuration))
             session = build(configuration)
-        _run(session)
+        with blamed_on(configuration.document, (ParallelismKeyError,)):  # such as a metric that nothing logs
+            _run(session)
     process_group.destroy()
 
 

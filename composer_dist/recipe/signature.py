@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
+from composer_dist.errors import ParallelismValueError
+
 
 @lru_cache(maxsize=256)
 def arguments_of(
@@ -32,7 +34,11 @@ def arguments_of(
     hints, docs = _hints(target), documentation(target) if documented else {}
     fields: dict[str, Any] = {}
     any_keyword = False
-    for name, parameter in inspect.signature(target).parameters.items():
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        raise ParallelismValueError(f"{target!r} cannot be called with arguments by name.") from None
+    for name, parameter in parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             any_keyword = True
         if name in given or name.startswith("_") or parameter.kind in _UNNAMED:

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from composer_dist.errors import ParallelismValueError
 from composer_dist.recipe.other_libraries.failures import blaming
+from composer_dist.trainer.data.randomness import derived_seed  # not public: for recipes and the Trainer
 
 IGNORED = -100
 """The label that losses skip, as everywhere in transformers."""
@@ -82,6 +83,8 @@ def pieces(text: str, tokenizer: Any, length: int) -> Tensor:
     Raises:
         ParallelismValueError: the text is shorter than one sample.
     """
+    if not text:
+        raise ParallelismValueError("The text is empty: data.source, or data.classes, names nothing to read.")
     tokens = _encode(text, tokenizer)
     count = len(tokens) // length
     if not count:
@@ -154,7 +157,7 @@ class MaskedSamples(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         tokens = self.tokens[index]
         # One generator per sample: the rank that reads it and earlier reads make no difference.
-        generator = torch.Generator().manual_seed(hash((self.seed, self.epoch, index)) % 2**63)
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, self.epoch, index))
         chosen = torch.rand(len(tokens), generator=generator) < self.share
         chosen[int(torch.randint(len(tokens), (), generator=generator))] = True  # at least one
         fate = torch.rand(len(tokens), generator=generator)

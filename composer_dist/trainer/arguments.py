@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import Precision
-from composer_dist.trainer.clock import Time
+from composer_dist.trainer.clock import Time, TimeUnit
 
 T = TypeVar("T")
 
@@ -23,6 +23,14 @@ def listed(name: str, given: T | Sequence[T] | None, kind: type[T]) -> list[T]:
 def positive(name: str, time: Time | str | int | None) -> Time | None:
     """A time, unless there is none."""
     return None if time is None else Time.positive(name, time)
+
+
+def check_duration(max_duration: Time | str | int | None) -> Time | None:
+    """The length of a run, which is positive and not a share of itself."""
+    found = positive("max_duration", max_duration)
+    if found is not None and found.unit is TimeUnit.DURATION:
+        raise ParallelismValueError(f"max_duration='{found}' is a share of itself; 'dur' is for intervals.")
+    return found
 
 
 def check_microbatch_size(size: object) -> None:

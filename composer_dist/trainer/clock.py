@@ -174,9 +174,15 @@ class Timestamp:
         """What has passed, in one unit.
 
         Raises:
-            ParallelismValueError: the unit is `dur`, which only the State knows.
+            ParallelismValueError: the unit is `dur`, which only the State knows, or tokens, of which the
+                batches have none.
         """
         unit = TimeUnit(unit)
+        if unit is TimeUnit.TOKEN and self.batch and not self.token:
+            raise ParallelismValueError(
+                "A time is given in tokens ('tok'), but the batches have none: no mapping with 'input_ids'. "
+                "Use batches ('ba'), samples ('sp') or epochs ('ep')."
+            )
         if unit is TimeUnit.DURATION:
             raise ParallelismValueError("A Timestamp has no 'dur'; use State.elapsed_duration().")
         return Time(getattr(self, _FIELDS[unit]), unit)

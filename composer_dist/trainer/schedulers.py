@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.clock import Time, TimeUnit
@@ -133,6 +133,11 @@ def sorted_out(given: object, optimizers: Sequence[Optimizer]) -> tuple[list[LRS
         raise ParallelismTypeError(
             "schedulers takes schedulers of torch.optim.lr_scheduler and those of composer_dist.trainer, "
             f"not {', '.join(sorted(wrong))}."
+        )
+    if any(isinstance(one, ReduceLROnPlateau) for one in items):
+        raise ParallelismTypeError(
+            "ReduceLROnPlateau needs a metric at each step, which the Trainer does not pass. Use another "
+            "scheduler, or step it in a callback."
         )
     schedules = [one for one in items if isinstance(one, Schedule)]
     if schedules:

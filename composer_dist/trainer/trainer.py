@@ -22,7 +22,7 @@ from composer_dist.distributed.ranks.reports import told_to_all
 from composer_dist.distributed.training.gradients import Accumulate, accumulated_bytes
 from composer_dist.errors import ParallelismValueError
 from composer_dist.precision import Precision, as_precision
-from composer_dist.trainer.arguments import check_options, listed, positive
+from composer_dist.trainer.arguments import check_duration, check_options, listed, positive
 from composer_dist.trainer.callbacks import Callback, LRMonitor, ProgressBar, SpeedMonitor
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.data.randomness import seed_all, use_deterministic_algorithms
@@ -121,7 +121,7 @@ class Trainer:
         check_model(model)
         check_options(precision := as_precision(precision), compile, parallelism_config is not None)
         self._check_sampler, self._eval_loss = check_sampler, eval_loss
-        self._max_duration = positive("max_duration", max_duration)
+        self._max_duration = check_duration(max_duration)
         self._evaluators = as_evaluators(eval_dataloader)
         resume = Resume.of(resume)
         optimizers = listed("optimizers", optimizers, Optimizer)

@@ -53,6 +53,22 @@ def test_exit_statuses_and_errors_without_traceback(app: typer.Typer, how: str) 
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    "place", ["home/.local/lib/python3.11/site-packages/lib", "usr/lib/python3/dist-packages/lib", "project"]
+)
+def test_frames_of_installed_packages_are_not_the_users(tmp_path: Path, place: str) -> None:
+    file = tmp_path / place / "code.py"
+    error = ValueError("wrong")
+    try:
+        exec(compile("raise error", str(file), "exec"), {"error": error})
+    except ValueError:
+        found = [Path(frame.filename) for frame in failures.users_frames(error)]
+    assert (file in found) == (place == "project")
+    assert (failures.status_of(CheckpointValueError("ours")), failures.status_of(error)) == (2, 1)
+    assert not failures._is_users(typer.__file__)
+    assert not failures._is_users(subprocess.__file__)
+
+
 def test_debug_shows_where_an_error_comes_from(app: typer.Typer) -> None:
     result = CliRunner().invoke(app, ["--debug", "fail", "ours"])
     assert isinstance(result.exception, CheckpointValueError)

@@ -64,13 +64,102 @@ def test_a_dry_run_with_a_strategy_by_name() -> None:
         (["trainer.max_duration=0ba"], "max_duration"),
         (["trainer.gradient_clipping=-1"], "GradientClipping's norm must be positive, not -1"),
         (["trainer.device_train_microbatch_size=0"], "a positive number of samples, 'auto' or None, not 0"),
-        (["resume={load_path: /not/there}"], "there is no checkpoint at /not/there"),
+        (["resume={load_path: /not/there}"], "There is no checkpoint /not/there"),
+        (["resume={autoresume: true}", "checkpoints=null"], "autoresume needs a CheckpointSaver"),
+        (["trainer.device=cuda:99"], "Device 'cuda:99' was asked for, but this machine offers"),
+        (["parallelism={mesh: {device_type: xla}}"], "Device 'xla' was asked for"),
+        (["trainer.device=tpu"], "torch has no device 'tpu'"),
+        (["trainer.compile=true"], "Pass ParallelismConfig(compile=...) instead"),
+        (["trainer.max_duration=0.5dur"], "max_duration='0.5dur' is a share of itself"),
+        (["trainer.max_duration=100tok"], "the batches have none: no mapping with 'input_ids'"),
+        (["trainer.eval_interval=100tok"], "the batches have none"),
+        (["scheduler={name: cosine, t_warmup: 5ba, t_max: 9tok}"], "compares '9tok' with a time in"),
+        (
+            ["scheduler={name: one_cycle, max_lr: 1, total_steps: 2}"],
+            "scheduler.total_steps is 2, but the run has",
+        ),
+        (["scheduler={name: torch.optim.lr_scheduler.StepLR, step_size: 0}"], "scheduler: integer modulo"),
+        (["scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau"], "needs a metric at each step"),
+        (["scheduler=torch.zeros"], "cannot be called with arguments by name"),
+        (["callbacks={torch.nn.ReLU: {}}"], "callbacks takes a Callback"),
+        (["callbacks={generate: {prompts: [a]}}"], "Generate needs a HuggingFaceModel"),
+        (["callbacks={early_stopping: {monitor: loss/val/total}}"], "Did you mean 'loss/eval/total'? Logged"),
+        (["loggers={torch.nn.ReLU: {}}"], "loggers takes a LoggerDestination"),
+        (["loggers={console: {interval: 0ba}}"], "ConsoleLogger's interval must be positive"),
+        (["loggers={wandb: {mode: no}}"], "expected 'online', 'offline' or 'disabled'"),
+        (["loggers={file: {path: /dev/null/a}}"], "loggers.file.path=/dev/null/a cannot be written"),
+        (["checkpoints={folder: /dev/null/a}"], "checkpoints.folder=/dev/null/a cannot be written"),
+        (["checkpoints={folder: nope://a}"], "nope://a cannot be reached"),
+        (["checkpoints={filename: 'a/{batch}'}"], "filename='a/0' must be a name in the folder"),
+        (["checkpoints={latest: ../a}"], "latest='../a' must be a name in the folder"),
+        (["export=merged"], "there is no model.adapter"),
+        (["data.workers=100000"], "data.workers"),
+        (["seed=99999999999999999999"], "seed"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would(options: list[object], text: str) -> None:
     status, _, told = call(PRESETS / "vision.yaml", "--dry-run", *options)
     assert status == 2
     assert text in told
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb", "mlflow"])
+def test_a_dry_run_refuses_a_logger_without_its_package(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    status, _, told = call(PRESETS / "vision.yaml", "--dry-run", f"loggers={{{package}: {{}}}}")
+    assert (status, f"pip install 'composer_dist[{package}]'" in told) == (2, True), told
+
+
+@pytest.mark.filterwarnings("ignore:Skipping")
+def test_a_dry_run_looks_into_the_checkpoints_of_an_earlier_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    (tmp_path / "mine.py").write_text(
+        CODE.replace("(self)", "(self, width=3)").replace("(3, 2)", "(width, 2)")
+    )
+    run = [tmp_path / "mine.yaml", f"out={tmp_path / 'out'}", "scheduler={name: one_cycle, max_lr: 1}"]
+    assert call(*run)[0] == 0
+    assert call(*run, "--dry-run")[0] == 0
+    shapes = ["model.arguments.width=4"]
+    other = ["optimizer={name: sgd, momentum: 0.9, lr: 0.1}"]
+    longer = ["trainer.max_duration=2ba"]
+    for options, text in (
+        (shapes, "model.module.weight is (2, 3) in the checkpoint, (2, 4) in the model"),
+        (other, "is AdamW, and this run's is SGD, which cannot use its state"),
+        (longer, "The run was started for 1 batches, and OneCycleLR cannot go further"),
+        (["resume=false"], "has checkpoints of an earlier run"),
+    ):
+        status, _, told = call(*run, "--dry-run", *options)
+        assert (status, text in told) == (2, True), told
+    for part in (tmp_path / "out" / "checkpoints" / "ep0-ba1").glob("__*"):
+        part.write_bytes(part.read_bytes()[:-1])
+    status, _, told = call(*run, "--dry-run")
+    assert (status, "All checkpoints in" in told) == (2, True), told
+    assert (tmp_path / "out" / "checkpoints" / "ep0-ba1").is_dir(), "nothing was renamed"
+
+
+def test_a_metric_that_a_callback_of_the_user_may_log_is_looked_for_in_the_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    mine = CODE + "from composer_dist.trainer import Callback\nclass Mine(Callback):\n    pass\n"
+    (tmp_path / "mine.py").write_text(mine)
+    options = [
+        "callbacks={early_stopping: {monitor: mine/loss}, 'mine.py:Mine': {}}",
+        f"out={tmp_path / 'out'}",
+    ]
+    assert call(tmp_path / "mine.yaml", "--dry-run", *options)[0] == 0
+    status, _, told = call(tmp_path / "mine.yaml", *options)
+    assert (status, "EarlyStopping: there is no metric 'mine/loss'" in told) == (2, True), told
+
+
+def test_a_new_model_without_parallelism_has_values(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    (tmp_path / "mine.py").write_text(CODE)
+    for name, parallelism in (("none", "null"), ("fsdp", "fsdp")):
+        options = [f"out={tmp_path / name}", f"parallelism={parallelism}"]
+        assert call(tmp_path / "mine.yaml", *options)[0] == 0
+    alone, sharded = (torch.load(tmp_path / name / "model.pt") for name in ("none", "fsdp"))
+    torch.testing.assert_close(alone, sharded, rtol=0, atol=0)
 
 
 def test_a_dry_run_of_tensor_parallelism_has_all_ranks_on_one_host() -> None:

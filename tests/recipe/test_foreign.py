@@ -1,7 +1,6 @@
 """What transformers, peft and datasets reject: sentences with the key, the name and the remedy; status 2."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.recipe.models import hub_config
 from composer_dist.recipe.other_libraries.failures import check_positions, from_hub
 from composer_dist.recipe.schema import HubModel
-from composer_dist.recipe.tokenizer import tokenizer_named
+from composer_dist.recipe.tokenizer import byte_tokenizer, tokenizer_named
 from tests.kit.huggingface import llama
 
 
@@ -66,6 +65,12 @@ def refused(preset: str, *overrides: str) -> str:
             "data.context is 128, but transformer.wpe has only 32 positions: lower data.context",
         ),
         ("pretrain", ["optimizer.lr=-1"], "optimizer 'adamw': Invalid learning rate: -1"),
+        ("pretrain", ["data.source=[]"], "The text is empty"),
+        (
+            "lora",
+            ["model.adapter={method: prompt_tuning, num_virtual_tokens: 3}", "export=merged"],
+            "learn prompts instead of weights and cannot be merged",
+        ),
     ],
 )
 def test_it_is_said_before_anything_starts(preset: str, overrides: list[str], said: str) -> None:
@@ -86,17 +91,69 @@ def test_directories_that_are_not_models(tmp_path: Path) -> None:
             pytest.fail("it is not read")
 
 
-def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
-    model = llama()
-    model.save_pretrained(tmp_path / "cut")
-    file = tmp_path / "cut" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with (
-        pytest.raises(ParallelismValueError, match="model.safetensors is corrupt or cut short"),
-        from_hub("model.pretrained", "cut"),
+def pretrained(path: Path) -> HubModel:
+    """A model's directory, in shards."""
+    llama().save_pretrained(path, max_shard_size="20KB")
+    byte_tokenizer().save_pretrained(path)
+    return HubModel(kind="causal_lm", pretrained=str(path), tokenizer="bytes")
+
+
+def test_weights_that_cannot_be_read_are_found_by_their_headers(tmp_path: Path) -> None:
+    for name, harm, said in (
+        (
+            "cut",
+            lambda file: file.write_bytes(file.read_bytes()[:-100]),
+            r"model-00002.*is corrupt or truncated",
+        ),
+        ("gone", Path.unlink, r"puts .* in model-00002.*, but that file does not exist"),
+        (
+            "none",
+            lambda file: file.with_name(INDEX).unlink(),
+            "the directory has none of model.safetensors, ",
+        ),
     ):
-        type(model).from_pretrained("cut")
-    shutil.rmtree(tmp_path / "cut")
+        model = pretrained(tmp_path / name)
+        harm(next((tmp_path / name).glob("model-00002-*")))
+        with pytest.raises(ParallelismValueError, match=f"model.pretrained={tmp_path / name}: .*{said}"):
+            hub_config(model, None)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", INDEX, "model-00002-*", "sub/a.safetensors"]
+)
+def test_links_out_of_a_models_directory_are_not_followed(tmp_path: Path, name: str) -> None:
+    model = pretrained(tmp_path / "m")
+    (tmp_path / "m" / "sub").mkdir()
+    (tmp_path / "m" / "sub" / "a.safetensors").touch()
+    file = next((tmp_path / "m").glob(name))
+    file.symlink_to(file.rename(tmp_path / "outside"))
+    for read in (lambda: hub_config(model, None), lambda: tokenizer_named(str(tmp_path / "m"))):
+        with pytest.raises(
+            ParallelismValueError, match=f"{file.name} is a link that leads out of its directory"
+        ):
+            read()
+
+
+@pytest.mark.parametrize("index", [INDEX, "pytorch_model.bin.index.json"])
+def test_an_index_names_no_file_outside_of_the_directory(tmp_path: Path, index: str) -> None:
+    model = pretrained(tmp_path / "m")
+    (tmp_path / "m" / index).write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
+    (tmp_path / "outside.safetensors").touch()
+    with pytest.raises(ParallelismValueError, match=r"outside"):
+        hub_config(model, None)
+
+
+def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    model = pretrained(tmp_path / "blobs")
+    snapshot = tmp_path / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for blob in (tmp_path / "blobs").iterdir():
+        (snapshot / blob.name).symlink_to(Path("..", "..", "blobs", blob.name))
+    assert hub_config(model.model_copy(update={"pretrained": str(snapshot)}), None).model_type == "llama"
+    assert len(tokenizer_named(str(snapshot))) == 261
 
 
 @pytest.mark.parametrize("key", ["pretrained", "tokenizer"])

@@ -96,13 +96,13 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
     """Make a directory for checkpoints, and write a file there and remove it.
 
     Raises:
-        CheckpointRuntimeError: it is impossible.
+        CheckpointValueError: it is impossible.
     """
     try:
         place_of(os.path.join(directory, ".writable")).probe()
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointRuntimeError(
+        raise CheckpointValueError(
             f"Checkpoints cannot be written to {os.fspath(directory)}: {error.strerror or error}."
         ) from error

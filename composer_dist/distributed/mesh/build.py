@@ -25,7 +25,7 @@ def build_mesh(config: MeshConfig, world_size: int | None = None) -> DeviceMesh:
         raise ParallelismRuntimeError("A mesh needs a process group; call process_group.init() first.")
     sizes = config.resolve(dist.get_world_size() if world_size is None else world_size)
     names = mesh_dim_names(sizes)
-    device_type = config.device_type or process_group.device_of_group().type
+    device_type = process_group.device_here(config.device_type or process_group.device_of_group()).type
     mesh = init_device_mesh(device_type, tuple(sizes[n] for n in names), mesh_dim_names=names)
     Mesh(mesh).make_groups()
     return mesh

@@ -55,7 +55,8 @@ def init(
 
     Raises:
         ParallelismRuntimeError: a group exists and `reuse` is not set, a launcher has started several ranks
-            but torchrun's variables are missing, the machine lacks `device`, or a rank did not arrive.
+            but torchrun's variables are missing, or a rank did not arrive.
+        ParallelismValueError: the machine lacks `device`.
     """
     if _active():
         if reuse:
@@ -68,13 +69,8 @@ def init(
         raise ParallelismRuntimeError("This build of torch has no torch.distributed.")
     if not is_distributed():
         check_alone(os.environ)
-    chosen = torch.device(device) if device is not None else _default_device()
+    chosen = device_here(device) if device is not None else _default_device()
     if chosen.type != "cpu":
-        if (offered := _default_device().type) != chosen.type:
-            raise ParallelismRuntimeError(
-                f"Device {str(chosen)!r} was asked for, but this machine offers {offered!r} to torch "
-                f"{torch.__version__}."
-            )
         torch.accelerator.set_device_index(_with_index(chosen).index)
     if backend is None:
         backend = backend_for(chosen.type, cpu_ops=chosen.type != "cpu")
@@ -84,6 +80,28 @@ def init(
         place = meeting_place(timeout)
     dist.init_process_group(backend, timeout=timeout, **place)
     Agreement().begin()  # from now on, it is noticed if a rank of this host ends
+
+
+def device_here(device: torch.device | str) -> torch.device:
+    """The device, after a check that this machine has it.
+
+    Raises:
+        ParallelismValueError: it does not, or torch has no such kind of device.
+    """
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ParallelismValueError(f"torch has no device {device!r}; write 'cpu' or 'cuda'.") from None
+    if chosen.type == "cpu":
+        return chosen
+    offered, count = _default_device().type, torch.accelerator.device_count()
+    if offered != chosen.type or (chosen.index or 0) >= count:
+        many = "" if offered == "cpu" else f" ({count} of them)"
+        raise ParallelismValueError(
+            f"Device {str(chosen)!r} was asked for, but this machine offers {offered!r}{many} to torch "
+            f"{torch.__version__}."
+        )
+    return chosen
 
 
 def destroy() -> None:

@@ -1,5 +1,6 @@
 """What transformers, peft and datasets reject, in words that name the key and the remedy."""
 
+import json
 import os
 import re
 import textwrap
@@ -10,10 +11,18 @@ from typing import Any
 
 from torch import nn
 
-from composer_dist.errors import ParallelismError, ParallelismValueError
+from composer_dist.errors import CheckpointError, ParallelismError, ParallelismValueError
+from composer_dist.files.index import check_inside
+from composer_dist.files.safetensors import read_index
 from composer_dist.recipe.schema import Arguments, HubModel
 from composer_dist.wording import listed
 
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 _TOKENIZERS = ("tokenizer*", "vocab*", "spiece*", "*.model")
 _MAPPINGS = {
     "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -45,9 +54,10 @@ def from_hub(key: str, name: str) -> Iterator[None]:
     Raises:
         ParallelismValueError: it is not there, or not readable; names the file where one is cut short.
     """
-    path, what = Path(name).expanduser(), f"{key}={name}"
+    path, what = Path(name), f"{key}={name}"
     if path.is_dir():
-        _check_files(key, what, path)
+        with _named(what):
+            _check_files(key, what, path)
     elif path.exists():
         raise ParallelismValueError(f"{what} is a file: give the directory of the model.")
     elif not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
@@ -58,7 +68,6 @@ def from_hub(key: str, name: str) -> Iterator[None]:
         raise
     except Exception as error:
         if path.is_dir():
-            _check_safetensors(what, path)
             with blaming(what):
                 raise
         if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
@@ -72,14 +81,20 @@ def from_hub(key: str, name: str) -> Iterator[None]:
 
 
 def _check_files(key: str, what: str, path: Path) -> None:
-    """A directory must have what `key` needs."""
+    """A directory must have what `key` needs; no link leads out of it."""
+    inside = [str(one.relative_to(path)) for one in path.rglob("*") if one.is_symlink() or not one.is_dir()]
+    for index in path.glob("*.bin.index.json"):
+        with blaming(f"{what}: {index.name}"):
+            inside += json.loads(index.read_bytes())["weight_map"].values()
+    check_inside(path, inside)
     there = listed(sorted(file.name for file in path.iterdir())) or "no file at all"
     if key == "model.tokenizer":
         if not any(file for pattern in _TOKENIZERS for file in path.glob(pattern)):
             raise ParallelismValueError(
                 f"{what}: the directory has no tokenizer; it has {there}. 'bytes' needs none."
             )
-    elif not (path / "config.json").is_file():
+        return
+    if not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
             raise ParallelismValueError(
                 f"{what} is an adapter of peft, not a model: merge it into its model first (peft's "
@@ -88,17 +103,28 @@ def _check_files(key: str, what: str, path: Path) -> None:
         raise ParallelismValueError(f"{what}: the directory has no config.json of a model; it has {there}.")
 
 
-def _check_safetensors(what: str, path: Path) -> None:
-    from safetensors import SafetensorError, safe_open
+def check_weights(name: str) -> None:
+    """Raises if `name` is a directory without weights, or whose safetensors files have invalid headers.
 
-    for file in sorted(path.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError as error:
-            raise ParallelismValueError(
-                f"{what}: {file.name} is corrupt or cut short ({error}); copy or download it again."
-            ) from error
+    Raises:
+        ParallelismValueError: names the file.
+    """
+    path, what = Path(name), f"model.pretrained={name}"
+    found = [path / file for file in _WEIGHTS if (path / file).is_file()]
+    if path.is_dir() and not found:
+        raise ParallelismValueError(f"{what}: the directory has none of {', '.join(_WEIGHTS)}.")
+    if found and "safetensors" in found[0].name:
+        with _named(what):
+            read_index(found[0])
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Errors about files say which key names them."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise ParallelismValueError(f"{what}: {error}") from error
 
 
 def check_kind(model: HubModel, config: Any) -> None:

@@ -23,6 +23,7 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.files.index import check_inside
 from composer_dist.recipe.named import PLACES
 from composer_dist.recipe.read import Configuration
+from composer_dist.recipe.schema import Run
 
 CONFIGURATION, ENVIRONMENT, LOCK = "configuration.yaml", "environment.json", ".lock"
 _WRITTEN = (CONFIGURATION, ENVIRONMENT, LOCK, PLACES["file"]["path"], f"{PLACES['file']['path']}.new")
@@ -40,6 +41,7 @@ def run_folder(configuration: Configuration) -> Iterator[None]:
     world, rank = process_group.world_and_rank()
     with contextlib.ExitStack() as stack:
         with process_group.together("the run's folder"):
+            check_places(configuration.run)
             try:
                 out.mkdir(parents=True, exist_ok=True)
                 if rank == 0:
@@ -53,15 +55,26 @@ def run_folder(configuration: Configuration) -> Iterator[None]:
         yield
 
 
-def check_writable(out: Path) -> None:
-    """What can be known without making the folder.
+def check_places(run: Run) -> None:
+    """Whether the run can write where it is told to, as far as that is known without making a folder.
 
     Raises:
-        ParallelismValueError: it cannot be made or written.
+        ParallelismValueError: it cannot.
     """
-    above = next(one for one in (out, *out.absolute().parents) if one.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ParallelismValueError(f"out={out} cannot be written: {above} is not a folder to write to.")
+    places = {"out": run.out, "checkpoints.folder": (run.checkpoints or {}).get("folder")}
+    for logger, key in (("file", "path"), ("tensorboard", "log_dir")):
+        places[f"loggers.{logger}.{key}"] = (run.loggers.get(logger) or {}).get(key)
+    for key, place in places.items():
+        if not place or "://" in str(place):
+            continue
+        path = Path(place).absolute()
+        above = next(one for one in (path, *path.parents)[key.endswith("path") :] if one.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise ParallelismValueError(
+                f"{key}={place} cannot be written: {above} is not a folder to write to."
+            )
+        if key.endswith("path") and path.is_dir():
+            raise ParallelismValueError(f"{key}={place} is a folder: give the name of a file in it.")
 
 
 @contextlib.contextmanager

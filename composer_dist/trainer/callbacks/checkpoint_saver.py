@@ -44,7 +44,8 @@ class CheckpointSaver(Callback):
         on_sigterm: save and exit on SIGTERM.
 
     Raises:
-        ParallelismValueError: the interval or `keep` is not positive; a filename that never changes.
+        ParallelismValueError: the interval or `keep` is not positive; a filename that never changes, or is in
+            another folder.
     """
 
     def __init__(
@@ -63,6 +64,11 @@ class CheckpointSaver(Callback):
         self._filename = filename
         if keep is not None and keep < 1:
             raise ParallelismValueError(f"keep={keep}: the newest checkpoint is always kept; None keeps all.")
+        for option, name in (("filename", self._name(Timestamp())), ("latest", latest)):
+            if name and name != os.path.basename(name).lstrip("."):
+                raise ParallelismValueError(
+                    f"{option}={name!r} must be a name in the folder, without '/' and without '.' in front."
+                )
         if self._name(Timestamp()) == self._name(Timestamp(epoch=1, batch=1, sample=1, token=1)):
             raise ParallelismValueError(
                 f"filename={filename!r} would be the same for all checkpoints; put {{batch}} into it."

@@ -29,7 +29,7 @@ class MLflowLogger(WritingLogger):
         interval: how often to write; see `WritingLogger`.
 
     Raises:
-        ParallelismRuntimeError: mlflow is not installed.
+        ParallelismValueError: mlflow is not installed.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class TensorBoardLogger(WritingLogger):
         interval: how often to write; see `WritingLogger`.
 
     Raises:
-        ParallelismRuntimeError: TensorBoard is not installed.
+        ParallelismValueError: TensorBoard is not installed.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], interval: Time | str | int = "5sec") -> None:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.logger import Row
@@ -23,14 +23,14 @@ class WandBLogger(WritingLogger):
         **options: of `wandb.init`, such as `entity`, `group`, `tags` or `dir`.
 
     Raises:
-        ParallelismRuntimeError: wandb is not installed.
+        ParallelismValueError: wandb is not installed.
     """
 
     def __init__(
         self,
         project: str | None = None,
         name: str | None = None,
-        mode: str | None = None,
+        mode: Literal["online", "offline", "disabled"] | None = None,
         interval: Time | str | int = "5sec",
         **options: Any,
     ) -> None:

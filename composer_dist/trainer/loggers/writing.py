@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.events import Every
 from composer_dist.trainer.logger import Logger, Metrics, Row
@@ -200,4 +200,4 @@ def require(package: str, logger: object) -> None:
     """Refuses a logger whose package is missing, and names the extra to install."""
     if importlib.util.find_spec(package) is None:
         name = type(logger).__name__
-        raise ParallelismRuntimeError(f"{name} needs {package}: pip install 'composer_dist[{package}]'.")
+        raise ParallelismValueError(f"{name} needs {package}: pip install 'composer_dist[{package}]'.")

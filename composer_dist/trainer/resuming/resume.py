@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
 from composer_dist.checkpoint import latest_checkpoint, load_checkpoint
 from composer_dist.checkpoint.latest import newest_intact
+from composer_dist.checkpoint.load import check_loading
 from composer_dist.checkpoint.storage.place import place_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -22,7 +27,7 @@ from composer_dist.trainer.callbacks.checkpoint_saver import CheckpointSaver, co
 from composer_dist.trainer.clock import check_keys
 from composer_dist.trainer.data.randomness import generator_states, set_generator_states
 from composer_dist.trainer.loop import TrainingLoop
-from composer_dist.trainer.resuming.settings import Options, Source, compare
+from composer_dist.trainer.resuming.settings import Options, Source, compare, settings_of
 from composer_dist.trainer.state import State
 from composer_dist.wording import listed
 
@@ -51,11 +56,7 @@ def load_run_state(
     saved = dict(saved)
     place, generators = saved.pop("data", None), saved.pop("generators", [])
     check_keys("Trainer", saved, ("state", "loss_scaler", "schedulers", "callbacks"))
-    if len(saved["schedulers"]) != len(state.schedulers):
-        raise CheckpointValueError(
-            f"The checkpoint's run had {len(saved['schedulers'])} of torch's schedulers, but the Trainer has "
-            f"{len(state.schedulers)}: pass the same ones."
-        )
+    _check_number(saved["schedulers"], state)
     named = _numbered(callbacks)
     if gone := [name for name in saved["callbacks"] if name not in named]:
         warnings.warn(
@@ -77,6 +78,14 @@ def load_run_state(
     loop.go_to(place)
     if state.rank < len(generators):  # a rank that was not there draws as it was seeded
         set_generator_states(generators[state.rank], state.device)
+
+
+def _check_number(saved: Sequence[Any], state: State) -> None:
+    if len(saved) != len(state.schedulers):
+        raise CheckpointValueError(
+            f"The checkpoint's run had {len(saved)} of torch's schedulers, but the Trainer has "
+            f"{len(state.schedulers)}: pass the same ones."
+        )
 
 
 def _numbered(callbacks: Sequence[Callback]) -> dict[str, Callback]:
@@ -148,29 +157,73 @@ def resume_run(
     Returns:
         The checkpoint's path; None where autoresume found none, and a new run begins.
     """
-    newest = _newest(callbacks) if resume.autoresume else None
-    verified = newest is not None
-    if newest is not None:
-        ignore = () if resume.load_path else resume.load_ignore_keys
-        resume = Resume(load_path=newest, load_ignore_keys=ignore, optimizer=resume.optimizer)
-    elif resume.load_path is None:
+    path, chosen, damaged = _find(resume, callbacks)
+    if damaged:
+
+        def set_aside(ranks: list[str]) -> list[str]:
+            return [place_of(one).set_aside() for one in damaged]
+
+        moved = Agreement().reach("setting aside damaged checkpoints", "", set_aside)
+        warnings.warn(f"Damaged checkpoints are kept as {listed(moved)}.", UserWarning, stacklevel=4)
+    if path is None:
         return None
-    else:
-        newest = _followed(os.fspath(resume.load_path))
-    ignored = _Ignored(resume.load_ignore_keys)
+    verify = chosen is resume  # else it has been verified
+    ignored = _Ignored(chosen.load_ignore_keys)
     options = [Options(optimizer) for optimizer in state.optimizers]
     fresh: list[int] = []
-    if not resume.load_weights_only:
-        fresh = _load_run(newest, resume, state, ignored, take_over, not verified)
-    _load_weights(newest, resume, state, ignored, fresh, not verified)
-    if resume.optimizer == "config" and not resume.load_weights_only:
+    if not chosen.load_weights_only:
+        fresh = _load_run(path, chosen, state, ignored, take_over, verify)
+    if wanted := _trained(chosen, state, ignored, fresh):
+        load_checkpoint(
+            path,
+            wanted,
+            strict=chosen.load_strict_model_weights,
+            model=state.model,
+            ignore=ignored,
+            verify=verify and chosen.load_weights_only,  # else it has been
+        )
+    if chosen.optimizer == "config" and not chosen.load_weights_only:
         for index, one in enumerate(options):
             one.restore(state.schedulers, index in fresh)
     ignored.warn()
-    return newest
+    return path
 
 
-def _newest(callbacks: Sequence[Callback]) -> str | None:
+def check_resume(resume: Resume, state: State, callbacks: Sequence[Callback]) -> str | None:
+    """Raises what `resume_run` would; loads the schedulers only, so the model may be on the meta device."""
+    path, chosen, _ = _find(resume, callbacks)
+    if path is None:
+        return None
+    ignored, verify, fresh = _Ignored(chosen.load_ignore_keys), chosen is resume, []
+    if not chosen.load_weights_only and not ignored("state"):
+        saved: dict[str, Any] = {key: None for key in ("state", "schedulers") if not ignored(key)}
+        load_checkpoint(path, saved, verify=verify)
+        verify = False
+        settings = saved["state"].get("settings", {})
+        classes = {
+            name: settings[name] for name in settings if re.fullmatch(r"(optimizer|scheduler)\d*", name)
+        }
+        state.settings = {name: now for name, now in settings_of(state, None, {}).items() if name in classes}
+        fresh = compare(path, classes, state, chosen.optimizer, ignored)
+        if "schedulers" in saved:
+            _check_number(saved["schedulers"], state)
+            for scheduler, one in zip(state.schedulers, saved["schedulers"], strict=True):
+                scheduler.load_state_dict(one)
+    wanted = _trained(chosen, state, ignored, fresh)
+    check_loading(path, wanted, chosen.load_strict_model_weights, ignored, verify)
+    return path
+
+
+def _find(resume: Resume, callbacks: Sequence[Callback]) -> tuple[str | None, Resume, list[str]]:
+    """The checkpoint to begin with, how to load it, and newer ones that are damaged."""
+    newest, damaged = _newest(callbacks) if resume.autoresume else (None, [])
+    if newest is not None:
+        ignore = () if resume.load_path else resume.load_ignore_keys
+        return newest, Resume(load_path=newest, load_ignore_keys=ignore, optimizer=resume.optimizer), damaged
+    return None if resume.load_path is None else _followed(os.fspath(resume.load_path)), resume, []
+
+
+def _newest(callbacks: Sequence[Callback]) -> tuple[str | None, list[str]]:
     folders = [callback.folder for callback in callbacks if isinstance(callback, CheckpointSaver)]
     if not folders:
         raise ParallelismValueError("autoresume needs a CheckpointSaver, whose folder it looks in.")
@@ -180,14 +233,7 @@ def _newest(callbacks: Sequence[Callback]) -> str | None:
             f"All checkpoints in {folders[0]} are damaged: {listed(damaged)}. Restore one of them from a "
             "copy, or move them elsewhere to start over."
         )
-    if damaged:
-
-        def set_aside(ranks: list[str]) -> list[str]:
-            return [place_of(path).set_aside() for path in damaged]
-
-        moved = Agreement().reach("setting aside damaged checkpoints", "", set_aside)
-        warnings.warn(f"Damaged checkpoints are kept as {listed(moved)}.", UserWarning, stacklevel=4)
-    return newest
+    return newest, damaged
 
 
 def _followed(path: str) -> str:
@@ -252,25 +298,16 @@ def _load_run(
     return fresh
 
 
-def _load_weights(
-    path: str, resume: Resume, state: State, ignored: _Ignored, fresh: Collection[int], verify: bool
-) -> None:
+def _trained(
+    resume: Resume, state: State, ignored: _Ignored, fresh: Collection[int]
+) -> dict[str, nn.Module | Optimizer]:
     """The model, and the optimizers unless weights alone are wanted; not those that start afresh."""
     afresh = {f"optimizer{index or ''}" for index in fresh}
-    wanted = {
+    return {
         key: value
         for key, value in contents(state, run=False).items()
         if (key == "model" or not resume.load_weights_only) and key not in afresh and not ignored(key)
     }
-    if wanted:
-        load_checkpoint(
-            path,
-            wanted,
-            strict=resume.load_strict_model_weights,
-            model=state.model,
-            ignore=ignored,
-            verify=verify and resume.load_weights_only,  # else it has been
-        )
 
 
 class _Ignored:

@@ -238,7 +238,7 @@ def test_local_rank_without_a_launcher(world2: World, monkeypatch: pytest.Monkey
 @pytest.mark.promise(7)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_an_accelerator_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(ParallelismRuntimeError, match="'cuda' was asked for"):
+    with pytest.raises(ParallelismValueError, match="'cuda' was asked for"):
         pg.init(device="cuda")
     assert not dist.is_initialized()
 

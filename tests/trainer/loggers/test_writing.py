@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import MLflowLogger, TensorBoardLogger, WandBLogger
 from composer_dist.trainer.clock import Timestamp
 from composer_dist.trainer.loggers import writing
@@ -21,7 +21,7 @@ from composer_dist.trainer.loggers import writing
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, make: Any, extra: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     text = rf"Logger needs {extra}: pip install 'composer_dist\[{extra}\]'"
-    with pytest.raises(ParallelismRuntimeError, match=text):
+    with pytest.raises(ParallelismValueError, match=text):
         make()
 
 
