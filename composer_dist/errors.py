@@ -16,8 +16,8 @@ class ParallelismError(Exception):
     """Anything that kept composer_dist from doing what it was asked to do."""
 
     def __str__(self) -> str:
-        """The text as written; `KeyError` alone would quote it."""
-        return str(self.args[0]) if len(self.args) == 1 else super().__str__()
+        """The text, without control characters of files' contents; `KeyError` alone would quote it."""
+        return _printable(str(self.args[0]) if len(self.args) == 1 else super().__str__())
 
 
 class ParallelismValueError(ParallelismError, ValueError):
@@ -153,6 +153,18 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, ParallelismError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    text = str(error) or ("no memory was left for it on this host" if isinstance(error, MemoryError) else "")
+        return _printable(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
+    try:
+        text = _printable(str(error))
+    except Exception as broken:
+        text = f"its text cannot be shown, because its __str__ raised {type(broken).__name__}"
+    if isinstance(error, MemoryError) and not text:
+        text = "no memory was left for it on this host"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _printable(text: str) -> str:
+    """`text` with escapes in place of what a terminal would obey."""
+    return "".join(
+        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text
+    )

@@ -65,3 +65,19 @@ def test_another_error_takes_precedence_over_faults_and_none_is_needed() -> None
         _collect(Faults(), ZeroDivisionError())
     with Faults():
         pass
+
+
+class MuteError(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise TypeError
+
+
+def test_any_error_can_be_put_in_words() -> None:
+    assert (
+        errors.in_words(MuteError())
+        == "MuteError: its text cannot be shown, because its __str__ raised TypeError"
+    )
+    assert errors.in_words(ValueError("a\x1b[2J\nb")) == "ValueError: a\\x1b[2J\nb"
+    assert errors.in_words(MemoryError()) == "MemoryError: no memory was left for it on this host"

@@ -1,7 +1,9 @@
 """Tensors: the parts of DTensors, operations on lists, storages, versions and hooks."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,6 +92,17 @@ def without_values() -> Iterator[None]:
 
     with FakeTensorMode():
         yield
+
+
+def pickle_and_byte_order(source: Path | BytesIO) -> tuple[bytes, str]:
+    """The pickle of a `torch.save` archive, as `torch.load` finds it, and its byte order. Since torch 2.1."""
+    with nullcontext(source) if isinstance(source, BytesIO) else source.open("rb") as file:
+        file.seek(0)
+        reader: Any = torch._C.PyTorchFileReader(file)
+        order = reader.get_record("byteorder").decode() if reader.has_record("byteorder") else "little"
+        found = reader.get_record("data.pkl"), order
+        file.seek(0)
+        return found
 
 
 def offset_in_file(tensor: torch.Tensor) -> int:

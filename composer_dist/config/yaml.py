@@ -15,6 +15,8 @@ _MOST = 100_000
 _LONGEST = 1000
 """Characters of a number or a date; reading a longer one takes quadratic time."""
 _NUMBERS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
+_OTHER_BASES = re.compile("^[-+]?0[0-7_]+$|:")
+"""YAML 1.1 reads 010 as 8, and 1:30 as 90."""
 _OPEN = -1
 
 
@@ -85,7 +87,7 @@ def _count(node: yaml.Node, depth: int, known: dict[int, int]) -> int:
         parts = [part for pair in inner for part in pair] if pairs else inner
         known[id(node)] = 1 + sum(_count(part, depth + 1, known) for part in parts)
     if known[id(node)] > _MOST:
-        raise _problem(node, f"aliases repeat more than {_MOST} values")
+        raise _problem(node, f"there are more than {_MOST} values, with aliases written out")
     return known[id(node)]
 
 
@@ -94,13 +96,15 @@ def _problem(node: yaml.Node, text: str) -> yaml.YAMLError:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML 1.1, except that 1e-3 is a number and that on, off, yes and no are strings."""
+    """YAML 1.1, except that 1e-3 is a number, on, off, yes and no are strings, and 010 and 1:30 errors."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """The value of a node; what cannot be one, such as the date 2026-99-99, is an error with its line."""
         try:
             if node.tag in _NUMBERS and len(node.value) > _LONGEST:
                 raise ValueError("too long")
+            if node.tag in _NUMBERS[:2] and _OTHER_BASES.search(node.value):
+                raise ValueError("of base 8 or 60")
             return super().construct_object(node, deep)
         except (ValueError, KeyError, IndexError, OverflowError, AttributeError) as error:
             raise _problem(node, f"{str(node.value)[:40]!r} is not a valid value") from error

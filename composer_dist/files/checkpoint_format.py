@@ -33,7 +33,7 @@ from composer_dist.tensors.parts import Dims, contiguous_strides, covers
 from composer_dist.wording import dtype_name, listed
 
 NAME = "checkpoint.json"
-DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}\.distcp")
+DATA_FILE = re.compile(r"__[0-9]{1,9}_[0-9a-f]{8}\.distcp")
 """Names of data files; the end is the token of one save. No other file of a checkpoint is read or removed."""
 VERSION = 1
 BLOCK = 16 << 20
@@ -155,7 +155,7 @@ class Manifest:
 
     @classmethod
     def _of_body(cls, body: dict[str, Any], source: str) -> Manifest:
-        check_count(source, len(body["tensors"]))
+        check_count(source, len(body["tensors"]) + len(body["objects"]))
         tensors = {}
         for name, (dtype, shape, chunks) in body["tensors"].items():
             check_limits(source, name, shape)

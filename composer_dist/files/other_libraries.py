@@ -36,7 +36,7 @@ _LIGHTNING = (
 
 def allowed() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     """Types in these files that are not in torch's own list and are safe to unpickle."""
-    collections = [Counter, OrderedDict, defaultdict, deque, set]
+    collections = [Counter, OrderedDict, defaultdict, deque, set, bytes]
     others = [Namespace, PosixPath, datetime, timedelta, timezone]
     return [*collections, *others, *((_AttributeDict, name) for name in _LIGHTNING), *_numpy()]
 
@@ -117,7 +117,7 @@ def _numpy() -> list[tuple[Callable[..., Any], str]]:
 
         def __setstate__(self, state: Any) -> None:
             _, shape, dtype, fortran, data = state
-            super().__setstate__((1, shape, dtype.found, fortran, bytes(data)))
+            super().__setstate__((1, shape, dtype.found, fortran, bytes(memoryview(data))))
 
         def __reduce__(self) -> Any:
             return np.array(self).__reduce__()

@@ -9,11 +9,14 @@ unless the user allows more.
 import json
 import os
 import pickle
+import pickletools
 import struct
+import sys
 import textwrap
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,9 @@ _END = struct.Struct("<4sHHHHIIH")
 _END_MARK = b"PK\x05\x06"
 _LOCAL_NAME = 26
 """The offset, in a record's own header, of the lengths of the name and of the extra field, which end it."""
+_ARCHIVE, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
+"""The first bytes of a zip archive, and of a file of torch before 1.6."""
+_MARK = object()
 _DEEPEST = 100
 _MOST_VALUES = 20_000_000
 _LARGEST_VIEW = 1 << 30
@@ -100,16 +106,10 @@ def read_torch_file(path: Path, allow_pickle: bool = False, values: bool = False
         CheckpointRuntimeError: it cannot be read.
     """
     try:
-        if zipfile.is_zipfile(path):
-            _check_uncompressed(path)
-        memory = nullcontext() if values else _torch.without_values()
-        with memory, torch.serialization.safe_globals(allowed()):
-            mapped = values and zipfile.is_zipfile(path)
-            contents = torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
-        _count(contents, 0, {})
-        return normalized(contents)
-    except CheckpointError:
-        raise
+        with nullcontext() if values else _torch.without_values():
+            return normalized(load(path, allow_pickle, mapped=values))
+    except CheckpointError as error:
+        raise CheckpointValueError(f"{path} {error}") from error
     except pickle.UnpicklingError as error:
         raise CheckpointValueError(
             f"{path} holds objects that could run code: {refusal(error)} If you trust its source, pass "
@@ -123,12 +123,28 @@ def read_torch_file(path: Path, allow_pickle: bool = False, values: bool = False
         ) from error
 
 
+def load(source: Path | BytesIO, allow_pickle: bool, mapped: bool = False) -> Any:
+    """What `torch.load` returns, on the CPU, if the file gives every byte of it.
+
+    Args:
+        mapped: map the file instead of reading it.
+
+    Raises:
+        CheckpointValueError: torch would read it wrongly, or would need hours or more memory than there is;
+            the text follows the name of the source.
+    """
+    _check_archive(source, allow_pickle)
+    with torch.serialization.safe_globals(allowed()):
+        contents = torch.load(source, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
+    _count(contents, 0, {})
+    return contents
+
+
 def index_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> Index:
     """The index of tensors of `read_torch_file`, by the given names.
 
     Raises:
-        CheckpointValueError: a tensor is a conjugated or negated view, or is not where the file says; or the
-            file has the format of torch before 1.6.
+        CheckpointValueError: a tensor is a conjugated or negated view, or is not where the file says.
     """
     if sparse := [name for name, tensor in tensors.items() if tensor.layout != torch.strided]:
         raise CheckpointValueError(f"{path} has sparse tensors, which cannot be loaded: {listed(sparse)}.")
@@ -138,21 +154,16 @@ def index_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> Index:
             "resolve_neg() before saving."
         )
     try:
-        places = dict(_records(path)) if zipfile.is_zipfile(path) else None
+        places = dict(_records(path))
     except (zipfile.BadZipFile, struct.error) as error:
         raise CheckpointValueError(f"{path} is corrupt: {error}.") from error
-    if tensors and places is None:
-        raise CheckpointValueError(
-            f"{path} has the format of torch before 1.6, whose tensors cannot be read in place. Load it with "
-            "torch.load, and save it again."
-        )
     entries: dict[str, Entry] = {}
     pieces: dict[str, Pieces] = {}
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         record, first = _torch.offset_in_file(tensor), int(tensor.storage_offset())
         last = first + sum((size - 1) * step for size, step in zip(shape, tensor.stride(), strict=True))
-        room = -1 if min(tensor.stride(), default=0) < 0 else (places or {}).get(record, 0)
+        room = -1 if min(tensor.stride(), default=0) < 0 else places.get(record, 0)
         if tensor.numel() and (last + 1) * tensor.itemsize > room:
             raise CheckpointValueError(f"{path} is corrupt: {name} is not inside of its storage.")
         check_limits(str(path), name, shape)
@@ -175,12 +186,89 @@ def _records(path: Path) -> Iterator[tuple[int, int]]:
                 yield start, record.file_size
 
 
-def _check_uncompressed(path: Path) -> None:
-    """Small compressed files may unpack to a pickle that takes hours."""
-    with zipfile.ZipFile(path) as archive:
+def _check_archive(source: Path | BytesIO, allow_pickle: bool) -> None:
+    """Small files may unpack to a pickle that takes hours, or make tensors that they do not contain."""
+    with nullcontext(source) if isinstance(source, BytesIO) else source.open("rb") as file:
+        head = file.read(len(_LEGACY))
+        file.seek(0)
+    if not head.startswith(_ARCHIVE):
+        if head.startswith(_LEGACY):
+            raise CheckpointValueError(
+                "has the format of torch before 1.6, which cannot be read safely or in place. Load it with "
+                "torch.load, and save it again."
+            )
+        raise CheckpointValueError("is not a file of torch.save, or is corrupt or truncated.")
+    with zipfile.ZipFile(source) as archive:
         packed = [one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED]
     if packed:
-        raise CheckpointValueError(f"{path} is compressed ({listed(packed)}), which torch.save does not do.")
+        raise CheckpointValueError(f"is compressed ({listed(packed)}), which torch.save does not do.")
+    pickled, order = _torch.pickle_and_byte_order(source)
+    if order != sys.byteorder:
+        raise CheckpointValueError(f"has the byte order {order[:20]!r}, not {sys.byteorder!r}.")
+    if not allow_pickle:
+        _check_calls(pickled)
+
+
+def _check_calls(pickled: bytes) -> None:
+    """Refuse calls of what makes memory that is not in the file, which torch's own unpickler allows.
+
+    Only the opcodes that torch's unpickler knows are followed; it refuses the others.
+    """
+    stack: list[Any] = []
+    memo: dict[Any, Any] = {}
+
+    def since_mark() -> list[Any]:
+        at = len(stack) - 1 - stack[::-1].index(_MARK)
+        items = stack[at + 1 :]
+        del stack[at:]
+        return items
+
+    for operation, value, _ in pickletools.genops(pickled):
+        match operation.name:
+            case "MARK":
+                stack.append(_MARK)
+            case "BINPUT" | "LONG_BINPUT":
+                memo[value] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[value])
+            case "TUPLE":
+                stack.append(tuple(since_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3" as name:
+                stack[-int(name[-1]) :] = [tuple(stack[-int(name[-1]) :])]
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "APPENDS" | "SETITEMS":
+                since_mark()
+            case "APPEND" | "BUILD":
+                stack.pop()
+            case "SETITEM":
+                del stack[-2:]
+            case "BINPERSID":
+                stack[-1] = None
+            case "REDUCE" | "NEWOBJ":
+                arguments = stack.pop()
+                stack[-1] = _check_call(stack[-1], arguments)
+            case "PROTO" | "STOP":
+                pass
+            case _:
+                stack.append(value)
+
+
+def _check_call(function: Any, arguments: Any) -> Any:
+    """What is known of the result of a call: whether it is bytes of the file."""
+    name = function.rpartition(" ")[2] if isinstance(function, str) else ""
+    if not isinstance(arguments, tuple):
+        raise ValueError(f"it calls {name} without a tuple of arguments")
+    if name == "_rebuild_from_type_v2":
+        return _check_call(arguments[0], arguments[2])
+    encoded = name == "encode" and isinstance(arguments[0], str) and arguments[1:] == ("latin1",)
+    copied = name in ("bytes", "bytearray") and (not arguments or isinstance(arguments[0], str | bytes))
+    makes = name in ("encode", "bytes", "bytearray", "_rebuild_nested_tensor") or name.endswith(
+        ("Tensor", "Storage")
+    )
+    if makes and not (encoded or copied):
+        raise CheckpointValueError(f"is corrupt: it calls {name}, to make values that it does not contain.")
+    return b"" if encoded else None
 
 
 def _count(value: Any, depth: int, known: dict[int, int]) -> int:

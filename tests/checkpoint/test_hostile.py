@@ -1,5 +1,6 @@
 """Checkpoints that somebody made on purpose: nothing outside of them is touched, no garbage is loaded."""
 
+import _codecs
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from torch import nn
 
 from composer_dist.checkpoint import latest_checkpoint, load_checkpoint, load_pretrained, save_checkpoint
-from composer_dist.errors import CheckpointValueError
+from composer_dist.errors import CheckpointKeyError, CheckpointValueError
 from composer_dist.files.checkpoint_format import StoredFile
 from composer_dist.files.torch_save import seal_of
 from tests.kit.toy import stateful
@@ -162,6 +164,10 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a shape of text": lambda body: body["tensors"]["model.scale"].__setitem__(1, "ab"),
     "a huge shape": lambda body: body["tensors"]["model.scale"].__setitem__(1, [1 << 62, 1 << 62, 0]),
     "another dtype": lambda body: body["tensors"]["model.scale"].__setitem__(0, "nn"),
+    "a file's name of other digits": lambda body: body["files"][0].__setitem__(0, "__\u0660_00000000.distcp"),
+    "a file's name of many digits": lambda body: body["files"][0].__setitem__(
+        0, f"__{'1' * 300}_00000000.distcp"
+    ),
     "too few checksums": lambda body: body["files"][0][2].pop(),
     "a file twice": lambda body: body["files"].append(body["files"][0]),
     "object behind the end": lambda body: body["objects"]["thing"].__setitem__(2, 1 << 40),
@@ -243,6 +249,22 @@ def nested(times: int, value: Any) -> Any:
     return value
 
 
+def pickled(value: Any, **options: Any) -> bytes:
+    """A file of `torch.save`."""
+    file = BytesIO()
+    torch.save(value, file, **options)
+    return file.getvalue()
+
+
+def rezipped(archive: bytes, compression: int = zipfile.ZIP_STORED, **changed: bytes) -> bytes:
+    """An archive written anew, with other contents of some records."""
+    file = BytesIO()
+    with zipfile.ZipFile(BytesIO(archive)) as old, zipfile.ZipFile(file, "w", compression) as new:
+        for record in old.infolist():
+            new.writestr(record.filename, changed.get(Path(record.filename).name, old.read(record)))
+    return file.getvalue()
+
+
 ITSELF: list[Any] = []
 ITSELF.append(ITSELF)
 
@@ -309,6 +331,92 @@ def test_what_a_pickle_says_of_a_dtype_is_not_believed(tmp_path: Path, state: An
     assert type(pickle.loads(pickle.dumps(read))) is np.ndarray
 
 
+class Call:
+    """Pickles as a call."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def replace_thing(path: Path, contents: bytes) -> None:
+    """Put another file of `torch.save` in the place of `thing`, with valid checksums."""
+    (file,) = path.glob("*.distcp")
+    start = file.stat().st_size
+    file.write_bytes(file.read_bytes() + contents)
+
+    def change(body: dict[str, Any]) -> None:
+        body["files"][0][1:] = [file.stat().st_size, [zlib.crc32(file.read_bytes())]]
+        body["objects"]["thing"] = [0, start, len(contents)]
+
+    reseal(path, change)
+
+
+def refused_in_both(path: Path, contents: bytes, text: str) -> None:
+    """A value is refused in a sharded checkpoint and in a file."""
+    replace_thing(saved(path / "run"), contents)
+    (path / "x.pt").write_bytes(contents)
+    for load in (lambda: load_checkpoint(path / "run"), lambda: load_checkpoint(path / "x.pt")):
+        with pytest.raises(CheckpointValueError, match=text):
+            load()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Call(torch.Tensor, 4),
+        Call(torch.FloatTensor, 4),
+        Call(torch.UntypedStorage, 8),
+        Call(torch._tensor._rebuild_from_type_v2, torch.Tensor, torch.Tensor, (4,), {}),
+        Call(bytearray, 1 << 50),
+        Call(_codecs.encode, "abc", "utf-32"),
+        Call(torch._utils._rebuild_nested_tensor, torch.ones(1), torch.tensor([[9]]), torch.tensor([[1]]), 0),
+    ],
+    ids=range(7),
+)
+def test_a_pickle_cannot_make_memory(tmp_path: Path, value: Any) -> None:
+    refused_in_both(tmp_path, pickled({"a": (value,)}), "it calls [A-Za-z_]+, to make values")
+
+
+@pytest.mark.parametrize(
+    ("contents", "text"),
+    [
+        (pickled(nested(200, 1)), "nested more than 100 levels deep"),
+        (pickled(nested(30, 1)), "repeats more than 20000000 values"),
+        (pickled([1], _use_new_zipfile_serialization=False), "has the format of torch before 1.6"),
+        (pickle.dumps([1]), "is not a file of torch.save"),
+        (rezipped(pickled([1]), zipfile.ZIP_DEFLATED), "is compressed"),
+        (rezipped(pickled(torch.ones(3)), byteorder=b"big"), "has the byte order 'big'"),
+    ],
+    ids=range(6),
+)
+def test_values_of_a_directory_are_read_like_files(tmp_path: Path, contents: bytes, text: str) -> None:
+    refused_in_both(tmp_path, contents, text)
+
+
+def test_values_that_people_save_are_loaded(tmp_path: Path) -> None:
+    odd = torch.ones(2)
+    odd.tag = 5  # type: ignore[attr-defined]
+    values = [bytearray(b"a\xff"), bytearray(), b"a\xff", b"", 1j, {2}, odd, nn.Parameter(odd)]
+    values += [torch.ones(2).to(torch.float8_e4m3fn), torch.ones(2).to(torch.uint16), np.arange(3)]
+    for path in (tmp_path / "run", tmp_path / "x.pt"):
+        save_checkpoint(path, {"model": stateful(), "thing": tuple(values)}, sharded=path.suffix == "")
+        read = load_checkpoint(path)["thing"]
+        assert all(map(isinstance, read, map(type, values)))
+        assert read[:6] == tuple(values[:6])
+        assert read[6].tag == 5
+        assert [[float(value) for value in one.tolist()] for one in read[6:]] == [[1, 1]] * 4 + [[0, 1, 2]]
+
+
+def test_names_do_not_reach_the_terminal_as_they_are(tmp_path: Path) -> None:
+    bad = "model.\x1b[2J\x07\u202e"
+    reseal(saved(tmp_path / "run"), lambda body: body["tensors"].update({bad: ["float32", [0], []]}))
+    with pytest.raises(CheckpointKeyError, match=r"unexpected: \\x1b\[2J\\x07\\u202e"):
+        load_pretrained(stateful(), tmp_path / "run")
+
+
 def test_a_damaged_object_is_named(tmp_path: Path) -> None:
     path = saved(tmp_path / "run")
     reseal(path, lambda body: body["objects"]["thing"].__setitem__(2, body["objects"]["thing"][2] - 30))
@@ -324,13 +432,8 @@ def test_a_refused_pickle_is_explained_in_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
-    torch.save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "x.pt")
-    with (
-        zipfile.ZipFile(tmp_path / "x.pt") as plain,
-        zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_DEFLATED) as small,
-    ):
-        for record in plain.infolist():
-            small.writestr(record.filename, plain.read(record))
+    archive = pickled({"model": nn.Linear(2, 2).state_dict()})
+    (tmp_path / "y.pt").write_bytes(rezipped(archive, zipfile.ZIP_DEFLATED))
     with pytest.raises(CheckpointValueError, match=r"y.pt is compressed \("):
         load_checkpoint(tmp_path / "y.pt")
 

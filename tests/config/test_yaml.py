@@ -21,6 +21,9 @@ HOSTILE = {
     "a word as a date": "a: !!timestamp tomorrow",
     "a flag that is none": "a: !!bool maybe",
     "no number": "a: !!int ''",
+    "a number of base 8": "a: 010",
+    "a number of base 60": "a: 1:30",
+    "a fraction of base 60": "a: -1:30.5",
 }
 
 

@@ -24,10 +24,9 @@ from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
 from composer_dist.files.checkpoint_format import DATA_FILE, NAME, Kind, Manifest, StoredFile, StoredObject
 from composer_dist.files.checksums import unseal, verify
 from composer_dist.files.index import Index, check_inside
-from composer_dist.files.other_libraries import allowed
 from composer_dist.files.read import Files, open_files, read_slabs
 from composer_dist.files.slabs import plan_reads
-from composer_dist.files.torch_save import index_of, read_seal, read_torch_file, refusal
+from composer_dist.files.torch_save import index_of, load, read_seal, read_torch_file, refusal
 from composer_dist.tensors.blueprint import Blueprint
 
 
@@ -131,13 +130,14 @@ class Opened:
         files.read(place.file, place.offset, [(buffer.data_ptr(), place.nbytes)])
         data = io.BytesIO(buffer.numpy().tobytes())
         try:
-            with torch.serialization.safe_globals(allowed()):
-                return torch.load(data, map_location="cpu", weights_only=not self.allow_pickle)
+            return load(data, self.allow_pickle)
         except pickle.UnpicklingError as error:
             raise CheckpointValueError(
                 f"{path} of {self.where} is an object that could run code: {refusal(error)} If you trust the "
                 "checkpoint's source, pass allow_pickle=True."
             ) from error
+        except CheckpointValueError as error:
+            raise CheckpointValueError(f"{path} of {self.where} {error}") from error
         except Exception as error:  # torch has several for what is no archive
             raise CheckpointValueError(f"{path} of {self.where} is corrupt: {refusal(error)}") from error
 
