@@ -66,14 +66,18 @@ class Layout:
         """As `of`; None for a DTensor that its user has cut in a way that this library never does."""
         if not isinstance(tensor, DTensor):
             return cls.of(tensor)
+        mesh = tensor.device_mesh
         try:
-            tp = roles(tensor.device_mesh).get("tp")
+            dims = roles(mesh)
         except ParallelismValueError:
             return None
-        layout = cls.of(tensor)
-        rows = [p for index, p in enumerate(tensor.placements) if index != tp and not p.is_replicate()]
-        strided = [not isinstance(placement, Shard) for placement in rows]
-        if len(rows) > 1 or any(getattr(placement, "dim", None) != 0 for placement in rows):
+        layout, tp = cls.of(tensor), dims.get("tp")
+        rows = {i: p for i, p in enumerate(tensor.placements) if i != tp and not p.is_replicate()}
+        strided = [not isinstance(placement, Shard) for placement in rows.values()]
+        if len(rows) > 1 or any(getattr(placement, "dim", None) != 0 for placement in rows.values()):
+            return None
+        shards = [dims[name] for name in ("dp_shard", "cp") if name in dims]
+        if rows and [i for i in shards if mesh.size(i) > 1] != [i for i in rows if mesh.size(i) > 1]:
             return None
         if layout.tp_dim is None:
             odd = any(strided) or (tp is not None and not tensor.placements[tp].is_replicate())

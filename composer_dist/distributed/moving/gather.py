@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from composer_dist import _torch
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
@@ -50,9 +50,42 @@ def gather(tensor: Tensor) -> Tensor:
     if _is_cut(tensor):
         freight = Gathered("", Layout.of(tensor), tensor.dtype, local_part(tensor))
         return next(_collect([freight], mesh, everywhere=True, device=mesh.device))
+    return _gather_other(tensor, mesh)
+
+
+def _gather_other(tensor: DTensor, mesh: Mesh) -> Tensor:
+    """The full value of a tensor that is whole, or that its user has cut: the sum of all ranks' bytes.
+
+    `full_tensor()` would call a collective that gloo names ALLGATHER_COALESCED; two threads of gloo (torch
+    2.13) may free such a long name at the same time, which ends the process.
+    """
+    summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
     near: Any = tensor.to(mesh.device_type)
-    full: Tensor = near.full_tensor()  # the shard itself where it is replicated; others may end in padding
-    return full.clone(memory_format=torch.contiguous_format)
+    local = local_part(near.redistribute(placements=summed))
+    if all(placement.is_replicate() for placement in summed):
+        return local.clone(memory_format=torch.contiguous_format)
+    full = torch.zeros(tensor.shape, dtype=tensor.dtype, device=local.device)
+    full[_places(tensor.shape, tensor.device_mesh, summed)] = local
+    for dim, placement in enumerate(summed):
+        if not placement.is_replicate():
+            dist.all_reduce(full.flatten().view(torch.uint8), group=tensor.device_mesh.get_group(dim))
+    return full
+
+
+def _places(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Tensor, ...]:
+    """Which elements of a tensor this rank holds: the indices in each dimension, as in `numpy.ix_`."""
+    found = []
+    for dim, size in enumerate(shape):
+        along = [_moved(one) if getattr(one, "dim", None) == dim else Replicate() for one in placements]
+        held = distribute_tensor(torch.arange(size, device=mesh.device_type), mesh, along, src_data_rank=None)
+        found.append(held.to_local().view(-1, *[1] * (len(shape) - dim - 1)))
+    return tuple(found)
+
+
+def _moved(placement: Placement) -> Placement:
+    """The same cut of the first dimension."""
+    factor = getattr(placement, "split_factor", None)
+    return Shard(0) if factor is None else _torch.StridedShard(0, split_factor=factor)
 
 
 @torch.no_grad()
