@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from composer_dist._torch import get_default_store
 from composer_dist.checkpoint import full_model_state, latest_checkpoint, load_checkpoint, save_checkpoint
 from composer_dist.checkpoint.storage import local as commit
 from composer_dist.config.fully_shard import FSDP2Config
@@ -120,6 +121,22 @@ def test_twenty_times(tmp_path: Path) -> None:
         save_checkpoint(path, {"model": model, "number": number}, sharded=number % 3 > 0)
         assert load_checkpoint(path, {"number": None, "model": model}) == {}
     assert load_checkpoint(path)["number"] == 19
+
+
+@on_ranks(2)
+def test_the_store_does_not_grow_with_the_number_of_saves(tmp_path: Path) -> None:
+    (model, optimizer), store = start("fsdp2", stateful, 0), get_default_store()
+    counts = []
+    for number in range(12):
+        state = {"model": model, "optimizer": optimizer, "number": number}
+        saving = save_checkpoint(tmp_path / "c", state, sharded=number % 4 > 0, asynchronous=number % 4 > 1)
+        if saving is not None:
+            saving.wait()
+        if number % 4 == 3:
+            dist.barrier()
+            counts.append(store.num_keys())
+            dist.barrier()
+    assert counts[0] >= counts[1] == counts[2]
 
 
 @pytest.mark.promise(53)

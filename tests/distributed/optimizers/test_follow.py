@@ -5,6 +5,7 @@ Longer than other files: all optimizers go through the same few helpers.
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composer_dist.checkpoint import full_optimizer_state, load_full_optimizer_state
+from composer_dist.checkpoint import full_optimizer_state, load_full_optimizer_state, save_checkpoint
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import parallelize_model, plan_parallelism
 from composer_dist.distributed.optimizers.check import check_optimizers, forgotten_optimizers
@@ -217,7 +218,7 @@ def test_optimizers_around_others_are_followed_if_they_share_groups_and_refused_
 
 
 @on_ranks(2)
-def test_torch_s_distributed_optimizers_are_refused_by_name() -> None:
+def test_torch_s_distributed_optimizers_are_refused_by_name(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch uses its own deprecated torch.jit
         from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
@@ -227,6 +228,12 @@ def test_torch_s_distributed_optimizers_are_refused_by_name() -> None:
     refused(
         model, zero, "divides the optimizer's state between ranks, as sharding does already. Use Adam itself."
     )
+    parallelize_model(model, "ddp")
+    train(model, zero, 1)
+    with fails_alike(CheckpointValueError, "ZeroRedundancyOptimizer keeps state in an inner Adam"):
+        save_checkpoint(tmp_path / "c", {"model": model, "optimizer": zero})
+    with fails_alike(CheckpointValueError, "ZeroRedundancyOptimizer keeps state in an inner Adam"):
+        full_optimizer_state(model, zero)
     model, inner = start("Adam")
     local = PostLocalSGDOptimizer(inner, PeriodicModelAverager(2))
     for way in ("ddp", "fsdp"):
