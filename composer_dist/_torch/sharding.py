@@ -134,6 +134,18 @@ def accumulated_nbytes(module: FSDPModule) -> int:
     return nbytes
 
 
+def unreduced(module: FSDPModule) -> list[tuple[str, nn.Parameter]]:
+    """A unit's shards, by name, whose gradients wait for a synchronized backward. Since torch 2.4."""
+    found = []
+    for group in fsdp_param_groups(module):
+        for param in group.fsdp_params:
+            gathered = getattr(param, "_unsharded_param", None)
+            grads = getattr(gathered, "grad", None), getattr(param, "unsharded_accumulated_grad", None)
+            if any(grad is not None for grad in (*grads, group._partial_reduce_output)):
+                found.append((param._param_fqn, param.sharded_param))
+    return found
+
+
 class _Watched:
     """A collective for FSDP2's `set_custom_all_gather` that first calls a function."""
 
@@ -233,7 +245,7 @@ class _Freed:
     def free(self) -> None:
         self._free()
         gathered = getattr(self._param, "_unsharded_param", None)
-        if self._version is None and gathered is not None and not gathered.is_inference():
+        if self._version is None and gathered is not None:
             self._version = gathered._version
             _set_version(gathered, self._version + self.FAR + self._number)
 
@@ -320,7 +332,13 @@ class _SecondOrder:
 
 
 def guard_backward(module: FSDPModule) -> None:
-    """Make every backward through a unit right, or an error: see `_Freed` and `_SecondOrder`."""
+    """Make every backward through a unit right, or an error: see `_Freed` and `_SecondOrder`.
+
+    FSDP2 makes the gathered parameters in the first forward; those that an evaluation under
+    `torch.inference_mode()` has made could not be trained.
+    """
     for param in fsdp_params(module):
         _Freed(param)
+        for name in ("init_all_gather_outputs", "init_unsharded_param"):
+            setattr(param, name, torch.inference_mode(False)(getattr(param, name)))
     _SecondOrder(module)

@@ -43,7 +43,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def version(tensor: torch.Tensor) -> int:
     """The number of in-place changes of a tensor and of those that share its memory. Since torch 0.4."""
-    return tensor._version
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def is_view(tensor: torch.Tensor) -> bool:
@@ -133,6 +133,75 @@ def refuse_local_scalars(message: str) -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = scalar
+
+
+def refuse_lost_writes(to_view: str, at_random: str) -> None:
+    """Have in-place operations raise that DTensors lose, or that draw the same numbers on every rank of CPUs.
+
+    A part of a sharded dimension (`parameter.data[0]`) is a gathered copy, so what is written there is lost.
+    For all DTensors of the process, as in `refuse_local_scalars`; operations are watched once a part was
+    made, and until then as fast as before. Since torch 2.2.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+
+    def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Any) -> Any:
+        handlers.pop(op, None)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = handler
+
+    def part(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _IN_PLACE[0] not in handlers:
+            handlers.update(dict.fromkeys(_IN_PLACE, write))
+        return run(op, args, kwargs, part)
+
+    def write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor: DTensor = args[0]
+        base = tensor._base
+        if isinstance(base, DTensor) and storage_key(base._local_tensor) != storage_key(tensor._local_tensor):
+            raise ParallelismRuntimeError(to_view)
+        return run(op, args, kwargs, write)
+
+    def draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor: DTensor = args[0]
+        sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+        sharded = any(size > 1 and placement.is_shard() for placement, size in sizes)
+        if sharded and tensor.device_mesh.device_type == "cpu":
+            raise ParallelismRuntimeError(at_random)
+        return run(op, args, kwargs, draw)
+
+    handlers.update(dict.fromkeys(_PARTS, part) | dict.fromkeys(_DRAWS, draw))
+
+
+_aten = torch.ops.aten
+_PARTS = (_aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.diagonal.default)
+_DRAWS = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float)
+_IN_PLACE = tuple(
+    getattr(packet, overload)
+    for name in ("zero_", "fill_", "copy_", "add_", "sub_", "mul_", "div_", "clamp_", "masked_fill_")
+    for packet in [getattr(_aten, name)]
+    for overload in packet.overloads()
+)
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether FSDP2 has freed the memory under an ordinary tensor. Since torch 2.0."""
+    return _is_ordinary(tensor) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
+def is_of(tensor: torch.Tensor, param: Any) -> bool:
+    """Whether an ordinary tensor has the memory of an `FSDPParam` as it is gathered. Since torch 2.4."""
+    keys = [storage_key(one) for one in param.all_gather_outputs]
+    return _is_ordinary(tensor) and storage_key(tensor) in keys
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_meta
+    )
 
 
 def is_transforming() -> bool:

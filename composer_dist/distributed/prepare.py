@@ -23,6 +23,7 @@ from composer_dist.distributed.context_parallelism.context import expect_context
 from composer_dist.distributed.mesh.build import meet
 from composer_dist.distributed.optimizers.check import check_optimizers, check_steps, forgotten_optimizers
 from composer_dist.distributed.optimizers.follow import Follower, carry_attributes
+from composer_dist.distributed.optimizers.steps import check_former, watch_steps
 from composer_dist.distributed.plan.build import as_tuple, build_plan
 from composer_dist.distributed.plan.plan import ParallelPlan, check_plan
 from composer_dist.distributed.prepared import check_usable, record, usable_or_marked
@@ -152,6 +153,7 @@ def _prepare(
 
     with agreement.together("the plan of the model"):
         structure = read_structure(model)
+        check_former(structure)
         if ready is None:
             plan = build_plan(structure, request, mesh.sizes)
         else:
@@ -196,6 +198,8 @@ def _prepare(
             expect_context(model, mesh)
             check_steps(model, mesh.sizes)
             record(model).mesh = mesh
+            now = {name: held.get() for name, held in structure.parameters.items()}
+            watch_steps(model, {name: old for name, old in follower.old.items() if old is not now[name]})
         tensor_parallel.arm(structure, plan.tensor_parallel, mesh, agreement)
     done.peak_memory = peak(mesh.device)
     if plan.verbose and agreement.rank == agreement.ranks[0]:

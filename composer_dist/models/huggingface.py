@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from composer_dist._torch import finish_lazily, fsdp_param_groups
 from composer_dist.composer_model import ComposerModel
 from composer_dist.distributed.prepared import reshard
-from composer_dist.distributed.ranks.process_group import gather_objects, world_and_rank
+from composer_dist.distributed.ranks.process_group import world_and_rank
+from composer_dist.distributed.sharding.generation import check_static_cache
 from composer_dist.distributed.sharding.hooks import stay_gathered
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models.adapters import adapter_keys
@@ -167,22 +168,9 @@ class HuggingFaceModel(ComposerModel):
         sharded = any(isinstance(module, FSDPModule) for module in self.modules())
         if sharded and world_and_rank()[0] > 1:
             kwargs.setdefault("synced_gpus", True)
-            self._check_cache(kwargs)
+            check_static_cache(self.model, (), kwargs)
         with _gathered(self, self.model, _base(self.model)):
             return self._generate(**kwargs)
-
-    def _check_cache(self, options: Mapping[str, Any]) -> None:
-        settings = options.get("generation_config") or getattr(self.model, "generation_config", None)
-        names = ("cache_implementation", "max_new_tokens", "max_length")
-        kind, *most = (options.get(name, getattr(settings, name, None)) for name in names)
-        prompt = options.get("input_ids")
-        steps = most[0] or (most[1], None if prompt is None else prompt.shape[1])
-        found = gather_objects((kind, steps))
-        if any("static" in (one or "") for one, _ in found) and len(set(found)) > 1:
-            raise ParallelismValueError(
-                "generate: a static cache ends on a rank while others still generate. Pass "
-                f"the same max_new_tokens on all ranks, and no max_length; they have {found}."
-            )
 
     def _generate(self, **kwargs: Any) -> Any:
         return self.model.generate(**kwargs)
@@ -269,6 +257,7 @@ def _gathered(*chain: Any) -> Iterator[None]:
     groups = [group for unit in units for group in fsdp_param_groups(unit)]
     after_forward = [group.post_forward_mesh_info for group in groups]
     method = "_generate" if chain[0] in units else "generate"
+    before = {method: vars(units[0])[method]} if units and method in vars(units[0]) else {}
     for root in units[:1]:
         finish_lazily(root)
         register_fsdp_forward_method(root, method)
@@ -281,6 +270,7 @@ def _gathered(*chain: Any) -> Iterator[None]:
     finally:
         for root in units[:1]:
             delattr(root, method)  # it was registered on the instance
+            vars(root).update(before)
         for group, mesh_info in zip(groups, after_forward, strict=True):
             group.post_forward_mesh_info = mesh_info
         reshard(chain[0])

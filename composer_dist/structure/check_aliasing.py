@@ -7,6 +7,7 @@ silently update only one of them after sharding.
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -14,7 +15,9 @@ from torch import nn
 from composer_dist import _torch
 from composer_dist.errors import Faults
 from composer_dist.structure.families import transformers_models
+from composer_dist.structure.names import child_name
 from composer_dist.structure.structure import Held, Structure
+from composer_dist.tensors.nested import everything_in
 
 
 def check_aliasing(structure: Structure, plain: Mapping[str, str]) -> None:
@@ -67,6 +70,21 @@ def _attributes(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]
                 f"{name} is also held as a plain attribute or buffer ({', '.join(held.info.names[1:])}), "
                 "which FSDP2 would not follow. Register it as a parameter there, or look it up when used."
             )
+    names = {id(held.get()): name for name, held in _sharded(structure, plain)}
+    for owner, module in structure.modules.items():
+        for key, value in vars(module).items():
+            if key in _NO_COPIES or not isinstance(value, (list, tuple, dict, set, FunctionType)):
+                continue
+            for tensor in everything_in(value, objects=False):
+                if id(tensor) in names:
+                    yield (
+                        f"{names[id(tensor)]} is also held inside of {child_name(owner, key)}, where it "
+                        "would keep its old values. Look it up in its module when used, or leave it whole: "
+                        "Rule(..., shard=False)."
+                    )
+
+
+_NO_COPIES = {*vars(nn.Module()), "_flat_weights"}  # torch's recurrent modules keep theirs up to date
 
 
 def _overlaps(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:

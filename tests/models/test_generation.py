@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import parallelize_composer_model, parallelize_model
 from composer_dist.errors import ParallelismValueError
 from composer_dist.models import HuggingFaceModel
@@ -57,8 +58,9 @@ def test_the_unsharded_models_tokens(kind: str, place: str, root: bool | None, m
         parallelize_composer_model(model, config=FSDP2Config(reshard_after_forward=root is not False))
     else:
         hf.sharded(model if place == "wrapper" else model.model, root=root)
+    before = vars(model.model).get("generate")
     assert torch.equal(model.generate(given, **OPTIONS[mode]), expected)
-    assert "generate" not in vars(model.model)
+    assert vars(model.model).get("generate") is before
     with torch.no_grad():
         model({"input_ids": hf.prompt(0), "labels": hf.prompt(0)})  # an ordinary forward goes on working
     assert torch.equal(model.generate(input_ids=given, **OPTIONS[mode]), expected)
@@ -88,12 +90,18 @@ def test_ranks_may_stop_at_other_lengths() -> None:
 
 
 @on_ranks(2)
-def test_static_caches_need_the_same_number_of_steps() -> None:
-    model, rank = build("llama"), dist.get_rank()
+@pytest.mark.parametrize("plain", [False, True])
+def test_static_caches_need_the_same_number_of_steps(plain: bool) -> None:
+    """Otherwise a rank that has finished ends in an IndexError, and the others wait for it."""
+    wrapped, rank = build("llama"), dist.get_rank()
+    model: Any = wrapped.model if plain else wrapped
     options = {"cache_implementation": "static", "do_sample": False}
     prompt = hf.prompt(0)[:, : 3 + rank]
     expected = model.generate(prompt, max_new_tokens=4, **options)
-    hf.sharded(model.model)
+    if plain:
+        parallelize_model(model, ParallelismConfig(forward_methods=["generate"]))
+    else:
+        hf.sharded(model.model)
     for differ in ({"max_length": 12}, {"max_new_tokens": 2 + rank}):
         with fails_alike(ParallelismValueError, "Pass the same max_new_tokens on all ranks"):
             model.generate(prompt, **differ, **options)

@@ -97,7 +97,7 @@ class Follower:
     """Parameters on the meta device on all ranks, whose state is initialized."""
 
     def __post_init__(self, structure: Structure) -> None:
-        self._old = {name: held.get() for name, held in structure.parameters.items()}
+        self.old = {name: held.get() for name, held in structure.parameters.items()}
         self._names = names_by_id(structure)
         self._groups = {
             (index, self._names[id(parameter)]): group
@@ -130,7 +130,7 @@ class Follower:
         return cargoes
 
     def _source(self, one: StateEntry) -> Any:
-        old = self._old[one.parameter]
+        old = self.old[one.parameter]
         if one.optimizer is None:
             return old.grad
         return self.optimizers[one.optimizer].state.get(old, {}).get(one.key)

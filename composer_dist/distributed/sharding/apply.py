@@ -22,6 +22,7 @@ from composer_dist.distributed.prepared import record
 from composer_dist.distributed.sharding.buffers import FollowBuffers
 from composer_dist.distributed.sharding.calls import Calls
 from composer_dist.distributed.sharding.check_order import check_call_order
+from composer_dist.distributed.sharding.generation import check_generation
 from composer_dist.distributed.sharding.hooks import (
     normalize_in_own_dtype,
     own_outputs,
@@ -37,6 +38,17 @@ from composer_dist.tensors.inner import empty_like
 _SCALAR = (
     "item(), float(), int() or bool() of a sharded tensor would give this rank's part of the value: the norm "
     "of a sharded parameter, say, is not reduced over the ranks yet. Call full_tensor() first, on all ranks."
+)
+_PART = (
+    "What is written into a part of a sharded tensor (tensor[i], tensor[i:j]) along its sharded dimension is "
+    "lost: the part is a gathered copy. Change parameters inside of summon_full_params(model, "
+    "writeback=True), and gradients by a mask: gradient.mul_(distribute_tensor(mask, gradient.device_mesh, "
+    "gradient.placements))."
+)
+_RANDOM = (
+    "normal_(), uniform_() and bernoulli_() of a sharded tensor draw the same numbers on every rank of CPUs, "
+    "so its parts would be equal. Initialize the model before the preparation, pass param_init_fn, or do it "
+    "inside of summon_full_params(model, writeback=True)."
 )
 
 
@@ -99,6 +111,7 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
     record(structure.modules[""]).state_dict_type = plan.state_dict_type
     average_plain(structure, mesh.fsdp)
     _torch.refuse_local_scalars(_SCALAR)
+    _torch.refuse_lost_writes(_PART, _RANDOM)
     units = {unit.name: structure.modules[unit.name] for unit in plan.units}
     inside = [name for unit in plan.units for name in unit.modules]
     for name in inside:
@@ -116,6 +129,7 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
             _cast_batch_norms(structure, unit)
     if mesh.fsdp is None:
         return
+    check_generation(structure.modules[""])
     FollowBuffers(structure, mesh.fsdp)
     let_skip(structure, plan.skippable, inside, mesh.fsdp)
     if plan.check_order:

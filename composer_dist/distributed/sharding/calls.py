@@ -117,12 +117,38 @@ class Calls:
         call = self._calls.pop()
         call.own.write_back()
         call.own.undo()
+        if sys.exception() is None:
+            self._refuse_freed(call, output)
         if torch.is_grad_enabled() and isinstance(module, FSDPModule):
             self._count += 1
             # To look into the objects that modules hold may be slow; those of a first call tell which count.
             strays = _strays(call, output, self._holders, is_power_of_two(self._count))
             _torch.gather_before_backward_of(module, strays)
         return None if output is None else Rejoined().rejoin(call.output, output)  # None: it has raised
+
+    def _refuse_freed(self, call: _Call, output: Any) -> None:
+        """Refuse what is left of a gathered parameter; reading it would crash the process.
+
+        Raises:
+            ParallelismRuntimeError: naming the parameter.
+        """
+        ours = ("_composer_dist", "__composable", "forward")
+        attributes = [(key, value) for module in call.modules for key, value in vars(module).items()]
+        kept = [one for key, one in attributes if key not in _OF_EVERY_MODULE and not key.startswith(ours)]
+        kept += [vars(module)["_parameters"] for module in call.modules]
+        thorough = torch.is_grad_enabled() and is_power_of_two(self._count)
+        freed = [one for one in everything_in([output, *kept], objects=thorough) if _torch.is_freed(one)]
+        if not torch.is_grad_enabled():  # what is still gathered is freed next
+            still = [param for name, param in self._params.items() if name in self._gathered()]
+            freed += [
+                one for one in everything_in(output) if any(_torch.is_of(one, param) for param in still)
+            ]
+        for tensor in freed:
+            of = (name for name, param in self._params.items() if _torch.is_of(tensor, param))
+            raise ParallelismRuntimeError(
+                f"The forward of {self._name or 'the root'} returns or keeps {next(of, 'a parameter')}, or a "
+                "view of it, whose memory FSDP2 frees after forward. Take a copy: parameter.clone()."
+            )
 
     def _refuse_others(self) -> None:
         """Refuse what FSDP2 would pass over: other weights than those that it manages, and gradient hooks.
@@ -140,6 +166,7 @@ class Calls:
                     "put another in its place. Change the values in place (with torch.no_grad(), "
                     "parameter.copy_()), or leave the module unsharded: Rule(..., shard=False)."
                 )
+            self._data.setdefault(name, param.known_data)
             refuse_lost_data(name, sharded, self._data)
             if sharded.requires_grad and _torch.gradient_hooks(sharded):
                 raise ParallelismRuntimeError(
@@ -170,20 +197,37 @@ class Calls:
 
 
 def _explain(error: RuntimeError, name: str, module: nn.Module) -> None:
-    """Add to torch's error whose sharded parameters were read, and what gathers them."""
+    """Add to torch's error which unit it is about, and what to do."""
+    if "RegisterPostBackwardFunction" in str(error) and not hasattr(error, "__notes__"):
+        error.add_note(
+            f"The forward of {name or 'the root'} changes an argument in place, which is FSDP2's own view of "
+            "it. Change a copy, or set inplace=False."
+        )
     if "got mixed torch.Tensor and DTensor" not in str(error) or hasattr(error, "__notes__"):
         return
-    names = {one: child_name(name, canonical_name(inner)) for inner, one in module.named_modules()}
+    names = {
+        one: child_name(name, canonical_name(inner)) if inner else name
+        for inner, one in module.named_modules()
+    }
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     selves = [(frame.f_code.co_name, next(iter(frame.f_locals.values()), None)) for frame in frames]
-    inside = [(method, one) for method, one in selves if isinstance(one, nn.Module) and one in names]
+    inside = [(method, one) for method, one in selves if isinstance(one, nn.Module)]
+    if inside[-1][1] not in names:
+        return  # a call further out knows the name
     reader = names[inside[-1][1]]
     units = {names[one]: one for one in module.modules() if isinstance(one, FSDPModule)}
     unit = next((above for above in ancestors(reader) if above in units), None)
     if unit is None:
         return
-    methods = [method for method, one in inside if names[one] == unit and "call_impl" not in method]
-    other = next((method for method in methods if method != "forward"), "its name")
+    params = _torch.fsdp_params(units[unit])
+    if not params or any(_torch.gathered_param(param) is not None for param in params):
+        error.add_note(
+            f"{reader or 'The root'} used sharded parameters of another unit: FSDP2 gathers them in calls of "
+            "their own unit only. Call that, or leave it whole: Rule(..., shard=False)."
+        )
+        return
+    methods = [method for method, one in inside if names.get(one) == unit and hasattr(type(one), method)]
+    other = next((one for one in methods if one != "forward" and "call_impl" not in one), "its name")
     error.add_note(
         f"{reader or 'The root'} was used while its parameters are sharded: FSDP2 gathers them in calls of "
         f"{unit or 'the root'} only. Call that, not a part of it; another method than forward needs "

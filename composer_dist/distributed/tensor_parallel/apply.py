@@ -77,6 +77,10 @@ def arm(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh, agree
     """
     if plan is None:
         return
+    for module in structure.modules.values():
+        for key, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
+                _own_part(module, key, parameter)  # remembers it
     with agreement.together("the sizes of modules"):
         for one in plan.divisions:
             setattr(_torch.unwrapped(structure.modules[one.module]), one.attribute, one.after)

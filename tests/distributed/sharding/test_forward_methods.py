@@ -132,6 +132,13 @@ def test_a_direct_call_of_forward_gathers_and_one_of_another_method_names_the_re
         "only. Call that, not a part of it; another method than forward needs "
         "ParallelismConfig(forward_methods=['encode'])."
     ]
+    model.forward = lambda x: x @ model.blocks[0].inner.weight
+    with pytest.raises(RuntimeError, match="got mixed") as caught:
+        model(mine(x))
+    assert caught.value.__notes__ == [
+        "The root used sharded parameters of another unit: FSDP2 gathers them in calls of their own unit "
+        "only. Call that, or leave it whole: Rule(..., shard=False)."
+    ]
 
 
 @on_ranks(2)

@@ -1,0 +1,120 @@
+"""Steps and writes that torch loses in silence, and evaluations before training."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.distributed import no_sync, parallelize_model
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from tests.kit.compare import close, fails, weights
+from tests.kit.world import on_ranks
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+@on_ranks(2)
+def test_a_step_with_parameters_from_before_or_without_gradients_is_refused() -> None:
+    model = _net()
+    old = list(model.parameters())
+    optimizer = torch.optim.SGD(old[:2], 0.1)
+    parallelize_model(model, FSDP2Config(), optimizer)
+    model(torch.ones(2, 4)).sum().backward()
+    for late in (old[2:], [*model.parameters(), old[0]]):
+        with fails(ParallelismRuntimeError, "SGD holds", "from before the preparation, which the model no"):
+            torch.optim.SGD(late, 0.1).step()
+    optimizer.step()
+    optimizer.zero_grad()
+    with no_sync(model):
+        model(torch.ones(2, 4)).sum().backward()
+    with fails(ParallelismRuntimeError, "without the gradients of 0.weight, 0.bias: they are not reduced"):
+        optimizer.step()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_writes_into_a_gathered_part_and_equal_random_parts_are_refused() -> None:
+    model = _net()
+    parallelize_model(model, FSDP2Config())
+    model(torch.ones(2, 4)).sum().backward()
+    weight = model[0].weight
+    for tensor in (weight.data, weight.grad):
+        tensor[:, 0].zero_()
+        assert float(tensor.full_tensor()[:, 0].norm()) == 0  # type: ignore[union-attr]
+        for part in (tensor[0], tensor[1:3], tensor.view(-1)[:2], tensor.t()[:, 0], tensor.chunk(2)[0]):
+            with fails(ParallelismRuntimeError, "part of a sharded tensor", "is lost", "summon_full_params"):
+                part.mul_(0)
+    with torch.no_grad(), fails(ParallelismRuntimeError, "part of a sharded tensor"):
+        weight[0] = 0
+    with fails(ParallelismRuntimeError, "draw the same numbers on every rank", "before the preparation"):
+        nn.init.normal_(weight)
+    nn.init.constant_(weight, 0.5)
+
+
+class Returns(nn.Linear):
+    """Returns or keeps its weight, in some way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(4, 4)
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.way == "keeps":
+            self.kept = [self.weight.detach()]
+        elif self.way == "registers":
+            self.kept = self.weight
+        elif self.way == "in place":
+            x = x.tanh_()
+        out = super().forward(x)
+        return out if self.way != "returns" else (out, self.weight.t())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["returns", "keeps", "registers", "in place", "root"])
+def test_a_weight_that_leaves_its_forward_is_refused_and_a_changed_argument_named(way: str) -> None:
+    """Reading it, when FSDP2 has freed it, ended the process."""
+    torch.manual_seed(0)
+    model: nn.Module = Returns("returns") if way == "root" else nn.Sequential(Returns(way), Returns(way))
+    parallelize_model(model, FSDP2Config())
+    if way == "in place":
+        with pytest.raises(RuntimeError, match="modified inplace") as caught:
+            model(torch.ones(2, 4).mul(1))
+        assert "The forward of 1 changes an argument in place" in caught.value.__notes__[0]
+        return
+    name = "root returns or keeps weight" if way == "root" else "0 returns or keeps 0.weight"
+    with torch.set_grad_enabled(way != "root"), fails(ParallelismRuntimeError, name, "parameter.clone()"):
+        model(torch.ones(2, 4))
+
+
+@on_ranks(2)
+def test_parameters_in_lists_or_of_two_models_are_refused() -> None:
+    """They would keep their old values, and would no longer be shared."""
+    listed, first, second = _net(), _net(), _net()
+    listed[0].kept = (listed[1].bias,)  # type: ignore[assignment]
+    with fails(ParallelismValueError, "1.bias is also held inside of 0.kept, where it would keep its old"):
+        parallelize_model(listed, FSDP2Config())
+    second[1].weight = first[0].weight
+    parallelize_model(first, FSDP2Config())
+    with fails(ParallelismValueError, "1.weight was also 0.weight of a model that is prepared"):
+        parallelize_model(second, FSDP2Config())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", [None, "amp_bf16"])
+def test_an_evaluation_in_inference_mode_may_come_before_training(precision: str | None) -> None:
+    """What FSDP2 gathered there first could not be trained: "Inplace update to inference tensor"."""
+    alone, model = _net(), _net()
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (alone, model)]
+    parallelize_model(model, FSDP2Config(), optimizers[1], precision)
+    for one, optimizer in zip((alone, model), optimizers, strict=True):
+        with torch.inference_mode():
+            one(torch.ones(2, 4))
+        one(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    close(weights(model), weights(alone), rtol=0.02, atol=0.02)
