@@ -141,6 +141,22 @@ def test_what_we_export_comes_back(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    warnings.simplefilter("ignore")
+    for name, make in {"model": llama, "adapter_model": lambda: lora(llama())}.items():
+        model, file = random(make()), tmp_path / name / f"{name}.safetensors"
+        export_pretrained(model, file.parent)
+        if dist.get_rank() == 0:
+            file.write_bytes(file.read_bytes()[:-1])
+        dist.barrier()
+        for path in (file.parent, file):
+            with fails(CheckpointValueError, f"{name}.safetensors is corrupt or truncated: "):
+                parallelize_model(model, config(), weights=path)
+            with fails(CheckpointValueError, f"{name}.safetensors is corrupt or truncated: "):
+                load_pretrained(model, path)
+
+
+@on_ranks(2)
 def test_files_that_fail_leave_the_model_as_it_was_or_marked(path: Path, tmp_path: Path) -> None:
     model = built(seed=1)
     parallelize_model(model, config())

@@ -257,6 +257,21 @@ def test_an_error_on_one_of_two_processes_is_told_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_ends_with_status_0_in_the_middle_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE.replace("1ba", "2ba, progress_bar: false"))
+    ends = "    def forward(self, x):\n        if os.environ['RANK'] == '1':\n"
+    ends += "            os._exit(0)\n        return super().forward(x)\n"
+    (tmp_path / "mine.py").write_text(f"import os\n{CODE}".replace("\ndef data", f"{ends}\ndef data"))
+    command = [sys.executable, "-m", "composer_dist", "train", "mine.yaml", "-n", "2"]
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
+    assert done.returncode == 1, done.stderr
+    assert "Rank 1 ended while rank 0 was at 'the " in done.stderr
+    assert "of batch 0'" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_a_run_resumes_and_exports_the_averages(tmp_path: Path) -> None:
     run = [PRESETS / "vision.yaml", "trainer.eval_interval=null", "trainer.progress_bar=false"]
     averaged = [*run, f"out={tmp_path / 'averaged'}", "callbacks={ema: {half_life: 1000ba}}"]

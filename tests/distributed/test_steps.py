@@ -1,6 +1,8 @@
 """The steps one by one come to what the recipe comes to."""
 
+import logging
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -31,6 +33,17 @@ from tests.kit.toy import Buffers, Kinds, Toy, built, train
 from tests.kit.world import on_ranks
 
 MODELS: dict[str, Any] = {"Toy": Toy, "Kinds": Kinds, "Buffers": Buffers}
+
+
+def test_libraries_imported_while_a_model_is_built_do_not_log_of_other_machines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for within in (nullcontext(), init_context(), init_context(empty=False), nullcontext()):
+        with within:
+            logging.getLogger("torchao").warning("Failed to load _C_mxfp8.so")
+            logging.getLogger("torchao").error("an error")
+    assert [record.message for record in caplog.records].count("Failed to load _C_mxfp8.so") == 2
+    assert [record.message for record in caplog.records].count("an error") == 4
 
 
 @pytest.mark.promise(87)

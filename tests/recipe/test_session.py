@@ -1,0 +1,36 @@
+"""What a run leaves: the user's module as one file."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composer_dist.recipe.session import _write_module
+
+
+def test_a_models_file_appears_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session: Any = SimpleNamespace(model=nn.Linear(2, 1), run=SimpleNamespace(out=tmp_path))
+    save = torch.save
+    before: dict[str, torch.Tensor] = {}
+
+    def cut_short(state: object, file: Any) -> None:
+        save(state, file)
+        file.truncate(file.tell() // 2)
+        raise SystemExit("killed while it writes")
+
+    for number in range(2):
+        monkeypatch.setattr(torch, "save", cut_short)
+        with pytest.raises(SystemExit):
+            _write_module(session)
+        assert (tmp_path / "model.pt").exists() == bool(number)
+        monkeypatch.setattr(torch, "save", save)
+        if number:
+            torch.testing.assert_close(torch.load(tmp_path / "model.pt"), before)
+        nn.init.constant_(session.model.weight, number)
+        before = {name: value.clone() for name, value in session.model.state_dict().items()}
+        _write_module(session)
+        torch.testing.assert_close(torch.load(tmp_path / "model.pt"), before)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
