@@ -12,7 +12,7 @@ class LostError(RuntimeError):
 
 def is_lost(error: BaseException | None) -> bool:
     """Whether a collective or a read failed because of another rank."""
-    words = "gloo", "NCCL", "Connection", "No such process"
+    words = "/gloo/", "Gloo", "NCCL", "Connection closed", "Connection reset", "No such process"
     return isinstance(error, (LostError, dist.DistError)) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )

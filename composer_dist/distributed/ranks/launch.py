@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from composer_dist._torch import clear_dtensor_caches
@@ -23,6 +24,7 @@ from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.cpus import share_cpus
 from composer_dist.distributed.ranks.launcher_variables import check_alone
 from composer_dist.distributed.ranks.loopback import HOST, host_store
+from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
 T = TypeVar("T")
@@ -109,9 +111,14 @@ def _work(rank: int, call: Callable[[], Any], n: int, method: str, port: int, bo
         value = call()
         if rank == 0:
             (box / "value").write_bytes(pickle.dumps(value))
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
         with suppress(Exception):  # torch sends the text of an error that cannot be pickled
-            error.add_note(f"Raised on rank {rank}:\n{traceback.format_exc()}")
+            where = "" if hasattr(error, "__notes__") else f"This was rank {rank}."
+            error.add_note(f"Raised on rank {rank}:\n{traceback.format_exc()}{where}")
+            if dist.is_initialized() and (reason := reason_of_loss(error, "a collective")):
+                error.add_note(str(reason))
             pickle.loads(pickle.dumps(error))
             (box / f"part-{rank}").write_bytes(pickle.dumps(error))
             (box / f"part-{rank}").rename(box / f"error-{rank}")
@@ -120,10 +127,10 @@ def _work(rank: int, call: Callable[[], Any], n: int, method: str, port: int, bo
         process_group.destroy()  # after the error is written: the peers notice
 
 
-def _first_failure(box: Path, seen: Exception, method: str) -> Exception:
+def _first_failure(box: Path, seen: Exception, method: str) -> BaseException:
     """The error of the process that failed first; torch may have seen another one first."""
     if errors := sorted(box.glob("error-*"), key=lambda file: file.stat().st_mtime_ns):
-        error: Exception = pickle.loads(errors[0].read_bytes())
+        error: BaseException = pickle.loads(errors[0].read_bytes())
         return error
     if isinstance(seen, ProcessExitedException):
         how = f"Rank {seen.error_index} ended with {seen.signal_name or f'exit status {seen.exit_code}'}"

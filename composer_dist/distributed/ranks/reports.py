@@ -65,6 +65,11 @@ def lost_named(step: str) -> Iterator[None]:
         raise _explained(error, agreement, step) from error
 
 
+def reason_of_loss(error: BaseException, step: str) -> ParallelismError | None:
+    """An error that names the rank whose end made collectives fail with `error`, if that is known."""
+    return _await_reason(None, Agreement(), step) if is_lost(error) else None
+
+
 def _explained(
     error: BaseException, agreement: Agreement, step: str, key: str | None = None
 ) -> BaseException:

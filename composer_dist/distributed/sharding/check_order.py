@@ -16,6 +16,7 @@ from torch import nn
 
 from composer_dist import _torch
 from composer_dist.distributed.ranks import process_group
+from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.errors import ParallelismRuntimeError
 
 
@@ -43,9 +44,10 @@ def _compare(
     try:
         table = exchange(torch.tensor([[dist.get_rank(), index, reduces, numel]]), groups).tolist()
     except RuntimeError as error:
-        raise ParallelismRuntimeError(
-            f"This rank waits to {_spell(names, index, reduces)}, but another rank did not arrive or has "
-            "died; every rank must run every unit, in the same order. See the other ranks' output."
+        what = _spell(names, index, reduces)
+        raise reason_of_loss(error, what) or ParallelismRuntimeError(
+            f"This rank waits to {what}, but another rank did not arrive or has died; every rank must run "
+            "every unit, in the same order. See the other ranks' output."
         ) from error
     one = table[0]
     other = next((row for row in table if row[1:] != one[1:]), None)

@@ -157,11 +157,14 @@ class Feed:
     def _fetch(self) -> tuple[_Status, Any, Size, Exception | None]:
         try:
             batch = next(self._reading)
-            size = self._measure(batch)
         except StopIteration:
             status = _Status.OUT if self._count else _Status.NEVER
             return status, self._last, Size(), None
         except Exception as error:  # any error must be reported to the other ranks
+            return _Status.FAILED, None, Size(), error
+        try:
+            size = self._measure(batch)
+        except Exception as error:
             return _Status.FAILED, None, Size(), error
         if self._world > 1:
             self._last = batch

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.trainer.data.order import share
 from composer_dist.trainer.data.randomness import OwnRandomness, seed_host, set_aside
+from composer_dist.wording import listed
 
 Request = tuple[int, list[int]]
 """The seed of a batch, and the indices of its samples."""
@@ -31,7 +33,12 @@ class FetchBatch(Dataset[Any]):
         with nullcontext() if get_worker_info() else set_aside():
             seed_host(seed)
             many = getattr(self.dataset, "__getitems__", None)
-            return self.collate(many(indices) if many else [self.dataset[index] for index in indices])
+            try:
+                return self.collate(many(indices) if many else [self.dataset[index] for index in indices])
+            except StopIteration as error:  # a loader would take it for the end of the epoch
+                raise ParallelismRuntimeError(
+                    f"The dataset or collate_fn raised StopIteration for the samples {listed(indices)}."
+                ) from error
 
 
 @dataclass(eq=False, kw_only=True)

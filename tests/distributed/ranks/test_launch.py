@@ -28,9 +28,11 @@ class OwnError(Exception):
     pass
 
 
-def _fail(bad: int) -> None:
+def _fail(bad: int, error: BaseException | None = None) -> None:
     process_group.init()
     if process_group.world_and_rank()[1] == bad:
+        if error is not None:
+            raise error
         raise OwnError(f"no data for {bad}")
     process_group.barrier()
 
@@ -60,6 +62,10 @@ def test_a_child_s_exception_propagates_and_its_peers_end() -> None:
         launch(_fail, 2, "fork", (1,))
     assert caught.value.__notes__[0].startswith("Raised on rank 1:\nTraceback")
     assert 'raise OwnError(f"no data for {bad}")' in caught.value.__notes__[0]
+    assert caught.value.__notes__[0].endswith("no data for 1\nThis was rank 1.")
+    with pytest.raises(GeneratorExit) as exited:
+        launch(_fail, 2, "fork", (1, GeneratorExit()))
+    assert "This was rank 1." in exited.value.__notes__[0]
     with pytest.raises(ParallelismRuntimeError, match="exit status 7; the others were terminated"):
         launch(_die, 2, "fork")
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from composer_dist.distributed import clip_grad_norm, parallelize_model, process_group
+from composer_dist.distributed.ranks.failures import is_lost
 from composer_dist.distributed.ranks.reports import told_to_all
 from composer_dist.distributed.training.average_gradients import average_gradients
 from composer_dist.errors import ParallelismError, ParallelismRuntimeError, ParallelismValueError
@@ -61,6 +62,12 @@ def test_alone_an_error_is_itself() -> None:
     assert caught.value.__notes__ == ["This was the loss of batch 2."]
 
 
+def test_only_messages_of_libraries_say_that_a_rank_was_lost() -> None:
+    closed = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3"
+    assert is_lost(RuntimeError(closed))
+    assert not is_lost(RuntimeError("Connection to the database failed, see gloomy.log"))
+
+
 def ends_without_a_word(event: str) -> str:
     """Rank 1 trains a while, and then its process exits with status 0 in the middle of a batch."""
     trainer, _ = quiet(
@@ -100,6 +107,7 @@ def loop_without_rank_1() -> list[str]:
     if dist.get_rank() == 1:
         os._exit(0)
     calls: list[Callable[[], Any]] = [
+        lambda: model(torch.ones(2, 4)),
         lambda: clip_grad_norm(model, 1.0),
         lambda: average_gradients([torch.nn.Parameter(torch.ones(1))]),
         lambda: process_group.all_reduce(torch.ones(1)),
@@ -118,7 +126,8 @@ def loop_without_rank_1() -> list[str]:
 def test_in_a_plain_loop_a_rank_that_ends_is_named_with_the_function(world2: World) -> None:
     with pytest.raises(WorkerError) as caught:
         world2(loop_without_rank_1)
-    names = "clip_grad_norm", "average_gradients", "all_reduce", "gather_objects", "broadcast", "barrier"
+    names = ["gather the root", "clip_grad_norm", "average_gradients", "all_reduce", "gather_objects"]
+    names += ["broadcast", "barrier"]
     assert caught.value.results == {
         0: [f"Rank 1 ended while rank 0 was at '{name}'; see the output there." for name in names]
     }

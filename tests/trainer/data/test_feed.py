@@ -63,6 +63,11 @@ def test_a_dataloaders_error_is_its_own() -> None:
         feed.next()
 
 
+def test_stop_iteration_of_a_measure_is_no_end() -> None:
+    with pytest.raises(StopIteration):
+        Feed(batches([3, 3], 0), "train", lambda batch: next(iter(()))).next()
+
+
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield torch.ones(1)

@@ -125,6 +125,17 @@ def test_a_global_batch_stays_whatever_the_number_of_ranks() -> None:
         loaders(7, batch_size=None, global_batch_size=6)
 
 
+def stops(samples: list[Any]) -> Any:
+    raise StopIteration
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stop_iteration_of_a_dataset_is_no_end(workers: int) -> None:
+    [loader] = loaders(1, collate_fn=stops, num_workers=workers)
+    with pytest.raises(RuntimeError, match="raised StopIteration for the samples 0, 1, 2"):
+        list(loader)
+
+
 def test_data_that_changed_are_refused() -> None:
     [loader], [other] = loaders(1), loaders(1, list(range(9)), shuffle=True, seed=2)
     message = "length was 23, is now 9; shuffle was False, is now True; seed was 0, is now 2"
