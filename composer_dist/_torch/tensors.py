@@ -1,5 +1,6 @@
 """Tensors: the parts of DTensors, operations on lists, storages, versions and hooks."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from io import BytesIO
@@ -202,6 +203,35 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
         and tensor.layout == torch.strided
         and not tensor.is_meta
     )
+
+
+_explanations: list[Callable[[RuntimeError], str | None]] = []
+
+
+def explain_in_backward(explain: Callable[[RuntimeError], str | None]) -> None:
+    """Have every backward raise what `explain` returns for its error, if it is not None.
+
+    For all backwards of the process, by the function through which torch starts each. Since torch 2.1.
+    """
+    if explain in _explanations:
+        return
+    _explanations.append(explain)
+    if len(_explanations) > 1:
+        return
+    run = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(run)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as error:
+            for message in filter(None, (explain(error) for explain in _explanations)):
+                raise ParallelismRuntimeError(message) from error
+            raise
+
+    # torch.compiler, which replaces both for a while, restores the first one under both names.
+    torch.autograd.graph._engine_run_backward = explained
+    setattr(torch.autograd, "_engine_run_backward", explained)  # noqa: B010 - mypy knows no such export
 
 
 def is_transforming() -> bool:

@@ -235,6 +235,16 @@ def _explain(error: RuntimeError, name: str, module: nn.Module) -> None:
     )
 
 
+def freed(error: RuntimeError) -> str | None:
+    """The message for a backward that read a parameter that FSDP2 had freed."""
+    name = _torch.freed_parameter(error)
+    return name and (
+        f"Backward needs {name}, which FSDP2 has freed: a loss was computed from it in forward, and "
+        "kept where nothing shows it (in a global list, for example). Return the loss from the "
+        "module's forward, or set it as an attribute of the module."
+    )
+
+
 def changed_in_forward(name: str, module: nn.Module, parameters: Sequence[str]) -> str:
     """The message for a forward that changes parameters.
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_dist import _torch
 from composer_dist.distributed import prepared
-from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from composer_dist.errors import ParallelismValueError
 
 Accumulate = Literal["sharded", "unsharded"]
 
@@ -34,21 +34,11 @@ def accumulate(model: nn.Module, last: bool, how: Accumulate = "sharded") -> Ite
 
     Raises:
         ParallelismValueError: another word.
-        ParallelismRuntimeError: backward read a parameter that FSDP2 has freed; it is named.
     """
     if how not in ("sharded", "unsharded"):
         raise ParallelismValueError(f"accumulate is 'sharded' or 'unsharded', not {how!r}.")
-    try:
-        with synchronizing(model, lambda what: last or (how == "sharded" and what == "reduce_grads")):
-            yield
-    except RuntimeError as error:
-        if name := _torch.freed_parameter(error):
-            raise ParallelismRuntimeError(
-                f"Backward needs {name}, which FSDP2 has freed: a loss was computed from it in forward, and "
-                "kept where nothing shows it (in a global list, for example). Return the loss from the "
-                "module's forward, or set it as an attribute of the module."
-            ) from error
-        raise
+    with synchronizing(model, lambda what: last or (how == "sharded" and what == "reduce_grads")):
+        yield
 
 
 def accumulated_bytes(model: nn.Module, how: Accumulate = "sharded") -> int:
