@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,14 @@ def storage_key(tensor: torch.Tensor) -> int:
 def version(tensor: torch.Tensor) -> int:
     """The number of in-place changes of a tensor and of those that share its memory. Since torch 0.4."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Inside, in-place changes of `tensor` are not counted. Since torch 2.1."""
+    preserved: AbstractContextManager[None] = torch.autograd.grad_mode._unsafe_preserve_version_counter(
+        tensor
+    )
+    return preserved
 
 
 def is_view(tensor: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 from composer_dist import _torch
 from composer_dist.distributed import prepared
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from composer_dist.structure.families import is_a
 
 Forward = Callable[..., Any]
 
@@ -146,11 +147,13 @@ def _through_call(module: nn.Module, method: Forward) -> Forward:
 def without_cache(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Remove Hugging Face's key-value cache from a checkpointed block's arguments.
+    """Remove the key-value cache from the arguments of a checkpointed block of transformers.
 
-    Recomputation would write to the cache a second time, with wrong results. transformers'
-    `GradientCheckpointingLayer` removes it too; layers with `_can_checkpoint_with_cache` only read it.
+    transformers removes it too when it checkpoints the block, except for layers with
+    `_can_checkpoint_with_cache`, which only read it: a cache keeps the memory that checkpointing saves.
     """
+    if not is_a(block, "GradientCheckpointingLayer"):
+        return args, kwargs
     caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
     if kwargs.get("use_cache") is True:
         kwargs = {**kwargs, "use_cache": False}

@@ -19,6 +19,7 @@ from composer_dist.structure.structure import Structure
 
 _HOMES = {
     "PreTrainedModel": "transformers.modeling_utils",
+    "GradientCheckpointingLayer": "transformers.modeling_layers",
     "Conv1D": "transformers.pytorch_utils",
     "PeftModel": "peft",
     "BaseTuner": "peft.tuners.tuners_utils",

@@ -8,7 +8,7 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composer_dist import _torch
 
@@ -90,7 +90,7 @@ def everything_in(data: Any, objects: bool = True) -> Iterator[Tensor]:
             inner = value
         elif isinstance(value, FunctionType):
             inner = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        elif objects and not isinstance(value, (torch.nn.Module, ModuleType)):
+        elif objects and not isinstance(value, (nn.Module, ModuleType)):
             inner = getattr(value, "__dict__", {}).values()
         else:
             inner = ()
@@ -101,10 +101,12 @@ def everything_in(data: Any, objects: bool = True) -> Iterator[Tensor]:
 class Rejoined:
     """Puts the tensors of a copied structure into the containers of the structure it was copied from."""
 
+    handed_out: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    """What is put in place of a tensor of the copied structure."""
     _changed: dict[int, Any] = dataclasses.field(default_factory=dict)
     """The containers that were changed, by id."""
-    _replaced: dict[int, tuple[Tensor, Tensor, int]] = dataclasses.field(default_factory=dict)
-    """Each tensor that was put in place of another, by id, the other, and the version of the first."""
+    _replaced: dict[int, tuple[Tensor, Tensor, int, Any]] = dataclasses.field(default_factory=dict)
+    """Each tensor that was put in place of another, by id, the other, and the first's version and history."""
     _sets: list[tuple[set[Any], set[Any], set[Any]]] = dataclasses.field(default_factory=list)
     """Sets that were changed, with what was in them and what was put in; which is which does not show."""
 
@@ -113,7 +115,8 @@ class Rejoined:
         if own is copied or id(own) in self._changed:
             return own
         if isinstance(own, Tensor):
-            self._replaced[id(copied)] = copied, own, _torch.version(copied)
+            copied = self.handed_out(copied)
+            self._replaced[id(copied)] = copied, own, _torch.version(copied), copied.grad_fn
             return copied
         if isinstance(own, tuple):
             items = [self.rejoin(*pair) for pair in zip(own, copied, strict=True)]
@@ -133,10 +136,13 @@ class Rejoined:
         return own
 
     def write_back(self) -> None:
-        """Copy what was written into tensors of another dtype to those that they replaced."""
-        for copied, own, version in self._replaced.values():
-            if copied.dtype != own.dtype and _torch.version(copied) != version:
+        """Have what was written into tensors also reach those that they replaced: values and gradients."""
+        for copied, own, version, history in self._replaced.values():
+            if _torch.version(copied) != version and copied.dtype != own.dtype:
                 own.copy_(copied)
+            elif copied.grad_fn is not history:
+                with _torch.preserve_version(own):  # the memory is the same, and has been counted
+                    own.copy_(copied)
 
     def undo(self) -> None:
         """Put the tensors back that were replaced, wherever the containers hold them by now."""
@@ -175,9 +181,35 @@ def replace_tensors(fn: Callable[[Tensor], Tensor], data: Any) -> Any:
     return Rejoined().rejoin(data, _torch.apply_to_tensors(fn, data))
 
 
-def copied(data: Any) -> Any:
-    """`data` with containers of its own, which hold the same tensors and objects."""
-    return map_tensors(lambda _, tensor: tensor, data)
+def copied(data: Any, known: dict[int, Any] | None = None) -> Any:
+    """`data` with containers and objects of its own, which hold the same tensors, modules and functions.
+
+    Args:
+        known: the copies so far, by the id of the original.
+    """
+    known = {} if known is None else known
+    if isinstance(data, (Tensor, ModuleType)) or callable(data) or len(known) >= _MOST:
+        return data
+    if id(data) in known:
+        return known[id(data)]
+    if isinstance(data, tuple):
+        items = [copied(one, known) for one in data]
+        same = all(item is before for item, before in zip(items, data, strict=True))
+        return data if same else type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    if not (hasattr(data, "__dict__") or isinstance(data, (set, deque)) or _is_mutable(data)):
+        return data
+    try:
+        new = known[id(data)] = copy.copy(data)
+    except Exception:  # it refuses to be copied, as a lock does, in words of its own
+        new = data
+    if new is data:
+        return data
+    if hasattr(data, "__dict__"):
+        vars(new).update({key: copied(value, known) for key, value in vars(data).items()})
+    if _is_mutable(new):
+        for key, value, _ in list(_items(new, new)):
+            _put(new, key, copied(value, known))
+    return new
 
 
 def _is_mutable(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """Activation offloading."""
 
 import contextlib
+import sys
 from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,8 +38,20 @@ class HostSaved:
         self._open.append(region)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if output is None and isinstance(error := sys.exception(), RuntimeError):
+            explain(error, module)
         if self._open:  # empty where an earlier hook failed before `_enter`
             self._open.pop().__exit__(None, None, None)
+
+
+def explain(error: RuntimeError, module: nn.Module) -> None:
+    """Add to torch's error which module cannot have its activations recomputed or offloaded, and why."""
+    if "support saved tensor hooks" in str(error) and not hasattr(error, "__notes__"):
+        error.add_note(
+            f"A {type(module).__name__} that is recomputed or offloaded calls torch.func.grad (or another "
+            "transform) in its forward, which torch does not support. Leave the module out of activation "
+            "checkpointing, or call torch.autograd.grad instead."
+        )
 
 
 @dataclass
@@ -77,9 +90,11 @@ def unpack(packed: Packed) -> torch.Tensor:
     tensor = packed.tensor
     if packed.home is not None:
         return tensor.to(packed.home, non_blocking=tensor.is_pinned())
-    if any(_torch.version(one.tensor) != one.version for one in (packed, *packed.aliases)):
-        raise ParallelismRuntimeError(
-            f"A tensor of shape {tuple(tensor.shape)} that backward needs was changed in place "
-            "after forward saved it. Use an operation that returns a new tensor instead (relu for relu_)."
-        )
+    for one in (packed, *packed.aliases):
+        if (now := _torch.version(one.tensor)) != one.version:
+            raise ParallelismRuntimeError(
+                f"A tensor of shape {tuple(tensor.shape)} that backward needs was changed in place "
+                "after forward saved it. Use an operation that returns a new tensor (relu for relu_). "
+                f"It is at version {now}; expected version {one.version}."
+            )
     return tensor

@@ -7,6 +7,7 @@ autograd saves. The first two have the options `save`, which keeps the results o
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -21,17 +22,17 @@ from composer_dist.config.fully_shard import flagged_activations
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import forwards
-from composer_dist.distributed.activations.offload import HostSaved, stay, to_host
+from composer_dist.distributed.activations.offload import HostSaved, explain, stay, to_host
 from composer_dist.distributed.activations.options import Mode, is_reentrant
 from composer_dist.distributed.activations.plan import ActivationPlan, check_modules
 from composer_dist.distributed.activations.plan import plan as plan_activations
 from composer_dist.distributed.activations.selective import keeping
 from composer_dist.distributed.forwards import Layer, without_cache
-from composer_dist.distributed.training.changes import Watch
+from composer_dist.distributed.training.changes import Before, Watch
 from composer_dist.distributed.wishes import CheckFn, Wishes
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.structure import Structure, read_structure
-from composer_dist.tensors.nested import copied
+from composer_dist.tensors.nested import copied, everything_in
 from composer_dist.wording import listed
 
 
@@ -100,13 +101,14 @@ def checkpoint_modules(
     if "save" in options:
         pack = functools.partial(to_host, kept=frozenset(), pin_memory=pinned) if offload else stay
         options["save"] = keeping(options["save"], pack)
+    outside = _Outside(model)
     # Innermost first: wrapping a module changes the names of those inside it.
     for name in sorted(set(names), key=lambda name: (name.count("."), name), reverse=True):
         module = modules[name]
         if mode == "composable":
-            forwards.add(module, Layer.RECOMPUTE, functools.partial(_recomputed, options))
+            forwards.add(module, Layer.RECOMPUTE, functools.partial(_recomputed, options, outside))
         elif mode == "wrapped":
-            wrapper = _torch.checkpoint_wrapper(module, checkpoint_fn=_Recompute(options))
+            wrapper = _torch.checkpoint_wrapper(module, checkpoint_fn=_Recompute(options, outside))
             _replace(model, module, wrapper)
             module = wrapper
         if offload:
@@ -122,7 +124,7 @@ def _replace(model: nn.Module, module: nn.Module, wrapper: nn.Module) -> None:
 
 
 def _recomputed(
-    options: Mapping[str, Any], module: nn.Module, forward: Callable[..., Any]
+    options: Mapping[str, Any], outside: "_Outside | None", module: nn.Module, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
     """A recomputed forward of `module`.
 
@@ -132,14 +134,20 @@ def _recomputed(
     """
     # A partial instead of a closure makes a deep copy of the module run its own forward. The signature is
     # kept because Hugging Face code inspects it.
-    return functools.update_wrapper(functools.partial(_Recompute(options, forward), module), forward)
+    return functools.update_wrapper(functools.partial(_Recompute(options, outside, forward), module), forward)
 
 
 class _Recompute:
     """Calls a block, or a function instead, under torch's checkpoint."""
 
-    def __init__(self, options: Mapping[str, Any], function: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        outside: "_Outside | None",
+        function: Callable[..., Any] | None = None,
+    ) -> None:
         self._function = function
+        self.outside = outside
         self._options = dict(options)
         self._contexts = self._options.pop("save", None)
         self._options["use_reentrant"] = is_reentrant(options)
@@ -162,10 +170,53 @@ class _Recompute:
         if self._contexts is not None:
             run, traced = self._contexts
             options = {**options, "context_fn": traced if torch.compiler.is_compiling() else run}
-        return checkpoint(function, *args, **options)
+        if torch.compiler.is_compiling():
+            return checkpoint(function, *args, **options)
+        try:
+            return checkpoint(function, *args, **options)
+        except RuntimeError as error:
+            explain(error, block)
+            raise
 
 
 Place = tuple[nn.Module, str]
+
+
+class _Outside:
+    """The buffers and frozen parameters of a model, which a recomputed block may change outside of it.
+
+    Copies of a block have none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._first: nn.Module | None = None
+        self._watch = Watch()
+        self._before: Before[Place] | None = None
+        self._changed: list[Place] | None = None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def enter(self, block: nn.Module) -> None:
+        """Note the values, if this is the forward of the model's first recomputed block."""
+        self._first = self._first or block
+        if block is self._first:
+            self._before, self._changed = self._watch.before(block, self._held()), None
+
+    def changed(self) -> dict[Place, torch.Tensor]:
+        """Those that the forward has changed, as they are now."""
+        held = self._held()
+        if self._changed is None:
+            self._changed = self._before.changed(held) if self._before and self._before.sums else []
+        return {place: held[place] for place in self._changed if place in held}
+
+    def _held(self) -> dict[Place, torch.Tensor]:
+        model = self._model()
+        if model is None:
+            return {}
+        parameters = {place: p for place, p in _held(model, "_parameters").items() if not p.requires_grad}
+        return {**parameters, **_held(model, "_buffers")}
 
 
 class _Recomputation:
@@ -180,13 +231,14 @@ class _Recomputation:
         self, kind: _Recompute, block: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> None:
         self._kind, self._block, self._function, self._kwargs = kind, block, function, kwargs
-        holds = any(isinstance(value, (list, dict, set)) for value in (*args, *kwargs.values()))
-        self._again = copied((args, kwargs)) if holds else (args, kwargs)
+        self._again = copied((args, kwargs))
         self._buffers = _held(block, "_buffers")
         self._parameters = _held(block, "_parameters")
         watched = self._buffers.keys() if kind.changing is None else kind.changing & self._buffers.keys()
         self._before = {place: self._buffers[place].clone() for place in watched}
         self._ran = False
+        if kind.outside:
+            kind.outside.enter(block)
 
     def __call__(self, *args: Any) -> Any:
         if not self._ran:
@@ -196,12 +248,36 @@ class _Recomputation:
         pairs = zip(args, own, strict=True)
         lent = {place: p for place, p in self._parameters.items() if _is_other(p, getattr(*place))}
         buffers = {place: buffer.clone() for place, buffer in self._before.items()}
-        with _exchanged("_buffers", buffers), _exchanged("_parameters", lent):
-            return self._function(*(x if isinstance(x, torch.Tensor) else y for x, y in pairs), **named)
+        others = self._kind.outside.changed() if self._kind.outside else {}
+        others = {place: tensor for place, tensor in others.items() if place not in self._buffers}
+        before = Watch().before(self._block, others)
+        try:
+            with _exchanged("_buffers", buffers), _exchanged("_parameters", lent):
+                return self._function(*(x if isinstance(x, torch.Tensor) else y for x, y in pairs), **named)
+        finally:  # torch ends most recomputations early, by an exception
+            now = {place: _at(place) for place in others}
+            now = {place: one for place, one in now.items() if one is others[place] or _is_buffer(one)}
+            if written := before.changed(now):
+                names = [f"{key} of a {type(module).__name__}" for module, key in written]
+                raise ParallelismRuntimeError(
+                    f"The forward of a recomputed {type(self._block).__name__} changes {listed(names)}, "
+                    "outside of it, and has done so again when it was recomputed. Change it in the forward "
+                    "of the model, or leave the module out of activation checkpointing."
+                )
 
     def _first(self, *args: Any) -> Any:
         before = self._kind.watch.before(self._block, {**self._parameters, **self._buffers})
+        handed = [one for one in everything_in((args, self._kwargs)) if not one.is_inference()]
+        versions = [_torch.version(tensor) for tensor in handed]
         output = self._function(*args, **self._kwargs)
+        for tensor, version in zip(handed, versions, strict=True):
+            if _torch.version(tensor) != version:
+                raise ParallelismRuntimeError(
+                    f"The forward of a recomputed {type(self._block).__name__} changed a tensor of shape "
+                    f"{tuple(tensor.shape)} among its arguments in place, and would do so again when it is "
+                    "recomputed. Make a new tensor (x = x + 1 for x += 1), or leave the module out of "
+                    "activation checkpointing."
+                )
         if written := before.changed(self._parameters):
             names = [f"{key} of a {type(module).__name__}" for module, key in written]
             raise ParallelismRuntimeError(
@@ -219,6 +295,15 @@ def _held(block: nn.Module, kind: str) -> dict[Place, torch.Tensor]:
     """The tensors of a block by where they are held: "_parameters" or "_buffers"."""
     held = ((module, key, tensor) for module in block.modules() for key, tensor in vars(module)[kind].items())
     return {(module, key): tensor for module, key, tensor in held if tensor is not None}
+
+
+def _is_buffer(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, nn.Parameter)  # FSDP2 exchanges those
+
+
+def _at(place: Place) -> torch.Tensor:
+    tensor: torch.Tensor = getattr(*place)
+    return tensor
 
 
 def _is_other(then: torch.Tensor, now: torch.Tensor) -> bool:

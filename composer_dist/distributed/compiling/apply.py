@@ -23,6 +23,8 @@ from composer_dist.structure.structure import Structure
 def apply(structure: Structure, plan: CompilePlan | None) -> None:
     """Make the planned modules compile at their first forward; after checkpointing, before sharding."""
     alike: dict[str, dict[str, Any]] = {}
+    if plan:
+        _torch.explain_in_backward(_second_order)
     for one in plan.modules if plan else ():
         options = dict(one.options)
         if one.budget is not None:
@@ -32,6 +34,16 @@ def apply(structure: Structure, plan: CompilePlan | None) -> None:
         forwards.add(
             structure.modules[one.module], Layer.COMPILE, functools.partial(_CompiledForward, options)
         )
+
+
+def _second_order(error: RuntimeError) -> str | None:
+    if not any(words in str(error) for words in ("non-empty donated buffers", "support double backward")):
+        return None
+    return (
+        "A backward with create_graph=True or retain_graph=True has reached a compiled module. torch.compile "
+        "supports no gradients of gradients: leave the module uncompiled (compile=False). For "
+        "retain_graph=True alone, set torch._functorch.config.donated_buffer = False."
+    )
 
 
 def _within(budget: float, options: Mapping[str, Any]) -> dict[str, Any]:

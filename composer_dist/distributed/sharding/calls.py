@@ -7,12 +7,15 @@ drops the gathered parameters after forward, with whatever forward has written i
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from traceback import walk_tb
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_dist import _torch
 from composer_dist.distributed import forwards
+from composer_dist.distributed.sharding.hooks import without_view
 from composer_dist.distributed.training.changes import Before, Watch, is_power_of_two, refuse_lost_data
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.names import ancestors, canonical_name, child_name
@@ -39,7 +43,7 @@ class _Call:
     arguments: Any
     since: int
     """The autograd nodes of this call have this sequence number or a later one."""
-    own: Rejoined = field(default_factory=Rejoined)
+    own: Rejoined = field(default_factory=lambda: Rejoined(without_view))
     before: Before[str] | None = None
     output: Any = None
 
@@ -76,15 +80,17 @@ class Calls:
         self._module.register_forward_hook(_eager(self._refuse_changes), prepend=True)
         self._module.register_forward_hook(_eager(self._leave), always_call=True)
         forwards.add(self._module, forwards.Layer.CALL, self._through_call)
+        _names[self._module] = self._name
+        _explain_methods(type(self._module))
 
     def _through_call(self, module: nn.Module, forward: forwards.Forward) -> forwards.Forward:
         """A forward that goes through the module's call, and so its hooks, if it is not in one already."""
 
-        @functools.wraps(forward)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        @_explained
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return (forward if self._calls else module)(*args, **kwargs)
 
-        return call
+        return functools.update_wrapper(functools.partial(call, module), forward)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         modules = list(_own_modules(self._module))
@@ -110,8 +116,6 @@ class Calls:
         return with_plain_containers(output)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if output is None and isinstance(error := sys.exception(), RuntimeError):
-            _explain(error, self._name, module)
         if not self._calls:  # an earlier hook failed before `_enter`
             return None
         call = self._calls.pop()
@@ -196,23 +200,17 @@ class Calls:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _explain(error: RuntimeError, name: str, module: nn.Module) -> None:
-    """Add to torch's error which unit it is about, and what to do."""
-    if "RegisterPostBackwardFunction" in str(error) and not hasattr(error, "__notes__"):
-        error.add_note(
-            f"The forward of {name or 'the root'} changes an argument in place, which is FSDP2's own view of "
-            "it. Change a copy, or set inplace=False."
-        )
-    if "got mixed torch.Tensor and DTensor" not in str(error) or hasattr(error, "__notes__"):
-        return
-    names = {
-        one: child_name(name, canonical_name(inner)) if inner else name
-        for inner, one in module.named_modules()
-    }
+def _explain(error: RuntimeError, module: nn.Module) -> None:
+    """Raise an error of this library if torch's is about sharded parameters that a unit has used."""
+    if "got mixed torch.Tensor and DTensor" not in str(error) or _torch.current_backward() != -1:
+        return  # in a backward, a recomputed block: see `freed`
+    name = _names.get(module, "")
+    found = ((one, canonical_name(inner)) for inner, one in module.named_modules())
+    names = {one: child_name(name, inner) if inner else name for one, inner in found}
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     selves = [(frame.f_code.co_name, next(iter(frame.f_locals.values()), None)) for frame in frames]
     inside = [(method, one) for method, one in selves if isinstance(one, nn.Module)]
-    if inside[-1][1] not in names:
+    if not inside or inside[-1][1] not in names:
         return  # a call further out knows the name
     reader = names[inside[-1][1]]
     units = {names[one]: one for one in module.modules() if isinstance(one, FSDPModule)}
@@ -221,23 +219,52 @@ def _explain(error: RuntimeError, name: str, module: nn.Module) -> None:
         return
     params = _torch.fsdp_params(units[unit])
     if not params or any(_torch.gathered_param(param) is not None for param in params):
-        error.add_note(
+        raise ParallelismRuntimeError(
             f"{reader or 'The root'} used sharded parameters of another unit: FSDP2 gathers them in calls of "
             "their own unit only. Call that, or leave it whole: Rule(..., shard=False)."
-        )
-        return
+        ) from error
     methods = [method for method, one in inside if names.get(one) == unit and hasattr(type(one), method)]
     other = next((one for one in methods if one != "forward" and "call_impl" not in one), "its name")
-    error.add_note(
+    raise ParallelismRuntimeError(
         f"{reader or 'The root'} was used while its parameters are sharded: FSDP2 gathers them in calls of "
         f"{unit or 'the root'} only. Call that, not a part of it; another method than forward needs "
         f"ParallelismConfig(forward_methods=[{other!r}])."
-    )
+    ) from error
+
+
+_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""The name of each module of a unit, for `_explain`."""
+
+
+@functools.cache
+def _explain_methods(kind: type[nn.Module]) -> None:
+    """Have the public methods of a sharded module's class, which torch has made, explain torch's errors."""
+    own = _torch.original_class(kind)
+    for name in set(dir(own)) - set(dir(nn.Module)):
+        method = inspect.getattr_static(own, name)
+        if isinstance(method, FunctionType) and not name.startswith("_"):
+            setattr(kind, name, _explained(method))
+
+
+def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            _explain(error, self)
+            raise
+
+    return call
 
 
 def freed(error: RuntimeError) -> str | None:
     """The message for a backward that read a parameter that FSDP2 had freed."""
     name = _torch.freed_parameter(error)
+    if name is None and "got mixed torch.Tensor and DTensor" in str(error):  # in a recomputed block
+        name = "a parameter"
     return name and (
         f"Backward needs {name}, which FSDP2 has freed: a loss was computed from it in forward, and "
         "kept where nothing shows it (in a global list, for example). Return the loss from the "

@@ -34,10 +34,13 @@ def own_outputs(unit: nn.Module, traced: bool = False) -> None:
 def _replace_views(module: nn.Module, args: Any, output: Any) -> Any:
     if not torch.is_grad_enabled() or not any(map(_is_view, tensors_in(output))):
         return output
-    return replace_tensors(
-        lambda tensor: _Own.apply(tensor) if _is_view(tensor) else tensor,  # type: ignore[no-untyped-call]
-        output,
-    )
+    return replace_tensors(without_view, output)
+
+
+def without_view(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or one with the same memory that is not a view for autograd and may be changed in place."""
+    own: torch.Tensor = _Own.apply(tensor) if _is_view(tensor) else tensor  # type: ignore[no-untyped-call]
+    return own
 
 
 def _is_view(tensor: torch.Tensor) -> bool:

@@ -77,15 +77,13 @@ class Returns(nn.Linear):
 
 @on_ranks(2)
 @pytest.mark.parametrize("way", ["returns", "keeps", "registers", "in place", "root"])
-def test_a_weight_that_leaves_its_forward_is_refused_and_a_changed_argument_named(way: str) -> None:
+def test_a_weight_that_leaves_its_forward_is_refused_and_a_changed_argument_is_not(way: str) -> None:
     """Reading it, when FSDP2 has freed it, ended the process."""
     torch.manual_seed(0)
     model: nn.Module = Returns("returns") if way == "root" else nn.Sequential(Returns(way), Returns(way))
     parallelize_model(model, FSDP2Config())
     if way == "in place":
-        with pytest.raises(RuntimeError, match="modified inplace") as caught:
-            model(torch.ones(2, 4).mul(1))
-        assert "The forward of 1 changes an argument in place" in caught.value.__notes__[0]
+        model(torch.ones(2, 4).mul(1)).sum().backward()
         return
     name = "root returns or keeps weight" if way == "root" else "0 returns or keeps 0.weight"
     with torch.set_grad_enabled(way != "root"), fails(ParallelismRuntimeError, name, "parameter.clone()"):
