@@ -81,7 +81,7 @@ class Calls:
         self._module.register_forward_hook(_eager(self._leave), always_call=True)
         forwards.add(self._module, forwards.Layer.CALL, self._through_call)
         _names[self._module] = self._name
-        _explain_methods(type(self._module))
+        _explain_methods(type(self._module))  # type: ignore[arg-type]
 
     def _through_call(self, module: nn.Module, forward: forwards.Forward) -> forwards.Forward:
         """A forward that goes through the module's call, and so its hooks, if it is not in one already."""
