@@ -170,7 +170,10 @@ class Calls:
                     "put another in its place. Change the values in place (with torch.no_grad(), "
                     "parameter.copy_()), or leave the module unsharded: Rule(..., shard=False)."
                 )
-            self._data.setdefault(name, param.known_data)
+            if known := getattr(
+                param, "known_data", None
+            ):  # not of one that FSDP2 has sharded with its memory
+                self._data.setdefault(name, known)
             refuse_lost_data(name, sharded, self._data)
             if sharded.requires_grad and _torch.gradient_hooks(sharded):
                 raise ParallelismRuntimeError(
