@@ -1,25 +1,29 @@
-"""How planning and sharding grow with the number of blocks, in one process that plays one rank of many.
+"""How long it takes to plan and shard many modules, and the largest models, against torch alone.
 
-    python benchmarks/scaling.py
+    python benchmarks/scaling.py --rounds 5
 
-No memory is allocated for weights: the model is on the meta device and the process group is torch's
-"fake" one. The last line is Llama 405B on 1024 ranks.
+- many parameters: 10,000 modules with 50,000 small real parameters, the same on two ranks, in 2,500 units;
+  torch's is `fully_shard` alone. "KiB a parameter" is the resident memory that it adds.
+- Llama 405B: its construction on meta, plan and sharding as one of 1024 ranks, whose process group is torch's
+  "fake" one; torch's is the construction on meta and `fully_shard` of the same units.
 """
 
-import resource
-import time
-import warnings
+import gc
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
+from llama import shard
+from rounds import Figures, play, slowest, timed
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from composer_dist import FSDP2Config
 from composer_dist.config.parallelism import resolve_config
-from composer_dist.distributed import init_context
+from composer_dist.distributed import init_context, parallelize_model
 from composer_dist.distributed.mesh.build import mesh_for, mesh_sizes
 from composer_dist.distributed.plan.build import build_plan
 from composer_dist.distributed.steps import divide
@@ -27,81 +31,86 @@ from composer_dist.distributed.wishes import Request
 from composer_dist.structure.structure import read_structure
 
 
-class Block(nn.Module):
-    """Two layers and a norm."""
+class Leaf(nn.Module):
+    """Five small parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.norm = nn.Linear(64, 256), nn.Linear(256, 64), nn.LayerNorm(64)
+        for key in "abcde":
+            setattr(self, key, nn.Parameter(torch.zeros(4, 2)))
 
 
-def blocks(count: int) -> nn.Module:
-    """A list of blocks between an embedding and a head."""
-    with init_context():
-        return nn.ModuleDict(
-            {
-                "embed": nn.Embedding(100, 64),
-                "layers": nn.ModuleList(Block() for _ in range(count)),
-                "head": nn.Linear(64, 100),
-            }
-        )
+class Block(Leaf):
+    """A unit of four modules."""
 
-
-class Whole(nn.Module):
-    """A root that can be called, around what `blocks` makes."""
-
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.parts = blocks(count)
+        self.first, self.second, self.third = Leaf(), Leaf(), Leaf()
 
 
-def llama_405b() -> nn.Module:
-    """Llama 3.1 405B's shape (Meta's published configuration)."""
-    config = LlamaConfig(
-        hidden_size=16384,
-        intermediate_size=53248,
-        num_hidden_layers=126,
-        num_attention_heads=128,
-        num_key_value_heads=8,
-        vocab_size=128256,
-    )
+class Many(nn.Module):
+    """2,500 units, where `llama.shard` finds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in range(2500))})
+        self.model.layers = self.model["layers"]
+
+
+def resident() -> int:
+    """Bytes that the process holds."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def many(prepare: Callable[[nn.Module], object], arguments: Namespace) -> Figures:
+    model = Many()
+    count, before = sum(1 for _ in model.parameters()), resident()
+    figures = timed(lambda: prepare(model))
+    del figures["extra MiB"]
+    return figures | slowest({"KiB a parameter": (resident() - before) / 1024 / count})
+
+
+CONFIG = LlamaConfig(  # Llama 3.1 405B's shape, by Meta's published configuration
+    hidden_size=16384,
+    intermediate_size=53248,
+    num_hidden_layers=126,
+    num_attention_heads=128,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+
+
+def ours() -> None:
     with init_context(dtype=torch.bfloat16):
-        return LlamaForCausalLM(config)
-
-
-def seconds_for(model: nn.Module) -> tuple[float, float]:
-    """Seconds to plan, and to shard on meta."""
+        model = LlamaForCausalLM(CONFIG)
     config = resolve_config(FSDP2Config())
     mesh = mesh_for(config.mesh)
-    start = time.perf_counter()
     structure = read_structure(model)
-    plan = build_plan(structure, Request(config=config), mesh_sizes(config.mesh, mesh.size))
-    planned = time.perf_counter()
-    divide(structure, plan, mesh)
-    return planned - start, time.perf_counter() - planned
+    divide(structure, build_plan(structure, Request(config=config), mesh_sizes(config.mesh, mesh.size)), mesh)
 
 
-def main() -> None:
-    """Time 10 to 4000 blocks on 8 ranks, then Llama 405B on 1024."""
-    warnings.simplefilter("ignore")
-    table = Table("model", "ranks", "plan s", "shard s", "together", "x tenth as many")
-    dist.init_process_group("fake", rank=0, world_size=8)
-    seconds_for(Whole(2))
-    totals: dict[int, float] = {}
-    for count in (10, 40, 100, 400, 1000, 4000):
-        plan, sharding = seconds_for(Whole(count))
-        totals[count] = plan + sharding
-        ratio = f"{totals[count] / totals[count // 10]:.1f}" if count // 10 in totals else ""
-        table.add_row(f"{count} blocks", "8", f"{plan:.2f}", f"{sharding:.2f}", f"{totals[count]:.2f}", ratio)
+def torchs() -> None:
+    with torch.device("meta"):
+        shard(LlamaForCausalLM(CONFIG).to(torch.bfloat16))
+
+
+def one_of_1024(prepare: Callable[[], None], arguments: Namespace) -> Figures:
+    LlamaForCausalLM(LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8))
+    dist.barrier()
+    rank = dist.get_rank()
     dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=1024)
-    plan, sharding = seconds_for(llama_405b())
-    table.add_row("Llama 405B", "1024", f"{plan:.2f}", f"{sharding:.2f}", f"{plan + sharding:.2f}", "")
-    dist.destroy_process_group()
-    Console(width=90).print(table)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"Peak resident memory of this process: {peak:.2f} GiB")
+    dist.init_process_group("fake", rank=rank, world_size=1024)
+    return {"seconds": timed(prepare)["seconds"]}
 
+
+CONTENDERS = {
+    "composer_dist, many parameters": partial(many, lambda model: parallelize_model(model, FSDP2Config())),
+    "torch, many parameters": partial(many, shard),
+    "composer_dist, Llama 405B": partial(one_of_1024, ours),
+    "torch, Llama 405B": partial(one_of_1024, torchs),
+}
 
 if __name__ == "__main__":
-    main()
+    rivals = ("torch, many parameters", "torch, Llama 405B")
+    play(CONTENDERS, rivals, lambda parser: None, ranks=(2,))

@@ -1,56 +1,59 @@
-"""Tokens per second of the Trainer, against others training the same model on the same batches, in one run.
+"""Seconds of a training step, against others training the same model on the same batches.
 
-    python benchmarks/trainer.py --ranks 2 --rounds 3 --json trainer.json
+    python benchmarks/trainer.py --ranks 2 --rounds 5 --width 512
+    python benchmarks/trainer.py --rounds 5 --units 250
 
-launches itself by torchrun; under torchrun it runs as it is.
-
-A Llama under AdamW, in float32; contenders take turns within each round, each with a model of its own; timed
-are the steps after the first few. The loss of the last step is compared between contenders. Medians are
-shown.
+A Llama under AdamW, in float32; with `--units` that many tiny blocks, to measure what is not
+arithmetic. Each contender trains it in processes of its own; the first three steps, in which everybody
+allocates what he keeps, are not timed. The last loss is shown in thousandths.
 
 - loop: a loop by hand over FSDP2: forward, backward, step. A reference, not a rival.
-- Lightning Fabric: its `ModelParallelStrategy` over the same `fully_shard`; where it is installed.
+- composer_dist, loop: the same loop over `parallelize_model`; "unchecked" has `check_order=False`.
+- Lightning Fabric: its `ModelParallelStrategy` over the same `fully_shard`.
+- Composer: its own Trainer with its FSDP2.
 - loop, DDP: a loop by hand over DistributedDataParallel. A reference for the next one.
 - transformers: its `Trainer` by way of accelerate, which on CPU replicates by DDP (its FSDP plugin is dropped
   there); compared with ours under `DDPConfig`.
 """
 
 import argparse
-import importlib.util
-import json
-import math
-import os
-import statistics
-import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from prepare import launch
-from rich.console import Console
-from rich.table import Table
+from llama import shard
+from rounds import Figures, device, play, slowest
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from composer_dist import HuggingFaceModel, Trainer
+from composer_dist import FSDP2Config, HuggingFaceModel, ParallelismConfig, Trainer
+from composer_dist.distributed import parallelize_model
 
 WARM = 3
 """Steps before the clock starts."""
 RATE = 1e-3
 Batches = list[dict[str, torch.Tensor]]
-Result = tuple[float, float]
+Train = Callable[[nn.Module, Batches], tuple[float, float]]
 """Seconds of the timed steps, and the last loss of this rank."""
 
 
-def build(arguments: argparse.Namespace) -> nn.Module:
-    """A small Llama, the same on every rank."""
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8, help="samples of a rank's batch")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps")
+    parser.add_argument("--units", type=int, default=0, help="tiny blocks instead of a Llama")
+
+
+def measure(make: Callable[[], Train], arguments: argparse.Namespace) -> Figures:
+    train = make()
+    if arguments.units:
+        arguments.layers, arguments.width, arguments.batch, arguments.length = arguments.units, 32, 1, 16
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=arguments.width,
@@ -60,28 +63,17 @@ def build(arguments: argparse.Namespace) -> nn.Module:
         vocab_size=4096,
         use_cache=False,
     )
-    return LlamaForCausalLM(config)
-
-
-def batches_of(arguments: argparse.Namespace) -> Batches:
-    """This rank's batches."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     shape = (WARM + arguments.steps, arguments.batch, arguments.length)
-    tokens = torch.randint(4096, shape, generator=generator)
-    return [{"input_ids": row, "labels": row} for row in tokens]
+    tokens = torch.randint(4096, shape, generator=generator).to(device())
+    seconds, loss = train(LlamaForCausalLM(config), [{"input_ids": row, "labels": row} for row in tokens])
+    mean = torch.tensor(loss / dist.get_world_size())
+    dist.all_reduce(mean)
+    return slowest({"seconds": seconds / arguments.steps}) | {"thousandths of loss": mean.item() * 1000}
 
 
-def shard(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def steps(batches: Batches, step: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> Result:
+def steps(batches: Batches, step: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> tuple[float, float]:
     """Run all steps; the clock starts after the first few."""
-    start = 0.0
     for number, batch in enumerate(batches):
         if number == WARM:
             dist.barrier()
@@ -90,33 +82,33 @@ def steps(batches: Batches, step: Callable[[dict[str, torch.Tensor]], torch.Tens
     return time.perf_counter() - start, loss.item()
 
 
-def by_hand(model: nn.Module, batches: Batches) -> Result:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-
-    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss: torch.Tensor = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return steps(batches, step)
-
-
-def loop(model: nn.Module, batches: Batches) -> Result:
-    return by_hand(shard(model), batches)
-
-
-def loop_ddp(model: nn.Module, batches: Batches) -> Result:
-    return by_hand(DistributedDataParallel(model), batches)
-
-
-def ours(strategy: str) -> Callable[[nn.Module, Batches], Result]:
-    def train(model: nn.Module, batches: Batches) -> Result:
+def by_hand(prepare: Callable[[nn.Module], nn.Module]) -> Train:
+    def train(model: nn.Module, batches: Batches) -> tuple[float, float]:
+        model = prepare(model.to(device()))
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+
+        def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return steps(batches, step)
+
+    return train
+
+
+def prepared(**options: Any) -> Train:
+    config = ParallelismConfig(fsdp2=FSDP2Config(), **options)
+    return by_hand(lambda model: parallelize_model(model, config).model)
+
+
+def ours(strategy: str) -> Train:
+    def train(model: nn.Module, batches: Batches) -> tuple[float, float]:
         trainer = Trainer(
             model=HuggingFaceModel(model),
-            optimizers=optimizer,
+            optimizers=torch.optim.AdamW(model.parameters(), lr=RATE),
             parallelism_config=strategy,
             train_dataloader=batches,
             check_sampler=False,
@@ -126,38 +118,80 @@ def ours(strategy: str) -> Callable[[nn.Module, Batches], Result]:
         dist.barrier()
         start = time.perf_counter()
         trainer.fit(duration=f"{len(batches) - WARM}ba")
-        seconds = time.perf_counter() - start
-        loss = float(trainer.state.loss)
+        seconds, loss = time.perf_counter() - start, float(trainer.state.loss)
         trainer.close()
         return seconds, loss
 
     return train
 
 
-def fabric(model: nn.Module, batches: Batches) -> Result:
+def fabric() -> Train:
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
 
-    world = dist.get_world_size()
-    strategy = ModelParallelStrategy(
-        lambda model, mesh: shard(model), data_parallel_size=world, tensor_parallel_size=1
-    )
-    engine = Fabric(accelerator="cpu", devices=world, strategy=strategy)
-    engine.launch()
-    model = engine.setup(model)
-    optimizer = engine.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=RATE))
+    def train(model: nn.Module, batches: Batches) -> tuple[float, float]:
+        world = dist.get_world_size()
+        strategy = ModelParallelStrategy(
+            lambda model, mesh: shard(model), data_parallel_size=world, tensor_parallel_size=1
+        )
+        engine = Fabric(accelerator=device().type, devices=world, strategy=strategy)
+        engine.launch()
+        model = engine.setup(model)
+        optimizer = engine.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=RATE))
 
-    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss: torch.Tensor = model(**batch).loss
-        engine.backward(loss)
-        optimizer.step()
-        return loss.detach()
+        def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(**batch).loss
+            engine.backward(loss)
+            optimizer.step()
+            return loss.detach()
 
-    return steps(batches, step)
+        return steps(batches, step)
+
+    return train
 
 
-def transformers_trainer(model: nn.Module, batches: Batches) -> Result:
+def composer() -> Train:
+    import composer
+    from composer.utils.parallelism import FSDP2Config, ParallelismConfig
+
+    class Model(composer.ComposerModel):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+            blocks = {*model.model.layers, model}
+            self.fsdp_wrap_fn = lambda module: module in blocks
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> Any:
+            return self.model(**batch)
+
+        def loss(self, outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return outputs.loss
+
+    def train(model: nn.Module, batches: Batches) -> tuple[float, float]:
+        wrapped = Model(model)
+        trainer = composer.Trainer(
+            model=wrapped,
+            optimizers=torch.optim.AdamW(wrapped.parameters(), lr=RATE),
+            train_dataloader=batches,
+            max_duration=f"{WARM}ba",
+            parallelism_config=ParallelismConfig(fsdp2=FSDP2Config()),
+            precision="fp32",
+            device="gpu" if device().type == "cuda" else "cpu",
+            progress_bar=False,
+        )
+        trainer.fit()
+        dist.barrier()
+        start = time.perf_counter()
+        trainer.fit(duration=f"{len(batches) - WARM}ba")
+        return time.perf_counter() - start, float(trainer.state.loss)
+
+    return train
+
+
+def transformers_trainer() -> Train:
+    import tempfile
+
     import transformers
 
     clock: dict[str, float] = {}
@@ -169,102 +203,49 @@ def transformers_trainer(model: nn.Module, batches: Batches) -> Result:
                 clock["start"] = time.perf_counter()
             clock["end"] = time.perf_counter()
 
-    world = dist.get_world_size()
-    own = [
-        {name: row[number] for name, row in batch.items()}
-        for batch in batches
-        for number in range(len(batch["labels"]))
-    ]
-    # The sampler deals the samples out in turn; what is not this rank's is never looked at.
-    samples = [sample for sample in own for _ in range(world)]
-    with tempfile.TemporaryDirectory() as folder:
-        settings = transformers.TrainingArguments(
-            output_dir=folder,
-            use_cpu=True,
-            per_device_train_batch_size=len(batches[0]["labels"]),
-            max_steps=len(batches),
-            learning_rate=RATE,
-            weight_decay=0.01,
-            optim="adamw_torch",
-            lr_scheduler_type="constant",
-            max_grad_norm=0.0,
-            train_sampling_strategy="sequential",
-            logging_strategy="steps",
-            logging_steps=len(batches),
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        )
-        trainer = transformers.Trainer(model, settings, train_dataset=samples, callbacks=[Clock()])
-        trainer.train()
-    return clock["end"] - clock["start"], float("nan")
+    def train(model: nn.Module, batches: Batches) -> tuple[float, float]:
+        own = [
+            {name: row[number] for name, row in batch.items()}
+            for batch in batches
+            for number in range(len(batch["labels"]))
+        ]
+        # The sampler deals the samples out in turn; what is not this rank's is never looked at.
+        samples = [sample for sample in own for _ in range(dist.get_world_size())]
+        with tempfile.TemporaryDirectory() as folder:
+            settings = transformers.TrainingArguments(
+                output_dir=folder,
+                use_cpu=device().type == "cpu",
+                per_device_train_batch_size=len(batches[0]["labels"]),
+                max_steps=len(batches),
+                learning_rate=RATE,
+                weight_decay=0.01,
+                optim="adamw_torch",
+                lr_scheduler_type="constant",
+                max_grad_norm=0.0,
+                train_sampling_strategy="sequential",
+                logging_strategy="no",
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+            )
+            transformers.Trainer(model, settings, train_dataset=samples, callbacks=[Clock()]).train()
+        return clock["end"] - clock["start"], float("nan")
+
+    return train
 
 
-def contenders() -> Iterator[tuple[str, Callable[[nn.Module, Batches], Result]]]:
-    yield "composer_dist, fsdp", ours("fsdp")
-    yield "loop", loop
-    if importlib.util.find_spec("lightning"):
-        yield "Lightning Fabric", fabric
-    yield "composer_dist, ddp", ours("ddp")
-    yield "loop, DDP", loop_ddp
-    if importlib.util.find_spec("accelerate"):
-        yield "transformers, DDP", transformers_trainer
-
-
-def main() -> None:
-    """Run all contenders in turn and print medians."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=8, help="samples of a rank's batch")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", metavar="CONTENDER", help="these alone, as the table names them")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="worlds to launch")
-    arguments = parser.parse_args()
-    if "RANK" not in os.environ:
-        launch(arguments.ranks)
-        return
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
-    batches = batches_of(arguments)
-    rates: dict[str, list[float]] = {}
-    losses: dict[str, float] = {}
-    for _ in range(arguments.rounds):
-        for name, train in contenders():
-            if arguments.only and name not in arguments.only:
-                continue
-            seconds, loss = train(build(arguments), batches)
-            numbers = torch.tensor([seconds, loss], dtype=torch.float64)
-            worst = numbers[0].clone()
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            dist.all_reduce(numbers, op=dist.ReduceOp.SUM)
-            tokens = arguments.steps * arguments.batch * arguments.length * dist.get_world_size()
-            rates.setdefault(name, []).append(tokens / worst.item())
-            losses[name] = numbers[1].item() / dist.get_world_size()
-    compared = [loss for name, loss in losses.items() if not math.isnan(loss)]
-    assert max(compared) - min(compared) < 1e-3, losses
-    if dist.get_rank() == 0:
-        report(rates, losses, arguments)
-    dist.destroy_process_group()
-
-
-def report(rates: dict[str, list[float]], losses: dict[str, float], arguments: argparse.Namespace) -> None:
-    """A table, and JSON if asked."""
-    median = {name: statistics.median(found) for name, found in rates.items()}
-    table = Table("contender", "tokens/s", "x loop", "last loss", title=f"{dist.get_world_size()} ranks")
-    for name, rate in median.items():
-        reference = "loop, DDP" if name.lower().endswith("ddp") else "loop"
-        ratio = f"{rate / median[reference]:.3f}" if reference in median else ""
-        table.add_row(name, f"{rate:.0f}", ratio, f"{losses[name]:.4f}")
-    Console(width=110).print(table)
-    if arguments.json:
-        path = arguments.json.with_stem(f"{arguments.json.stem}-{dist.get_world_size()}")
-        path.write_text(json.dumps({"tokens_per_second": median, "losses": losses}, indent=1))
-
+WAYS: dict[str, Callable[[], Train]] = {
+    "composer_dist, fsdp": partial(ours, "fsdp"),
+    "loop": lambda: by_hand(shard),
+    "composer_dist, loop": prepared,
+    "composer_dist, loop, unchecked": partial(prepared, check_order=False),
+    "Lightning Fabric": fabric,
+    "Composer": composer,
+    "composer_dist, ddp": partial(ours, "ddp"),
+    "loop, DDP": lambda: by_hand(DistributedDataParallel),
+    "transformers, DDP": transformers_trainer,
+}
 
 if __name__ == "__main__":
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    main()
+    contenders = {name: partial(measure, make) for name, make in WAYS.items()}
+    play(contenders, ("loop", "loop, DDP"), options, ranks=(2,))

@@ -5,7 +5,8 @@ shard is allocated once, with the padding that the all-gather needs, and filled 
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar, cast
 from weakref import WeakValueDictionary
@@ -49,6 +50,13 @@ def sharded_param(param: Any) -> nn.Parameter:
     """This rank's part of the parameter of an `FSDPParam`, as the optimizer knows it. Since torch 2.4."""
     sharded: nn.Parameter = param.sharded_param
     return sharded
+
+
+def registered_param(param: Any) -> nn.Parameter | None:
+    """What stands in the place of the parameter of an `FSDPParam` now."""
+    place = param._module_info
+    found: nn.Parameter | None = place.module._parameters.get(place.param_name)
+    return found
 
 
 def has_lost_data(shard: Any, known: dict[str, Any], key: str) -> bool:
@@ -223,9 +231,9 @@ def tensors_with_gradient(output: Any) -> list[torch.Tensor]:
 
 
 class _Freed:
-    """Has autograd refuse a gathered parameter that FSDP2 has freed; reading it would crash the process.
+    """Has autograd refuse the gathered parameters of a group that FSDP2 has freed; reading them would crash.
 
-    FSDP2 hides from autograd that it frees the memory. Here the version of the parameter is another one
+    FSDP2 hides from autograd that it frees the memory. Here the version of a parameter is another one
     for as long, which autograd compares before each use in backward. Since torch 2.4.
     """
 
@@ -235,25 +243,31 @@ class _Freed:
     """FSDP2's records by number."""
     _numbers = count()
 
-    def __init__(self, param: Any) -> None:
-        self._param, self._number = param, next(self._numbers)
-        self.params[self._number] = param
-        self._version: int | None = None
-        self._free, self._to_unsharded = param.free_unsharded_param, param.to_unsharded
-        param.free_unsharded_param, param.to_unsharded = self.free, self.to_unsharded
+    def __init__(self, group: Any) -> None:
+        self._numbered = [(next(self._numbers), param) for param in group.fsdp_params]
+        self.params.update(self._numbered)
+        self._freed: list[tuple[torch.Tensor, int]] = []
+        """What is freed now, with its true version."""
+        for name in ("_to_sharded", "_to_sharded_post_forward"):
+            setattr(group, name, partial(self._free, getattr(group, name)))
+        group._to_unsharded = partial(self._gather, group._to_unsharded)
 
-    def free(self) -> None:
-        self._free()
-        gathered = getattr(self._param, "_unsharded_param", None)
-        if self._version is None and gathered is not None:
-            self._version = gathered._version
-            _set_version(gathered, self._version + self.FAR + self._number)
+    def _free(self, to_sharded: Callable[[], None]) -> None:
+        to_sharded()
+        if self._freed:
+            return
+        far = []
+        for number, param in self._numbered:
+            gathered = getattr(param, "_unsharded_param", None)
+            if gathered is not None:
+                self._freed.append((gathered, gathered._version))
+                far.append((gathered, gathered._version + self.FAR + number))
+        _set_versions(far)
 
-    def to_unsharded(self) -> None:
-        if self._version is not None:
-            _set_version(self._param._unsharded_param, self._version)
-            self._version = None
-        self._to_unsharded()
+    def _gather(self, to_unsharded: Callable[[], None]) -> None:
+        _set_versions(self._freed)
+        self._freed.clear()
+        to_unsharded()
 
 
 def freed_parameter(error: RuntimeError) -> str | None:
@@ -263,8 +277,9 @@ def freed_parameter(error: RuntimeError) -> str | None:
     return param._param_fqn if param else None
 
 
-def _set_version(tensor: torch.Tensor, version: int) -> None:
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+def _set_versions(versions: Sequence[tuple[torch.Tensor, int]]) -> None:
+    if versions:
+        torch._C._autograd._unsafe_set_version_counter(*zip(*versions, strict=True))
 
 
 class _SecondOrder:
@@ -304,7 +319,8 @@ class _SecondOrder:
             gathered = gathered_param(param)  # None in units that were sharded after forward
             if gathered is not None and gathered.requires_grad:
                 try:
-                    torch._C._will_engine_execute_node(get_gradient_edge(gathered).node)
+                    if torch._C._will_engine_execute_node(get_gradient_edge(gathered).node):
+                        return  # it adds to `grad`, as it does for the others
                 except RuntimeError:
                     raise ParallelismRuntimeError(
                         f"torch.autograd.grad returns this rank's gradient of {param._param_fqn}, which "
@@ -337,8 +353,15 @@ def guard_backward(module: FSDPModule) -> None:
     FSDP2 makes the gathered parameters in the first forward; those that an evaluation under
     `torch.inference_mode()` has made could not be trained.
     """
+    for group in fsdp_param_groups(module):
+        _Freed(group)
     for param in fsdp_params(module):
-        _Freed(param)
         for name in ("init_all_gather_outputs", "init_unsharded_param"):
-            setattr(param, name, torch.inference_mode(False)(getattr(param, name)))
+            setattr(param, name, partial(_outside_inference, param, name))
     _SecondOrder(module)
+
+
+def _outside_inference(param: Any, name: str, *args: Any, **kwargs: Any) -> None:
+    delattr(param, name)  # the method of the class is called from now on, which finds what is made here
+    with torch.inference_mode(False):
+        getattr(param, name)(*args, **kwargs)

@@ -62,7 +62,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """The hooks from `register_hook`. Since torch 0.2."""
-    return list((tensor._backward_hooks or {}).values())
+    return list(tensor._backward_hooks.values()) if tensor._backward_hooks else []
 
 
 def accumulated_gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:

@@ -7,9 +7,11 @@ Nothing is changed before the ranks agree. An error on one rank is raised on all
 it also marks the model as unusable.
 """
 
+import gc
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -123,6 +125,19 @@ def parallelize_composer_model(
     return _prepare(composer_model, config, optimizer, composer=True, precision=precision, weights=weights)
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the garbage collector: it would look at all the new objects again and again, and find nothing."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_collector_paused()
 def _prepare(
     model: nn.Module,
     config: Config | ParallelPlan,
@@ -174,7 +189,7 @@ def _prepare(
     objects_stay = plan.replication is not None and stays(structure, mesh.device)
     forgotten = [] if objects_stay else forgotten_optimizers(optimizers, structure)
     for warning in [*plan.warnings, *forgotten, *(disk.warnings() if disk else ())]:
-        warnings.warn(warning, stacklevel=3)
+        warnings.warn(warning, stacklevel=4)
 
     with usable_or_marked(model, agreement=agreement):
         with agreement.together("sharding"), done.step("shard"):

@@ -21,4 +21,6 @@ _WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
 def canonical_name(name: str) -> str:
     """`name` without the segments that checkpoint wrappers and `torch.compile` insert."""
+    if not any(segment in name for segment in _WRAPPER_SEGMENTS):
+        return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)

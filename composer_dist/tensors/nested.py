@@ -81,10 +81,12 @@ def everything_in(data: Any, objects: bool = True) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
             yield value
             continue
-        if depth > _DEPTH or id(value) in seen or isinstance(value, (str, bytes, int, float, type)):
+        if value is None or isinstance(value, (str, bytes, int, float, type)):
+            continue
+        if depth > _DEPTH or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, Mapping):
+        if isinstance(value, (dict, Mapping)):  # a dict is found without asking the abstract class
             inner: Any = value.values()
         elif isinstance(value, (list, tuple, Set, deque)):
             inner = value
@@ -160,7 +162,7 @@ def with_plain_containers(data: Any, depth: int = 0) -> Any:
 
     Torch copies a container by calling its class, which may take other arguments or have side effects.
     """
-    if depth > _DEPTH:
+    if isinstance(data, Tensor) or depth > _DEPTH:
         return data
     if isinstance(data, dict):
         copy: Any = {key: with_plain_containers(value, depth + 1) for key, value in data.items()}

@@ -6,6 +6,7 @@ dimensions) and beside "tp" alone (FSDP2 casts and offloads).
 """
 
 from collections.abc import Mapping
+from functools import cache
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,19 +29,23 @@ def mesh_dim_names(sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(name for name in sizes if name in names)
 
 
-def roles(mesh: DeviceMesh) -> dict[str, int]:
+def roles(mesh: DeviceMesh) -> Mapping[str, int]:
     """Each of `DIMENSIONS` that a mesh has to its index there; this is how a user's own mesh is read.
 
     Known names decide. Up to two dimensions with other names, or without names, are read as (replicate,
     shard), a single one as shard.
     """
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return _roles(mesh.mesh_dim_names or ("",) * mesh.ndim)
+
+
+@cache
+def _roles(names: tuple[str, ...]) -> Mapping[str, int]:
     found = {SYNONYMS[name]: index for index, name in enumerate(names) if name in SYNONYMS}
     free = [name for name in ("dp_shard", "dp_replicate") if name not in found]
     others = [index for index, name in enumerate(names) if name not in SYNONYMS]
     found.update(zip(free, reversed(others), strict=False))
     ordered = sorted(found, key=DIMENSIONS.index)
-    if len(found) < mesh.ndim or sorted(found, key=found.__getitem__) != ordered:
+    if len(found) < len(names) or sorted(found, key=found.__getitem__) != ordered:
         raise ParallelismValueError(
             f"The mesh has the dimensions {', '.join(name or 'without a name' for name in names)}. Name them "
             f"{', '.join(DIMENSIONS)}, in this order; leave out those that you do not need. (One dimension "

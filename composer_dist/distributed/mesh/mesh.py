@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,15 @@ class Mesh:
 
     @classmethod
     def of(cls, tensor: DTensor) -> Mesh:
-        """The mesh of a sharded tensor; tensors of one mesh share one object while it is alive."""
-        if (mesh := _meshes.get(id(tensor.device_mesh))) is None:
-            mesh = _meshes[id(tensor.device_mesh)] = cls(tensor.device_mesh)
+        """The mesh of a sharded tensor; tensors of one mesh share one object."""
+        if (mesh := _recent.get(id(tensor.device_mesh))) is None:
+            if len(_recent) == 8:
+                _recent.clear()
+            mesh = _recent[id(tensor.device_mesh)] = cls(tensor.device_mesh)
         return mesh
 
     @cached_property
-    def dims(self) -> dict[str, int]:
+    def dims(self) -> Mapping[str, int]:
         """Each of `DIMENSIONS` that the mesh has to its index; see `roles`."""
         return roles(self.device_mesh)
 
@@ -158,7 +160,7 @@ class Mesh:
         return self.device_mesh[tuple(names[dim] for dim in dims)]
 
 
-_meshes: WeakValueDictionary[int, Mesh] = WeakValueDictionary()
+_recent: dict[int, Mesh] = {}
 """By the identity of torch's mesh, which each of them keeps alive."""
 
 

@@ -77,7 +77,6 @@ class Calls:
             module: frozenset(vars(module)["_parameters"]) for module in _own_modules(self._module)
         }
         self._module.register_forward_pre_hook(_eager(self._enter), with_kwargs=True, prepend=True)
-        self._module.register_forward_hook(_eager(self._refuse_changes), prepend=True)
         self._module.register_forward_hook(_eager(self._leave), always_call=True)
         forwards.add(self._module, forwards.Layer.CALL, self._through_call)
         _names[self._module] = self._name
@@ -93,7 +92,7 @@ class Calls:
         return functools.update_wrapper(functools.partial(call, module), forward)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        modules = list(_own_modules(self._module))
+        modules = _own_modules(self._module)
         if torch.is_grad_enabled():
             self._refuse_new(modules)
         self._refuse_others()
@@ -105,14 +104,11 @@ class Calls:
         call.before = self._watch.before(module, self._gathered())
         return call.own.rejoin(call.arguments, (args, kwargs))
 
-    def _refuse_changes(self, module: nn.Module, args: Any, output: Any) -> None:
-        call = self._calls[-1]
-        changed = call.before.changed(self._gathered()) if call.before else []
-        if changed:
-            raise ParallelismRuntimeError(changed_in_forward(self._name, module, changed))
-
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self._calls[-1].output = output
+        call = self._calls[-1]
+        if call.before and (changed := call.before.changed(self._gathered())):
+            raise ParallelismRuntimeError(changed_in_forward(self._name, module, changed))
+        call.output = output
         return with_plain_containers(output)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -161,8 +157,7 @@ class Calls:
             ParallelismRuntimeError: naming the first such parameter.
         """
         for name, param in self._params.items():
-            owner, key = _torch.fsdp_param_place(param)
-            registered, sharded = vars(owner)["_parameters"].get(key), _torch.sharded_param(param)
+            registered, sharded = _torch.registered_param(param), _torch.sharded_param(param)
             if registered is not sharded and registered is not _torch.gathered_param(param):
                 raise ParallelismRuntimeError(
                     f"{name} is no longer the parameter that was sharded, and FSDP2 would compute with the "
@@ -170,10 +165,7 @@ class Calls:
                     "put another in its place. Change the values in place (with torch.no_grad(), "
                     "parameter.copy_()), or leave the module unsharded: Rule(..., shard=False)."
                 )
-            if known := getattr(
-                param, "known_data", None
-            ):  # not of one that FSDP2 has sharded with its memory
-                self._data.setdefault(name, known)
+            self._data.setdefault(name, param.known_data)
             refuse_lost_data(name, sharded, self._data)
             if sharded.requires_grad and _torch.gradient_hooks(sharded):
                 raise ParallelismRuntimeError(
@@ -188,9 +180,9 @@ class Calls:
             ParallelismRuntimeError: naming the module that has one.
         """
         for module in modules:
-            known = self._known.get(module, frozenset())
-            for key, parameter in vars(module)["_parameters"].items():
-                if key not in known and parameter is not None and parameter.requires_grad:
+            parameters = vars(module)["_parameters"]
+            for key in parameters.keys() - self._known.get(module, frozenset()):
+                if parameters[key] is not None and parameters[key].requires_grad:
                     raise ParallelismRuntimeError(
                         f"{key} of a {type(module).__name__} in {self._name or 'the root'} was put into the "
                         "model after the preparation, so its gradient would not be averaged over the ranks. "
@@ -294,16 +286,16 @@ def _strays(call: _Call, output: Any, holders: set[tuple[int, str]], everywhere:
     Args:
         holders: the attributes whose objects held some before; `everywhere` looks into those of others.
     """
-    seen = {id(tensor) for tensor in _torch.tensors_with_gradient(output)}
+    reached = [output] if isinstance(output, Tensor) else _torch.tensors_with_gradient(output)
+    seen = {id(tensor) for tensor in reached}
     attributes, objects = [], []
     for module in call.modules:
-        for key, value in vars(module).items():
-            if key in _OF_EVERY_MODULE:
-                continue
-            if isinstance(value, (Tensor, list, tuple, dict, set)):
-                attributes.append(value)
+        held = vars(module)
+        for key in held.keys() - _OF_EVERY_MODULE:
+            if isinstance(held[key], (Tensor, list, tuple, dict, set)):
+                attributes.append(held[key])
             elif everywhere or (id(module), key) in holders:
-                objects.append((module, key, value))
+                objects.append((module, key, held[key]))
     for tensor in chain(everything_in([call.arguments, output]), everything_in(attributes, objects=False)):
         if _is_stray(tensor, call, seen):
             yield tensor
@@ -324,9 +316,10 @@ def _is_stray(tensor: Tensor, call: _Call, seen: set[int]) -> bool:
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
+def _own_modules(unit: nn.Module) -> list[nn.Module]:
     """The modules of a unit, without those of the units inside it."""
-    yield unit
-    for child in unit.children():
-        if not isinstance(child, FSDPModule):
-            yield from _own_modules(child)
+    found = [unit]
+    for module in found:
+        children = vars(module)["_modules"].values()
+        found += [child for child in children if child is not None and not isinstance(child, FSDPModule)]
+    return found

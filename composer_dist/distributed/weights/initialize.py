@@ -6,13 +6,14 @@ Initializers are first *traced* on the meta device to find out what each writes 
 into other modules (T5's root rewrites embeddings). Initializers that touch a common tensor form a
 *component*, which one rank runs in full and delivers. Components are independent, and each initializer draws
 from a generator seeded by its module's name, so values depend on neither the world size, the mesh nor the
+from a generator seeded by its module's name, so values depend on neither the world size, the mesh nor the
 order.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class Component:
 
 def assert_no_meta(model: nn.Module) -> None:
     """Raise a ParallelismRuntimeError if parameters or buffers of `model` are still on the meta device."""
+    if not any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers())):
+        return
     left = [
         f"{held.info.kind} {name}"
         for name, held in read_structure(model).tensors.items()

@@ -1,0 +1,166 @@
+"""Rounds of contenders, measured as a user meets them.
+
+Every contender runs in a fresh torchrun of its own in every round; who comes first rotates. Nothing is
+warmed, touched beforehand or kept for anybody, and nothing else should run on the machine. Clocks start when
+all ranks have imported what they need and made their model. All rounds are printed, with the load of the
+machine before each, and the medians in the end.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from composer_dist.distributed.account import peak, reset_peak
+
+Figures = dict[str, float]
+"""Seconds under "seconds"; whatever else a contender counts by its heading."""
+Contender = Callable[[argparse.Namespace], Figures]
+NAME, RESULT = "BENCHMARK_CONTENDER", "BENCHMARK_RESULT"
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def timed(body: Callable[[], object], made: int = 0) -> Figures:
+    """Seconds of the slowest rank, and its peak memory beyond what it held and the bytes that it made."""
+    gc.collect()
+    here = device()
+    reset_peak(here)
+    before = peak(here)
+    dist.barrier()
+    start = time.perf_counter()
+    body()
+    if here.type != "cpu":
+        torch.accelerator.synchronize(here)
+    seconds = time.perf_counter() - start
+    return slowest({"seconds": seconds, "extra MiB": (peak(here) - before - made) / 2**20})
+
+
+def slowest(figures: Figures) -> Figures:
+    """The largest of every figure over the ranks."""
+    numbers = torch.tensor(list(figures.values()), dtype=torch.float64, device=device())
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return dict(zip(figures, numbers.tolist(), strict=True))
+
+
+def play(
+    contenders: Mapping[str, Contender],
+    ratios: Sequence[str],
+    options: Callable[[argparse.ArgumentParser], None],
+    ranks: Sequence[int],
+    stage: Callable[[argparse.Namespace, Path], None] = lambda arguments, folder: None,
+) -> None:
+    """Run the contenders in rounds, or, in a process of a world, the one that is asked for.
+
+    Args:
+        ratios: contenders to whose seconds those of all others are compared.
+        options: adds the benchmark's own options.
+        ranks: worlds to launch, unless the command says others.
+        stage: fills a folder, `arguments.folder`, once before the first round.
+    """
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__.splitlines()[0])
+    options(parser)
+    parser.add_argument("--ranks", type=int, nargs="+", default=ranks, help="worlds to launch")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", metavar="CONTENDER", help="these alone, as the table names them")
+    parser.add_argument("--folder", type=Path, default=tempfile.gettempdir(), help="where files are written")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    arguments = parser.parse_args()
+    if NAME in os.environ:
+        perform(contenders[os.environ[NAME]], arguments)
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        arguments.folder = Path(folder)
+        stage(arguments, arguments.folder)
+        found = {world: rounds(contenders, arguments, world) for world in arguments.ranks}
+    for world, rows in found.items():
+        report(rows, ratios, world)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+def perform(contender: Contender, arguments: argparse.Namespace) -> None:
+    """One run, in a process of a world."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    figures = contender(arguments)
+    if dist.get_rank() == 0:
+        Path(os.environ[RESULT]).write_text(json.dumps(figures))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def rounds(
+    contenders: Mapping[str, Contender], arguments: argparse.Namespace, world: int
+) -> dict[str, list[Figures]]:
+    """All rounds with so many ranks; a rival that does not run here is left out."""
+    names = [name for name in contenders if not arguments.only or name in arguments.only]
+    found: dict[str, list[Figures]] = {name: [] for name in names}
+    for number in range(arguments.rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            if name not in found:
+                continue
+            load, figures = os.getloadavg()[0], in_fresh_world(name, arguments, world)
+            if isinstance(figures, str):
+                print(f"without {name}: {figures}", flush=True)
+                del found[name]
+                continue
+            found[name].append(figures)
+            told = "  ".join(f"{value:.2f} {heading}" for heading, value in figures.items())
+            print(f"{world} ranks, round {number + 1}, load {load:.1f}: {name}: {told}", flush=True)
+    return found
+
+
+def in_fresh_world(name: str, arguments: argparse.Namespace, world: int) -> Figures | str:
+    """The figures of one run in processes of its own, or why there are none."""
+    result = arguments.folder / "result.json"
+    result.unlink(missing_ok=True)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, NAME: name, RESULT: str(result)}
+    command = [*launcher, *sys.argv, "--folder", str(arguments.folder)]
+    run = subprocess.run(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if run.returncode == 0:
+        return dict(json.loads(result.read_text()))
+    if "composer_dist" in name:
+        raise SystemExit(run.stdout)
+    said = [line for line in run.stdout.splitlines() if "Error" in line]
+    return (said or run.stdout.splitlines() or [""])[0].strip()
+
+
+def report(found: Mapping[str, list[Figures]], ratios: Sequence[str], world: int) -> None:
+    """A table of the medians, with all rounds."""
+    median = {
+        name: {heading: statistics.median(each[heading] for each in all_) for heading in all_[0]}
+        for name, all_ in found.items()
+    }
+    against = [name for name in ratios if name in median]
+    headings = [heading for heading in next(iter(median.values())) if heading != "seconds"]
+    columns = ["seconds", *(f"x {name}" for name in against), *headings, "all rounds"]
+    table = Table("contender", *columns, title=f"{world} ranks, unwarmed: medians of fresh processes")
+    for name, row in median.items():
+        table.add_row(
+            name,
+            f"{row['seconds']:.3f}",
+            *(f"{row['seconds'] / median[other]['seconds']:.2f}" for other in against),
+            *(f"{row[heading]:.0f}" if heading in row else "" for heading in headings),
+            " ".join(f"{each['seconds']:.2f}" for each in found[name]),
+        )
+    Console(width=150).print(table)
