@@ -50,8 +50,10 @@ def _newest(folder: str) -> str | None:
     if "://" in folder:
         return f"the newest checkpoint in {folder}, if there is one"
     link = Path(folder, "latest")
-    if link.is_symlink() or link.is_file():
-        return str(link.parent / (os.readlink(link) if link.is_symlink() else link.read_text().strip()))
+    if link.is_symlink():
+        return str(link.parent / os.readlink(link))
+    if link.is_file() and link.stat().st_size < 1000:
+        return str(link.parent / link.read_text(errors="replace").strip())
     return f"the newest checkpoint in {folder}" if any(Path(folder).glob("[!.]*")) else None
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
 from composer_dist.files.checkpoint_format import NAME, Manifest, StoredFile
-from composer_dist.files.index import Index, check_inside
+from composer_dist.files.index import Index, check_inside, read_text
 from composer_dist.files.other_libraries import model_in
 from composer_dist.files.safetensors import read_index
 from composer_dist.files.torch_save import index_of, read_seal, read_torch_file
@@ -37,7 +37,7 @@ def index_weights(path: Path) -> Weights:
 def _of_checkpoint(path: Path) -> Weights:
     mark = path / NAME
     check_inside(path, [NAME])
-    manifest = Manifest.of_text(mark.read_bytes(), str(mark))
+    manifest = Manifest.of_text(read_text(mark), str(mark))
     check_inside(path, [file.name for file in manifest.files])
     models = [key for key, kind in manifest.kinds.items() if kind == "model"]
     if len(models) != 1:

@@ -20,7 +20,7 @@ import torch
 from composer_dist.errors import CheckpointValueError
 from composer_dist.tensors.blueprint import Blueprint, Box
 from composer_dist.tensors.parts import Dims
-from composer_dist.wording import dtype_name
+from composer_dist.wording import dtype_name, human_bytes
 
 _MOST_DIMENSIONS = 64
 """torch's own limit for most functions."""
@@ -29,6 +29,8 @@ _MOST_ELEMENTS = 1 << 59
 _MOST_TENSORS = 500_000
 """The largest models of 2026 have less than half of this; each takes about 0.1 ms."""
 _LONGEST_NAME = 1000
+_MOST_TEXT = 1 << 30
+"""Bytes; 10,000 tensors in 1,000 pieces each take half of this."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,24 @@ class Index:
         }
         parts = {name: (shape, dtype_named(dtype), list(at)) for name, (shape, dtype, at) in pieces.items()}
         return cls(root, files, found, pieces=parts or None)
+
+
+def read_text(path: Path) -> bytes:
+    """The contents of an index or another list of what is in a checkpoint.
+
+    Raises:
+        CheckpointValueError: it is too large to be one.
+    """
+    check_size(str(path), path.stat().st_size)
+    return path.read_bytes()
+
+
+def check_size(source: str, nbytes: int) -> None:
+    """Raise unless a list of what is in a checkpoint may have so many bytes."""
+    if nbytes > _MOST_TEXT:
+        raise CheckpointValueError(
+            f"{source} is corrupt: it has {human_bytes(nbytes)}; the limit is {human_bytes(_MOST_TEXT)}."
+        )
 
 
 def check_count(source: str, tensors: int) -> None:

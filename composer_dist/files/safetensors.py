@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
-from composer_dist.files.index import Entry, Index, check_count, check_inside, check_limits
+from composer_dist.files.index import Entry, Index, check_count, check_inside, check_limits, read_text
 from composer_dist.wording import listed
 
 DTYPES = {
@@ -99,8 +99,9 @@ def _find(path: Path) -> Path:
 
 def _read_sharded(path: Path) -> Index:
     """The files of an index; checks that each tensor is in the file that the index names."""
+    text = read_text(path)
     try:
-        weight_map = json.loads(path.read_bytes(), object_pairs_hook=_once)["weight_map"]
+        weight_map = json.loads(text, object_pairs_hook=_once)["weight_map"]
         places = {str(name): str(Path(file)) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointValueError(f"{path} is not an index of safetensors files: {error!r}.") from error

@@ -124,6 +124,46 @@ def test_what_is_no_regular_file_is_refused_and_skipped(tmp_path: Path, name: st
         assert load_checkpoint(path)["thing"] == {3}
 
 
+@pytest.mark.parametrize("name", ["checkpoint.json", ".metadata"])
+def test_a_list_of_a_terabyte_is_not_read(tmp_path: Path, name: str) -> None:
+    good, path = saved(tmp_path / "1"), saved(tmp_path / "2", seed=1)
+    os.truncate(path / name, 1 << 40)
+    text = f"{path}/{name} is corrupt: it has 1.0 TiB"
+    loads: list[Callable[[Path], Any]] = [load_checkpoint]
+    if name == "checkpoint.json":
+        loads.append(lambda path: load_pretrained(stateful(), path))
+    for load in loads:
+        with pytest.raises(CheckpointValueError, match=text):
+            load(path)
+    with pytest.warns(UserWarning, match=f"Skipping {path}: {text}"):
+        assert latest_checkpoint(tmp_path) == str(good)
+    saved(path, seed=1)
+    assert load_checkpoint(path)["thing"] == {3}
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", ".metadata"])
+def test_a_list_of_a_terabyte_at_a_url_is_not_read(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    system, url = fsspec.filesystem("memory"), "memory://terabyte/run"
+    saved(url)  # type: ignore[arg-type]
+    sizes = system.size
+    monkeypatch.setattr(type(system), "size", lambda _, path: 1 << 40 if path.endswith(name) else sizes(path))
+    with pytest.raises(CheckpointValueError, match=f"{name} is corrupt: it has 1.0 TiB"):
+        load_checkpoint(url)
+    system.rm("/terabyte", recursive=True)
+
+
+def test_an_index_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.touch()
+    os.truncate(index, 1 << 40)
+    with pytest.raises(CheckpointValueError, match=f"^{index} is corrupt: it has 1.0 TiB; "):
+        load_pretrained(stateful(), tmp_path)
+
+
 def chunk_of(body: dict[str, Any]) -> list[Any]:
     """The only chunk of a matrix of 5 x 8."""
     chunks: list[Any] = body["tensors"]["model.layers.0.up.weight"][2]

@@ -1,5 +1,6 @@
 """What `composer-dist train` says before it imports anything heavy."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,11 @@ def test_a_run_that_resumes(file: Path, link: bool, monkeypatch: pytest.MonkeyPa
     said = announcement(file, ["out=there", "trainer.device=meta"], None)
     assert "ranks   4, from the launcher\n  device  meta\n" in said
     assert said.endswith("start   resume from there/checkpoints/ep0-ba20")
+    if not link:
+        os.truncate(folder / "latest", 1 << 40)
+        assert announcement(file, ["out=there"], None).endswith(
+            f"start   resume from the newest checkpoint in {folder}"
+        )
     given = announcement(file, ["out=there", "checkpoints=null", "resume={load_path: other/ep1}"], None)
     assert given.endswith("start   from other/ep1")
 

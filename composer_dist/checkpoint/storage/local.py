@@ -24,7 +24,7 @@ from pathlib import Path
 from composer_dist.errors import CheckpointError, CheckpointIsADirectoryError, CheckpointRuntimeError
 from composer_dist.files.checked import LocalSink, Sink
 from composer_dist.files.checkpoint_format import DATA_FILE, NAME, Manifest
-from composer_dist.files.index import check_inside
+from composer_dist.files.index import check_inside, read_text
 from composer_dist.files.torch_save import is_sealed
 
 DCP_METADATA = ".metadata"
@@ -82,7 +82,7 @@ class LocalPlace:
 
     def read(self, name: str) -> bytes | None:
         with suppress(FileNotFoundError):
-            return (self.path / name).read_bytes()
+            return read_text(self.path / name)
         return None
 
     def has(self, name: str) -> bool:
@@ -173,7 +173,7 @@ def _files_of(path: Path) -> set[str]:
     left = {file.name for file in path.iterdir() if DATA_FILE.fullmatch(file.name)}
     try:
         check_inside(path, [NAME])
-        manifest = Manifest.of_text((path / NAME).read_bytes(), str(path / NAME))
+        manifest = Manifest.of_text(read_text(path / NAME), str(path / NAME))
     except (OSError, CheckpointError):
         return left
     return left.union(file.name for file in manifest.files)

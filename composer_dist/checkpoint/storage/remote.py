@@ -12,6 +12,7 @@ from composer_dist.checkpoint.storage.local import DAMAGED
 from composer_dist.errors import CheckpointError, CheckpointIsADirectoryError
 from composer_dist.files.checked import Sink
 from composer_dist.files.checkpoint_format import NAME, Manifest
+from composer_dist.files.index import check_size
 from composer_dist.files.read import file_system
 
 
@@ -77,10 +78,9 @@ class RemotePlace:
 
     def read(self, name: str) -> bytes | None:
         try:
-            contents: bytes = self._system.cat_file(f"{self._root}/{name}")
+            return _read(self._system, f"{self._root}/{name}")
         except FileNotFoundError:
             return None
-        return contents
 
     def has(self, name: str) -> bool:
         return bool(self._system.exists(f"{self._root}/{name}"))
@@ -135,6 +135,12 @@ def _newest_first(system: Any, directory: str, but: str = "") -> list[str]:
 def _manifest(system: Any, path: str) -> Manifest | None:
     """The manifest of the checkpoint at a path, if there is one."""
     try:
-        return Manifest.of_text(system.cat_file(f"{path}/{NAME}"), path)
+        return Manifest.of_text(_read(system, f"{path}/{NAME}"), path)
     except (OSError, CheckpointError):
         return None
+
+
+def _read(system: Any, path: str) -> bytes:
+    check_size(path, system.size(path) or 0)
+    contents: bytes = system.cat_file(path)
+    return contents

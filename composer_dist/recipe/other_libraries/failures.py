@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from composer_dist.errors import CheckpointError, ParallelismError, ParallelismValueError
-from composer_dist.files.index import check_inside
+from composer_dist.files.index import check_inside, read_text
 from composer_dist.files.safetensors import read_index
 from composer_dist.recipe.schema import Arguments, HubModel
 from composer_dist.wording import listed
@@ -85,7 +85,7 @@ def _check_files(key: str, what: str, path: Path) -> None:
     inside = [str(one.relative_to(path)) for one in path.rglob("*") if one.is_symlink() or not one.is_dir()]
     for index in path.glob("*.bin.index.json"):
         with blaming(f"{what}: {index.name}"):
-            inside += json.loads(index.read_bytes())["weight_map"].values()
+            inside += json.loads(read_text(index))["weight_map"].values()
     check_inside(path, inside)
     there = listed(sorted(file.name for file in path.iterdir())) or "no file at all"
     if key == "model.tokenizer":

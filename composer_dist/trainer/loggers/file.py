@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ class FileLogger(WritingLogger):
     `hyperparameters`.
 
     A resumed run continues the same file, without the lines of batches that it repeats. A new run renames an
-    existing file to `<name>.1<suffix>` and so on.
+    existing file to `<name>.1<suffix>` and so on. A resumed one keeps a copy under such a name, and warns, if
+    the file has lines that it cannot read.
 
     Args:
         path: the file; its directory is made.
@@ -48,12 +50,20 @@ class FileLogger(WritingLogger):
         if now.batch >= self._last:
             return
         self._last = now.batch
-        lines = self._path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if _is_until(line, now.batch)]
+        lines = self._lines()
+        batches = [_batch_of(line) for line in lines]
+        kept = [line for line, batch in zip(lines, batches, strict=True) if 0 <= batch <= now.batch]
         if len(kept) == len(lines):
             return
         whole = self._path.with_name(f"{self._path.name}.new")
-        whole.write_text("".join(kept))
+        whole.write_text("".join(kept), errors="surrogateescape")
+        if -1 in batches:
+            aside = self._path.rename(_free(self._path))
+            warnings.warn(
+                f"{self._path}, line {batches.index(-1) + 1}, is not a line of a FileLogger. Such lines are "
+                f"left out; {aside.name} is the file as it was.",
+                stacklevel=2,
+            )
         whole.replace(self._path)
 
     def _write_metrics(self, entries: Sequence[tuple[Timestamp, Mapping[str, float]]]) -> None:
@@ -63,12 +73,15 @@ class FileLogger(WritingLogger):
     def _write_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
         """Writes them, unless an earlier process has written the same."""
         line = {"hyperparameters": dict(hyperparameters)}
-        if _spell(line) not in self._path.read_text().splitlines(keepends=True):
+        if _spell(line) not in self._lines():
             self._write([line])
 
     def _write_table(self, time: Timestamp, name: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
         named = [dict(zip(columns, row, strict=True)) for row in rows]
         self._write([{**_time(time), "table": name, "rows": named}])
+
+    def _lines(self) -> list[str]:
+        return self._path.read_text(errors="surrogateescape").splitlines(keepends=True)
 
     def _write(self, objects: Sequence[Mapping[str, Any]]) -> None:
         with self._path.open("a") as file:
@@ -83,13 +96,13 @@ def _time(time: Timestamp) -> dict[str, float]:
     return {name: getattr(time, name) for name in _TIMES}
 
 
-def _is_until(line: str, batch: int) -> bool:
-    """Whether a line is whole, and of no later batch."""
+def _batch_of(line: str) -> float:
+    """The batch of a line; infinity if the line is cut off, -1 if it is not one of this logger."""
     try:
-        written = json.loads(line)
-    except ValueError:
-        return False
-    return line.endswith("\n") and isinstance(written, dict) and written.get("batch", 0) <= batch
+        batch = json.loads(line).get("batch", 0) if line.endswith("\n") else math.inf
+        return batch if batch >= 0 else -1
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        return -1
 
 
 def _plain(value: Any) -> Any:

@@ -102,6 +102,26 @@ def test_a_resumed_run_continues_without_lines_missing_or_twice(tmp_path: Path) 
     assert [one.name for one in tmp_path.iterdir()] == ["cut.jsonl"]
 
 
+STRANGE = [
+    b'{"batch": "x"}', b'{"batch": null}', b'{"batch": NaN}', b"[3]", b"not JSON", b"\xff\0", b"[" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", STRANGE, ids=range(len(STRANGE)))
+def test_lines_of_others_are_kept_aside(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = b'{"batch": 2}\n' + line + b'\n{"batch": 3}\n{"batch": 4}\n'
+    path.write_bytes(before)
+    with pytest.warns(
+        UserWarning, match=rf"^{path}, line 2, is not .*; metrics.1.jsonl is the file as it was"
+    ):
+        file, now, logger = started(path, batch=3)
+    file.log_hyperparameters({"lr": 1})
+    file.close(now, logger)
+    assert lines(path) == [{"batch": 2}, {"batch": 3}, {"hyperparameters": {"lr": 1}}]
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == before
+
+
 def test_fits_of_one_trainer_share_a_file_and_another_run_keeps_it_beside_its_own(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):
