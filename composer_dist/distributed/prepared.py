@@ -12,8 +12,9 @@ uses `named_parameters_canonical`, which reshards first.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, Protocol, TypeVar
-from weakref import finalize, ref
+from weakref import ref
 
 import torch
 from torch import nn
@@ -143,15 +144,25 @@ def mark_unusable(thing: nn.Module | Optimizer, cause: str) -> None:
 def before_every_step(owner: T, check: Callable[[T, Optimizer], None]) -> None:
     """Call `check(owner, optimizer)` before each step of any optimizer, also of one made later.
 
-    This ends with `owner`.
+    This ends with `owner`. One hook of torch's serves the whole process and stays: the garbage collector
+    could remove one while `Optimizer.step` iterates over them.
     """
-    held = ref(owner)
+    _register()
+    _checks[:] = [*(one for one in _checks if one[0]() is not None), (ref(owner), check)]
 
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (one := held()) is not None:
+
+_checks: list[tuple[ref[Any], Callable[[Any, Optimizer], None]]] = []
+
+
+@cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for owner, check in tuple(_checks):
+        if (one := owner()) is not None:
             check(one, optimizer)
-
-    finalize(owner, register_optimizer_step_pre_hook(before).remove)
 
 
 def check_module(model: object) -> None:

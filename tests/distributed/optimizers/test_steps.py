@@ -1,10 +1,12 @@
 """Steps and writes that torch loses in silence, and evaluations before training."""
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import no_sync, parallelize_model
@@ -36,6 +38,23 @@ def test_a_step_with_parameters_from_before_or_without_gradients_is_refused() ->
         optimizer.step()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
+
+
+@on_ranks(2)
+def test_a_model_may_be_collected_while_an_optimizer_steps() -> None:
+    """Its hook was removed then, and torch's loop over them raised that the dictionary had changed."""
+    kept, dropped = _net(), [_net()]
+
+    def collect(*args: Any) -> None:
+        dropped.clear()
+        gc.collect()
+
+    hook = register_optimizer_step_pre_hook(collect)
+    for model in (kept, *dropped):
+        parallelize_model(model, FSDP2Config())
+    del model
+    torch.optim.SGD(kept.parameters(), 0.1).step()
+    hook.remove()
 
 
 @on_ranks(2)
