@@ -59,19 +59,6 @@ def registered_param(param: Any) -> nn.Parameter | None:
     return found
 
 
-def has_lost_data(shard: Any, known: dict[str, Any], key: str) -> bool:
-    """Whether `.data` of a shard was set since the last call: a DTensor keeps the part that it has.
-
-    Its outer tensor has no memory, but a storage. `model.to()` replaces both, the part and the storage.
-
-    Args:
-        known: what this function remembers, under `key`.
-    """
-    now = shard.untyped_storage(), shard._local_tensor
-    (storage, part), known[key] = known.get(key, now), now
-    return storage._cdata != now[0]._cdata and part is now[1]
-
-
 def gathered_param(param: Any) -> torch.Tensor | None:
     """The whole parameter of an `FSDPParam`, as a forward reads it; None if sharded. Since torch 2.4."""
     return param._unsharded_param if param.sharded_state == ShardedState.UNSHARDED else None
@@ -114,7 +101,6 @@ def _register_shard(
     param._sharded_param_data = storage.view(-1)
     param.sharded_param = parameter
     param._setattr_on_modules(parameter)
-    param.known_data = parameter.untyped_storage(), param.sharded_param._local_tensor
     return parameter
 
 

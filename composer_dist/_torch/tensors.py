@@ -144,14 +144,20 @@ def refuse_local_scalars(message: str) -> None:
     handlers[torch.ops.aten._local_scalar_dense.default] = scalar
 
 
-def refuse_lost_writes(to_view: str, at_random: str) -> None:
-    """Have in-place operations raise that DTensors lose, or that draw the same numbers on every rank of CPUs.
+def refuse_lost_writes(to_view: str, at_once: str, to_data: str, to_share: str) -> None:
+    """Have what DTensors lose, what writes the same into the part of every rank, and what crashes them raise.
 
     A part of a sharded dimension (`parameter.data[0]`) is a gathered copy, so what is written there is lost.
-    For all DTensors of the process, as in `refuse_local_scalars`; operations are watched once a part was
-    made, and until then as fast as before. Since torch 2.2.
+    So is a new `.data`, because a DTensor keeps the part that it has. For all DTensors of the process, as in
+    `refuse_local_scalars`; all operations that write are watched once a part was made, and until then are as
+    fast as before. Since torch 2.2.
+
+    Args:
+        at_once: with a place for the operation's name.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    if _PARTS[0] in handlers:
+        return
 
     def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Any) -> Any:
         handlers.pop(op, None)
@@ -161,37 +167,61 @@ def refuse_lost_writes(to_view: str, at_random: str) -> None:
             handlers[op] = handler
 
     def part(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _IN_PLACE[0] not in handlers:
-            handlers.update(dict.fromkeys(_IN_PLACE, write))
+        if _aten.zero_.default not in handlers:
+            handlers.update(dict.fromkeys(set(_writes()) - handlers.keys(), write))
         return run(op, args, kwargs, part)
 
     def write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor: DTensor = args[0]
-        base = tensor._base
-        if isinstance(base, DTensor) and storage_key(base._local_tensor) != storage_key(tensor._local_tensor):
+        written = kwargs.get("out", args[0])
+        if any(map(_is_gathered, written if isinstance(written, (list, tuple)) else [written])):
             raise ParallelismRuntimeError(to_view)
+        if op in _FILLS and _is_cut(written, on_any_device="out" in kwargs):
+            raise ParallelismRuntimeError(at_once.format(op.overloadpacket.__name__))
         return run(op, args, kwargs, write)
 
-    def draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor: DTensor = args[0]
-        sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-        sharded = any(size > 1 and placement.is_shard() for placement, size in sizes)
-        if sharded and tensor.device_mesh.device_type == "cpu":
-            raise ParallelismRuntimeError(at_random)
-        return run(op, args, kwargs, draw)
+    handlers.update(dict.fromkeys(_PARTS, part) | dict.fromkeys(_FILLS, write))
+    read: Any = torch.Tensor.data
+    setattr(DTensor, "data", property(read.__get__, _refusing(to_data)))  # noqa: B010 - mypy knows its type
+    setattr(DTensor, "share_memory_", _refusing(to_share))  # noqa: B010
 
-    handlers.update(dict.fromkeys(_PARTS, part) | dict.fromkeys(_DRAWS, draw))
+
+def _is_gathered(tensor: Any) -> bool:
+    base = tensor._base if isinstance(tensor, DTensor) else None
+    return isinstance(base, DTensor) and storage_key(base._local_tensor) != storage_key(tensor._local_tensor)
+
+
+def _is_cut(tensor: DTensor, on_any_device: bool) -> bool:
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    cut = any(size > 1 and placement.is_shard() for placement, size in sizes)
+    return cut and (on_any_device or tensor.device_mesh.device_type == "cpu")
+
+
+def _refusing(message: str) -> Callable[..., None]:
+    def refuse(*args: Any) -> None:
+        raise ParallelismRuntimeError(message)
+
+    return refuse
 
 
 _aten = torch.ops.aten
 _PARTS = (_aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.diagonal.default)
-_DRAWS = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float)
-_IN_PLACE = tuple(
+_RANDOM = "normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_ bernoulli"
+_FILLS = frozenset(
     getattr(packet, overload)
-    for name in ("zero_", "fill_", "copy_", "add_", "sub_", "mul_", "div_", "clamp_", "masked_fill_")
+    for name in f"{_RANDOM} rand_like randn_like randint_like eye arange linspace randperm rand randn".split()
     for packet in [getattr(_aten, name)]
     for overload in packet.overloads()
 )
+
+
+def _writes() -> Sequence[Any]:
+    """All operations that write into their first argument, or into `out`. Since torch 1.12."""
+    found = []
+    for schema in torch._C._jit_get_all_schemas():
+        written = [one.name for one in schema.arguments if one.alias_info and one.alias_info.is_write]
+        if schema.name.startswith("aten::") and written and written[0] in ("self", "out"):
+            found.append(getattr(getattr(_aten, schema.name[6:]), schema.overload_name or "default"))
+    return found
 
 
 def is_freed(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.prepared import before_every_step
 from composer_dist.distributed.replication.batch_norm import convert_sync_batch_norm
 from composer_dist.distributed.replication.plan import ReplicaPlan
-from composer_dist.distributed.replication.reducer import Replica
+from composer_dist.distributed.replication.reducer import Replica, replica_of
 from composer_dist.distributed.training.average_gradients import average_gradients
 from composer_dist.distributed.training.gradients import no_sync
 from composer_dist.errors import ParallelismValueError
@@ -80,3 +80,5 @@ def ddp_sync_context(
         yield
     if strategy is DDPSyncStrategy.FORCED_SYNC and is_final_microbatch:
         average_gradients([parameter for parameter in model.parameters() if parameter.requires_grad])
+        for replica in filter(None, map(replica_of, model.modules())):
+            replica.averaged()

@@ -91,13 +91,18 @@ class Replica:
         )
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step with gradients that DDP has not averaged, because others are missing.
+        """Refuse a step with gradients that are not averaged: others are missing, or `no_sync` was in effect.
 
         Raises:
-            ParallelismRuntimeError: names the parameters without a gradient.
+            ParallelismRuntimeError: names the parameters.
         """
         if self._ddp is not None:
             self._ddp.refuse_partial(optimizer)
+
+    def averaged(self) -> None:
+        """All gradients have been averaged without DDP."""
+        if self._ddp is not None:
+            self._ddp.local.clear()
 
     def renew(self) -> None:
         """Make a new reducer after a forward or backward raised; every rank must call it."""
@@ -188,6 +193,7 @@ class _Reducer(_torch.InPlaceDDP):
 
     Attributes:
         names: the parameters whose gradients it averages, by name.
+        local: parameters whose gradients wait for a synchronized backward.
         steps: backward passes averaged so far.
         is_constant: whether all of them have used the same parameters.
     """
@@ -196,6 +202,7 @@ class _Reducer(_torch.InPlaceDDP):
         super().__init__(model, init_sync=False, **options)
         self.names = dict(trainable)
         self.hook: CommHook | None = None
+        self.local: set[nn.Parameter] = set()
         self.steps, self.is_constant = 0, True
         self._several = False
         """Whether a step calls backward several times or inside a forward, which DDP does not support."""
@@ -228,6 +235,14 @@ class _Reducer(_torch.InPlaceDDP):
             ) from error
 
     def refuse_partial(self, optimizer: Optimizer) -> None:
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]} if self.local else ()
+        waiting = {one for one in self.local if id(one) in held and one.grad is not None}
+        if waiting and self.process_group.size() > 1:
+            raise ParallelismRuntimeError(
+                f"The optimizer would step with gradients of {self._listed(waiting)} that are not averaged "
+                "over the ranks, because the last backward was inside of no_sync. Run the last one outside. "
+                "To average them yourself, leave out no_sync and pass a DDPConfig(comm_hook=function)."
+            )
         if not 0 < len(self._expected) < len(self.names):
             return
         averaged = set(map(id, self.names.values()))
@@ -262,6 +277,7 @@ class _Reducer(_torch.InPlaceDDP):
         """At the end of a backward, record what it used, or average it if the reducer was not ready."""
         self._backward = -1
         if self._is_ready:
+            self.local.clear()
             if self.find_unused_parameters or self.static_graph:
                 self._expected.clear()
             used = frozenset(self._seen)
@@ -270,6 +286,8 @@ class _Reducer(_torch.InPlaceDDP):
             self.steps += 1
         elif all(getattr(o, key) == yes for o, key, yes in _torch.gradient_sync_flags(self.module)):
             self._average()
+        else:
+            self.local |= self._seen
 
     def _average(self) -> None:
         """Average the gradients without the reducer, for this backward and all later ones."""
@@ -284,14 +302,17 @@ class _Reducer(_torch.InPlaceDDP):
                 stacklevel=2,
             )
         self._several = True
+        self.local.clear()
         group = state.group if isinstance(state, LocalSGD) else self.process_group
         average_gradients(list(self.names.values()), group)
 
+    def _listed(self, parameters: Collection[nn.Parameter]) -> str:
+        return listed([name for name, parameter in self.names.items() if parameter in parameters])
+
     def _explain(self, missing: Collection[nn.Parameter]) -> str:
-        unused = [name for name, parameter in self.names.items() if parameter in missing]
         return (
-            f"{listed(unused)} no gradient ({len(unused)} of {len(self.names)} parameters), and DDP still "
-            "waits for them. If a loss does not use every parameter, set "
+            f"{self._listed(missing)} no gradient ({len(missing)} of {len(self.names)} parameters), and DDP "
+            "still waits for them. If a loss does not use every parameter, set "
             "DDPConfig(find_unused_parameters=True), or freeze the unused ones."
         )
 

@@ -45,10 +45,18 @@ _PART = (
     "writeback=True), and gradients by a mask: gradient.mul_(distribute_tensor(mask, gradient.device_mesh, "
     "gradient.placements))."
 )
-_RANDOM = (
-    "normal_(), uniform_() and bernoulli_() of a sharded tensor draw the same numbers on every rank of CPUs, "
-    "so its parts would be equal. Initialize the model before the preparation, pass param_init_fn, or do it "
-    "inside of summon_full_params(model, writeback=True)."
+_EVERYWHERE = (
+    "{}() of a sharded tensor would write the same numbers into the part of every rank (random ones only on "
+    "CPUs). Initialize the model before the preparation, pass param_init_fn, or do it inside of "
+    "summon_full_params(model, writeback=True)."
+)
+_DATA = (
+    "A new value set through .data of a sharded tensor would be lost, because a DTensor keeps the part that "
+    "it has. Change its values in place: tensor.data.copy_(value)."
+)
+_SHARED = (
+    "A sharded tensor cannot share its memory with other processes: torch would crash. Call "
+    "model.share_memory() on a copy that is not prepared, which full_state_dict can fill."
 )
 
 
@@ -111,7 +119,7 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
     record(structure.modules[""]).state_dict_type = plan.state_dict_type
     average_plain(structure, mesh.fsdp)
     _torch.refuse_local_scalars(_SCALAR)
-    _torch.refuse_lost_writes(_PART, _RANDOM)
+    _torch.refuse_lost_writes(_PART, _EVERYWHERE, _DATA, _SHARED)
     _torch.explain_in_backward(freed)
     units = {unit.name: structure.modules[unit.name] for unit in plan.units}
     inside = [name for unit in plan.units for name in unit.modules]

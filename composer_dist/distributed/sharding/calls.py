@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from composer_dist import _torch
 from composer_dist.distributed import forwards
 from composer_dist.distributed.sharding.hooks import without_view
-from composer_dist.distributed.training.changes import Before, Watch, is_power_of_two, refuse_lost_data
+from composer_dist.distributed.training.changes import Before, Watch, is_power_of_two
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.names import ancestors, canonical_name, child_name
 from composer_dist.tensors.nested import Rejoined, everything_in, with_plain_containers
@@ -57,7 +57,6 @@ class Calls:
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._module = name, module
         self._params: Mapping[str, Any] = {}
-        self._data: dict[str, Any] = {}
         self._count = 0
         self._holders: set[tuple[int, str]] = set()
         self._known: Mapping[nn.Module, frozenset[str]] = {}
@@ -165,8 +164,6 @@ class Calls:
                     "put another in its place. Change the values in place (with torch.no_grad(), "
                     "parameter.copy_()), or leave the module unsharded: Rule(..., shard=False)."
                 )
-            self._data.setdefault(name, param.known_data)
-            refuse_lost_data(name, sharded, self._data)
             if sharded.requires_grad and _torch.gradient_hooks(sharded):
                 raise ParallelismRuntimeError(
                     f"Gradient hooks (Tensor.register_hook) on {name} are never called: FSDP2 reduces the "

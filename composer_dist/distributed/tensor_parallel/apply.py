@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from functools import partial, update_wrapper, wraps
 from types import MethodType
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,6 @@ from composer_dist.distributed.tensor_parallel.loss import give_loss
 from composer_dist.distributed.tensor_parallel.matrices import Cut, out_dim
 from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan
 from composer_dist.distributed.tensor_parallel.styles import Style
-from composer_dist.distributed.training.changes import refuse_lost_data
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.structure import Held, Structure
 from composer_dist.tensors.inner import dtensor_of
@@ -77,10 +75,6 @@ def arm(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh, agree
     """
     if plan is None:
         return
-    for module in structure.modules.values():
-        for key, parameter in module.named_parameters(recurse=False):
-            if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
-                _own_part(module, key, parameter)  # remembers it
     with agreement.together("the sizes of modules"):
         for one in plan.divisions:
             setattr(_torch.unwrapped(structure.modules[one.module]), one.attribute, one.after)
@@ -281,14 +275,7 @@ def _own_part(module: nn.Module, key: str, parameter: DTensor) -> Tensor:
             f"The forward of a {type(module).__name__} was called while its {key} is sharded; call the "
             "prepared model, or the unit that contains the module."
         )
-    if not torch.compiler.is_compiling():
-        name = f"{key} of a {type(module).__name__}"
-        refuse_lost_data(name, parameter, _shards.setdefault(module, {}))
     return local(parameter)
-
-
-_shards: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
-"""What `refuse_lost_data` remembers."""
 
 
 def _own_rows(module: nn.Module, ids: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:

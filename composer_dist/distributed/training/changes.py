@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
-from composer_dist.errors import ParallelismRuntimeError
 
 Key = TypeVar("Key")
 
@@ -68,19 +67,3 @@ def _sum(tensor: Tensor) -> Tensor:
         return torch.zeros(())
     whole: Tensor = local.detach().contiguous().view(_INTEGERS[local.dtype.itemsize])
     return whole.sum(dtype=torch.int64)
-
-
-def refuse_lost_data(name: str, shard: Tensor, known: dict[str, Any]) -> None:
-    """Refuse a new value of a shard that a DTensor has dropped.
-
-    Args:
-        known: remembers the shard until the next call.
-
-    Raises:
-        ParallelismRuntimeError: its `.data` was set since the last call.
-    """
-    if _torch.has_lost_data(shard, known, name):
-        raise ParallelismRuntimeError(
-            f"The new value of {name} is lost: its .data was set, and a sharded parameter keeps its values "
-            "then. Change them in place: parameter.data.copy_(value)."
-        )

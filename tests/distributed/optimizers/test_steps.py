@@ -71,8 +71,19 @@ def test_writes_into_a_gathered_part_and_equal_random_parts_are_refused() -> Non
                 part.mul_(0)
     with torch.no_grad(), fails(ParallelismRuntimeError, "part of a sharded tensor"):
         weight[0] = 0
-    with fails(ParallelismRuntimeError, "draw the same numbers on every rank", "before the preparation"):
-        nn.init.normal_(weight)
+    with torch.no_grad(), fails(ParallelismRuntimeError, "part of a sharded tensor"):
+        torch._foreach_mul_([weight.data[:2]], 0)
+    with fails(ParallelismRuntimeError, "part of a sharded tensor"):
+        weight.data[0].normal_()
+    for write in (
+        nn.init.normal_,
+        nn.init.trunc_normal_,
+        nn.init.orthogonal_,
+        nn.init.eye_,
+        torch.randn_like,
+    ):
+        with fails(ParallelismRuntimeError, "same numbers into the part of every rank", "before the prep"):
+            write(weight)
     nn.init.constant_(weight, 0.5)
 
 

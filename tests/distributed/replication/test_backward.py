@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from composer_dist.distributed import clip_grad_norm, no_sync, parallelize_model
+from composer_dist.distributed.replication.apply import ddp_sync_context
 from composer_dist.distributed.replication.reducer import replica_of
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.compare import alike, close, fails, same_parameters, values
@@ -56,6 +57,29 @@ def test_accumulation_and_clipping_equal_the_full_batch() -> None:
     loss.backward()
     single(batches[1]).square().mean().backward()
     same_parameters(model, single, gradients=True)
+
+
+@on_ranks(2)
+def test_a_step_with_gradients_of_no_sync_alone_is_refused() -> None:
+    """The replicas would differ from then on."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    parallelize_model(model, ddp())
+    optimizer = SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        with no_sync(model):
+            model(mine(inputs(1)[0])).sum().backward()
+    with fails(
+        ParallelismRuntimeError, "gradients of weight, bias that are not averaged", "inside of no_sync"
+    ):
+        optimizer.step()
+    model(mine(inputs(1)[0])).sum().backward()
+    optimizer.step()
+    for final in (False, True):
+        with ddp_sync_context(model, final, "forced_sync"):
+            model(mine(inputs(1)[0])).sum().backward()
+    optimizer.step()
+    assert alike(model)
 
 
 class Stepping(nn.Sequential):

@@ -123,13 +123,15 @@ def test_a_value_set_through_data_is_refused_and_one_moved_or_copied_is_not(step
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     model[1].weight.data.copy_(model[1].weight.data * 2)
+    model.to("cpu").double().float()
     if steps:
-        model.to("cpu").double().float()
         model(torch.ones(2, 4)).sum().backward()
-    model[1].weight.data = model[1].weight.data * 2
-    name = "weight of a Linear" if tp else "1.weight"
-    with fails(ParallelismRuntimeError, f"new value of {name} is lost: its .data was set", "data.copy_"):
-        model(torch.ones(2, 4))
+    before = model[1].weight.full_tensor()
+    with fails(ParallelismRuntimeError, "new value set through .data of a sharded tensor", "data.copy_"):
+        model[1].weight.data = model[1].weight.data * 2
+    with fails(ParallelismRuntimeError, "cannot share its memory", "on a copy that is not prepared"):
+        model.share_memory()  # the process crashed
+    assert torch.equal(model[1].weight.full_tensor(), before)
 
 
 class NormedBlock(Normed):
