@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import collect_grad_tensors
 
 # FSDP2's record of a parameter. Since torch 2.4.
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 # The wrap policy of Composer and FSDP1; only its function is used. Since torch 2.1.
 from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
@@ -109,37 +109,6 @@ def shard_home(param: Any, device: torch.device) -> tuple[torch.device, bool]:
     return torch.device("cpu") if param.offload_to_cpu else device, param.pin_memory
 
 
-_grad_accumulates = hasattr(FSDPParam, "unsharded_grad_dtype")
-"""Whether whole gradients accumulate in `grad` of the gathered parameter, as they do since torch 2.15.
-
-Without a `reduce_dtype` they have the parameter's own dtype then. Before, FSDP2 kept them in a tensor of its
-own if there was a `reduce_dtype`, and otherwise in the dtype of the gathered parameter.
-"""
-
-
-def accumulated_nbytes(module: FSDPModule) -> int:
-    """Bytes of a unit's whole gradients, in the dtype in which FSDP2 accumulates them. Since torch 2.4."""
-    nbytes = 0
-    for param in fsdp_params(module):
-        if param.sharded_param.requires_grad:
-            gathered = None if _grad_accumulates else param.mp_policy.param_dtype
-            dtype = param.mp_policy.reduce_dtype or gathered or param.sharded_param.dtype
-            nbytes += param._orig_size.numel() * dtype.itemsize
-    return nbytes
-
-
-def unreduced(module: FSDPModule) -> list[tuple[str, nn.Parameter]]:
-    """A unit's shards, by name, whose gradients wait for a synchronized backward. Since torch 2.4."""
-    found = []
-    for group in fsdp_param_groups(module):
-        for param in group.fsdp_params:
-            gathered = getattr(param, "_unsharded_param", None)
-            grads = getattr(gathered, "grad", None), getattr(param, "unsharded_accumulated_grad", None)
-            if any(grad is not None for grad in (*grads, group._partial_reduce_output)):
-                found.append((param._param_fqn, param.sharded_param))
-    return found
-
-
 class _Watched:
     """A collective for FSDP2's `set_custom_all_gather` that first calls a function."""
 
@@ -170,27 +139,6 @@ def before_collectives(module: nn.Module, tell: Callable[[bool, int, list[Any]],
 
         group._all_gather_comm = _Watched(group._all_gather_comm, gathers)
         group._reduce_scatter_comm = _Watched(group._reduce_scatter_comm, reduces)
-
-
-def forget_iteration(model: nn.Module) -> None:
-    """Reset FSDP2 in `model` after a forward or backward raised an error, so that a forward can start.
-
-    This also drops whole gradients that were to be reduced, which torch's own reset keeps before torch 2.15.
-    `reset_iter_state` is public since torch 2.13 and does not exist before.
-    """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
-        if unit._get_fsdp_state()._is_root:
-            unit.reset_iter_state()
-        for param in fsdp_params(unit):
-            if not _grad_accumulates:
-                param.unsharded_accumulated_grad = None
-            if hasattr(param, "_unsharded_param"):
-                param._unsharded_param.grad = None
-
-
-forgets_iterations = hasattr(FSDPModule, "reset_iter_state")
-"""Whether this version of torch supports `forget_iteration`."""
 
 
 def finish_lazily(root: FSDPModule) -> None:

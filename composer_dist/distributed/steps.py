@@ -27,6 +27,7 @@ from composer_dist.distributed.moving.memory import check_pinning
 from composer_dist.distributed.moving.scatter import write_full
 from composer_dist.distributed.optimizers.check import check_hooks, check_steps
 from composer_dist.distributed.optimizers.follow import carry_attributes
+from composer_dist.distributed.optimizers.steps import watch_steps
 from composer_dist.distributed.plan.build import as_tuple, build_plan
 from composer_dist.distributed.plan.plan import ParallelPlan
 from composer_dist.distributed.prepared import check_module, check_usable, mesh_of, record, usable_or_marked
@@ -191,6 +192,7 @@ def prepare_fully_shard(
         sharding.arm(structure, plan.sharding, mesh)
         expect_context(model, mesh)
         check_steps(model, mesh.sizes)
+        watch_steps(model, {})
         record(model).mesh, record(model).bucket_bytes = mesh, plan.delivery.bucket_bytes
     if plan.verbose and agreement.rank == agreement.ranks[0]:
         print(plan)

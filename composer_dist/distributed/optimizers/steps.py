@@ -1,7 +1,7 @@
 """Steps of optimizers that would do nothing, or half of what they should, in silence."""
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
+from functools import cache, partial, wraps
 from typing import Any
 from weakref import ref
 
@@ -26,11 +26,46 @@ def watch_steps(model: nn.Module, replaced: Mapping[str, Tensor]) -> None:
     """
     former = {id(parameter): (name, ref(parameter)) for name, parameter in replaced.items()}
     before_every_step(model, partial(_before_step, former))
+    _watch_zero_grad()
     _former[:] = [*(one for one in _former if one[0]() is not None), (ref(model), former)]
 
 
 _former: list[tuple[ref[nn.Module], Mapping[int, tuple[str, Any]]]] = []
 """The parameters that each prepared model had before, by identity."""
+
+
+@cache
+def _watch_zero_grad() -> None:
+    """Have every `zero_grad` also drop the whole gradients that FSDP2 keeps after `no_sync`.
+
+    They are not in `.grad`, and torch has no hooks there, so this replaces the methods of all optimizers and
+    modules.
+    """
+    of_optimizer, of_module = Optimizer.zero_grad, nn.Module.zero_grad
+
+    @wraps(of_optimizer)
+    def zero_optimizer(self: Optimizer, set_to_none: bool = True) -> None:
+        of_optimizer(self, set_to_none)
+        _drop_whole(p for group in self.param_groups for p in group["params"] if isinstance(p, DTensor))
+
+    @wraps(of_module)
+    def zero_module(self: nn.Module, set_to_none: bool = True) -> None:
+        of_module(self, set_to_none)
+        _drop_whole(self.parameters())
+
+    Optimizer.zero_grad = zero_optimizer  # type: ignore[method-assign]
+    nn.Module.zero_grad = zero_module  # type: ignore[method-assign]
+
+
+def _drop_whole(parameters: Iterable[Tensor]) -> None:
+    if held := set(map(id, parameters)):
+        models = [model for one, _ in _former if (model := one()) is not None]
+        for unit in [unit for model in models for unit in _units(model)]:
+            _torch.drop_unreduced(unit, held)
+
+
+def _units(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def check_former(structure: Structure) -> None:
@@ -57,8 +92,7 @@ def _before_step(former: Mapping[int, tuple[str, Any]], model: nn.Module, optimi
         )
     if not any(isinstance(one, DTensor) for one in held.values()):
         return
-    units = [one for one in model.modules() if isinstance(one, FSDPModule)]
-    if waiting := [name for unit in units for name, one in _torch.unreduced(unit) if id(one) in held]:
+    if waiting := [name for unit in _units(model) for name, one in _torch.unreduced(unit) if id(one) in held]:
         raise ParallelismRuntimeError(
             f"The optimizer would step without the gradients of {listed(waiting)}: they are not reduced over "
             "the ranks yet, because the last backward was inside of no_sync. Run the last one outside of it."

@@ -1,0 +1,90 @@
+"""The whole gradients that FSDP2 keeps until a backward reduces them."""
+
+from collections.abc import Set
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from composer_dist._torch.sharding import fsdp_param_groups, fsdp_params
+from composer_dist.errors import ParallelismRuntimeError
+
+_grad_accumulates = hasattr(FSDPParam, "unsharded_grad_dtype")
+"""Whether whole gradients accumulate in `grad` of the gathered parameter, as they do since torch 2.15.
+
+Without a `reduce_dtype` they have the parameter's own dtype then. Before, FSDP2 kept them in a tensor of its
+own if there was a `reduce_dtype`, and otherwise in the dtype of the gathered parameter.
+"""
+
+
+def accumulated_nbytes(module: FSDPModule) -> int:
+    """Bytes of a unit's whole gradients, in the dtype in which FSDP2 accumulates them. Since torch 2.4."""
+    nbytes = 0
+    for param in fsdp_params(module):
+        if param.sharded_param.requires_grad:
+            gathered = None if _grad_accumulates else param.mp_policy.param_dtype
+            dtype = param.mp_policy.reduce_dtype or gathered or param.sharded_param.dtype
+            nbytes += param._orig_size.numel() * dtype.itemsize
+    return nbytes
+
+
+def unreduced(module: FSDPModule) -> list[tuple[str, nn.Parameter]]:
+    """A unit's shards, by name, whose gradients wait for a synchronized backward. Since torch 2.4."""
+    found = []
+    for group in fsdp_param_groups(module):
+        for param in group.fsdp_params:
+            gathered = getattr(param, "_unsharded_param", None)
+            grads = getattr(gathered, "grad", None), getattr(param, "unsharded_accumulated_grad", None)
+            if any(grad is not None for grad in (*grads, group._partial_reduce_output)):
+                found.append((param._param_fqn, param.sharded_param))
+    return found
+
+
+def drop_unreduced(module: FSDPModule, held: Set[int]) -> None:
+    """Drop the whole gradients of a unit's parameters, sharded or gathered, with these ids. Since torch 2.4.
+
+    Raises:
+        ParallelismRuntimeError: HSDP keeps the unit's in one sum, and some are not held.
+    """
+    for group in fsdp_param_groups(module):
+        mine = [p for p in group.fsdp_params if any(id(one) in held for one in _forms(p))]
+        rest = [p._param_fqn for p in group.fsdp_params if p.sharded_param.requires_grad and p not in mine]
+        if mine and rest and group._partial_reduce_output is not None:
+            raise ParallelismRuntimeError(
+                "zero_grad cannot drop a part of the gradients that are not reduced over the replicas yet: "
+                f"those of {', '.join(rest)} are in one sum with them. Call model.zero_grad()."
+            )
+        for param in mine:
+            _drop(param)
+        if mine:
+            group._partial_reduce_output = None
+
+
+def _forms(param: Any) -> tuple[Any, ...]:
+    return param.sharded_param, getattr(param, "_unsharded_param", None)
+
+
+def _drop(param: Any) -> None:
+    if not _grad_accumulates:
+        param.unsharded_accumulated_grad = None
+    if hasattr(param, "_unsharded_param"):
+        param._unsharded_param.grad = None
+
+
+def forget_iteration(model: nn.Module) -> None:
+    """Reset FSDP2 in `model` after a forward or backward raised an error, so that a forward can start.
+
+    This also drops whole gradients that were to be reduced, which torch's own reset keeps before torch 2.15.
+    `reset_iter_state` is public since torch 2.13 and does not exist before.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        if unit._get_fsdp_state()._is_root:
+            unit.reset_iter_state()
+        for param in fsdp_params(unit):
+            _drop(param)
+
+
+forgets_iterations = hasattr(FSDPModule, "reset_iter_state")
+"""Whether this version of torch supports `forget_iteration`."""
