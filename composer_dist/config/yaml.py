@@ -15,6 +15,8 @@ _MOST = 100_000
 _LONGEST = 1000
 """Characters of a number or a date; reading a longer one takes quadratic time."""
 _NUMBERS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
+_SPELLINGS = (*_NUMBERS, "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null")
+"""What has several spellings: true and True, 1 and 1.0."""
 _OTHER_BASES = re.compile("^[-+]?0[0-7_]+$|:")
 """YAML 1.1 reads 010 as 8, and 1:30 as 90."""
 _OPEN = -1
@@ -55,8 +57,10 @@ def parse_value(text: str) -> Any:
     Raises:
         yaml.YAMLError: it is not valid YAML.
     """
-    root = _compose(text)
-    return None if root is None else _Loader("").construct_document(root)
+    found = parse(text)
+    if found.faults:
+        raise yaml.YAMLError(found.faults[0][2])
+    return found.values
 
 
 def _compose(text: str) -> yaml.Node | None:
@@ -133,14 +137,16 @@ def _walk(
             yield (*path, index), value, None
             yield from _walk(value, (*path, index), found)
     elif isinstance(node, yaml.MappingNode):
-        first: dict[str, int] = {}
+        first: dict[Any, int] = {}
         for key, value in node.value:
             name, line = str(key.value), key.start_mark.line + 1
-            if name in first and name != "<<":
-                found.faults.append(
-                    ((*path, name), line, f"duplicate key {name!r}, first on line {first[name]}")
-                )
-            first.setdefault(name, line)
+            same = {name, _Loader("").construct_object(key) if key.tag in _SPELLINGS else name}
+            if known := [first[one] for one in same if one in first]:
+                text = f"duplicate key {name!r}, first on line {known[0]}"
+                text += "; write all mappings in one: <<: [*a, *b]" if name == "<<" else ""
+                found.faults.append(((*path, name), line, text))
+            for one in same:
+                first.setdefault(one, line)
             yield (*path, name), value, key
             yield from _walk(value, (*path, name), found)
 

@@ -78,8 +78,9 @@ def override(document: Document, assignments: Sequence[str]) -> list[Problem]:
             continue
         try:
             value = parse_value(raw)
-        except yaml.YAMLError:
-            wrong.append(f"{text!r}: {raw!r} is not valid YAML; quote it")
+        except yaml.YAMLError as error:
+            duplicate = str(error).startswith("duplicate")
+            wrong.append(f"{text!r}: {error if duplicate else f'{raw!r} is not valid YAML; quote it'}")
             continue
         if (fault := _set(document.values, keys, value)) is not None:
             wrong.append(f"{text!r}: {fault}")

@@ -48,3 +48,22 @@ def test_aliases_and_merges_of_a_usual_size_are_read() -> None:
     base = {"lr": 1e-3, "betas": [0.9, 0.95]}
     assert found.values == {"base": base, "one": base | {"lr": 2}, "two": [base, base["betas"]]}
     assert parse_value(text) == found.values
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "hint"),
+    [
+        ("true: 1\nTrue: 2", "True", ""),
+        ("1: a\n1.0: b", "1.0", ""),
+        ("1: a\ntrue: b", "true", ""),
+        ("null: a\n~: b", "~", ""),
+        ("'1': a\n1: b", "1", ""),
+        ("16: a\n0x10: b", "0x10", ""),
+        ("<<: {a: 1}\n<<: {a: 2}", "<<", "; write all mappings in one: <<: [*a, *b]"),
+    ],
+)
+def test_keys_that_replace_each_other_are_faults(text: str, key: str, hint: str) -> None:
+    said = f"duplicate key {key!r}, first on line 1{hint}"
+    assert parse(text).faults == [((key,), 2, said)]
+    with pytest.raises(yaml.YAMLError, match="^duplicate key"):
+        parse_value(text)

@@ -161,11 +161,12 @@ def test_overrides_are_read_as_yaml_and_named_as_the_place_of_what_is_wrong(writ
     assert run.optimizer.arguments == {"lr": 2e-4}
     assert (run.out, run.resume) == (Path("elsewhere"), False)
     assert run.data == TextData(kind="text", source=["a.txt", "b.txt"])
-    assert problems(file, "optimizer.lr=fast", "seed", "model.kind.x=1") == [
+    assert problems(file, "optimizer.lr=fast", "seed", "model.kind.x=1", "seed={a: 1, a: 2}") == [
         "'optimizer.lr=fast': optimizer.lr: expected a number, got 'fast'",
         "command line: 'seed' is not an override: expected key=value, as in optimizer.lr=1e-3",
         "command line: 'model.kind.x=1': model.kind is 'causal_lm', which has no keys; "
         "replace all of it: model.kind='{x: ...}'",
+        "command line: 'seed={a: 1, a: 2}': duplicate key 'a', first on line 1",
     ]
 
 
