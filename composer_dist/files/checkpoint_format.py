@@ -148,7 +148,7 @@ class Manifest:
         except CheckpointError:
             raise
         except Exception as error:  # any value may have any type
-            faults = [f"it does not have the format of a checkpoint ({type(error).__name__}: {error})"]
+            faults = [f"it does not have the format of a checkpoint ({type(error).__name__}: {error!s:.200})"]
         if faults:
             raise CheckpointValueError(f"{source} is corrupt: {listed(faults)}. Load an earlier checkpoint.")
         return found

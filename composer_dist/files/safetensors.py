@@ -99,14 +99,16 @@ def _find(path: Path) -> Path:
 
 def _read_sharded(path: Path) -> Index:
     """The files of an index; checks that each tensor is in the file that the index names."""
-    text = read_text(path)
+    contents = read_text(path)
     try:
-        weight_map = json.loads(text, object_pairs_hook=_once)["weight_map"]
+        weight_map = json.loads(contents, object_pairs_hook=_once)["weight_map"]
         places = {str(name): str(Path(file)) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointValueError(f"{path} is not an index of safetensors files: {error!r}.") from error
     files: dict[str, set[str] | None] = {}
     for name, file in places.items():
+        for text in (name, file):
+            check_limits(str(path), text, ())
         if Path(file).is_absolute() or ".." in Path(file).parts:
             raise CheckpointValueError(f"{path} puts {name!r} outside of its directory, in {file}.")
         named = files.setdefault(file, set())

@@ -164,6 +164,18 @@ def test_an_index_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
         load_pretrained(stateful(), tmp_path)
 
 
+@pytest.mark.parametrize("pair", [("w", "x" * 5000), ("x" * 5000, "a.safetensors"), ("w", "../" * 2000)])
+def test_long_names_make_no_long_errors(tmp_path: Path, pair: tuple[str, str]) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict([pair])}))
+    with pytest.raises(CheckpointValueError, match=r"is corrupt: the name '.*'... has \d+ char") as raised:
+        load_pretrained(stateful(), tmp_path)
+    reseal(saved(tmp_path / "run"), lambda body: body["structure"].update(note={"tensor": "x" * 5000}))
+    with pytest.raises(CheckpointValueError, match="its structure names values twice") as other:
+        load_checkpoint(tmp_path / "run")
+    assert max(len(str(raised.value)), len(str(other.value))) < 600
+
+
 def chunk_of(body: dict[str, Any]) -> list[Any]:
     """The only chunk of a matrix of 5 x 8."""
     chunks: list[Any] = body["tensors"]["model.layers.0.up.weight"][2]

@@ -185,7 +185,7 @@ def _open_directory(where: str, root: Path | str, allow_pickle: bool) -> Opened:
     except Exception as error:  # any value may have any type
         raise CheckpointValueError(
             f"{where}/{NAME} is corrupt: its structure names values twice or that it does not have, or has "
-            f"another format ({type(error).__name__}: {error}). Load an earlier checkpoint."
+            f"another format ({type(error).__name__}: {error!s:.200}). Load an earlier checkpoint."
         ) from error
     index, objects = manifest.index(where), dict(manifest.objects)
     facts = (manifest.structure, manifest.kinds, manifest.files)
