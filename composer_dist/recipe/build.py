@@ -1,7 +1,9 @@
 """Builds the Trainer of a checked configuration, step by step."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from composer_dist.config.yaml import KeyPath
 from composer_dist.distributed import meta_init, process_group
 from composer_dist.errors import CheckpointError, CheckpointValueError, ParallelismValueError, kind_of
 from composer_dist.recipe import named
-from composer_dist.recipe.data import datasets, loader
+from composer_dist.recipe.data import datasets, length, loader
 from composer_dist.recipe.models import build_model
 from composer_dist.recipe.other_libraries.failures import blaming
 from composer_dist.recipe.output.summary import RunSummary
@@ -32,11 +34,13 @@ from composer_dist.trainer import (
     Resume,
     State,
     Time,
+    Timestamp,
     TimeUnit,
 )
 
 # Not public: only recipes and the Trainer check and seed.
 from composer_dist.trainer.arguments import check_duration, listed
+from composer_dist.trainer.data.batch import num_samples, num_tokens
 from composer_dist.trainer.data.randomness import seed_all
 from composer_dist.trainer.improvement import measured_on
 from composer_dist.trainer.schedulers import sorted_out
@@ -78,7 +82,8 @@ def build(configuration: Configuration) -> Session:
         check_monitored(configuration, model, eval_loader is not None)
         optimizer = optimizer_of(run, model, configuration)
         schedulers = scheduler_of(run, optimizer, configuration, epoch_of(train_loader))
-        start_of(run, model, optimizer, schedulers, epoch_of(train_loader))
+        state = start_of(run, model, optimizer, schedulers, epoch_of(train_loader))
+        check_steps(run, train, train_loader, state, times_only=True)
     stepped = any(isinstance(one, LRScheduler) for one in schedulers)
     options: dict[str, Any] = {"step_schedulers_every_batch": True if stepped else None} | run.trainer
     summary = RunSummary()
@@ -153,6 +158,37 @@ def start_of(
     for schedule in schedules:
         schedule.factor(state)
     return state
+
+
+def check_steps(
+    run: Run, train: Any, train_loader: DistributedDataLoader, state: State, times_only: bool = False
+) -> None:
+    """Raises if the first samples make no batch, or if a scheduler of torch's cannot step.
+
+    Args:
+        times_only: look at samples only if a time is in tokens, which they might not have.
+    """
+    parameters = {id(one): one for one in state.model.parameters()}
+    for scheduler in state.schedulers:
+        try:
+            trial = deepcopy(scheduler, dict(parameters))
+        except Exception:  # a scheduler of the user's own may hold anything
+            continue
+        with blaming("scheduler"), warnings.catch_warnings(action="ignore"):  # no optimizer has stepped
+            trial.step()
+    given = (
+        run.trainer.get("max_duration"),
+        run.trainer.get("eval_interval"),
+        (run.checkpoints or {}).get("interval"),
+    )
+    units = {Time.of(time).unit for time in given if time is not None} - {TimeUnit.DURATION}
+    if length(train) is None or (times_only and TimeUnit.TOKEN not in units):
+        return  # reading of a stream may take long
+    with blaming("data: the first samples do not make a batch"):
+        batch = train_loader.collate_fn([train[index] for index in range(min(2, len(train)))])
+        after = Timestamp().next_batch(samples=num_samples(batch), tokens=num_tokens(batch))
+    for unit in units:
+        after.get(unit)
 
 
 def check_monitored(configuration: Configuration, model: ComposerModel, evaluates: bool) -> None:

@@ -1,7 +1,6 @@
 """What a run would do: needs no process group and no memory for the model."""
 
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from composer_dist.recipe.build import (
     batches,
     callbacks_of,
     check_monitored,
+    check_steps,
     check_total,
     earlier_run,
     epoch_of,
@@ -34,29 +34,22 @@ from composer_dist.recipe.build import (
 )
 from composer_dist.recipe.data import datasets, length, loader
 from composer_dist.recipe.models import build_model
-from composer_dist.recipe.other_libraries.failures import blaming
 from composer_dist.recipe.output.folder import check_places
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import HubModel, Run
 from composer_dist.structure.structure import read_structure
 from composer_dist.trainer import (
     Callback,
-    DistributedDataLoader,
     Generate,
     GradientClipping,
     Logger,
     LoggerDestination,
     NoImprovement,
     Phase,
-    State,
-    Time,
-    Timestamp,
-    TimeUnit,
 )
 
 # Not public: only recipes and the Trainer check and seed.
 from composer_dist.trainer.arguments import check_microbatch_size, check_options, listed, positive
-from composer_dist.trainer.data.batch import num_samples, num_tokens
 from composer_dist.trainer.data.randomness import seed_all
 from composer_dist.trainer.resuming.resume import check_resume
 
@@ -100,7 +93,7 @@ def describe(configuration: Configuration, world: int) -> str:
         train_loader.placed(plan.mesh["dp_replicate"] * plan.mesh["dp_shard"], 0)
     _check_initialized(run, model)
     state = start_of(run, model, optimizer, schedulers, epoch)
-    _check_steps(run, train, train_loader, state)
+    check_steps(run, train, train_loader, state)
     callbacks: list[Callback] = listed("callbacks", callbacks_of(configuration), Callback)
     listed("loggers", loggers_of(configuration), LoggerDestination)
     for callback in callbacks:
@@ -145,26 +138,6 @@ def _check_initialized(run: Run, model: nn.Module) -> None:
     on_meta = {name for name, held in structure.tensors.items() if held.get().is_meta}
     if on_meta and not (isinstance(run.model, HubModel) and run.model.adapter is not None):
         find_components(structure, on_meta)
-
-
-def _check_steps(run: Run, train: Any, train_loader: DistributedDataLoader, state: State) -> None:
-    """Raises if the first samples make no batch, or if a scheduler of torch's cannot step."""
-    for scheduler in state.schedulers:
-        with blaming("scheduler"), warnings.catch_warnings(action="ignore"):  # no optimizer has stepped
-            scheduler.step()
-    if length(train) is None:
-        return  # reading of a stream may take long
-    with blaming("data: the first samples do not make a batch"):
-        batch = train_loader.collate_fn([train[index] for index in range(min(2, len(train)))])
-        after = Timestamp().next_batch(samples=num_samples(batch), tokens=num_tokens(batch))
-    given = (
-        run.trainer.get("max_duration"),
-        run.trainer.get("eval_interval"),
-        (run.checkpoints or {}).get("interval"),
-    )
-    for time in given:
-        if time is not None and (unit := Time.of(time).unit) is not TimeUnit.DURATION:
-            after.get(unit)
 
 
 def _phases(phases: list[tuple[Phase, list[str]]], parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import math
 import re
 import textwrap
 import typing
@@ -108,7 +109,7 @@ def _hints(target: Any) -> dict[str, Any]:
 
 
 def _checked(hint: Any) -> Any:
-    """The hint; strings are checked where they stand for a time or a precision."""
+    """The hint; strings are checked where they stand for a time or a precision, and are not numbers."""
     from composer_dist.precision import Precision, as_precision
     from composer_dist.trainer import Time
 
@@ -116,7 +117,21 @@ def _checked(hint: Any) -> Any:
     for kind, read in ((Time, Time.of), (Precision, as_precision)):
         if kind in kinds:
             return Annotated[hint, pydantic.AfterValidator(partial(_readable, read))]
+    if {int, float}.intersection(kinds) and str not in kinds:
+        return Annotated[hint, pydantic.BeforeValidator(_number)]
     return hint
+
+
+def _number(value: Any) -> Any:
+    """The unchanged value; refuses NaN, and text that pydantic would read as a number but that stays text."""
+    try:
+        wrong = isinstance(value, str | float) and (isinstance(value, str) or math.isnan(value))
+        wrong = wrong and isinstance(float(value), float)
+    except ValueError:
+        wrong = False  # "auto", or what pydantic refuses
+    if wrong:
+        raise ValueError(f"expected a number, got {value!r}")
+    return value
 
 
 def _readable(read: Callable[[Any], object], value: Any) -> Any:

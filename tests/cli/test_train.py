@@ -103,6 +103,22 @@ def test_a_dry_run_refuses_what_the_run_would(options: list[object], text: str) 
     assert text in told
 
 
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("optimizer.lr=nan", "optimizer.lr: expected a number, got 'nan'"),
+        ("optimizer.lr=.nan", "optimizer.lr: expected a number, got nan"),
+        ("optimizer.lr='1e-3'", "optimizer.lr: expected a number, got '1e-3'"),
+        ("scheduler={name: torch.optim.lr_scheduler.StepLR, step_size: 0}", "scheduler: integer modulo"),
+        ("trainer.eval_interval=100tok", "the batches have none: no mapping with 'input_ids'"),
+    ],
+)
+def test_a_run_refuses_it_with_the_status_of_a_dry_run(tmp_path: Path, option: str, text: str) -> None:
+    for dry in (["--dry-run"], []):
+        status, _, told = call(PRESETS / "vision.yaml", *dry, f"out={tmp_path / 'out'}", option)
+        assert (status, text in told) == (2, True)
+
+
 @pytest.mark.parametrize("package", ["tensorboard", "wandb", "mlflow"])
 def test_a_dry_run_refuses_a_logger_without_its_package(
     package: str, monkeypatch: pytest.MonkeyPatch
