@@ -126,6 +126,26 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "parallelism: {fsdp2: {...}}: composer-dist keys parallelism.fsdp2": (
         "fsdp_sharding_strategy", "fsdp_offload_params", "zero_optimization",
     ),
+    "parallelism: {ddp: {sync_batch_norm: true}}": ("sync_batchnorm", "sync_bn"),
+    "not a key: the trained model is in `out`, and huggingface_hub can upload it": (
+        "push_to_hub", "push_to_hub_model_id", "hub_model_id", "hub_strategy", "hub_token",
+        "hub_private_repo", "hub_revision", "hub_always_push",
+    ),
+    "callbacks: a mapping of names to arguments": ("algorithms",),
+    "not a key: checkpoints have all of the run's state": ("save_weights_only", "save_only_model"),
+    "automatic: samples are cut from the whole text, without padding": ("packing",),
+    "not a key: the model computes its loss": ("label_smoothing_factor", "label_smoothing"),
+    "automatic: batches are pinned where there is an accelerator": ("dataloader_pin_memory", "pin_memory"),
+    "not a key: of the options of torch's DataLoader there is data.workers": (
+        "dataloader_prefetch_factor", "dataloader_persistent_workers", "prefetch_factor",
+        "persistent_workers",
+    ),
+    "automatic: each device has its backend, such as gloo or nccl": ("ddp_backend", "process_group_backend"),
+    "not a key: torch's timeouts hold": ("ddp_timeout", "dist_timeout"),
+    "not a key: use torch.profiler in a callback of your own": ("profiler",),
+    "scheduler.alpha_f: the last learning rate as a share of optimizer.lr": (
+        "min_lr", "min_lr_ratio", "eta_min",
+    ),
     "loggers.wandb.project": ("wandb_project",),
     "a key of model.config": ("model_type", "n_layer"),
     "trainer.deterministic": ("deterministic_mode", "full_determinism"),
