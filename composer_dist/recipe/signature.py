@@ -117,7 +117,7 @@ def _checked(hint: Any) -> Any:
     for kind, read in ((Time, Time.of), (Precision, as_precision)):
         if kind in kinds:
             return Annotated[hint, pydantic.AfterValidator(partial(_readable, read))]
-    if {int, float}.intersection(kinds) and str not in kinds:
+    if (int in kinds or float in kinds) and str not in kinds:
         return Annotated[hint, pydantic.BeforeValidator(_number)]
     return hint
 
