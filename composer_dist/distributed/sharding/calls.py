@@ -9,7 +9,7 @@ drops the gathered parameters after forward, with whatever forward has written i
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from traceback import walk_tb
@@ -117,31 +117,46 @@ class Calls:
         call.own.write_back()
         call.own.undo()
         if sys.exception() is None:
-            self._refuse_freed(call, output)
-        if torch.is_grad_enabled() and isinstance(module, FSDPModule):
-            self._count += 1
-            # To look into the objects that modules hold may be slow; those of a first call tell which count.
-            strays = _strays(call, output, self._holders, is_power_of_two(self._count))
-            _torch.gather_before_backward_of(module, strays)
+            self._look_around(module, call, output)
         return None if output is None else Rejoined().rejoin(call.output, output)  # None: it has raised
 
-    def _refuse_freed(self, call: _Call, output: Any) -> None:
-        """Refuse what is left of a gathered parameter; reading it would crash the process.
+    def _look_around(self, module: nn.Module, call: _Call, output: Any) -> None:
+        """Find what a call has left in its output, its arguments and the attributes of its modules.
 
         Raises:
-            ParallelismRuntimeError: naming the parameter.
+            ParallelismRuntimeError: something is left of a gathered parameter.
         """
-        ours = ("_composer_dist", "__composable", "forward")
-        attributes = [(key, value) for module in call.modules for key, value in vars(module).items()]
-        kept = [one for key, one in attributes if key not in _OF_EVERY_MODULE and not key.startswith(ours)]
-        kept += [vars(module)["_parameters"] for module in call.modules]
+        self._count += 1
+        # To look into the objects that modules hold may be slow; those of a first call tell which count.
         thorough = torch.is_grad_enabled() and is_power_of_two(self._count)
-        freed = [one for one in everything_in([output, *kept], objects=thorough) if _torch.is_freed(one)]
+        containers, objects = [], {}
+        for one in call.modules:
+            held = vars(one)
+            for key in held.keys() - _OF_EVERY_MODULE:
+                if isinstance(value := held[key], (Tensor, list, tuple, dict, set)):
+                    containers.append(value)
+                elif (thorough or (id(one), key) in self._holders) and not key.startswith(_OURS):
+                    objects[id(one), key] = value
+        shown = [*everything_in(output), *everything_in(containers, objects=False)]
+        inside = {place: list(everything_in(value)) for place, value in objects.items()}
+        registered = (one for owner in call.modules for one in vars(owner)["_parameters"].values())
+        self._refuse_freed(filter(_torch.is_freed, chain(shown, *inside.values(), registered)))
         if not torch.is_grad_enabled():  # what is still gathered is freed next
-            still = [param for name, param in self._params.items() if name in self._gathered()]
-            freed += [
-                one for one in everything_in(output) if any(_torch.is_of(one, param) for param in still)
-            ]
+            now = self._gathered()
+            still = [param for name, param in self._params.items() if name in now]
+            self._refuse_freed(one for one in shown if any(_torch.is_of(one, param) for param in still))
+        elif isinstance(module, FSDPModule):
+            reached = [output] if isinstance(output, Tensor) else _torch.tensors_with_gradient(output)
+            seen = {id(tensor) for tensor in reached}
+            strays = [one for one in (*shown, *everything_in(call.arguments)) if _is_stray(one, call, seen)]
+            for place, tensors in inside.items():
+                if found := [one for one in tensors if _is_stray(one, call, seen)]:
+                    self._holders.add(place)
+                    strays += found
+            _torch.gather_before_backward_of(module, strays)
+
+    def _refuse_freed(self, freed: Iterable[Tensor]) -> None:
+        """Refuse what is left of a gathered parameter; reading it would crash the process."""
         for tensor in freed:
             of = (name for name, param in self._params.items() if _torch.is_of(tensor, param))
             raise ParallelismRuntimeError(
@@ -277,33 +292,8 @@ def changed_in_forward(name: str, module: nn.Module, parameters: Sequence[str]) 
     )
 
 
-def _strays(call: _Call, output: Any, holders: set[tuple[int, str]], everywhere: bool) -> Iterator[Tensor]:
-    """The tensors that a call has made, that need a gradient and that FSDP2 does not find in the output.
-
-    Args:
-        holders: the attributes whose objects held some before; `everywhere` looks into those of others.
-    """
-    reached = [output] if isinstance(output, Tensor) else _torch.tensors_with_gradient(output)
-    seen = {id(tensor) for tensor in reached}
-    attributes, objects = [], []
-    for module in call.modules:
-        held = vars(module)
-        for key in held.keys() - _OF_EVERY_MODULE:
-            if isinstance(held[key], (Tensor, list, tuple, dict, set)):
-                attributes.append(held[key])
-            elif everywhere or (id(module), key) in holders:
-                objects.append((module, key, held[key]))
-    for tensor in chain(everything_in([call.arguments, output]), everything_in(attributes, objects=False)):
-        if _is_stray(tensor, call, seen):
-            yield tensor
-    for module, key, value in objects:
-        for tensor in everything_in(value):
-            if _is_stray(tensor, call, seen):
-                holders.add((id(module), key))
-                yield tensor
-
-
 def _is_stray(tensor: Tensor, call: _Call, seen: set[int]) -> bool:
+    """Whether a call has made a tensor that needs a gradient and that FSDP2 does not find in the output."""
     if tensor.grad_fn is None or id(tensor) in seen:
         return False
     seen.add(id(tensor))
@@ -311,6 +301,8 @@ def _is_stray(tensor: Tensor, call: _Call, seen: set[int]) -> bool:
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OURS = ("_composer_dist", "__composable", "forward")
+"""How the attributes begin that this library and FSDP2 add to modules."""
 
 
 def _own_modules(unit: nn.Module) -> list[nn.Module]:
