@@ -2,12 +2,14 @@
 
 A unit's all-gather needs every rank. If one rank skips a unit (an image tower, for a batch without images),
 its next collective meets the other ranks' collective for the skipped unit: they hang, or exchange the wrong
-bytes. Before each collective the ranks therefore compare its unit and length in a message of a few bytes. On
-a CPU mesh this costs about one per cent of a unit's collectives and is on by default. With an accelerator it
-makes the hosts wait for each other, so it is off by default (`ParallelismConfig.check_order`).
+bytes. Before each collective the ranks therefore compare its unit and length: in memory that they share if
+all are on one host, and otherwise in a message of a few bytes. On a CPU mesh this is on by default. With an
+accelerator it makes the hosts wait for each other, so it is off by default (`ParallelismConfig.check_order`).
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -16,15 +18,36 @@ from torch import nn
 
 from composer_dist import _torch
 from composer_dist.distributed.ranks import process_group
+from composer_dist.distributed.ranks.board import Board
 from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.errors import ParallelismRuntimeError
 
 
 def check_call_order(units: Mapping[str, nn.Module]) -> None:
     """Compare the ranks before each collective of these units: names, in one order, and leading modules."""
-    names = [name or "the root" for name in units]
+    order = _Order([name or "the root" for name in units], _torch.collective_timeout())
     for index, module in enumerate(units.values()):
-        _torch.before_collectives(module, partial(_compare, names, index))
+        _torch.before_collectives(module, partial(_compare, order, index))
+
+
+@dataclass
+class _Order:
+    """How the ranks compare what they run."""
+
+    names: Sequence[str]
+    """Of the units."""
+    limit: timedelta
+    boards: dict[dist.ProcessGroup, Board | None] = field(default_factory=dict)
+    """Made after a group's first comparison; None where the ranks share no memory."""
+
+    def agree(self, facts: Sequence[int], groups: Sequence[dist.ProcessGroup]) -> bool:
+        """Whether all ranks show the same facts; False also where there are no boards to tell."""
+        boards = [board for group in groups if (board := self.boards.get(group)) is not None]
+        alike = len(boards) == len(groups)
+        if alike:
+            for board in boards:  # the next group is told of a difference in this one
+                alike = board.all_show(hash((*facts, alike)), self.limit) and alike
+        return alike
 
 
 def exchange(facts: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
@@ -38,11 +61,17 @@ def exchange(facts: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.
 
 
 def _compare(
-    names: Sequence[str], index: int, reduces: bool, numel: int, groups: Sequence[dist.ProcessGroup]
+    order: _Order, index: int, reduces: bool, numel: int, groups: Sequence[dist.ProcessGroup]
 ) -> None:
     """Raise an error if the ranks' next collectives are for other units or lengths, or a rank is missing."""
+    names, facts = order.names, [index, int(reduces), numel]
     try:
-        table = exchange(torch.tensor([[dist.get_rank(), index, reduces, numel]]), groups).tolist()
+        if order.agree(facts, groups):
+            return
+        table = exchange(torch.tensor([[dist.get_rank(), *facts]]), groups).tolist()
+        for group in groups:
+            if group not in order.boards and all(row[1:] == table[0][1:] for row in table):
+                order.boards[group] = Board.make(group)
     except RuntimeError as error:
         what = _spell(names, index, reduces)
         raise reason_of_loss(error, what) or ParallelismRuntimeError(

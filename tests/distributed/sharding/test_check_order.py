@@ -1,5 +1,7 @@
 """Ranks that run different units at one time: an error with their names, the same on every rank."""
 
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,6 +12,9 @@ from torch import Tensor, nn
 
 from composer_dist import MeshConfig, ParallelismConfig
 from composer_dist.distributed import parallelize_model
+from composer_dist.distributed.ranks.board import Board
+from composer_dist.distributed.ranks.failures import LostError
+from composer_dist.distributed.sharding import check_order
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.compare import fails_alike
 from tests.kit.models import WIDTH, Layer, Multimodal
@@ -74,8 +79,35 @@ def test_gradients_that_some_ranks_lack_are_an_error() -> None:
 @on_ranks(2)
 def test_each_collective_of_a_unit_is_preceded_by_one_comparison(check: Any, made: int) -> None:
     model = Multimodal()
-    parallelize_model(model, ParallelismConfig(sync="rank0", check_order=check))
-    with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gather:
+    with mock.patch.object(check_order, "_compare", wraps=check_order._compare) as compare:
+        parallelize_model(model, ParallelismConfig(sync="rank0", check_order=check))
         model(torch.randn(3, WIDTH), torch.randn(3, WIDTH))[0].mean().backward()
     # Forward gathers the root and four layers, backward the three that were freed, and five are reduced.
-    assert gather.call_count == made
+    assert compare.call_count == made
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@on_ranks(4)
+def test_only_the_first_comparison_of_a_group_is_a_message_where_memory_is_shared(shared: bool) -> None:
+    make = Board.make if shared else lambda group: None
+    model = Multimodal()
+    parallelize_model(model, ParallelismConfig(sync="rank0", mesh=MeshConfig(dp_replicate=2)))
+    with (
+        mock.patch.object(Board, "make", make),
+        mock.patch.object(check_order, "exchange", wraps=check_order.exchange) as exchange,
+    ):
+        for _ in range(2):
+            model(torch.randn(3, WIDTH), torch.randn(3, WIDTH))[0].mean().backward()
+    assert exchange.call_count == (2 if shared else 26)
+    assert not list(Path("/dev/shm").glob("composer_dist-*"))
+
+
+@on_ranks(2)
+def test_a_rank_that_does_not_arrive_at_a_board_is_an_error() -> None:
+    board = Board.make(dist.group.WORLD)
+    assert board is not None
+    assert [board.all_show(number, timedelta(seconds=20)) for number in (7, dist.get_rank())] == [True, False]
+    if dist.get_rank() == 0:
+        with pytest.raises(LostError, match="another rank did not arrive within 0 s"):
+            board.all_show(8, timedelta(seconds=0.05))
+    dist.barrier()
