@@ -1,4 +1,4 @@
-"""Writes the reference (`docs/reference`) from the docstrings of the code.
+"""Writes the reference (`docs/reference`) from the docstrings of the code, and the JSON Schema of runs.
 
 `python docs/signatures.py` names the pages that are not up to date, with `--write` it writes them. A page has
 `<!-- reference: package.module [Name ...] -->`; what follows, to `<!-- end of reference -->`, is generated:
@@ -8,6 +8,7 @@ the public classes and functions of the module, or those named; for `glossary` t
 import dataclasses
 import importlib
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -15,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from composer_dist.recipe.keys import sections
+from composer_dist.recipe.keys import json_schema, sections
+from composer_dist.recipe.outline import SCHEMA
 from composer_dist.recipe.signature import documentation
 
 _DOCS = Path(__file__).parent
@@ -108,11 +110,16 @@ def _keys() -> Iterator[str]:
             yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |\n"
 
 
+def current(file: Path) -> str:
+    """What a generated file must say."""
+    return f"{json.dumps(json_schema(), indent=1)}\n" if file == SCHEMA else page(file.read_text())
+
+
 if __name__ == "__main__":
-    stale = [file for file in PAGES if page(file.read_text()) != file.read_text()]
+    stale = [file for file in (*PAGES, SCHEMA) if not file.exists() or current(file) != file.read_text()]
     for file in stale:
         if "--write" in sys.argv:
-            file.write_text(page(file.read_text()))
+            file.write_text(current(file))
         else:
             print(f"{file} is not up to date: make reference")
     sys.exit(bool(stale) and "--write" not in sys.argv)

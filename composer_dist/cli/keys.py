@@ -1,6 +1,5 @@
 """`composer-dist keys` and `composer-dist schema`: what a run's configuration may say."""
 
-import json
 from typing import Annotated
 
 import typer
@@ -43,9 +42,9 @@ def keys(
 
 def schema() -> None:
     """Print the JSON Schema of a configuration, for editors that check YAML while it is written."""
-    from composer_dist.recipe.keys import json_schema
+    from composer_dist.recipe.outline import SCHEMA
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+    typer.echo(SCHEMA.read_text(), nl=False)
 
 
 def _is_in(name: str, section: str) -> bool:

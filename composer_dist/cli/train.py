@@ -51,6 +51,9 @@ def train(
     """Train what a configuration describes."""
     _hush()
     debug = bool(context.find_root().params.get("debug"))
+    if launched is None:
+        with _told(debug):
+            _refuse_at_once(config, overrides or [])
     if dry_run:
         with _told(debug):
             typer.echo(_plan(config, overrides, processes))
@@ -80,6 +83,25 @@ def _run(config: Path, overrides: list[str] | None, announced: bool) -> None:
     from composer_dist.recipe.session import run
 
     run(configuration)
+
+
+def _refuse_at_once(config: Path, overrides: list[str]) -> None:
+    """Say what is wrong before torch is imported, which takes seconds; then the rest, and end."""
+    from composer_dist.recipe.problems import ConfigurationError, faults_at_once
+
+    if not (told := faults_at_once(config, overrides)):
+        return
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo("\n".join(told), err=True)
+        try:
+            if config.is_file():
+                from composer_dist.recipe.read import read_configuration
+
+                read_configuration(config, overrides)
+        except ConfigurationError as error:
+            rest = [line for line in str(error).splitlines() if line not in told]
+            typer.echo("\n".join(rest), nl=bool(rest), err=True)
+    raise typer.Exit(failures.WRONG_CALL)
 
 
 def _announce(config: Path, overrides: list[str] | None, processes: int | None) -> None:

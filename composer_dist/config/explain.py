@@ -43,6 +43,12 @@ def explain(
             yield where, _text(plain or errors, name, known, hint)
 
 
+def unknown_key(name: str, known: Sequence[str], hint: Callable[[str], str] = lambda name: "") -> str:
+    """What is said about a key that a mapping with the keys `known` does not have; `hint` as in `explain`."""
+    valid = f" Valid keys: {', '.join(known)}" if known else ""
+    return f"unknown key {name!r}.{hint(name) or near_miss(name, known) or valid}"
+
+
 def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str], hint: Callable[[str], str]) -> str:
     said: list[str] = []
     expected: list[str] = []
@@ -50,8 +56,7 @@ def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str], hint: C
         context = error.get("ctx", {})
         match error["type"]:
             case kind if kind in _UNKNOWN:
-                valid = f" Valid keys: {', '.join(known)}" if known else ""
-                said.append(f"unknown key {name!r}.{hint(name) or near_miss(name, known) or valid}")
+                said.append(unknown_key(name, known, hint))
             case kind if kind in _MISSING:
                 said.append(f"{name!r} is missing")
             case "union_tag_not_found":

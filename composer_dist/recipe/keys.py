@@ -97,6 +97,8 @@ def json_schema() -> dict[str, Any]:
     configuration: Any = pydantic.create_model("Configuration", __base__=Run, **described)
     found: dict[str, Any] = configuration.model_json_schema(schema_generator=_Lenient)
     found["$defs"]["Trainer"]["required"] = ["max_duration"]
+    folder = {"type": "string", "description": "Where checkpoints are written; by default in `out`."}
+    found["$defs"]["CheckpointSaver"]["properties"]["folder"] = folder
     return {"$schema": GenerateJsonSchema.schema_dialect} | found | {"title": "A run of composer-dist train"}
 
 

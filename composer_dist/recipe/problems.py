@@ -3,15 +3,18 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pydantic
 
-from composer_dist.config.explain import explain
+from composer_dist.config.explain import explain, unknown_key
 from composer_dist.config.yaml import KeyPath
 from composer_dist.errors import WRONG, ParallelismError, ParallelismValueError
 from composer_dist.recipe.other_libraries.keys import hint
-from composer_dist.recipe.source import Document, Problem
+from composer_dist.recipe.outline import unknown_keys
+from composer_dist.recipe.schema import Run
+from composer_dist.recipe.source import Document, Problem, override, read_document
 
 
 class ConfigurationError(ParallelismValueError):
@@ -68,14 +71,53 @@ class Problems:
             return ""
         return hint(name, str(path[0]) if path else "")
 
+    def check_names(self, values: dict[str, Any], sections: Sequence[str]) -> None:
+        """Adds the keys of sections that do not exist, as far as that is known without torch."""
+        for path, known in unknown_keys(values, sections):
+            self.add(unknown_key(str(path[-1]), known, partial(self._hint, None, path[:-1])), *path)
+
+    def lines(self) -> list[str]:
+        """What is said about each problem, in the order of the file."""
+        return list(map(self._line, sorted(self._found, key=self._document.order)))
+
     def settle(self) -> None:
         """Raises a ConfigurationError with all problems, each with its line, if there are any."""
         if self._found:
-            raise ConfigurationError(
-                "\n".join(map(self._line, sorted(self._found, key=self._document.order)))
-            )
+            raise ConfigurationError("\n".join(self.lines()))
 
     def _line(self, problem: Problem) -> str:
         path: KeyPath = problem.path
         named = f"{'.'.join(map(str, path))}: " if path else ""
         return f"{self._document.place(problem)}: {named}{problem.text.removesuffix('.')}"
+
+
+def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Problems, Run | None]:
+    """A configuration with its overrides, and what is wrong with it, as far as that is known without torch.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or is not YAML.
+    """
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ConfigurationError(f"{file}: {reason}. 'composer-dist init' writes a configuration.") from None
+    document, wrong = read_document(text, str(file))
+    problems = Problems(document, wrong + override(document, assignments))
+    if wrong:
+        problems.settle()
+    document.values.setdefault("out", f"runs/{file.stem}")
+    for section in ("optimizer", "scheduler"):
+        if isinstance(name := document.values.get(section), str):
+            document.values[section] = {"name": name}
+    return document, problems, problems.check(Run, document.values)
+
+
+def faults_at_once(file: Path, assignments: Sequence[str]) -> list[str]:
+    """What is wrong with a configuration, as far as that is known without torch: its keys, most of all."""
+    try:
+        document, problems, _ = read_sections(file, assignments)
+    except ConfigurationError as error:
+        return [str(error)]
+    problems.check_names(document.values, ("trainer", "callbacks", "checkpoints", "resume"))
+    return problems.lines()

@@ -12,10 +12,10 @@ from composer_dist.config.parallelism import resolve_config
 from composer_dist.config.yaml import KeyPath
 from composer_dist.recipe import named
 from composer_dist.recipe.models import peft_class
-from composer_dist.recipe.problems import ConfigurationError, Problems
+from composer_dist.recipe.problems import Problems, read_sections
 from composer_dist.recipe.schema import Run
 from composer_dist.recipe.signature import arguments_of
-from composer_dist.recipe.source import Document, Problem, override, read_document
+from composer_dist.recipe.source import Document
 from composer_dist.trainer import CheckpointSaver, FineTuningPhases, NoImprovement, Phase, Resume
 from composer_dist.wording import near_miss
 
@@ -74,26 +74,11 @@ def read_configuration(file: Path, assignments: Sequence[str] = ()) -> Configura
     Raises:
         ConfigurationError: everything that is wrong with it, each with its line and the closest valid key.
     """
-    document, wrong = _document(file)
-    problems = Problems(document, wrong + override(document, assignments))
-    if not wrong:
-        document.values.setdefault("out", f"runs/{file.stem}")
-        for section in ("optimizer", "scheduler"):
-            if isinstance(name := document.values.get(section), str):
-                document.values[section] = {"name": name}
-        run = problems.check(Run, document.values)
-        parallelism = _check_sections(document.values, file.parent, problems)
+    document, problems, run = read_sections(file, assignments)
+    parallelism = _check_sections(document.values, file.parent, problems)
     problems.settle()
+    assert run is not None
     return Configuration(run, file.parent, parallelism, document)
-
-
-def _document(file: Path) -> tuple[Document, list[Problem]]:
-    try:
-        text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ConfigurationError(f"{file}: {reason}. 'composer-dist init' writes a configuration.") from None
-    return read_document(text, str(file))
 
 
 def _check_sections(values: dict[str, Any], folder: Path, problems: Problems) -> ParallelismConfig | None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
 from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.ranks.board import Board
 from composer_dist.distributed.ranks.waiting import poll
 from composer_dist.distributed.replication.reducer import replica_of
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
@@ -65,7 +66,7 @@ class Attempts:
                 result = body()
             else:
                 # Dynamo compiles nothing under such a mode, and raises where the whole graph is asked for.
-                with torch.compiler.set_stance("force_eager"), meetings:
+                with torch.compiler.set_stance("force_eager"), Board.resting(), meetings:
                     result = body()
         except _StoppedError:
             pass

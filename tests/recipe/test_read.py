@@ -1,5 +1,7 @@
 """What is wrong with a configuration is told all at once, each with its line and the nearest key."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from composer_dist import ParallelismConfig
 from composer_dist.config import parallelism as strategies
 from composer_dist.config.parallelism import register_strategy, strategy_named
 from composer_dist.recipe.data import datasets, loader
-from composer_dist.recipe.problems import ConfigurationError
+from composer_dist.recipe.problems import ConfigurationError, faults_at_once
 from composer_dist.recipe.read import read_configuration
 from composer_dist.recipe.schema import TextData
 
@@ -47,6 +49,7 @@ def write(tmp_path: Path) -> Write:
 def problems(file: Path, *overrides: str) -> list[str]:
     with pytest.raises(ConfigurationError) as caught:
         read_configuration(file, overrides)
+    assert set(faults_at_once(file, overrides)) <= set(str(caught.value).splitlines())
     return [line.removeprefix(str(file)) for line in str(caught.value).splitlines()]
 
 
@@ -78,6 +81,30 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
         ":15: trainer.gradient_cliping: unknown key 'gradient_cliping'. Did you mean 'gradient_clipping'?",
         ":16: resum: unknown key 'resum'. Did you mean 'resume'?",
     ]
+
+
+def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
+    text = GOOD.replace("source: english", "sorce: english").replace("2ba", "2bax\n  max_epochs: 3")
+    file = write(text + "callbacks: {ema: {half_lif: 10ba}}\ncheckpoints: {folder: here, intervl: 1ep}\n")
+    code = (
+        "import sys; sys.modules['torch'] = None; from pathlib import Path\n"
+        "from composer_dist.recipe.problems import faults_at_once\n"
+        "print(*faults_at_once(Path(sys.argv[1]), sys.argv[2:]), sep='\\n')"
+    )
+    command = [sys.executable, "-c", code]
+    told = subprocess.run([*command, file, "sed=3"], capture_output=True, text=True, check=True).stdout
+    assert [line.removeprefix(str(file)) for line in told.splitlines()] == [
+        ":6: data.source: 'source' is missing",
+        ":8: data.sorce: unknown key 'sorce'. Did you mean 'source'?",
+        ":14: trainer.max_epochs: unknown key 'max_epochs'. Here it is trainer.max_duration, such as '3ep', "
+        "'1000ba' or '2h'",
+        ":15: callbacks.ema.half_lif: unknown key 'half_lif'. Did you mean 'half_life'?",
+        ":16: checkpoints.intervl: unknown key 'intervl'. Did you mean 'interval'?",
+        "'sed=3': sed: unknown key 'sed'. Did you mean 'seed'?",
+    ]
+    missing = subprocess.run([*command, file.parent / "other.yaml"], capture_output=True, text=True)
+    text = "other.yaml: No such file or directory. 'composer-dist init' writes a configuration.\n"
+    assert missing.stdout == f"{file.parent}/{text}"
 
 
 REPLACED = [

@@ -1,18 +1,17 @@
 """Numbers that the ranks of a group show each other in memory that they share; for groups on one host.
 
 A rank sees what the others show within microseconds of their arrival, where the smallest collective takes
-hundreds. The memory is a file in /dev/shm that is removed as soon as all have mapped it.
+hundreds. The memory is a file without a name (man 2 memfd_create), which the others open below /proc.
 """
 
 import mmap
 import os
 import secrets
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch.distributed as dist
 
@@ -27,6 +26,9 @@ _BITS = 48
 class Board:
     """Two cells for each rank, used in turns; `make` makes one."""
 
+    rests: ClassVar[bool] = False
+    """Whether boards are not to be used now; see `resting`."""
+
     def __init__(self, memory: mmap.mmap, rank: int, processes: Sequence[Identity | None]) -> None:
         size = len(processes)
         cells = memoryview(memory).cast("Q")
@@ -38,20 +40,30 @@ class Board:
     def make(cls, group: dist.ProcessGroup) -> Self | None:
         """A board for the ranks of `group`, a collective; None where they do not share memory."""
         rank, size = group.rank(), group.size()
-        token, path = secrets.token_bytes(_WORD), None
+        token, path, descriptor = secrets.token_bytes(_WORD), None, None
         nbytes = 2 * size * _WORD
         if rank == 0:
-            with suppress(OSError):
-                descriptor, path = tempfile.mkstemp(prefix="composer_dist-", dir="/dev/shm")
+            with suppress(OSError, AttributeError):  # not Linux
+                descriptor = os.memfd_create("composer_dist")
                 os.pwrite(descriptor, bytes(nbytes) + token, 0)
-                os.close(descriptor)
+                path = f"/proc/{os.getpid()}/fd/{descriptor}"
         shown = _gathered((path, token, identify()), group)
         path, token, _ = shown[0]
         memory = _mapped(path, nbytes, token) if path else None
         able = all(_gathered(memory is not None, group))
-        if rank == 0 and path:
-            os.unlink(path)
+        if descriptor is not None:
+            os.close(descriptor)
         return cls(memory, rank, [one for _, _, one in shown]) if able and memory else None
+
+    @classmethod
+    @contextmanager
+    def resting(cls) -> Iterator[None]:
+        """Without boards while the body runs: for what stops ranks before collectives, on all of them."""
+        cls.rests = True
+        try:
+            yield
+        finally:
+            cls.rests = False
 
     def all_show(self, number: int, limit: timedelta) -> bool:
         """Show a number, and whether all ranks show the same; each of them calls this at its turn.

@@ -43,7 +43,7 @@ class _Order:
     def agree(self, facts: Sequence[int], groups: Sequence[dist.ProcessGroup]) -> bool:
         """Whether all ranks show the same facts; False also where there are no boards to tell."""
         boards = [board for group in groups if (board := self.boards.get(group)) is not None]
-        alike = len(boards) == len(groups)
+        alike = len(boards) == len(groups) and not Board.rests
         if alike:
             for board in boards:  # the next group is told of a difference in this one
                 alike = board.all_show(hash((*facts, alike)), self.limit) and alike
@@ -70,7 +70,11 @@ def _compare(
             return
         table = exchange(torch.tensor([[dist.get_rank(), *facts]]), groups).tolist()
         for group in groups:
-            if group not in order.boards and all(row[1:] == table[0][1:] for row in table):
+            if (
+                group not in order.boards
+                and not Board.rests
+                and all(row[1:] == table[0][1:] for row in table)
+            ):
                 order.boards[group] = Board.make(group)
     except RuntimeError as error:
         what = _spell(names, index, reduces)

@@ -6,12 +6,9 @@ DeepSpeed and the Fine-Tuning Scheduler.
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
-from composer_dist import ParallelismConfig, Trainer
-from composer_dist.recipe.schema import FunctionData, HubModel, LabeledData, ModuleModel, Run, TextData
-from composer_dist.recipe.signature import known_names
-from composer_dist.trainer import CheckpointSaver, FineTuningPhases, Resume
+from composer_dist.recipe.outline import names_of
+from composer_dist.recipe.schema import Run
 
 _BATCH = "data.batch_size: samples in a step across all ranks"
 _MICROBATCH = (
@@ -196,13 +193,13 @@ def hint(name: str, section: str) -> str:
 @cache
 def _sections() -> dict[str, set[str]]:
     """The keys of the sections in which one could belong."""
-    kinds: dict[str, tuple[Any, ...]] = {
-        "trainer": (Trainer,),
-        "data": (TextData, LabeledData, FunctionData),
-        "model": (HubModel, ModuleModel),
-        "checkpoints": (CheckpointSaver,),
-        "phases": (FineTuningPhases,),
-        "resume": (Resume,),
-        "parallelism": (ParallelismConfig,),
+    kinds: dict[str, tuple[str, ...]] = {
+        "trainer": ("Trainer",),
+        "data": ("TextData", "LabeledData", "FunctionData"),
+        "model": ("HubModel", "ModuleModel"),
+        "checkpoints": ("CheckpointSaver",),
+        "phases": ("FineTuningPhases",),
+        "resume": ("Resume",),
+        "parallelism": ("ParallelismConfig",),
     }
-    return {section: {name for kind in some for name in known_names(kind)} for section, some in kinds.items()}
+    return {section: names_of(*some) for section, some in kinds.items()}
