@@ -68,7 +68,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.dev
-	@set -e; for file in $(sort $(wildcard benchmarks/*.py)); do \
+	@set -e; for file in $(sort $(shell grep -l __main__.: benchmarks/*.py)); do \
 		echo "== $$file"; $(BIN)/python $$file; \
 	done
 

@@ -4,7 +4,7 @@
 
 Both build the same Llama and its AdamW, read the same text as bytes, shard by FSDP2, and take steps; timed
 from the start of the command (`composer-dist train -n 2`, `torchrun`) until the first step is written down in
-a file. They take turns; medians are shown.
+a file. Also: how long until a faulty key, or a missing file, is told. Who comes first rotates.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -87,30 +88,55 @@ def until_written(command: list[str], file: Path, mark: str) -> float:
     return seconds
 
 
+def until_told(command: list[str]) -> float:
+    """Seconds from the start of a command until it says something."""
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        process.stdout.readline()
+        seconds = time.perf_counter() - start
+        process.communicate()
+    return seconds
+
+
+def turns(path: Path, ranks: str) -> dict[str, Callable[[], float]]:
+    """What is timed, in an empty folder."""
+    train = [sys.executable, "-m", "composer_dist", "train"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    good, bad, script = path / "config.yaml", path / "bad.yaml", path / "script.py"
+    good.write_text(CONFIGURATION.format(out=path / "out"))
+    bad.write_text(CONFIGURATION.format(out=path / "out").replace("max_duration", "max_duratoin"))
+    script.write_text(SCRIPT)
+    ours, metrics = [*train, str(good), "-n", ranks], path / "out" / "metrics.jsonl"
+    theirs, losses = [*torchrun, str(script), str(path / "losses")], path / "losses"
+    return {
+        "composer-dist train": lambda: until_written(ours, metrics, '"batch": 1'),
+        "script": lambda: until_written(theirs, losses, "\n"),
+        "a faulty key is told": lambda: until_told([*train, str(bad)]),
+        "a missing file is told": lambda: until_told([*train, str(path / "missing.yaml")]),
+    }
+
+
 def main() -> None:
-    """Run both in turn and print medians."""
+    """Run all in turn, and print all rounds and the medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    seconds: dict[str, list[float]] = {"composer-dist train": [], "script": []}
-    python, world = sys.executable, str(arguments.ranks)
-    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world]
-    for _ in range(arguments.rounds):
+    world = str(arguments.ranks)
+    seconds: dict[str, list[float]] = {}
+    for number in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder)
-            (path / "config.yaml").write_text(CONFIGURATION.format(out=path / "out"))
-            (path / "script.py").write_text(SCRIPT)
-            ours = [python, "-m", "composer_dist", "train", str(path / "config.yaml"), "-n", world]
-            seconds["composer-dist train"].append(
-                until_written(ours, path / "out" / "metrics.jsonl", '"batch": 1')
-            )
-            theirs = [*torchrun, str(path / "script.py"), str(path / "losses")]
-            seconds["script"].append(until_written(theirs, path / "losses", "\n"))
-    median = {name: statistics.median(found) for name, found in seconds.items()}
-    table = Table("command", "seconds to the first step", "x script", title=f"{world} processes")
-    for name, found in median.items():
-        table.add_row(name, f"{found:.2f}", f"{found / median['script']:.2f}")
+            timed = turns(Path(folder), world)
+            names = list(timed)
+            for name in names[number % 4 :] + names[: number % 4]:
+                load = os.getloadavg()[0]
+                seconds.setdefault(name, []).append(timed[name]())
+                print(f"round {number + 1}, load {load:.1f}: {name}: {seconds[name][-1]:.2f} s", flush=True)
+    script = statistics.median(seconds["script"])
+    table = Table("command", "seconds", "x script", "all rounds", title=f"{world} processes: medians")
+    for name, found in seconds.items():
+        median, rounds = statistics.median(found), " ".join(f"{each:.2f}" for each in found)
+        table.add_row(name, f"{median:.2f}", f"{median / script:.2f}", rounds)
     Console(width=110).print(table)
 
 
