@@ -270,7 +270,8 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
 def freed(error: RuntimeError) -> str | None:
     """The message for a backward that read a parameter that FSDP2 had freed."""
     name = _torch.freed_parameter(error)
-    if name is None and "got mixed torch.Tensor and DTensor" in str(error):  # in a recomputed block
+    words = "got mixed torch.Tensor and DTensor", "out of bounds for storage of size 0"
+    if name is None and any(one in str(error) for one in words):  # in a recomputed block; of a DTensor
         name = "a parameter"
     return name and (
         f"Backward needs {name}, which FSDP2 has freed: a loss was computed from it in forward, and "
