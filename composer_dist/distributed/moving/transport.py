@@ -3,7 +3,7 @@
 If the ranks can read each other's memory, each one copies its own part from the source's storage into
 its shards, all ranks at once; targets on an accelerator are filled through host buffers
 (`memory.Staging`). Otherwise, and for tensors that have no plain address (not contiguous, or not in host
-memory), weights travel by messages (`transfer.deliver`).
+memory), weights travel by messages (`deliver.deliver`).
 """
 
 import os
