@@ -9,12 +9,10 @@ evaluation, on every unit with an int `reshard_after_forward`). Code that iterat
 uses `named_parameters_canonical`, which reshards first.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Literal, Protocol, TypeVar
-from weakref import ref
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -22,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed.mesh.mesh import Mesh
@@ -32,7 +29,6 @@ from composer_dist.errors import CheckpointRuntimeError, ParallelismRuntimeError
 from composer_dist.structure.names import canonical_name
 from composer_dist.wording import kind_in_words
 
-T = TypeVar("T")
 _RECORD = "_composer_dist"
 
 
@@ -139,30 +135,6 @@ def mark_unusable(thing: nn.Module | Optimizer, cause: str) -> None:
         thing.register_step_pre_hook(lambda one, args, kwargs: check_usable(one))
     else:
         thing.register_forward_pre_hook(lambda module, args: check_usable(module), prepend=True)
-
-
-def before_every_step(owner: T, check: Callable[[T, Optimizer], None]) -> None:
-    """Call `check(owner, optimizer)` before each step of any optimizer, also of one made later.
-
-    This ends with `owner`. One hook of torch's serves the whole process and stays: the garbage collector
-    could remove one while `Optimizer.step` iterates over them.
-    """
-    _register()
-    _checks[:] = [*(one for one in _checks if one[0]() is not None), (ref(owner), check)]
-
-
-_checks: list[tuple[ref[Any], Callable[[Any, Optimizer], None]]] = []
-
-
-@cache
-def _register() -> None:
-    register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for owner, check in tuple(_checks):
-        if (one := owner()) is not None:
-            check(one, optimizer)
 
 
 def check_module(model: object) -> None:

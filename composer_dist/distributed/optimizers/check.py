@@ -5,7 +5,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -13,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composer_dist import _torch
+from composer_dist.distributed.before_steps import before_every_step
 from composer_dist.distributed.optimizers.follow import inner_optimizers, is_made_at_construction, names_by_id
-from composer_dist.distributed.prepared import before_every_step
 from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.names import canonical_name
 from composer_dist.structure.structure import Structure
@@ -108,17 +107,13 @@ def _faults(
 
 def check_steps(model: nn.Module, sizes: Mapping[str, int]) -> None:
     """Refuse steps of optimizers, also of those made later, that torch cannot do on a prepared model."""
-    losses, known = _losses(sizes), WeakKeyDictionary[Optimizer, int]()
+    losses = _losses(sizes)
 
     def check(model: nn.Module, optimizer: Optimizer) -> None:
-        trained = sum(p.requires_grad for group in optimizer.param_groups for p in group["params"])
-        if known.get(optimizer) == trained:
-            return
         named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
         plain = {name for name, parameter in named.items() if not isinstance(parameter, DTensor)}
         with Faults(f"{type(optimizer).__name__} ") as faults:
             faults += _step_faults(optimizer, {id(p): name for name, p in named.items()}, plain, losses)
-        known[optimizer] = trained
 
     before_every_step(model, check)
 

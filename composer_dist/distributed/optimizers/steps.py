@@ -1,6 +1,6 @@
 """Steps of optimizers that would do nothing, or half of what they should, in silence."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cache, partial, wraps
 from typing import Any
 from weakref import ref
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composer_dist import _torch
-from composer_dist.distributed.prepared import before_every_step
+from composer_dist.distributed.before_steps import Check, before_every_step
 from composer_dist.errors import Faults, ParallelismRuntimeError
 from composer_dist.structure.structure import Structure
 from composer_dist.wording import listed
@@ -25,7 +25,7 @@ def watch_steps(model: nn.Module, replaced: Mapping[str, Tensor]) -> None:
         replaced: the parameters, by name, that the model had before.
     """
     former = {id(parameter): (name, ref(parameter)) for name, parameter in replaced.items()}
-    before_every_step(model, partial(_before_step, former))
+    before_every_step(model, partial(_choose, former))
     _watch_zero_grad()
     _former[:] = [*(one for one in _former if one[0]() is not None), (ref(model), former)]
 
@@ -81,18 +81,28 @@ def check_former(structure: Structure) -> None:
                     )
 
 
-def _before_step(former: Mapping[int, tuple[str, Any]], model: nn.Module, optimizer: Optimizer) -> None:
+def _choose(
+    former: Mapping[int, tuple[str, Any]], model: nn.Module, optimizer: Optimizer
+) -> Check[nn.Module] | None:
     held = {id(one): one for group in optimizer.param_groups for one in group["params"]}
-    found = [(*former[key], held[key]) for key in former if key in held]
-    if old := [name for name, one, now in found if one() is now and now.grad is None]:
+    found = [
+        (former[key][0], held[key]) for key in former.keys() & held.keys() if former[key][1]() is held[key]
+    ]
+    shards = {id(param.sharded_param) for unit in _units(model) for param in _torch.fsdp_params(unit)}
+    mine = shards & held.keys()
+    return partial(_before_step, found, mine) if found or mine else None
+
+
+def _before_step(
+    former: Sequence[tuple[str, Tensor]], mine: Set[int], model: nn.Module, optimizer: Optimizer
+) -> None:
+    if old := [name for name, one in former if one.grad is None]:
         raise ParallelismRuntimeError(
             f"{type(optimizer).__name__} holds {listed(old)} from before the preparation, which the model no "
             "longer has, so it would update nothing. Pass it as optimizer=, or build it from "
             "model.parameters() after the preparation."
         )
-    if not any(isinstance(one, DTensor) for one in held.values()):
-        return
-    if waiting := [name for unit in _units(model) for name, one in _torch.unreduced(unit) if id(one) in held]:
+    if waiting := [name for unit in _units(model) for name, one in _torch.unreduced(unit) if id(one) in mine]:
         raise ParallelismRuntimeError(
             f"The optimizer would step without the gradients of {listed(waiting)}: they are not reduced over "
             "the ranks yet, because the last backward was inside of no_sync. Run the last one outside of it."

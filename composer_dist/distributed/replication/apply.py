@@ -7,9 +7,9 @@ from enum import StrEnum
 from torch import nn
 from torch.optim import Optimizer
 
+from composer_dist.distributed.before_steps import before_every_step
 from composer_dist.distributed.forwards import call_through
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.prepared import before_every_step
 from composer_dist.distributed.replication.batch_norm import convert_sync_batch_norm
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.replication.reducer import Replica, replica_of
@@ -35,7 +35,7 @@ def arm(structure: Structure, plan: ReplicaPlan, mesh: Mesh, optimizers: Sequenc
         mesh=mesh,
     )
     call_through(model, plan.forward_methods)
-    before_every_step(replica, Replica.before_step)
+    before_every_step(replica, Replica.check_of)
     if replica.local_sgd is not None:
         for optimizer in optimizers:
             optimizer.register_step_post_hook(replica.local_sgd.after_step)

@@ -20,11 +20,13 @@ from torch.utils.hooks import RemovableHandle
 
 from composer_dist import _torch
 from composer_dist.distributed import prepared
+from composer_dist.distributed.before_steps import Check
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.replication.checks import Checks
 from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, reduced_in
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.training.average_gradients import average_gradients
+from composer_dist.distributed.training.local_gradients import LocalGradients
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.tensors.nested import replace_tensors, tensors_in
 from composer_dist.wording import listed
@@ -90,14 +92,21 @@ class Replica:
             "search for unused ones."
         )
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def check_of(self, optimizer: Optimizer) -> Check[Replica] | None:
+        """What is checked before each step of `optimizer`; None if it holds none of the parameters."""
+        averaged = set(map(id, self._parameters.values()))
+        holds = any(id(one) in averaged for group in optimizer.param_groups for one in group["params"])
+        return Replica._before_step if holds else None
+
+    def _before_step(self, optimizer: Optimizer) -> None:
         """Refuse a step with gradients that are not averaged: others are missing, or `no_sync` was in effect.
 
         Raises:
             ParallelismRuntimeError: names the parameters.
         """
         if self._ddp is not None:
-            self._ddp.refuse_partial(optimizer)
+            self._ddp.local.check(optimizer)
+            self._ddp.refuse_partial()
 
     def averaged(self) -> None:
         """All gradients have been averaged without DDP."""
@@ -193,7 +202,7 @@ class _Reducer(_torch.InPlaceDDP):
 
     Attributes:
         names: the parameters whose gradients it averages, by name.
-        local: parameters whose gradients wait for a synchronized backward.
+        local: the gradients that wait for a synchronized backward.
         steps: backward passes averaged so far.
         is_constant: whether all of them have used the same parameters.
     """
@@ -202,7 +211,8 @@ class _Reducer(_torch.InPlaceDDP):
         super().__init__(model, init_sync=False, **options)
         self.names = dict(trainable)
         self.hook: CommHook | None = None
-        self.local: set[nn.Parameter] = set()
+        advice = " To average them yourself, leave out no_sync and pass a DDPConfig(comm_hook=function)."
+        self.local = LocalGradients(self.names if self.process_group.size() > 1 else {}, advice)
         self.steps, self.is_constant = 0, True
         self._several = False
         """Whether a step calls backward several times or inside a forward, which DDP does not support."""
@@ -234,19 +244,8 @@ class _Reducer(_torch.InPlaceDDP):
                 f"The last backward gave {self._explain(self._expected)}"
             ) from error
 
-    def refuse_partial(self, optimizer: Optimizer) -> None:
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]} if self.local else ()
-        waiting = {one for one in self.local if id(one) in held and one.grad is not None}
-        if waiting and self.process_group.size() > 1:
-            raise ParallelismRuntimeError(
-                f"The optimizer would step with gradients of {self._listed(waiting)} that are not averaged "
-                "over the ranks, because the last backward was inside of no_sync. Run the last one outside. "
-                "To average them yourself, leave out no_sync and pass a DDPConfig(comm_hook=function)."
-            )
-        if not 0 < len(self._expected) < len(self.names):
-            return
-        averaged = set(map(id, self.names.values()))
-        if any(id(one) in averaged for group in optimizer.param_groups for one in group["params"]):
+    def refuse_partial(self) -> None:
+        if 0 < len(self._expected) < len(self.names):
             raise ParallelismRuntimeError(
                 f"The optimizer would step with gradients that are not averaged over the ranks. The last "
                 f"backward gave {self._explain(self._expected)}"
@@ -287,7 +286,7 @@ class _Reducer(_torch.InPlaceDDP):
         elif all(getattr(o, key) == yes for o, key, yes in _torch.gradient_sync_flags(self.module)):
             self._average()
         else:
-            self.local |= self._seen
+            self.local.add(self._seen)
 
     def _average(self) -> None:
         """Average the gradients without the reducer, for this backward and all later ones."""

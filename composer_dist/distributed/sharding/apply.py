@@ -156,15 +156,13 @@ def _cast_batch_norms(structure: Structure, unit: Unit) -> None:
 def average_plain(
     structure: Structure, mesh: DeviceMesh | None, filled: Collection[str] | None = None
 ) -> None:
-    """Average the gradients of trainable parameters that stay whole, once all have their values.
+    """Average the gradients of parameters that stay whole, while they are trainable, once all have values.
 
     Args:
         filled: the tensors that just got their values; None means all.
     """
     plain = {
-        name: held.get()
-        for name, held in structure.parameters.items()
-        if held.info.requires_grad and not isinstance(held.get(), DTensor)
+        name: held.get() for name, held in structure.parameters.items() if not isinstance(held.get(), DTensor)
     }
     new = plain if filled is None else plain.keys() & set(filled)
     if mesh is not None and new and not any(parameter.is_meta for parameter in plain.values()):

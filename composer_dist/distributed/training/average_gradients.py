@@ -13,12 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from composer_dist import _torch
 from composer_dist.distributed import prepared
+from composer_dist.distributed.before_steps import Check, before_every_step
 from composer_dist.distributed.moving.messages import in_buckets
 from composer_dist.distributed.ranks.reports import lost_named
+from composer_dist.distributed.training.local_gradients import LocalGradients
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
 from composer_dist.tensors.nested import tensors_in
 
@@ -71,11 +74,11 @@ class PlainGradientAveraging:
         self._mesh = mesh
         self._backward = -1
         self._pending = False
+        self._local = LocalGradients(parameters if _groups(mesh) else {})
+        before_every_step(self, PlainGradientAveraging._check_of)
+        self._hooked: set[torch.Tensor] = set()
         self._handles: list[RemovableHandle] = [root.register_forward_hook(self._watch)]
-        for parameter in self._names:
-            if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(self._expect_average)
-                self._handles.append(hook)
+        self._hook_trainable()
         self._record = prepared.record(root)
         self._record.averagings.append(self)
 
@@ -85,8 +88,26 @@ class PlainGradientAveraging:
             handle.remove()
         if self in self._record.averagings:
             self._record.averagings.remove(self)
+        self._local.clear()
+
+    def _hook_trainable(self) -> None:
+        """Frozen parameters take no hooks, so those that were thawed since get theirs at the next forward."""
+        for parameter in self._names:
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked.add(parameter)
+                hook = parameter.register_post_accumulate_grad_hook(self._saw)
+                self._handles.append(hook)
+
+    def _check_of(self, optimizer: Optimizer) -> Check[PlainGradientAveraging] | None:
+        held = (one for group in optimizer.param_groups for one in group["params"])
+        holds = any(isinstance(one, torch.Tensor) and one in self._names for one in held)
+        return PlainGradientAveraging._check if holds else None
+
+    def _check(self, optimizer: Optimizer) -> None:
+        self._local.check(optimizer)
 
     def _watch(self, root: nn.Module, inputs: Any, output: Any) -> None:
+        self._hook_trainable()
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._queue)
@@ -98,8 +119,11 @@ class PlainGradientAveraging:
             self._pending = True
             _torch.at_end_of_backward(self._average)
 
-    def _expect_average(self, parameter: torch.Tensor) -> None:
-        if self.sync and not self._pending and _groups(self._mesh):
+    def _saw(self, parameter: torch.Tensor) -> None:
+        """A parameter has got a gradient."""
+        if not self.sync:
+            self._local.add([parameter])
+        elif not self._pending and _groups(self._mesh):
             backward = _torch.current_backward()
             # At the end: an output may get its gradient after this parameter got its own.
             _torch.at_end_of_backward(lambda: self._refuse(parameter, backward))
@@ -119,6 +143,7 @@ class PlainGradientAveraging:
         groups = _groups(self._mesh)
         if not self.sync or not groups:
             return
+        self._local.clear()
         by_dtype: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         for parameter in self._names:
             if parameter.requires_grad:

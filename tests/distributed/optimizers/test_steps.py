@@ -5,13 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.replicate import DDPConfig
+from composer_dist.config.rule import Rule
 from composer_dist.distributed import no_sync, parallelize_model
+from composer_dist.distributed.before_steps import Check, before_every_step
 from composer_dist.distributed.training.gradients import accumulate
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit.compare import close, fails, weights
@@ -41,6 +45,77 @@ def test_a_step_with_parameters_from_before_or_without_gradients_is_refused() ->
         optimizer.step()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ddp", [True, False])
+def test_a_step_with_a_local_gradient_of_a_whole_parameter_is_refused_and_with_a_zero_one_is_not(
+    ddp: bool,
+) -> None:
+    """Under FSDP2 the ranks' copies parted; under DDP zeros were refused too."""
+    model = _net()
+    whole = ParallelismConfig(rules=[Rule("0", shard=True), Rule("1", shard=False)])
+    parallelize_model(model, DDPConfig() if ddp else whole)
+    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+    for zeroed in (False, True):
+        with no_sync(model):
+            model(torch.ones(2, 4) * dist.get_rank()).sum().backward()
+        if zeroed:
+            before = weights(model)
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+            close(weights(model), before)
+        else:
+            with fails(ParallelismRuntimeError, "gradients of 1.weight, 1.bias that are not averaged"):
+                optimizer.step()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_a_whole_parameter_that_is_thawed_after_the_preparation_is_averaged() -> None:
+    model, alone = _net(), _net()
+    for one in (model, alone):
+        one[1].requires_grad_(False)
+    parallelize_model(model, ParallelismConfig(rules=[Rule("0", shard=True), Rule("1", shard=False)]))
+    for one in (model, alone):
+        one[1].requires_grad_(True)
+    x = torch.arange(8.0).view(2, 4)
+    model(x[dist.get_rank() :][:1]).square().mean().backward()
+    alone(x).square().mean().backward()
+    torch.testing.assert_close(model[1].weight.grad, alone[1].weight.grad)
+    with no_sync(model):
+        model(x).sum().backward()
+    with fails(ParallelismRuntimeError, "gradients of 1.weight, 1.bias that are not averaged"):
+        torch.optim.SGD(model[1].parameters(), 0.1).step()
+
+
+def test_what_to_check_is_decided_once_for_an_optimizer_and_again_for_other_parameters() -> None:
+    class Owner:
+        pass
+
+    owner, decided, checked = Owner(), [], []
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def choose(owner: Owner, optimizer: torch.optim.Optimizer) -> Check[Owner] | None:
+        decided.append(len(optimizer.param_groups[-1]["params"]))
+        return lambda owner, optimizer: checked.append(optimizer)
+
+    before_every_step(owner, choose)
+    optimizer = torch.optim.SGD(first.parameters(), 0.1)
+    optimizer.step()
+    optimizer.step()
+    assert decided == [2]
+    optimizer.add_param_group({"params": [second.weight]})
+    optimizer.step()
+    first.bias.requires_grad_(False)
+    optimizer.step()
+    optimizer.param_groups[1]["params"][:] = [second.bias]
+    optimizer.step()
+    assert decided == [2, 1, 1, 1]
+    del owner
+    optimizer.step()
+    assert checked == [optimizer] * 5
 
 
 @on_ranks(2)
