@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from datetime import timedelta
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,18 @@ def test_tensors_tell_their_storage_version_view_and_hooks() -> None:
     x.register_hook(repr)
     x.register_post_accumulate_grad_hook(print)
     assert (_torch.gradient_hooks(x), _torch.accumulated_gradient_hooks(x)) == ([repr], [print])
+
+
+def test_archives_are_written_around_a_tensor_s_bytes() -> None:
+    """Without `skip_data` on files that are no paths: tensors in sharded checkpoints are no archives."""
+    tensor, whole = torch.arange(6, dtype=torch.bfloat16).view(2, 3), BytesIO()
+    head, tail = _torch.archive_around(tensor)
+    assert (head, tail) == _torch.archive_around(tensor + 1)
+    torch.save(tensor, whole)
+    written = head + bytes(tensor.view(torch.uint8).flatten().numpy()) + tail
+    assert whole.getvalue()[: len(head) + 12] == written[: len(head) + 12]
+    assert len(whole.getvalue()) == len(written)
+    assert torch.equal(torch.load(BytesIO(written)), tensor)
 
 
 def test_modules_tell_what_is_saved_and_compiled() -> None:

@@ -103,6 +103,32 @@ def without_values() -> Iterator[None]:
         yield
 
 
+class _Archive(BytesIO):
+    """An archive of `torch.save` without the bytes of its tensor."""
+
+    gap = -1
+    """Where they belong."""
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Note the place instead: torch passes over the bytes that it does not write."""
+        self.gap = self.tell()
+        return self.gap
+
+
+def archive_around(tensor: torch.Tensor) -> tuple[bytes, bytes]:
+    """What `torch.save` writes before and after a tensor's bytes: the same for a dtype and a shape.
+
+    The archive's own checksum of the tensor is 0, which `torch.load` does not read. Since torch 2.6.
+    """
+    archive = _Archive()
+    with torch.serialization.skip_data():
+        torch.save(tensor, archive)
+    written = archive.getvalue()
+    if archive.gap < 0:
+        raise ParallelismRuntimeError(f"torch {torch.__version__} does not skip data; report it, please.")
+    return written[: archive.gap], written[archive.gap :]
+
+
 def pickle_and_byte_order(source: Path | BytesIO) -> tuple[bytes, str]:
     """The pickle of a `torch.save` archive, as `torch.load` finds it, and its byte order. Since torch 2.1."""
     with nullcontext(source) if isinstance(source, BytesIO) else source.open("rb") as file:

@@ -78,7 +78,6 @@ def load_checkpoint(
         state = {BARE: state}
     with agreement.together("matching the checkpoint"):
         loadings = _match(Restore(opened, state, models_in(state, model), ignore), where, strict)
-    with agreement.together("preparing to load"):
         for loading in loadings:
             loading.prepare()
     optimizers = [value for value in state.values() if isinstance(value, Optimizer)]

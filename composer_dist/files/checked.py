@@ -6,20 +6,19 @@ import os
 import pickle
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from composer_dist import _torch
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
 from composer_dist.files.checkpoint_format import BLOCK, StoredFile
 
-_HEAD = 4096
-"""The raw data of an item begin within this many bytes."""
-_RECORD = b"archive/data/0"
-"""The name under which `torch.save` stores the bytes of a lone tensor."""
+_BUFFER = 1 << 16
+"""Bytes that are collected before they are written; more at once are written directly."""
 
 
 class Sink(Protocol):
@@ -40,7 +39,7 @@ class LocalSink:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            self._file = open(path, "xb", buffering=_BUFFER)  # noqa: SIM115
         except FileNotFoundError as error:
             raise CheckpointRuntimeError(
                 f"{path.parent}, to which a checkpoint is being written, no longer exists: another process "
@@ -49,21 +48,20 @@ class LocalSink:
 
     def write(self, data: memoryview) -> None:
         """Write all of it."""
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+        self._file.write(data)
 
     def close(self) -> None:
         """Wait for the disk."""
         try:
-            os.fsync(self._descriptor)
+            self._file.flush()
+            os.fsync(self._file.fileno())
         finally:
             self.abort()
 
     def abort(self) -> None:
         """Close it as it is."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        with suppress(OSError):  # the disk is full, which `write` or `close` has reported
+            self._file.close()
 
 
 class CheckedFile:
@@ -83,7 +81,7 @@ class CheckedFile:
         self.block = block
         self._sink = sink
         self._checksums: list[int] = []
-        self._head = bytearray()
+        self._archives: dict[tuple[torch.dtype, torch.Size], tuple[bytes, bytes]] = {}
         self._error: Exception | None = None
 
     def __enter__(self) -> CheckedFile:
@@ -99,8 +97,6 @@ class CheckedFile:
     def write(self, data: Any) -> int:
         """Append bytes."""
         view = memoryview(data).cast("B")
-        if len(self._head) < _HEAD:
-            self._head += view[: _HEAD - len(self._head)]
         rest = view
         try:
             while rest:
@@ -120,15 +116,26 @@ class CheckedFile:
         """Do nothing: `write` does not buffer."""
 
     def save_tensor(self, values: Tensor) -> tuple[int, int, int]:
-        """Append a tensor for `torch.load`; returns the offsets of item and raw bytes, and the length."""
-        start = self._save(values)
-        at = self._head.index(_RECORD)
-        extra = int.from_bytes(self._head[at - 2 : at], "little")
-        return start, start + at + len(_RECORD) + extra, self.nbytes - start
+        """Append a tensor for `torch.load`; returns the offsets of item and raw bytes, and the length.
+
+        Args:
+            values: on the CPU, contiguous, alone in its storage.
+        """
+        start, kind = self.nbytes, (values.dtype, values.shape)
+        if kind not in self._archives:
+            self._archives[kind] = _torch.archive_around(values)
+        head, tail = self._archives[kind]
+        raw = torch.empty(0, dtype=torch.uint8).set_(values.untyped_storage())
+        with self._named():
+            for data in (head, raw.numpy(), tail):
+                self.write(data)
+        return start, start + len(head), self.nbytes - start
 
     def save_object(self, value: Any, through: Any = None) -> tuple[int, int]:
         """Append a value for `torch.load`, written via `through`; returns its offset and length."""
-        start = self._save(value, through)
+        start = self.nbytes
+        with self._named():
+            torch.save(value, cast(IO[bytes], through or self))
         return start, self.nbytes - start
 
     def append(self, data: bytes) -> None:
@@ -139,13 +146,6 @@ class CheckedFile:
     def stored(self) -> StoredFile:
         """The name, size and checksums of the file."""
         return StoredFile(self.name, self.nbytes, tuple(self._checksums), self.block)
-
-    def _save(self, value: Any, through: Any = None) -> int:
-        start = self.nbytes
-        self._head.clear()
-        with self._named():
-            torch.save(value, cast(IO[bytes], through or self))
-        return start
 
     @contextmanager
     def _named(self) -> Iterator[None]:

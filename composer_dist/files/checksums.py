@@ -15,7 +15,7 @@ from composer_dist.files.index import Entry
 from composer_dist.files.read import Files
 from composer_dist.files.slabs import MIB, THREADS, in_threads
 
-_PIECE = 4 * MIB
+_PIECE = MIB
 """Bytes that a thread reads at one time."""
 _SEAL = b"composer_dist crc32 "
 

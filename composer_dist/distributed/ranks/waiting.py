@@ -21,18 +21,19 @@ PATIENCE = timedelta(seconds=20)
 
 
 def poll(limit: timedelta, what: Callable[[], str]) -> Iterator[None]:
-    """Yield at growing intervals until time is up; unlike a store's own wait, Ctrl-C interrupts it.
+    """Yield at intervals until time is up; unlike a store's own wait, Ctrl-C interrupts it.
+
+    The intervals grow with the wait, so that it ends at most a tenth too late.
 
     A long wait is logged, with its reason from `what`.
     """
-    start, pause, silent = time.monotonic(), 0.001, True
+    start, silent = time.monotonic(), True
     yield
     while (waited := time.monotonic() - start) < limit.total_seconds():
         if silent and waited > PATIENCE.total_seconds():
             silent = False
             _log.warning("Waiting for %s, for %.0f s at most.", what(), limit.total_seconds())
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.1)
+        time.sleep(min(max(waited / 10, 0.001), 0.1))
         yield
 
 
