@@ -121,15 +121,19 @@ def _agreed_path(path: Any, state: Any, options: dict[str, bool], agreement: Agr
 
 def _open(agreed: str, allow_pickle: bool, verify: bool, agreement: Agreement) -> Opened:
     """Open and verify the checkpoint, which must be the same on all ranks."""
-    with agreement.together("opening the checkpoint"):
+    opened: Opened
+
+    def open_here() -> str:
+        nonlocal opened
         opened = open_checkpoint(agreed, allow_pickle)
+        return opened.digest()
 
     def compare(digests: list[str]) -> None:
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
                 raise CheckpointValueError(f"Ranks 0 and {rank} see different checkpoints at {agreed}.")
 
-    agreement.reach("the checkpoint", opened.digest(), compare)
+    agreement.each("opening the checkpoint", open_here, compare)
     if not opened.stored and isinstance(opened.root, Path):  # other libraries' files have no checksums
         check_same_files(opened.root, opened.index, agreement)
     if verify:

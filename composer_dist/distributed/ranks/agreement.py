@@ -76,15 +76,30 @@ class Agreement:
     @contextmanager
     def together(self, step: str) -> Iterator[None]:
         """Run a body without collectives on every rank: either it succeeds on all, or all raise."""
-        error: Exception | None = None
-        try:
+        with self._caught(step) as errors:
             yield
+        self.reach(step, None, error=next(iter(errors), None))
+
+    def each(
+        self, step: str, body: Callable[[], T], decide: Callable[[list[T]], Any] = lambda findings: None
+    ) -> Any:
+        """`together` and `reach` in one: what `decide` makes of the results of `body` on all ranks."""
+        mine: Any = None
+        with self._caught(step) as errors:
+            mine = body()
+        return self.reach(step, mine, decide, next(iter(errors), None))
+
+    @contextmanager
+    def _caught(self, step: str) -> Iterator[list[Exception]]:
+        """Keep an error for the others to raise as well; an interrupt is reported, and leaves."""
+        errors: list[Exception] = []
+        try:
+            yield errors
         except Exception as caught:
-            error = caught
+            errors.append(caught)
         except BaseException as caught:
             self.leave(caught, step)
             raise
-        self.reach(step, None, error=error)
 
     def collectively(self, step: str, body: Callable[[], T]) -> T:
         """Run a body of collectives: if it fails on one rank, or a rank is lost, all raise the same error.
@@ -178,6 +193,7 @@ class Agreement:
                 verdict = self._await_verdict(line, post["step"], limit + MARGIN)
                 with suppress(RuntimeError):  # the store may end now
                     line.write(f"seen/{self.rank}", line.count)
+                    line.forget(f"{line.count}/{self.rank}")
         except ParallelismError:
             raise
         except RuntimeError as lost:
@@ -195,8 +211,8 @@ class Agreement:
         if any(other["error"] for other in posts.values()):
             posts, ended = self._gather(line, step, posts, GRACE, stop_at_error=False)
         missing = [rank for rank in self.ranks if rank not in posts]
-        if not missing:  # all have read the verdict before this one, and nobody else reads their posts
-            line.forget(f"{line.count - 1}/verdict", *(f"{line.count}/{rank}" for rank in self.ranks))
+        if not missing:  # all have read the verdict before this one
+            line.forget(f"{line.count - 1}/verdict")
         errors = {rank: posts[rank]["error"] for rank in sorted(posts) if posts[rank]["error"]}
         causes = {rank: error for rank, error in errors.items() if not posts[rank].get("lost")}
         left = line.read("left") if missing else None
@@ -224,16 +240,18 @@ class Agreement:
 
         The second result is the missing ranks whose processes have ended.
         """
-        posts = dict(known)
+        posts, keys = dict(known), {rank: f"{line.count}/{rank}" for rank in self.ranks if rank not in known}
 
         def absent() -> list[int]:
-            return [rank for rank in self.ranks if rank not in posts]
+            return [rank for rank in keys if rank not in posts]
 
         for turn, _ in enumerate(poll(limit, lambda: f"{ranks_named(absent())} at {step!r}")):
+            if found := line.read_all(list(keys.values())):
+                return {**posts, **dict(zip(keys, found, strict=True))}, []
             looked = turn % 4 == 3  # at their processes: a look costs more than reading the store
             ended = [rank for rank in absent() if looked and line.has_lost(rank)]
             for rank in absent():
-                if post := line.read(f"{line.count}/{rank}"):
+                if post := line.read(keys[rank]):
                     posts[rank] = post
             if not absent() or line.read("left"):
                 break
@@ -244,13 +262,13 @@ class Agreement:
         return posts, []
 
     def _await_verdict(self, line: Line, step: str, limit: timedelta) -> Any:
-        first = self.ranks[0]
-        for _ in poll(limit, lambda: f"rank {first}, which decides for all, at {step!r}"):
-            if verdict := line.read(f"{line.count}/verdict"):
+        first, key = self.ranks[0], f"{line.count}/verdict"
+        for turn, _ in enumerate(poll(limit, lambda: f"rank {first}, which decides for all, at {step!r}")):
+            if verdict := line.read(key):
                 return verdict
             if left := line.read("left"):
                 return {"error": left}
-            if line.has_lost(first) and not line.read(f"{line.count}/verdict"):
+            if turn % 4 == 3 and line.has_lost(first) and not line.read(key):
                 raise _absent([first], step)
         raise _absent([first], step, limit)
 

@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -37,6 +38,11 @@ class Line:
         """What a rank has written; None if it has not written yet."""
         key = f"{self.prefix}/{key}"
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def read_all(self, keys: Sequence[str]) -> list[Any] | None:
+        """What ranks have written under all of these keys; None if something is missing."""
+        names = [f"{self.prefix}/{key}" for key in keys]
+        return [json.loads(text) for text in self.store.multi_get(names)] if self.store.check(names) else None
 
     def write(self, key: str, value: Any) -> None:
         """Write what this rank has to say, in JSON types."""

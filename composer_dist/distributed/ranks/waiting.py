@@ -33,7 +33,7 @@ def poll(limit: timedelta, what: Callable[[], str]) -> Iterator[None]:
         if silent and waited > PATIENCE.total_seconds():
             silent = False
             _log.warning("Waiting for %s, for %.0f s at most.", what(), limit.total_seconds())
-        time.sleep(min(max(waited / 10, 0.001), 0.1))
+        time.sleep(min(max(waited / 10, 0.0005), 0.1))
         yield
 
 

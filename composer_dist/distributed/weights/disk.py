@@ -9,8 +9,7 @@ small.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from math import prod
@@ -246,17 +245,23 @@ def _gather(target: UnfilledPart, bucket_bytes: int) -> int:
 
 def check_same_files(root: Path, index: Index, agreement: Agreement) -> None:
     """Raise a CheckpointValueError if ranks see files of different contents."""
-    names = [name for name, _ in index.files]
-    with ExitStack() as stack:
-        with agreement.together("the checkpoint's files"):
-            files = stack.enter_context(Files(root, index.files))
-            mine = identities(files)
-        first = agreement.reach("which files there are", mine, lambda all: [all.index(one) for one in all])
-        if any(first):
-            with agreement.together("comparing the checkpoint's files"):
-                number = agreement.ranks.index(agreement.rank)
-                found = fingerprints(files) if first[number] == number else None
-            agreement.reach("the contents of the files", found, lambda all: check_same(names, all))
+
+    def look(read: Callable[[Files], Any]) -> Any:
+        with Files(root, index.files) as files:
+            return read(files)
+
+    first = agreement.each(
+        "the checkpoint's files", lambda: look(identities), lambda all: [all.index(one) for one in all]
+    )
+    if any(first):
+        number = agreement.ranks.index(agreement.rank)
+        mine = first[number] == number
+        names = [name for name, _ in index.files]
+        agreement.each(
+            "the contents of the files",
+            lambda: look(fingerprints) if mine else None,
+            lambda all: check_same(names, all),
+        )
 
 
 def _check_dense(structure: Structure, index: Index, path: Path) -> None:

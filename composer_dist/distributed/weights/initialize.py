@@ -91,11 +91,15 @@ def agree_on_components(
     agreement: Agreement,
 ) -> list[Component]:
     """Find the components that initialize the `needed` tensors, the same on all ranks."""
+    if not needed:
+        return []
     components: list[Component] = []
-    with agreement.together("the initializers"):
+
+    def find() -> list[list[str]]:
         check_refills(optimizers, structure, needed)
-        if needed:
-            components = find_components(structure, set(needed), param_init_fn)
+        components.extend(find_components(structure, set(needed), param_init_fn))
+        labels = ([f"{i.label} of {i.module or 'the root'}" for i in c.initializers] for c in components)
+        return [[*label, *one.tensors] for label, one in zip(labels, components, strict=True)]
 
     def compare(findings: Sequence[list[list[str]]]) -> None:
         for rank, finding in enumerate(findings):
@@ -106,9 +110,7 @@ def agree_on_components(
                         f"rank {rank}. Pass the same param_init_fn on every rank."
                     )
 
-    labels = [[f"{i.label} of {i.module or 'the root'}" for i in one.initializers] for one in components]
-    facts = [[*label, *one.tensors] for label, one in zip(labels, components, strict=True)]
-    agreement.reach("what is initialized", facts, compare)
+    agreement.each("the initializers", find, compare)
     return components
 
 

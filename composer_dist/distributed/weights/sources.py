@@ -102,7 +102,8 @@ def decide_sources(
         compared |= {
             one.label: value for one, value in states if isinstance(value, torch.Tensor) and not value.is_meta
         }
-    _verify(agreement, compared)
+    if local or (verdict["states"] and not rank0):
+        _verify(agreement, compared)
     return Sources(
         rank0=rank0,
         init=init,
