@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
+from glob import escape, glob
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,11 @@ def _newest(folder: str) -> str | None:
     if "://" in folder:
         return f"the newest checkpoint in {folder}, if there is one"
     link = Path(folder, "latest")
-    if link.is_symlink():
+    if os.path.islink(link):  # unlike Path's, also of a name that is too long
         return str(link.parent / os.readlink(link))
-    if link.is_file() and link.stat().st_size < 1000:
+    if os.path.isfile(link) and link.stat().st_size < 1000:
         return str(link.parent / link.read_text(errors="replace").strip())
-    return f"the newest checkpoint in {folder}" if any(Path(folder).glob("[!.]*")) else None
+    return f"the newest checkpoint in {folder}" if glob(f"{escape(folder)}/[!.]*") else None
 
 
 def _device() -> str:

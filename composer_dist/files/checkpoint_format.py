@@ -26,6 +26,7 @@ from composer_dist.files.index import (
     Pieces,
     check_count,
     check_limits,
+    check_size,
     dtype_named,
     with_tuples,
 )
@@ -106,7 +107,14 @@ class Manifest:
     """When it was saved, by how many ranks, with which versions."""
 
     def to_text(self) -> str:
-        """The contents of `checkpoint.json`."""
+        """The contents of `checkpoint.json`.
+
+        Raises:
+            CheckpointValueError: `of_text` would refuse them for their size.
+        """
+        check_count("The checkpoint", len(self.tensors) + len(self.objects))
+        for name, tensor in self.tensors.items():
+            check_limits("The checkpoint", name, tensor.shape)
         body = {
             "version": VERSION,
             "facts": self.facts,
@@ -120,7 +128,9 @@ class Manifest:
             "structure": self.structure,
         }
         text = _dump(body)
-        return _dump({"crc32": zlib.crc32(text.encode()), "checkpoint": body}) + "\n"
+        text = _dump({"crc32": zlib.crc32(text.encode()), "checkpoint": body}) + "\n"
+        check_size(NAME, len(text))
+        return text
 
     @classmethod
     def of_text(cls, text: bytes, source: str) -> Manifest:
@@ -158,10 +168,10 @@ class Manifest:
         check_count(source, len(body["tensors"]) + len(body["objects"]))
         tensors = {}
         for name, (dtype, shape, chunks) in body["tensors"].items():
-            check_limits(source, name, shape)
+            check_limits(f"{source} is corrupt", name, shape)
             boxes = tuple(Chunk(*chunk) for chunk in with_tuples(chunks))
             for box in boxes:
-                check_limits(source, name, box.sizes)
+                check_limits(f"{source} is corrupt", name, box.sizes)
             tensors[name] = StoredTensor(dtype_named(dtype, source), tuple(shape), boxes)
         files = [StoredFile(name, nbytes, tuple(checksums)) for name, nbytes, checksums in body["files"]]
         objects = {name: StoredObject(*place) for name, place in body["objects"].items()}

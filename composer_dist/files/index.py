@@ -118,7 +118,7 @@ def check_size(source: str, nbytes: int) -> None:
     """Raise unless a list of what is in a checkpoint may have so many bytes."""
     if nbytes > _MOST_TEXT:
         raise CheckpointValueError(
-            f"{source} is corrupt: it has {human_bytes(nbytes)}; the limit is {human_bytes(_MOST_TEXT)}."
+            f"{source} has {human_bytes(nbytes)}; at most {human_bytes(_MOST_TEXT)} are supported."
         )
 
 
@@ -137,12 +137,12 @@ def check_limits(source: str, name: str, shape: Sequence[int]) -> None:
     """
     if len(name) > _LONGEST_NAME:
         raise CheckpointValueError(
-            f"{source} is corrupt: the name {name[:40]!r}... has {len(name)} characters."
+            f"{source}: the name {name[:40]!r}... has {len(name)} characters; the limit is {_LONGEST_NAME}."
         )
     possible = len(shape) <= _MOST_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
     if not possible or prod(size or 1 for size in shape) >= _MOST_ELEMENTS:
         what = repr(shape) if len(shape) <= _MOST_DIMENSIONS else f"{len(shape)} dimensions"
-        raise CheckpointValueError(f"{source} is corrupt: {name!r} cannot have the shape {what}.")
+        raise CheckpointValueError(f"{source}: {name!r} cannot have the shape {what}.")
 
 
 def check_inside(directory: Path, names: Iterable[str]) -> None:

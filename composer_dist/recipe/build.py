@@ -16,16 +16,18 @@ from composer_dist.checkpoint import latest_checkpoint
 from composer_dist.config.yaml import KeyPath
 from composer_dist.distributed import meta_init, process_group
 from composer_dist.errors import CheckpointError, CheckpointValueError, ParallelismValueError, kind_of
+from composer_dist.precision import as_precision
 from composer_dist.recipe import named
 from composer_dist.recipe.data import datasets, length, loader
 from composer_dist.recipe.models import build_model
-from composer_dist.recipe.other_libraries.failures import blaming
+from composer_dist.recipe.other_libraries.failures import blaming, check_wandb
 from composer_dist.recipe.output.summary import RunSummary
 from composer_dist.recipe.problems import Problems
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import HubModel, Run
 from composer_dist.recipe.signature import known_names
 from composer_dist.recipe.tokenizer import tokenizer_named
+from composer_dist.recipe.trial import samples_to_try, try_step
 from composer_dist.trainer import (
     CheckpointSaver,
     DistributedDataLoader,
@@ -41,7 +43,7 @@ from composer_dist.trainer import (
 # Not public: only recipes and the Trainer check and seed.
 from composer_dist.trainer.arguments import check_duration, listed
 from composer_dist.trainer.data.batch import num_samples, num_tokens
-from composer_dist.trainer.data.randomness import seed_all
+from composer_dist.trainer.data.randomness import host_states, seed_all, set_host_states
 from composer_dist.trainer.improvement import measured_on
 from composer_dist.trainer.schedulers import sorted_out
 from composer_dist.wording import near_miss
@@ -83,7 +85,8 @@ def build(configuration: Configuration) -> Session:
         optimizer = optimizer_of(run, model, configuration)
         schedulers = scheduler_of(run, optimizer, configuration, epoch_of(train_loader))
         state = start_of(run, model, optimizer, schedulers, epoch_of(train_loader))
-        check_steps(run, train, train_loader, state, times_only=True)
+        check_steps(configuration, train, train_loader, state)
+        callbacks, loggers = callbacks_of(configuration), loggers_of(configuration)
     stepped = any(isinstance(one, LRScheduler) for one in schedulers)
     options: dict[str, Any] = {"step_schedulers_every_batch": True if stepped else None} | run.trainer
     summary = RunSummary()
@@ -97,8 +100,8 @@ def build(configuration: Configuration) -> Session:
             parallelism_config=configuration.parallelism,
             seed=run.seed,
             resume=resume_of(run),
-            callbacks=[*callbacks_of(configuration), summary],
-            loggers=loggers_of(configuration),
+            callbacks=[*callbacks, summary],
+            loggers=loggers,
             **options,
         )
         if trainer.resumed_from is not None:
@@ -161,13 +164,18 @@ def start_of(
 
 
 def check_steps(
-    run: Run, train: Any, train_loader: DistributedDataLoader, state: State, times_only: bool = False
+    configuration: Configuration,
+    train: Any,
+    train_loader: DistributedDataLoader,
+    state: State,
+    streams: bool = False,
 ) -> None:
-    """Raises if the first samples make no batch, or if a scheduler of torch's cannot step.
+    """Raises if some samples make no batch or the model cannot take it, or if a scheduler cannot step.
 
     Args:
-        times_only: look at samples only if a time is in tokens, which they might not have.
+        streams: read samples of a stream too, which a run would lose.
     """
+    run = configuration.run
     parameters = {id(one): one for one in state.model.parameters()}
     for scheduler in state.schedulers:
         try:
@@ -176,19 +184,29 @@ def check_steps(
             continue
         with blaming("scheduler"), warnings.catch_warnings(action="ignore"):  # no optimizer has stepped
             trial.step()
-    given = (
-        run.trainer.get("max_duration"),
-        run.trainer.get("eval_interval"),
+    if (count := length(train)) is None and not streams:
+        return
+    states = host_states()
+    with blaming("data: some samples do not make a batch"):
+        samples, size = samples_to_try(train, count), run.data.batch_size
+        parts = [samples[start : start + size] for start in range(0, len(samples), size)]
+        batches = [train_loader.collate_fn(part) for part in parts]
+    set_host_states(states)
+    after = Timestamp()
+    for batch in batches:
+        after = after.next_batch(samples=num_samples(batch), tokens=num_tokens(batch))
+    given = [run.trainer.get("max_duration"), run.trainer.get("eval_interval")]
+    given += [
         (run.checkpoints or {}).get("interval"),
-    )
-    units = {Time.of(time).unit for time in given if time is not None} - {TimeUnit.DURATION}
-    if length(train) is None or (times_only and TimeUnit.TOKEN not in units):
-        return  # reading of a stream may take long
-    with blaming("data: the first samples do not make a batch"):
-        batch = train_loader.collate_fn([train[index] for index in range(min(2, len(train)))])
-        after = Timestamp().next_batch(samples=num_samples(batch), tokens=num_tokens(batch))
-    for unit in units:
-        after.get(unit)
+        *(run.scheduler.arguments if run.scheduler else {}).values(),
+    ]
+    if any(str(time).endswith("tok") for time in given):
+        after.get(TimeUnit.TOKEN)
+    if set(named.CALLBACKS).issuperset(run.callbacks):  # others may change the model before it trains
+        kind = named.find("optimizer", named.OPTIMIZERS, run.optimizer.name, configuration.folder)
+        precision = as_precision(run.trainer.get("precision"))
+        for batch in batches:
+            try_step(state.model, kind, run.optimizer.arguments, precision, batch)
 
 
 def check_monitored(configuration: Configuration, model: ComposerModel, evaluates: bool) -> None:
@@ -278,12 +296,13 @@ def resume_of(run: Run) -> Resume | None:
 
 def loggers_of(configuration: Configuration) -> list[Any]:
     """The loggers that the configuration names."""
-    return [
-        named.find("logger", named.LOGGERS, name, configuration.folder)(
-            **named.placed(name, arguments, configuration.run.out)
-        )
-        for name, arguments in configuration.run.loggers.items()
-    ]
+    made, run = [], configuration.run
+    for name, arguments in run.loggers.items():
+        kind = named.find("logger", named.LOGGERS, name, configuration.folder)
+        made.append(kind(**named.placed(name, arguments, run.out)))
+        if name == "wandb" and process_group.world_and_rank()[1] == 0:  # the one that logs
+            check_wandb(arguments or {})
+    return made
 
 
 def epoch_of(loader: DistributedDataLoader) -> int | None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from composer_dist.config.parallelism import ParallelismConfig, resolve_config
@@ -16,7 +17,7 @@ from composer_dist.distributed import (
 from composer_dist.distributed.plan.text import table  # not public: it knows the terminal
 from composer_dist.distributed.weights.initialize import find_components  # nor this: preparation asks it
 from composer_dist.errors import ParallelismError, ParallelismValueError
-from composer_dist.precision import as_precision
+from composer_dist.precision import Precision, as_precision, require_fp8
 from composer_dist.recipe.build import (
     batches,
     callbacks_of,
@@ -93,7 +94,7 @@ def describe(configuration: Configuration, world: int) -> str:
         train_loader.placed(plan.mesh["dp_replicate"] * plan.mesh["dp_shard"], 0)
     _check_initialized(run, model)
     state = start_of(run, model, optimizer, schedulers, epoch)
-    check_steps(run, train, train_loader, state)
+    check_steps(configuration, train, train_loader, state, streams=True)
     callbacks: list[Callback] = listed("callbacks", callbacks_of(configuration), Callback)
     listed("loggers", loggers_of(configuration), LoggerDestination)
     for callback in callbacks:
@@ -124,7 +125,10 @@ def describe(configuration: Configuration, world: int) -> str:
 def _check_arguments(run: Run, prepares: bool) -> None:
     """Raises what the Trainer would raise."""
     options = run.trainer
-    check_options(as_precision(options.get("precision")), options.get("compile", False), prepares)
+    precision = as_precision(options.get("precision"))
+    check_options(precision, options.get("compile", False), prepares)
+    if precision is Precision.AMP_FP8:
+        require_fp8(torch.device(options.get("device") or torch.accelerator.current_accelerator() or "cpu"))
     positive("eval_interval", options.get("eval_interval"))
     check_microbatch_size(options.get("device_train_microbatch_size"))
     GradientClipping.of(options.get("gradient_clipping"))

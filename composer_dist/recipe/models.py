@@ -12,7 +12,6 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier, ComposerModel, HuggingFaceModel
 from composer_dist.models.adapters import adapter_hosts
 from composer_dist.recipe.named import resolve
-from composer_dist.recipe.nf4 import quantize
 from composer_dist.recipe.other_libraries.failures import (
     blaming,
     check_kind,
@@ -22,6 +21,7 @@ from composer_dist.recipe.other_libraries.failures import (
     from_hub,
     targets,
 )
+from composer_dist.recipe.other_libraries.nf4 import quantize
 from composer_dist.recipe.schema import HubModel, ModuleModel, Run
 from composer_dist.structure.families import quiet
 from composer_dist.wording import near_miss

@@ -1,5 +1,6 @@
 """Collects everything that is wrong with a configuration, so that all of it is reported at once."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -56,12 +57,17 @@ class Problems:
 
     def check(self, schema: Any, values: Any, *path: str | int) -> Any:
         """What `schema` makes of the values at `path`; None if it rejects them."""
+        adapter: Any = pydantic.TypeAdapter(schema)
         try:
-            return pydantic.TypeAdapter(schema).validate_python(values)
+            made = adapter.validate_python(values)
         except pydantic.ValidationError as error:
             for where, text in explain(schema, values, error, partial(self._hint, schema, path)):
                 self.add(text, *path, *where)
-        return None
+            return None
+        read = adapter.dump_python(made, by_alias=True, warnings=False)
+        wrong = list(_not_numbers(values, read, path))
+        self._found.extend(wrong)
+        return None if wrong else made
 
     def _hint(self, schema: Any, path: KeyPath, name: str) -> str:
         """What another library's key is called here; a function of the user has arguments of its own."""
@@ -89,6 +95,26 @@ class Problems:
         path: KeyPath = problem.path
         named = f"{'.'.join(map(str, path))}: " if path else ""
         return f"{self._document.place(problem)}: {named}{problem.text.removesuffix('.')}"
+
+
+_INFINITE = {"arguments", "norm_type"}
+"""Keys under which a number need not be finite."""
+
+
+def _not_numbers(given: Any, read: Any, path: KeyPath) -> Iterator[Problem]:
+    """What pydantic reads as a number, though it is text or true; infinite ones, except for users' code."""
+    if isinstance(given, dict):
+        for key, value in given.items():
+            inner = read.get(key, value) if isinstance(read, dict) else value
+            yield from _not_numbers(value, inner, (*path, key))
+    elif isinstance(given, list):
+        inner = read if isinstance(read, list | tuple) else given
+        for number, (value, one) in enumerate(zip(given, inner, strict=False)):
+            yield from _not_numbers(value, one, (*path, number))
+    elif isinstance(given, bool | str) and isinstance(read, int | float) and not isinstance(read, bool):
+        yield Problem(path, f"expected a number, got {given!r}")
+    elif isinstance(given, float) and not math.isfinite(given) and not _INFINITE.intersection(path):
+        yield Problem(path, f"expected a finite number, got {given!r}")
 
 
 def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Problems, Run | None]:

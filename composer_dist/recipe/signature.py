@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import math
 import re
 import textwrap
 import typing
@@ -109,7 +108,7 @@ def _hints(target: Any) -> dict[str, Any]:
 
 
 def _checked(hint: Any) -> Any:
-    """The hint; strings are checked where they stand for a time or a precision, and are not numbers."""
+    """The hint; strings are checked where they stand for a time or a precision."""
     from composer_dist.precision import Precision, as_precision
     from composer_dist.trainer import Time
 
@@ -117,21 +116,7 @@ def _checked(hint: Any) -> Any:
     for kind, read in ((Time, Time.of), (Precision, as_precision)):
         if kind in kinds:
             return Annotated[hint, pydantic.AfterValidator(partial(_readable, read))]
-    if (int in kinds or float in kinds) and str not in kinds:
-        return Annotated[hint, pydantic.BeforeValidator(_number)]
     return hint
-
-
-def _number(value: Any) -> Any:
-    """The unchanged value; refuses NaN, and text that pydantic would read as a number but that stays text."""
-    try:
-        wrong = isinstance(value, str | float) and (isinstance(value, str) or math.isnan(value))
-        wrong = wrong and isinstance(float(value), float)
-    except ValueError:
-        wrong = False  # "auto", or what pydantic refuses
-    if wrong:
-        raise ValueError(f"expected a number, got {value!r}")
-    return value
 
 
 def _readable(read: Callable[[Any], object], value: Any) -> Any:

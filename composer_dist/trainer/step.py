@@ -190,6 +190,8 @@ class GradientClipping:
                 raise ParallelismValueError(f"GradientClipping's {name} must be positive, not {number}.")
 
     @classmethod
-    def of(cls, clipping: GradientClipping | float | None) -> GradientClipping | None:
-        """`clipping` itself; a number is a norm, as in Composer."""
+    def of(cls, clipping: GradientClipping | Mapping[str, Any] | float | None) -> GradientClipping | None:
+        """`clipping` itself; a mapping has its fields, and a number is a norm, as in Composer."""
+        if isinstance(clipping, Mapping):
+            return cls(**clipping)
         return cls(norm=clipping) if isinstance(clipping, int | float) else clipping

@@ -245,6 +245,30 @@ class StaticCaches(Caches):
         return out + kept.layers[0].values.pow(2).mean()
 
 
+class CrossBlock(Block):
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        keys = (x * self.gain)[:, None, None]
+        if not kept.is_updated.get(0):  # by the first block, for all
+            kept.cross_attention_cache.update(keys, keys * 2, 0)
+            kept.is_updated[0] = True
+        mine, _ = kept.self_attention_cache.update(keys, keys * 2, 0)
+        encoded = kept.cross_attention_cache.layers[0].values
+        return self.work(x) + mine.mean((1, 2)) + encoded.mean((1, 2))
+
+
+class EncoderDecoderCaches(Net):
+    """an `EncoderDecoderCache` of transformers, filled by the first block and read by later ones"""
+
+    block = CrossBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        kept = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        out = self.run(x, kept).pow(2).mean()
+        return out + kept.self_attention_cache.layers[0].values.pow(2).mean()
+
+
 class SumBlock(Block):
     def forward(self, x: Tensor, kept: Any = None) -> Any:
         kept.total = kept.total * torch.tanh(self.work(x))
@@ -828,6 +852,7 @@ CASES = {one.__name__: one for one in _below(Net)}
 RARE = (
     "Caches",
     "StaticCaches",
+    "EncoderDecoderCaches",
     "Counts",
     "TeacherData",
     "TeacherUnit",

@@ -128,7 +128,7 @@ def test_what_is_no_regular_file_is_refused_and_skipped(tmp_path: Path, name: st
 def test_a_list_of_a_terabyte_is_not_read(tmp_path: Path, name: str) -> None:
     good, path = saved(tmp_path / "1"), saved(tmp_path / "2", seed=1)
     os.truncate(path / name, 1 << 40)
-    text = f"{path}/{name} is corrupt: it has 1.0 TiB"
+    text = f"{path}/{name} has 1.0 TiB; at most 1.0 GiB"
     loads: list[Callable[[Path], Any]] = [load_checkpoint]
     if name == "checkpoint.json":
         loads.append(lambda path: load_pretrained(stateful(), path))
@@ -151,7 +151,7 @@ def test_a_list_of_a_terabyte_at_a_url_is_not_read(
     saved(url)  # type: ignore[arg-type]
     sizes = system.size
     monkeypatch.setattr(type(system), "size", lambda _, path: 1 << 40 if path.endswith(name) else sizes(path))
-    with pytest.raises(CheckpointValueError, match=f"{name} is corrupt: it has 1.0 TiB"):
+    with pytest.raises(CheckpointValueError, match=f"{name} has 1.0 TiB; at most 1.0 GiB"):
         load_checkpoint(url)
     system.rm("/terabyte", recursive=True)
 
@@ -160,7 +160,7 @@ def test_an_index_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.touch()
     os.truncate(index, 1 << 40)
-    with pytest.raises(CheckpointValueError, match=f"^{index} is corrupt: it has 1.0 TiB; "):
+    with pytest.raises(CheckpointValueError, match=f"^{index} has 1.0 TiB; at most 1.0 GiB are "):
         load_pretrained(stateful(), tmp_path)
 
 
@@ -168,7 +168,7 @@ def test_an_index_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
 def test_long_names_make_no_long_errors(tmp_path: Path, pair: tuple[str, str]) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict([pair])}))
-    with pytest.raises(CheckpointValueError, match=r"is corrupt: the name '.*'... has \d+ char") as raised:
+    with pytest.raises(CheckpointValueError, match=r": the name '.*'... has \d+ char") as raised:
         load_pretrained(stateful(), tmp_path)
     reseal(saved(tmp_path / "run"), lambda body: body["structure"].update(note={"tensor": "x" * 5000}))
     with pytest.raises(CheckpointValueError, match="its structure names values twice") as other:
@@ -500,3 +500,13 @@ def test_a_seal_of_another_format_is_refused(tmp_path: Path, change: dict[str, A
     (tmp_path / "x.pt").write_bytes(whole + seal_of(StoredFile(**facts | change)))
     with pytest.raises(CheckpointValueError, match="its end is damaged"):
         load_checkpoint(tmp_path / "x.pt")
+
+
+def test_what_load_refuses_for_its_size_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = saved(tmp_path / "run")
+    monkeypatch.setattr("composer_dist.files.index._MOST_TEXT", 100)
+    with pytest.raises(CheckpointValueError, match=r"checkpoint.json has .*; at most 100 B are supported"):
+        saved(tmp_path / "run", seed=1)
+    monkeypatch.undo()
+    assert load_checkpoint(before)["thing"] == {3}
+    assert [one.name for one in tmp_path.iterdir()] == ["run"]

@@ -107,8 +107,17 @@ def test_a_dry_run_refuses_what_the_run_would(options: list[object], text: str) 
     ("option", "text"),
     [
         ("optimizer.lr=nan", "optimizer.lr: expected a number, got 'nan'"),
-        ("optimizer.lr=.nan", "optimizer.lr: expected a number, got nan"),
+        ("optimizer.lr=.nan", "optimizer.lr: expected a finite number, got nan"),
         ("optimizer.lr='1e-3'", "optimizer.lr: expected a number, got '1e-3'"),
+        ("optimizer.lr=true", "optimizer.lr: expected a number, got True"),
+        ("optimizer.betas=[0.9, .inf]", "optimizer.betas.1: expected a finite number, got inf"),
+        ("trainer.gradient_clipping={norm: true}", "gradient_clipping.norm: expected a number, got True"),
+        ("trainer.max_duration=true", "trainer.max_duration: expected a number, got True"),
+        ("model.num_classes=3", "model.num_classes is not the number of the module's outputs"),
+        ("optimizer.capturable=true", "fails in the optimizer's step: If capturable=True"),
+        ("loggers={wandb: {mode: online}}", "loggers.wandb: wandb has no key. Run `wandb login`"),
+        ("loggers={wandb: {mode: offline, nam: x}}", "unknown key 'nam'. Did you mean 'name'?"),
+        ("checkpoints={filename: '{batch'}", "filename='{batch': expected '}' before end of string"),
         ("scheduler={name: torch.optim.lr_scheduler.StepLR, step_size: 0}", "scheduler: integer modulo"),
         ("trainer.eval_interval=100tok", "the batches have none: no mapping with 'input_ids'"),
     ],
@@ -132,12 +141,15 @@ def test_a_dry_run_refuses_a_logger_without_its_package(
 def test_a_dry_run_looks_into_the_checkpoints_of_an_earlier_run(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(MINE)
     (tmp_path / "mine.py").write_text(
-        CODE.replace("(self)", "(self, width=3)").replace("(3, 2)", "(width, 2)")
+        CODE.replace("(self)", "(self, width=3)")
+        .replace("(3, 2)", "(width, 2)")
+        .replace("data()", "data(width=3)")
+        .replace("zeros(3)", "zeros(width)")
     )
     run = [tmp_path / "mine.yaml", f"out={tmp_path / 'out'}", "scheduler={name: one_cycle, max_lr: 1}"]
     assert call(*run)[0] == 0
     assert call(*run, "--dry-run")[0] == 0
-    shapes = ["model.arguments.width=4"]
+    shapes = ["model.arguments.width=4", "data.arguments={width: 4}"]
     other = ["optimizer={name: sgd, momentum: 0.9, lr: 0.1}"]
     longer = ["trainer.max_duration=2ba"]
     for options, text in (
@@ -250,13 +262,59 @@ def test_errors_of_the_users_own_code_show_where_they_come_from(tmp_path: Path) 
 
 def test_errors_in_training_say_where_and_show_no_frames_of_ours(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(MINE)
-    (tmp_path / "mine.py").write_text(CODE.replace("super().__init__(3, 2)", "super().__init__(4, 2)"))
+    others = "one = (torch.zeros(3), torch.tensor(0))\n    return [one, *[(one[0], one[1] - 5)] * 6, one]"
+    (tmp_path / "mine.py").write_text(CODE.replace("return [(torch.zeros(3), torch.tensor(0))] * 8", others))
     status, _, told = call(tmp_path / "mine.yaml", f"out={tmp_path / 'out'}")
     assert status == 1
     assert "Traceback" not in told
-    assert (
-        "mat1 and mat2 shapes cannot be multiplied (4x3 and 4x2)\nThis was the forward of batch 0.\n" in told
-    )
+    assert "Target -5 is out of bounds.\nThis was the loss of batch 0.\n" in told
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("(3, 2)", "(4, 2)", "in the forward: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x2)"),
+        ("(3, 2)", "(3, 1)", "in the metrics"),
+        (
+            "tensor(0))] * 8",
+            "tensor(0))] * 99 + [(torch.zeros(3), torch.tensor(2))]",
+            "Target 2 is out of bounds: a label",
+        ),
+        (
+            "zeros(3), torch.tensor(0))] * 8",
+            "zeros(3), torch.tensor(0)), (torch.zeros(2), 0)] * 4",
+            "make a batch",
+        ),
+    ],
+)
+def test_a_model_that_does_not_match_the_data_is_refused(
+    tmp_path: Path, old: str, new: str, text: str
+) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    (tmp_path / "mine.py").write_text(CODE.replace(old, new))
+    for dry in (["--dry-run"], []):
+        status, _, told = call(tmp_path / "mine.yaml", *dry, f"out={tmp_path / 'out'}")
+        assert (status, text in told) == (2, True), told
+
+
+STREAM = """\
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from [(torch.zeros(3), torch.tensor(0))] * 8
+
+def data():
+    return Stream()
+"""
+
+
+def test_a_stream_without_tokens_is_refused_with_the_status_of_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    (tmp_path / "mine.py").write_text(CODE.partition("def data")[0] + STREAM)
+    for dry in (["--dry-run"], []):
+        status, _, told = call(
+            tmp_path / "mine.yaml", *dry, f"out={tmp_path / 'out'}", "trainer.max_duration=9tok"
+        )
+        assert (status, "no mapping with 'input_ids'" in told) == (2, True), told
 
 
 @pytest.mark.slow

@@ -67,3 +67,8 @@ def test_keys_that_replace_each_other_are_faults(text: str, key: str, hint: str)
     assert parse(text).faults == [((key,), 2, said)]
     with pytest.raises(yaml.YAMLError, match="^duplicate key"):
         parse_value(text)
+
+
+@pytest.mark.parametrize("text", ["3e4tok", "trueish", "False.positive", "1e3x"])
+def test_text_that_begins_like_a_number_or_a_boolean_is_text(text: str) -> None:
+    assert parse_value(f"[{text}]") == [text]

@@ -55,7 +55,7 @@ def test_adapters_reload_with_their_base_and_merged(name: str, world2: World, tm
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from composer_dist.recipe.nf4 import quantize
+    from composer_dist.recipe.other_libraries.nf4 import quantize
 
     if name == "qlora":
         pytest.importorskip("torchao", reason="NF4 is torchao's; it is an extra")

@@ -1,10 +1,12 @@
 """What transformers, peft and datasets reject, in words that name the key and the remedy."""
 
+import inspect
 import json
 import os
 import re
+import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from composer_dist.errors import CheckpointError, ParallelismError, ParallelismV
 from composer_dist.files.index import check_inside, read_text
 from composer_dist.files.safetensors import read_index
 from composer_dist.recipe.schema import Arguments, HubModel
-from composer_dist.wording import listed
+from composer_dist.wording import listed, near_miss
 
 _WEIGHTS = (
     "model.safetensors",
@@ -184,3 +186,20 @@ def targets(model: nn.Module) -> str:
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     }
     return listed(sorted(names), 12)
+
+
+def check_wandb(options: Mapping[str, Any]) -> None:
+    """Raises if wandb would not take a logger's options, or has no key and nobody to ask for one."""
+    import wandb
+
+    known = inspect.signature(wandb.init).parameters
+    for name in options.keys() - known - {"interval"}:
+        raise ParallelismValueError(f"loggers.wandb: unknown key {name!r}.{near_miss(name, known)}")
+    mode = options.get("mode") or os.environ.get("WANDB_MODE") or "online"
+    keys = map(os.environ.get, ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+    files = (Path(os.environ.get("NETRC") or "~/.netrc"), Path("~/_netrc"))
+    asks = sys.stdin is not None and sys.stdin.isatty()
+    if mode == "online" and not (asks or any(keys) or any(one.expanduser().is_file() for one in files)):
+        raise ParallelismValueError(
+            "loggers.wandb: wandb has no key. Run `wandb login`, set WANDB_API_KEY, or set mode: offline."
+        )

@@ -68,7 +68,10 @@ def check_places(run: Run) -> None:
         if not place or "://" in str(place):
             continue
         path = Path(place).absolute()
-        above = next(one for one in (path, *path.parents)[key.endswith("path") :] if one.exists())
+        try:
+            above = next(one for one in (path, *path.parents)[key.endswith("path") :] if one.exists())
+        except OSError as error:  # a name that is too long, say
+            raise ParallelismValueError(f"{key}={place} cannot be written: {error.strerror}.") from None
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             raise ParallelismValueError(
                 f"{key}={place} cannot be written: {above} is not a folder to write to."

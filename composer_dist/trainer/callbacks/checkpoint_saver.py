@@ -187,6 +187,8 @@ class CheckpointSaver(Callback):
             raise ParallelismValueError(
                 f"filename={self._filename!r}: {error} is unknown. Valid keys: epoch, batch, sample, token."
             ) from error
+        except ValueError as error:
+            raise ParallelismValueError(f"filename={self._filename!r}: {error}.") from error
 
 
 def contents(state: State, run: bool = True) -> dict[str, Any]:

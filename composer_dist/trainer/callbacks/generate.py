@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Generate(Periodic):
         **options: of transformers' `generate`; by default 32 new tokens, without sampling.
 
     Raises:
-        ParallelismValueError: there are no prompts.
+        ParallelismValueError: there are no prompts, or `generate` has no such option, at INIT.
         ParallelismTypeError: at INIT, on every rank: the model cannot generate or has no tokenizer.
     """
 
@@ -57,6 +58,18 @@ class Generate(Periodic):
                 f"Generate needs a HuggingFaceModel with a tokenizer; this {type(state.model).__name__} has "
                 f"no {' and no '.join(lacking)}."
             )
+        from transformers import GenerationConfig
+
+        config: Any = GenerationConfig
+        try:
+            unused = (config := config()).update(**self._options)
+            config.validate()
+        except ValueError as error:
+            raise ParallelismValueError(f"Generate: {error}") from error
+        model: Any = state.model
+        takes = signature(model.model.generate).parameters | signature(model.model.forward).parameters
+        if unknown := unused.keys() - takes:
+            raise ParallelismValueError(f"Generate: generate has no {', '.join(sorted(unknown))}.")
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         if self._every.passed(state):

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from composer_dist.trainer.logger import Row
 from composer_dist.trainer.loggers.writing import WritingLogger
 
 _TIMES = ("epoch", "batch", "sample", "token", "seconds")
+_LONGEST = 1 << 26
+"""Characters of a line; a file with a longer one may be larger than memory."""
 
 
 class FileLogger(WritingLogger):
@@ -50,17 +52,22 @@ class FileLogger(WritingLogger):
         if now.batch >= self._last:
             return
         self._last = now.batch
-        lines = self._lines()
-        batches = [_batch_of(line) for line in lines]
-        kept = [line for line, batch in zip(lines, batches, strict=True) if 0 <= batch <= now.batch]
-        if len(kept) == len(lines):
-            return
         whole = self._path.with_name(f"{self._path.name}.new")
-        whole.write_text("".join(kept), errors="surrogateescape")
-        if -1 in batches:
+        dropped, strange = False, 0
+        with whole.open("w", errors="surrogateescape") as file:
+            for number, line in enumerate(self._lines(), 1):
+                batch = _batch_of(line)
+                if 0 <= batch <= now.batch:
+                    file.write(line)
+                else:
+                    dropped, strange = True, strange or (batch < 0) * number
+        if not dropped:
+            whole.unlink()
+            return
+        if strange:
             aside = self._path.rename(_free(self._path))
             warnings.warn(
-                f"{self._path}, line {batches.index(-1) + 1}, is not a line of a FileLogger. Such lines are "
+                f"{self._path}, line {strange}, is not a line of a FileLogger. Such lines are "
                 f"left out; {aside.name} is the file as it was.",
                 stacklevel=2,
             )
@@ -80,8 +87,13 @@ class FileLogger(WritingLogger):
         named = [dict(zip(columns, row, strict=True)) for row in rows]
         self._write([{**_time(time), "table": name, "rows": named}])
 
-    def _lines(self) -> list[str]:
-        return self._path.read_text(errors="surrogateescape").splitlines(keepends=True)
+    def _lines(self) -> Iterator[str]:
+        """The lines; the last of them is the first that is too long for one of a logger."""
+        with self._path.open(errors="surrogateescape") as file:
+            while line := file.readline(_LONGEST):
+                yield line
+                if len(line) == _LONGEST:
+                    return
 
     def _write(self, objects: Sequence[Mapping[str, Any]]) -> None:
         with self._path.open("a") as file:
@@ -99,7 +111,8 @@ def _time(time: Timestamp) -> dict[str, float]:
 def _batch_of(line: str) -> float:
     """The batch of a line; infinity if the line is cut off, -1 if it is not one of this logger."""
     try:
-        batch = json.loads(line).get("batch", 0) if line.endswith("\n") else math.inf
+        cut_off = not line.endswith("\n") and len(line) < _LONGEST
+        batch = math.inf if cut_off else json.loads(line).get("batch", 0)
         return batch if batch >= 0 else -1
     except (ValueError, AttributeError, TypeError, RecursionError):
         return -1

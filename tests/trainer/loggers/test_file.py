@@ -122,6 +122,17 @@ def test_lines_of_others_are_kept_aside(tmp_path: Path, line: bytes) -> None:
     assert (tmp_path / "metrics.1.jsonl").read_bytes() == before
 
 
+def test_a_hole_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"batch": 2}\n')
+    with path.open("r+b") as sparse:
+        sparse.truncate(1 << 40)
+    with pytest.warns(UserWarning, match=r"line 2, is not .*; metrics.1.jsonl is the file as it was"):
+        started(path, batch=3)
+    assert lines(path) == [{"batch": 2}]
+    assert (tmp_path / "metrics.1.jsonl").stat().st_size == 1 << 40
+
+
 def test_fits_of_one_trainer_share_a_file_and_another_run_keeps_it_beside_its_own(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):

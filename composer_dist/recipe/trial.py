@@ -1,0 +1,112 @@
+"""A step on a copy of a small model shows whether the data, the model and the optimizer match."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_dist import ComposerModel
+from composer_dist.distributed import meta_init
+from composer_dist.errors import ParallelismError, ParallelismValueError
+from composer_dist.precision import Precision, autocast
+from composer_dist.recipe.other_libraries.failures import blaming
+
+# Not public: only recipes and the Trainer draw random numbers and compute losses.
+from composer_dist.trainer.data.randomness import host_states, set_host_states
+from composer_dist.trainer.step import total_loss
+
+_LARGEST = 5_000_000
+"""Parameters of a model that is tried; a step of a larger one takes long."""
+_LOOKED_AT = 32
+_NO_GROUP = "Default process group has not been initialized"
+_REMEDIES = {
+    r"Target \d+ is out of bounds": "a label needs more classes than the model has; set num_labels in "
+    "model.config, or the number of your module's outputs",
+    "index out of range in self": "a token is not in the vocabulary; raise vocab_size in model.config",
+    "equal to number of classes": "model.num_classes is not the number of the module's outputs",
+}
+
+
+def samples_to_try(train: Any, length: int | None) -> list[Any]:
+    """Some samples of a data set, those with the largest labels and tokens among them."""
+    if length is None:  # a stream
+        return [*islice(train, 2)]
+    count = min(length, _LOOKED_AT)
+    found = [train[place * (length - 1) // max(count - 1, 1)] for place in range(count)]
+    sizes = [*zip(*map(_largest, found), strict=False)]
+    chosen = {0, count - 1, *(max(range(count), key=of.__getitem__) for of in sizes)}
+    return [found[place] for place in sorted(chosen)]
+
+
+def _largest(sample: Any) -> list[float]:
+    """The largest whole number in each field."""
+    fields: Any = sample.values() if isinstance(sample, Mapping) else sample
+    found = []
+    for field in fields if isinstance(sample, Mapping | list | tuple) else [sample]:
+        whole = isinstance(field, Tensor) and field.numel() and not field.is_floating_point()
+        found.append(float(field.max()) if whole else float(field) if isinstance(field, int) else 0.0)
+    return found
+
+
+def try_step(
+    model: ComposerModel, kind: Any, arguments: Mapping[str, Any], precision: Precision | None, batch: Any
+) -> None:
+    """Takes a step with a copy of a model that is small enough, on a CPU; random numbers stay as they were.
+
+    Args:
+        model: stays as it is; values on the meta device are initialized in the copy.
+        kind: the optimizer's class, and `arguments` its arguments.
+        precision: the run's.
+        batch: of a few samples.
+
+    Raises:
+        ParallelismValueError: the step fails.
+    """
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size > _LARGEST or torch.accelerator.is_available() or precision is Precision.AMP_FP8:
+        return
+    states = host_states()
+    try:
+        model = deepcopy(model).train()
+        meta_init(model)
+    except Exception:  # what cannot be copied or initialized is told where the run needs it
+        return
+    try:
+        _step(model, kind, arguments, autocast(precision, torch.device("cpu")), batch)
+    except ParallelismError as error:
+        if _NO_GROUP not in str(error):
+            raise
+    finally:
+        set_host_states(states)
+
+
+def _step(model: ComposerModel, kind: Any, arguments: Mapping[str, Any], cast: Any, batch: Any) -> None:
+    with _named("forward"), cast:
+        outputs = model(batch)
+    with _named("loss"), cast:
+        loss = total_loss(model.loss(outputs, batch))
+    with _named("metrics"), torch.no_grad():
+        for metric in (model.get_metrics(is_train=False) | model.get_metrics(is_train=True)).values():
+            model.update_metric(batch, model.eval_forward(batch, outputs), metric)
+    with _named("backward"):
+        loss.backward()
+    if kind.__module__.startswith("torch.optim."):  # the user's own may need all ranks
+        with _named("optimizer's step"):
+            kind([one for one in model.parameters() if one.requires_grad], **arguments).step()
+
+
+@contextmanager
+def _named(stage: str) -> Iterator[None]:
+    try:
+        with blaming(f"a step on some samples of the data fails in the {stage}"):
+            yield
+    except ParallelismError as error:
+        for pattern, remedy in _REMEDIES.items():
+            if re.search(pattern, str(error)):
+                raise ParallelismValueError(f"{str(error).removesuffix('.')}: {remedy}.") from error
+        raise
