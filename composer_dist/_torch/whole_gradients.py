@@ -2,10 +2,13 @@
 
 from collections.abc import Set
 from typing import Any
+from weakref import ref
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
 
 from composer_dist._torch.sharding import fsdp_param_groups, fsdp_params
 from composer_dist.errors import ParallelismRuntimeError
@@ -31,14 +34,12 @@ def accumulated_nbytes(module: FSDPModule) -> int:
 
 def unreduced(module: FSDPModule) -> list[tuple[str, nn.Parameter]]:
     """A unit's shards, by name, whose gradients wait for a synchronized backward. Since torch 2.4."""
-    found = []
-    for group in fsdp_param_groups(module):
-        for param in group.fsdp_params:
-            gathered = getattr(param, "_unsharded_param", None)
-            grads = getattr(gathered, "grad", None), getattr(param, "unsharded_accumulated_grad", None)
-            if any(grad is not None for grad in (*grads, group._partial_reduce_output)):
-                found.append((param._param_fqn, param.sharded_param))
-    return found
+    return [
+        (param._param_fqn, param.sharded_param)
+        for group in fsdp_param_groups(module)
+        for param in group.fsdp_params
+        if _is_unreduced(param, group)
+    ]
 
 
 def drop_unreduced(module: FSDPModule, held: Set[int]) -> None:
@@ -59,6 +60,37 @@ def drop_unreduced(module: FSDPModule, held: Set[int]) -> None:
             _drop(param)
         if mine:
             group._partial_reduce_output = None
+
+
+def drop_with_gradients(module: FSDPModule) -> None:
+    """Have `parameter.grad = None` also drop what a unit keeps of that gradient, as `drop_unreduced` does.
+
+    By a property of all DTensors, over torch's own. Since torch 2.4.
+    """
+    for group in fsdp_param_groups(module):
+        _kept.update(
+            (id(param.sharded_param), (ref(module), ref(param), ref(group))) for param in group.fsdp_params
+        )
+    setattr(DTensor, "grad", property(_grad.__get__, _set_grad, _grad.__delete__))  # noqa: B010
+
+
+_grad: Any = torch.Tensor.grad
+_kept: dict[int, tuple[ref[Any], ...]] = {}
+"""By the identity of a shard, the unit and FSDP2's records of both."""
+
+
+def _set_grad(tensor: DTensor, value: torch.Tensor | None) -> None:
+    _grad.__set__(tensor, value)
+    if value is None and (kept := _kept.get(id(tensor))) is not None:
+        unit, param, group = (one() for one in kept)
+        if param is not None and param.sharded_param is tensor and _is_unreduced(param, group):
+            drop_unreduced(unit, {id(tensor)})  # type: ignore[arg-type]
+
+
+def _is_unreduced(param: Any, group: Any) -> bool:
+    gathered = getattr(param, "_unsharded_param", None)
+    grads = getattr(gathered, "grad", None), getattr(param, "unsharded_accumulated_grad", None)
+    return any(grad is not None for grad in (*grads, group._partial_reduce_output))
 
 
 def _forms(param: Any) -> tuple[Any, ...]:

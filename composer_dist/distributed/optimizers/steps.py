@@ -27,6 +27,8 @@ def watch_steps(model: nn.Module, replaced: Mapping[str, Tensor]) -> None:
     former = {id(parameter): (name, ref(parameter)) for name, parameter in replaced.items()}
     before_every_step(model, partial(_choose, former))
     _watch_zero_grad()
+    for unit in _units(model):
+        _torch.drop_with_gradients(unit)
     _former[:] = [*(one for one in _former if one[0]() is not None), (ref(model), former)]
 
 

@@ -137,7 +137,7 @@ def test_a_model_may_be_collected_while_an_optimizer_steps() -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    ("replicas", "how"), [(1, "optimizer"), (1, "module"), (2, "optimizer"), (2, "half")]
+    ("replicas", "how"), [(1, "optimizer"), (1, "module"), (1, "hand"), (2, "optimizer"), (2, "half")]
 )
 def test_zero_grad_drops_what_no_sync_has_left(replicas: int, how: str) -> None:
     """It leaked into the next step, because FSDP2 does not keep it in `.grad`."""
@@ -149,7 +149,9 @@ def test_zero_grad_drops_what_no_sync_has_left(replicas: int, how: str) -> None:
     if how == "half":
         with fails(ParallelismRuntimeError, "those of 0.bias are in one sum", "model.zero_grad()"):
             torch.optim.SGD([model[0].weight], 0.1).zero_grad()
-    for one in model if how == "module" else [optimizer]:
+    for parameter in model.parameters() if how == "hand" else ():
+        parameter.grad = None
+    for one in {"module": model, "hand": ()}.get(how, [optimizer]):
         one.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     alone = _net()
