@@ -4,7 +4,9 @@ No other package uses torch's private names. `tests/test_torch.py` checks for ea
 needs it. Code that depends on the torch version is here too.
 """
 
+from composer_dist._torch.backward import *
 from composer_dist._torch.communication import *
+from composer_dist._torch.dtensors import *
 from composer_dist._torch.modules import *
 from composer_dist._torch.operations import *
 from composer_dist._torch.replication import *

@@ -1,13 +1,11 @@
 """DDP in place, and the synchronization of gradients in backward."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
-from torch.autograd.graph import Node
 
 # Data parallelism by hooks, with DDP's reducer, and the class that it adds to a module's. Since torch 2.0.
 from torch.distributed._composable.replicate import DDP as ComposableDDP
@@ -118,32 +116,3 @@ def gradient_sync_flags(module: nn.Module) -> list[tuple[object, str, bool]]:
     if isinstance(module, ComposableDDP):
         flags.append((replicate.state(module), "_no_sync", False))
     return flags
-
-
-def wanted_by_caller(nodes: Iterable[Node]) -> int | None:
-    """The index of the first leaf whose gradient `torch.autograd.grad` returns from the present backward.
-
-    Args:
-        nodes: the leaves' `AccumulateGrad`. Inside such a call torch answers for them by an error. Since
-            torch 2.1.
-    """
-    for index, node in enumerate(nodes):
-        try:
-            torch._C._will_engine_execute_node(node)
-        except RuntimeError:
-            return index
-    return None
-
-
-def current_backward() -> int:
-    """The number of this thread's current backward pass; -1 if there is none. Since torch 2.1."""
-    return torch._C._current_graph_task_id()
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` once at the end of the current backward pass, before it returns.
-
-    DDP and FSDP2 finish their gradients this way. Callbacks run in the order in which they were queued, on
-    the caller's streams. Since torch 1.0; there is no public function.
-    """
-    Variable._execution_engine.queue_callback(callback)

@@ -1,6 +1,5 @@
 """Tensors: the parts of DTensors, operations on lists, storages, versions and hooks."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from io import BytesIO
@@ -152,104 +151,6 @@ def storage_info(path: str, offset: int, length: int) -> Any:
     return _StorageInfo(path, offset, length)
 
 
-def refuse_local_scalars(message: str) -> None:
-    """Have `item()`, `float()` and `if` on a DTensor that holds only this rank's part raise `message`.
-
-    torch returns the part. For all DTensors of the process, by the table in which torch's own
-    `loss_parallel` puts its operations. Since torch 2.2.
-    """
-
-    def scalar(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor: DTensor = args[0]
-        sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-        if any(size > 1 and not placement.is_replicate() for placement, size in sizes):
-            raise ParallelismRuntimeError(message)
-        return op(tensor._local_tensor)
-
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten._local_scalar_dense.default] = scalar
-
-
-def refuse_lost_writes(to_view: str, at_once: str, to_data: str, to_share: str) -> None:
-    """Have what DTensors lose, what writes the same into the part of every rank, and what crashes them raise.
-
-    A part of a sharded dimension (`parameter.data[0]`) is a gathered copy, so what is written there is lost.
-    So is a new `.data`, because a DTensor keeps the part that it has. For all DTensors of the process, as in
-    `refuse_local_scalars`; all operations that write are watched once a part was made, and until then are as
-    fast as before. Since torch 2.2.
-
-    Args:
-        at_once: with a place for the operation's name.
-    """
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    if _PARTS[0] in handlers:
-        return
-
-    def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Any) -> Any:
-        handlers.pop(op, None)
-        try:
-            return op(*args, **kwargs)
-        finally:
-            handlers[op] = handler
-
-    def part(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _aten.zero_.default not in handlers:
-            handlers.update(dict.fromkeys(set(_writes()) - handlers.keys(), write))
-        return run(op, args, kwargs, part)
-
-    def write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        written = kwargs.get("out", args[0])
-        if any(map(_is_gathered, written if isinstance(written, (list, tuple)) else [written])):
-            raise ParallelismRuntimeError(to_view)
-        if op in _FILLS and _is_cut(written, on_any_device="out" in kwargs):
-            raise ParallelismRuntimeError(at_once.format(op.overloadpacket.__name__))
-        return run(op, args, kwargs, write)
-
-    handlers.update(dict.fromkeys(_PARTS, part) | dict.fromkeys(_FILLS, write))
-    read: Any = torch.Tensor.data
-    setattr(DTensor, "data", property(read.__get__, _refusing(to_data)))  # noqa: B010 - mypy knows its type
-    setattr(DTensor, "share_memory_", _refusing(to_share))  # noqa: B010
-
-
-def _is_gathered(tensor: Any) -> bool:
-    base = tensor._base if isinstance(tensor, DTensor) else None
-    return isinstance(base, DTensor) and storage_key(base._local_tensor) != storage_key(tensor._local_tensor)
-
-
-def _is_cut(tensor: DTensor, on_any_device: bool) -> bool:
-    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    cut = any(size > 1 and placement.is_shard() for placement, size in sizes)
-    return cut and (on_any_device or tensor.device_mesh.device_type == "cpu")
-
-
-def _refusing(message: str) -> Callable[..., None]:
-    def refuse(*args: Any) -> None:
-        raise ParallelismRuntimeError(message)
-
-    return refuse
-
-
-_aten = torch.ops.aten
-_PARTS = (_aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.diagonal.default)
-_RANDOM = "normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_ bernoulli"
-_FILLS = frozenset(
-    getattr(packet, overload)
-    for name in f"{_RANDOM} rand_like randn_like randint_like eye arange linspace randperm rand randn".split()
-    for packet in [getattr(_aten, name)]
-    for overload in packet.overloads()
-)
-
-
-def _writes() -> Sequence[Any]:
-    """All operations that write into their first argument, or into `out`. Since torch 1.12."""
-    found = []
-    for schema in torch._C._jit_get_all_schemas():
-        written = [one.name for one in schema.arguments if one.alias_info and one.alias_info.is_write]
-        if schema.name.startswith("aten::") and written and written[0] in ("self", "out"):
-            found.append(getattr(getattr(_aten, schema.name[6:]), schema.overload_name or "default"))
-    return found
-
-
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether FSDP2 has freed the memory under an ordinary tensor. Since torch 2.0."""
     return _is_ordinary(tensor) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
@@ -267,47 +168,3 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
         and tensor.layout == torch.strided
         and not tensor.is_meta
     )
-
-
-_explanations: list[Callable[[RuntimeError], str | None]] = []
-
-
-def explain_in_backward(explain: Callable[[RuntimeError], str | None]) -> None:
-    """Have every backward raise what `explain` returns for its error, if it is not None.
-
-    For all backwards of the process, by the function through which torch starts each. Since torch 2.1.
-    """
-    if explain in _explanations:
-        return
-    _explanations.append(explain)
-    if len(_explanations) > 1:
-        return
-    run = torch.autograd.graph._engine_run_backward
-
-    @functools.wraps(run)
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return run(*args, **kwargs)
-        except RuntimeError as error:
-            for message in filter(None, (explain(error) for explain in _explanations)):
-                raise ParallelismRuntimeError(message) from error
-            raise
-
-    # torch.compiler, which replaces both for a while, restores the first one under both names.
-    torch.autograd.graph._engine_run_backward = explained
-    setattr(torch.autograd, "_engine_run_backward", explained)  # noqa: B010 - mypy knows no such export
-
-
-def is_transforming() -> bool:
-    """Whether a transform of torch.func (vmap, grad) is at work. Since torch 2.5."""
-    return torch._C._are_functorch_transforms_active()
-
-
-def next_sequence_number() -> int:
-    """The sequence number that the next autograd node of this thread gets. Since torch 2.1."""
-    return torch._C._autograd._get_sequence_nr()
-
-
-def sequence_number(tensor: torch.Tensor) -> int:
-    """The sequence number of the autograd node that has made `tensor`, -1 of a leaf. Since torch 1.9."""
-    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()

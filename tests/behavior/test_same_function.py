@@ -917,7 +917,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "Neighbors": SHARDED,
         "NeighborsData": SHARDED,
         "Encodes": r"head was used .*forward_methods=\['encode'\]",
-        "Globals": "needs (a parameter|layers.1.linear.weight), which FSDP2 has freed",
+        "Globals": "needs layers.1.linear.weight, which FSDP2 has freed|Backward mixed sharded and whole",
         "TensorHookBefore": HOOKS,
         "TensorHookAfter": HOOKS,
         "Replaces": NEW,

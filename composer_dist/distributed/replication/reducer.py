@@ -64,10 +64,12 @@ class Replica:
         self._handles: list[RemovableHandle] = []
         if low or plan.mp_policy.output_dtype:
             self._compute_in(low, plan.mp_policy.output_dtype)
-        self._handles.append(model.register_forward_pre_hook(self._before_forward))
+        before = torch.compiler.disable(self._before_forward)  # the user may compile the whole model
+        self._handles.append(model.register_forward_pre_hook(before))
         if not plan.idle:
             self._follow(self._trainable())
-        self._handles.append(model.register_forward_hook(self._after_forward, always_call=True))
+        after = torch.compiler.disable(self._after_forward)
+        self._handles.append(model.register_forward_hook(after, always_call=True))
         prepared.record(model).replica = self
 
     @property
@@ -193,8 +195,9 @@ class Replica:
                 return None
             return replace_tensors(lambda t: t.to(output_dtype) if t.is_floating_point() else t, output)
 
-        self._handles.append(self._model.register_forward_pre_hook(enter))
-        self._handles.append(self._model.register_forward_hook(leave, always_call=True))
+        after = torch.compiler.disable(leave)
+        self._handles.append(self._model.register_forward_pre_hook(torch.compiler.disable(enter)))
+        self._handles.append(self._model.register_forward_hook(after, always_call=True))
 
 
 class _Reducer(_torch.InPlaceDDP):

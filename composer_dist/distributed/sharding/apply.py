@@ -58,6 +58,11 @@ _SHARED = (
     "A sharded tensor cannot share its memory with other processes: torch would crash. Call "
     "model.share_memory() on a copy that is not prepared, which full_state_dict can fill."
 )
+_SENT = (
+    "torch.distributed's {} takes no sharded tensors, whose parts differ between the ranks. FSDP2 keeps the "
+    "ranks equal without PostLocalSGDOptimizer and model averagers; give collectives of your own "
+    "full_tensor() or to_local()."
+)
 
 
 def apply(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -119,7 +124,8 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
     record(structure.modules[""]).state_dict_type = plan.state_dict_type
     average_plain(structure, mesh.fsdp)
     _torch.refuse_local_scalars(_SCALAR)
-    _torch.refuse_lost_writes(_PART, _EVERYWHERE, _DATA, _SHARED)
+    _torch.refuse_lost_writes(_PART, _EVERYWHERE, _DATA, _SHARED, _SENT)
+    _torch.check_scaled_gradients()
     _torch.explain_in_backward(freed)
     units = {unit.name: structure.modules[unit.name] for unit in plan.units}
     inside = [name for unit in plan.units for name in unit.modules]

@@ -270,9 +270,14 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
 def freed(error: RuntimeError) -> str | None:
     """The message for a backward that read a parameter that FSDP2 had freed."""
     name = _torch.freed_parameter(error)
-    words = "got mixed torch.Tensor and DTensor", "out of bounds for storage of size 0"
-    if name is None and any(one in str(error) for one in words):  # in a recomputed block; of a DTensor
+    if name is None and "out of bounds for storage of size 0" in str(error):
         name = "a parameter"
+    if name is None and "got mixed torch.Tensor and DTensor" in str(error):  # in a recomputed block too
+        return (
+            "Backward mixed sharded and whole tensors. Call full_tensor() on a penalty on sharded parameters "
+            "before you add it to the loss. A loss that a forward computes from its parameters must be "
+            "returned, or set as an attribute of the module, because FSDP2 frees them after the forward."
+        )
     return name and (
         f"Backward needs {name}, which FSDP2 has freed: a loss was computed from it in forward, and "
         "kept where nothing shows it (in a global list, for example). Return the loss from the "

@@ -390,6 +390,20 @@ def test_replicas_compile_too() -> None:
     assert graphs() == 1
 
 
+@on_ranks(2)
+def test_a_replica_may_be_compiled_whole_after_the_preparation() -> None:
+    """The compiler traced this library's hooks, down to their collectives, which it does not support."""
+    fresh()
+    reference, model = nn.Linear(8, 8), nn.Linear(8, 8)
+    model.load_state_dict(reference.state_dict())
+    parallelize_model(model, DDPConfig(), precision="amp_bf16")
+    compiled, x = torch.compile(model, backend="aot_eager"), torch.arange(16.0).view(2, 8) / 8
+    for scale in (1, 2):
+        compiled(mine(x) * scale).square().mean().backward()
+        reference(x * scale).square().mean().backward()
+    torch.testing.assert_close(model.weight.grad, reference.weight.grad, rtol=0.05, atol=0.05)
+
+
 # Dynamo makes an object of an autograd function for itself.
 @pytest.mark.promise(30)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -14,6 +14,7 @@ from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.rule import Rule
+from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import no_sync, parallelize_model
 from composer_dist.distributed.before_steps import Check, before_every_step
 from composer_dist.distributed.training.gradients import accumulate
@@ -188,6 +189,34 @@ def test_writes_into_a_gathered_part_and_equal_random_parts_are_refused() -> Non
         with fails(ParallelismRuntimeError, "same numbers into the part of every rank", "before the prep"):
             write(weight)
     nn.init.constant_(weight, 0.5)
+    with fails(ParallelismRuntimeError, "distributed's allreduce takes no sharded", "PostLocalSGDOptimizer"):
+        dist.all_reduce(weight.data)
+    with fails(ParallelismRuntimeError, "Call full_tensor() on a penalty"):
+        (model(torch.ones(2, 4)).sum() + weight.square().sum()).backward()
+
+
+@on_ranks(2)
+def test_torch_s_grad_scaler_skips_a_step_on_all_ranks_with_whole_and_cut_gradients() -> None:
+    """It refused whole gradients beside cut ones, and asked the ranks of one mesh only."""
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    tp = TPConfig(plan={"0": "colwise_gather"})
+    parallelize_model(model, ParallelismConfig(mesh=MeshConfig(dp_shard=1, tp=2), tp=tp), optimizer)
+    scaler, before = torch.amp.GradScaler("cpu", init_scale=4.0), weights(model)
+    for infinite in (True, False):
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        if infinite and dist.get_rank() == 1:
+            model[0].weight.grad.to_local()[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == 2
+        if infinite:
+            close(weights(model), before)
+    alone = _net()
+    alone(torch.ones(2, 4)).sum().backward()
+    torch.optim.SGD(alone.parameters(), 0.1).step()
+    close(weights(model), weights(alone))
 
 
 class Returns(nn.Linear):

@@ -1,0 +1,84 @@
+"""Backward passes: what runs in them and after them, their errors, and autograd's nodes."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+
+from composer_dist.errors import ParallelismRuntimeError
+
+
+def wanted_by_caller(nodes: Iterable[Node]) -> int | None:
+    """The index of the first leaf whose gradient `torch.autograd.grad` returns from the present backward.
+
+    Args:
+        nodes: the leaves' `AccumulateGrad`. Inside such a call torch answers for them by an error. Since
+            torch 2.1.
+    """
+    for index, node in enumerate(nodes):
+        try:
+            torch._C._will_engine_execute_node(node)
+        except RuntimeError:
+            return index
+    return None
+
+
+def current_backward() -> int:
+    """The number of this thread's current backward pass; -1 if there is none. Since torch 2.1."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` once at the end of the current backward pass, before it returns.
+
+    DDP and FSDP2 finish their gradients this way. Callbacks run in the order in which they were queued, on
+    the caller's streams. Since torch 1.0; there is no public function.
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+
+_explanations: list[Callable[[RuntimeError], str | None]] = []
+
+
+def explain_in_backward(explain: Callable[[RuntimeError], str | None]) -> None:
+    """Have every backward raise what `explain` returns for its error, if it is not None.
+
+    For all backwards of the process, by the function through which torch starts each. Since torch 2.1.
+    """
+    if explain in _explanations:
+        return
+    _explanations.append(explain)
+    if len(_explanations) > 1:
+        return
+    run = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(run)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as error:
+            for message in filter(None, (explain(error) for explain in _explanations)):
+                raise ParallelismRuntimeError(message) from error
+            raise
+
+    # torch.compiler, which replaces both for a while, restores the first one under both names.
+    torch.autograd.graph._engine_run_backward = explained
+    setattr(torch.autograd, "_engine_run_backward", explained)  # noqa: B010 - mypy knows no such export
+
+
+def is_transforming() -> bool:
+    """Whether a transform of torch.func (vmap, grad) is at work. Since torch 2.5."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def next_sequence_number() -> int:
+    """The sequence number that the next autograd node of this thread gets. Since torch 2.1."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def sequence_number(tensor: torch.Tensor) -> int:
+    """The sequence number of the autograd node that has made `tensor`, -1 of a leaf. Since torch 1.9."""
+    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()

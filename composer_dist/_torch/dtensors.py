@@ -1,0 +1,133 @@
+"""Operations on DTensors that torch computes differently than on whole tensors, in silence."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from composer_dist._torch.tensors import storage_key
+from composer_dist.errors import ParallelismRuntimeError
+
+
+def refuse_local_scalars(message: str) -> None:
+    """Have `item()`, `float()` and `if` on a DTensor that holds only this rank's part raise `message`.
+
+    torch returns the part. For all DTensors of the process, by the table in which torch's own
+    `loss_parallel` puts its operations. Since torch 2.2.
+    """
+
+    def scalar(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor: DTensor = args[0]
+        sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+        if any(size > 1 and not placement.is_replicate() for placement, size in sizes):
+            raise ParallelismRuntimeError(message)
+        return op(tensor._local_tensor)
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = scalar
+
+
+def check_scaled_gradients() -> None:
+    """Have `torch.amp.GradScaler` take whole gradients and those of several meshes, and tell all their ranks.
+
+    torch's own refuses the former, and tells only the ranks of the first gradient's mesh. By the same table.
+    Since torch 2.2.
+    """
+
+    def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        gradients, found, inverse = args
+        cut = [one for one in gradients if isinstance(one, DTensor)]
+        op([one.to_local() if isinstance(one, DTensor) else one for one in gradients], found, inverse)
+        for mesh in dict.fromkeys(one.device_mesh for one in cut):
+            for group in mesh.get_all_groups():
+                dist.all_reduce(found, dist.ReduceOp.MAX, group)
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[_aten._amp_foreach_non_finite_check_and_unscale_.default] = unscale
+
+
+def refuse_lost_writes(to_view: str, at_once: str, to_data: str, to_share: str, to_send: str) -> None:
+    """Have what DTensors lose, what writes the same into the part of every rank, and what crashes them raise.
+
+    A part of a sharded dimension (`parameter.data[0]`) is a gathered copy, so what is written there is lost.
+    So is a new `.data`, because a DTensor keeps the part that it has. For all DTensors of the process, as in
+    `refuse_local_scalars`; all operations that write are watched once a part was made, and until then are as
+    fast as before. Since torch 2.2.
+
+    Args:
+        at_once, to_send: with a place for the operation's name.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    if _PARTS[0] in handlers:
+        return
+
+    def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Any) -> Any:
+        handlers.pop(op, None)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = handler
+
+    def part(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _aten.zero_.default not in handlers:
+            handlers.update(dict.fromkeys(set(_writes()) - handlers.keys(), write))
+        return run(op, args, kwargs, part)
+
+    def write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = kwargs.get("out", args[0])
+        if any(map(_is_gathered, written if isinstance(written, (list, tuple)) else [written])):
+            raise ParallelismRuntimeError(to_view)
+        if op in _FILLS and _is_cut(written, on_any_device="out" in kwargs):
+            raise ParallelismRuntimeError(at_once.format(op.overloadpacket.__name__))
+        return run(op, args, kwargs, write)
+
+    def send(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise ParallelismRuntimeError(to_send.format(op.overloadpacket.__name__.rstrip("_")))
+
+    handlers.update(dict.fromkeys(_PARTS, part) | dict.fromkeys(_FILLS, write) | dict.fromkeys(_SENDS, send))
+    read: Any = torch.Tensor.data
+    setattr(DTensor, "data", property(read.__get__, _refusing(to_data)))  # noqa: B010 - mypy knows its type
+    setattr(DTensor, "share_memory_", _refusing(to_share))  # noqa: B010
+
+
+def _is_gathered(tensor: Any) -> bool:
+    base = tensor._base if isinstance(tensor, DTensor) else None
+    return isinstance(base, DTensor) and storage_key(base._local_tensor) != storage_key(tensor._local_tensor)
+
+
+def _is_cut(tensor: DTensor, on_any_device: bool) -> bool:
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    cut = any(size > 1 and placement.is_shard() for placement, size in sizes)
+    return cut and (on_any_device or tensor.device_mesh.device_type == "cpu")
+
+
+def _refusing(message: str) -> Callable[..., None]:
+    def refuse(*args: Any) -> None:
+        raise ParallelismRuntimeError(message)
+
+    return refuse
+
+
+_aten = torch.ops.aten
+_PARTS = (_aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.diagonal.default)
+_COLLECTIVES = "allreduce_ broadcast_ allgather_ _allgather_base_ _reduce_scatter_base_ reduce_ send"
+_SENDS = [getattr(torch.ops.c10d, name).default for name in _COLLECTIVES.split()]
+_RANDOM = "normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_ bernoulli"
+_FILLS = frozenset(
+    getattr(packet, overload)
+    for name in f"{_RANDOM} rand_like randn_like randint_like eye arange linspace randperm rand randn".split()
+    for packet in [getattr(_aten, name)]
+    for overload in packet.overloads()
+)
+
+
+def _writes() -> Sequence[Any]:
+    """All operations that write into their first argument, or into `out`. Since torch 1.12."""
+    found = []
+    for schema in torch._C._jit_get_all_schemas():
+        written = [one.name for one in schema.arguments if one.alias_info and one.alias_info.is_write]
+        if schema.name.startswith("aten::") and written and written[0] in ("self", "out"):
+            found.append(getattr(getattr(_aten, schema.name[6:]), schema.overload_name or "default"))
+    return found
