@@ -26,7 +26,7 @@ from composer_dist.config.parallelism import resolve_config
 from composer_dist.distributed import init_context, parallelize_model
 from composer_dist.distributed.mesh.build import mesh_for, mesh_sizes
 from composer_dist.distributed.plan.build import build_plan
-from composer_dist.distributed.steps import divide
+from composer_dist.distributed.steps import collector_paused, divide
 from composer_dist.distributed.wishes import Request
 from composer_dist.structure.structure import read_structure
 
@@ -86,8 +86,10 @@ def ours() -> None:
         model = LlamaForCausalLM(CONFIG)
     config = resolve_config(FSDP2Config())
     mesh = mesh_for(config.mesh)
-    structure = read_structure(model)
-    divide(structure, build_plan(structure, Request(config=config), mesh_sizes(config.mesh, mesh.size)), mesh)
+    with collector_paused():  # as `parallelize_model` does
+        structure = read_structure(model)
+        plan = build_plan(structure, Request(config=config), mesh_sizes(config.mesh, mesh.size))
+        divide(structure, plan, mesh)
 
 
 def torchs() -> None:

@@ -7,11 +7,9 @@ Nothing is changed before the ranks agree. An error on one rank is raised on all
 it also marks the model as unusable.
 """
 
-import gc
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +33,7 @@ from composer_dist.distributed.replication import apply as replication
 from composer_dist.distributed.replication.plan import stays
 from composer_dist.distributed.sharding import apply as sharding
 from composer_dist.distributed.sharding.choose_units import composer_children
-from composer_dist.distributed.steps import check_here, divide, meta_init
+from composer_dist.distributed.steps import check_here, collector_paused, divide, meta_init
 from composer_dist.distributed.tensor_parallel import apply as tensor_parallel
 from composer_dist.distributed.weights import initialize
 from composer_dist.distributed.weights.disk import Pretrained, check_weights
@@ -125,19 +123,7 @@ def parallelize_composer_model(
     return _prepare(composer_model, config, optimizer, composer=True, precision=precision, weights=weights)
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector: it would look at all the new objects again and again, and find nothing."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-@_collector_paused()
+@collector_paused()
 def _prepare(
     model: nn.Module,
     config: Config | ParallelPlan,

@@ -4,6 +4,7 @@ They follow Composer's: shard a model with `prepare_fully_shard`, then fill it w
 `sync_module_states`. `parallelize_model` does all of it in one call.
 """
 
+import gc
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -67,6 +68,19 @@ def init_context(empty: bool = True, dtype: torch.dtype | None = None) -> Iterat
         torch.set_default_dtype(before)
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector: it would look at all the new objects again and again, and find nothing."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@collector_paused()
 def plan_parallelism(
     model: nn.Module,
     config: Config,
@@ -148,6 +162,7 @@ def meta_init(module: nn.Module, param_init_fn: initialize.InitFn | None = None)
         average_plain(structure, mesh.fsdp, needed)
 
 
+@collector_paused()
 def prepare_fully_shard(
     model: nn.Module,
     fsdp2_config: FSDP2Config | ParallelismConfig | Mapping[str, object] | str,
