@@ -53,6 +53,8 @@ FEATURES = {
     "torch._inductor.list_options": "compile={'options': ...}, checked when planned",
     "torch._dynamo.config": "activation checkpointing of tensor-parallel blocks that are compiled",
     "torch._functorch.config": "activation_checkpointing=('memory_budget', ...)",
+    "torch._utils.ExceptionWrapper": "a StopIteration of a dataset in a worker is an error",
+    "torch.utils.data._utils.fetch._MapDatasetFetcher": "a StopIteration of a dataset is an error",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "a second process group in one process",
 }
 

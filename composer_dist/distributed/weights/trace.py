@@ -160,8 +160,8 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
     """Restore all random states afterwards."""
     numpy = sys.modules.get("numpy")
     python, arrays = random.getstate(), numpy.random.get_state() if numpy else None
-    devices = [] if device.type in {"cpu", "meta"} else [device]
-    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+    kind = "cpu" if device.type == "meta" else device.type  # fork_rng keeps nothing for "meta"
+    with torch.random.fork_rng([] if kind == "cpu" else [device], device_type=kind):
         try:
             yield
         finally:

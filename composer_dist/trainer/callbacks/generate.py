@@ -105,6 +105,5 @@ class Generate(Periodic):
 def _at_rest(state: State) -> Iterator[None]:
     """Evaluation mode and no gradients; afterwards modes and random numbers are as they were."""
     devices = [] if state.device.type == "cpu" else [state.device]
-    kind = "cuda" if state.device.type == "cpu" else state.device.type
-    with torch.random.fork_rng(devices, device_type=kind), evaluating(state.model):
+    with torch.random.fork_rng(devices, device_type=state.device.type), evaluating(state.model):
         yield

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
+from composer_dist import _torch
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.trainer.data.position import Reading
 from composer_dist.wording import ranks_named
 
@@ -157,7 +158,9 @@ class Feed:
     def _fetch(self) -> tuple[_Status, Any, Size, Exception | None]:
         try:
             batch = next(self._reading)
-        except StopIteration:
+        except StopIteration as error:
+            if _torch.raised_by_samples(error):
+                return _Status.FAILED, None, Size(), self._stopped_by_samples(error)
             status = _Status.OUT if self._count else _Status.NEVER
             return status, self._last, Size(), None
         except Exception as error:  # any error must be reported to the other ranks
@@ -169,6 +172,15 @@ class Feed:
         if self._world > 1:
             self._last = batch
         return _Status.HAS, batch, size, None
+
+    def _stopped_by_samples(self, error: StopIteration) -> Exception:
+        kind = type(getattr(self.dataloader, "dataset", None)).__name__
+        failure = ParallelismRuntimeError(
+            f"The {self._label} dataset ({kind}) or its collate_fn raised StopIteration, which a DataLoader "
+            "takes for the end of the data. Raise another error, or return a sample."
+        )
+        failure.__cause__ = error
+        return failure
 
     def _check_all_have_some(self, statuses: tuple[float, ...]) -> None:
         without = [rank for rank, status in enumerate(statuses) if status != _Status.HAS]

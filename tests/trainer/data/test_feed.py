@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.trainer.data.feed import Feed, Size, length_of
@@ -66,6 +66,35 @@ def test_a_dataloaders_error_is_its_own() -> None:
 def test_stop_iteration_of_a_measure_is_no_end() -> None:
     with pytest.raises(StopIteration):
         Feed(batches([3, 3], 0), "train", lambda batch: next(iter(()))).next()
+
+
+class Stops(Dataset[torch.Tensor]):
+    """Stops at the second sample."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(1) if index == 0 else next(iter(()))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("batch_size", [1, None])
+def test_stop_iteration_of_a_dataset_is_no_end(workers: int, batch_size: int | None) -> None:
+    """torch's DataLoader ended the epoch there."""
+    feed = Feed(DataLoader(Stops(), batch_size, num_workers=workers), "train", lambda batch: Size())
+    feed.next()
+    with pytest.raises(RuntimeError, match=r"The train dataset \(Stops\) or its collate_fn raised StopIt"):
+        feed.next()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("batch_size", [1, None])
+def test_the_end_of_a_dataset_is_one(workers: int, batch_size: int | None) -> None:
+    for dataset in (Stream(), [torch.ones(1)]):
+        feed = Feed(DataLoader(dataset, batch_size, num_workers=workers), "train", lambda batch: Size())
+        assert feed.next()
+        assert feed.next() is None
 
 
 class Stream(IterableDataset[torch.Tensor]):
