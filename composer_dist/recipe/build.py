@@ -44,6 +44,7 @@ from composer_dist.trainer import (
 from composer_dist.trainer.arguments import check_duration, listed
 from composer_dist.trainer.data.batch import num_samples, num_tokens
 from composer_dist.trainer.data.randomness import host_states, seed_all, set_host_states
+from composer_dist.trainer.evaluation import check_metrics
 from composer_dist.trainer.improvement import measured_on
 from composer_dist.trainer.schedulers import sorted_out
 from composer_dist.wording import near_miss
@@ -210,7 +211,7 @@ def check_steps(
 
 
 def check_monitored(configuration: Configuration, model: ComposerModel, evaluates: bool) -> None:
-    """Raises if there will be no metric of the name that a callback or a phase waits for.
+    """Raises if there will be no metric that a callback or a phase waits for, or if one has no values.
 
     A model or callbacks of the user's own may log any metric: then the run finds out.
 
@@ -226,6 +227,8 @@ def check_monitored(configuration: Configuration, model: ComposerModel, evaluate
         monitored["callbacks", "early_stopping", "monitor"] = stopping["monitor"]
     evaluates = evaluates and run.trainer.get("eval_interval", "") is not None
     labels = ["train", "eval"] if evaluates else ["train"]
+    for label in labels:
+        check_metrics(model.get_metrics(label == "train"))
     known = [f"metrics/{label}/{name}" for label in labels for name in model.get_metrics(label == "train")]
     known += [f"loss/{one}/total" for one in labels if one == "train" or run.trainer.get("eval_loss", True)]
     ours = type(model).__module__.startswith("composer_dist.")

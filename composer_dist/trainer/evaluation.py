@@ -100,15 +100,19 @@ def _batches(state: State, feed: Feed, kind: str, run_event: RunEvent) -> Iterat
         run_event(Event(f"{kind}_batch_end"))
 
 
+def check_metrics(metrics: Mapping[str, Metric]) -> None:
+    """Raises if some have no values to start from."""
+    if empty := [name for name, metric in metrics.items() if _is_on_meta(metric)]:
+        raise ParallelismValueError(
+            f"The metrics {', '.join(empty)} were made on the meta device (inside init_context), so they "
+            "have no values to start from. Make them inside of `with torch.device('cpu'):`."
+        )
+
+
 def fresh_metrics(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
     """Empty copies on `device`; the model's own stay as they are. Every rank calls it."""
     with Agreement().together("the metrics"):
-        empty = [name for name, metric in metrics.items() if _is_on_meta(metric)]
-        if empty:
-            raise ParallelismValueError(
-                f"The metrics {', '.join(empty)} were made on the meta device (inside init_context), so they "
-                "have no values to start from. Make them outside of it."
-            )
+        check_metrics(metrics)
     fresh = {name: copy.deepcopy(metric).to(device) for name, metric in metrics.items()}
     for metric in fresh.values():
         metric.reset()

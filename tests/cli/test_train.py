@@ -297,6 +297,37 @@ def test_a_model_that_does_not_match_the_data_is_refused(
         assert (status, text in told) == (2, True), told
 
 
+METRIC = """\
+import torch, torchmetrics
+from composer_dist import ComposerModel
+
+class Net(ComposerModel):
+    def __init__(self, device):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+        with torch.device(device):
+            self.made = {"mean": torchmetrics.MeanMetric()}
+    def forward(self, batch):
+        return self.layer(batch[0])
+    def loss(self, outputs, batch):
+        return outputs.sum()
+    def get_metrics(self, is_train=False):
+        return self.made
+    def update_metric(self, batch, outputs, metric):
+        metric.update(outputs)
+"""
+
+
+def test_metrics_without_values_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE.replace(", num_classes: 2", ""))
+    (tmp_path / "mine.py").write_text(METRIC + CODE[CODE.index("\ndef data") :])
+    for device, expected in (("meta", 2), ("cpu", 0)):
+        option = f"model.arguments={{device: {device}}}"
+        status, _, told = call(tmp_path / "mine.yaml", "--dry-run", f"out={tmp_path / 'out'}", option)
+        assert status == expected, told
+        assert ("Make them inside of `with torch.device('cpu'):`" in told) == (status == 2)
+
+
 STREAM = """\
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
