@@ -135,6 +135,7 @@ def in_fresh_world(name: str, arguments: argparse.Namespace, world: int) -> Figu
     result.unlink(missing_ok=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, NAME: name, RESULT: str(result)}
+    own.pop("PYTHONDONTWRITEBYTECODE", None)  # modules are compiled once, as for a user
     command = [*launcher, *sys.argv, "--folder", str(arguments.folder)]
     run = subprocess.run(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if run.returncode == 0:
