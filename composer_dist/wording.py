@@ -1,12 +1,13 @@
 """What sentences are made of: the first few of a list and how many more there are, ranks, kinds of values."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Sequence
 
 
-def listed(items: Sequence[object], most: int = 8) -> str:
+def listed(items: Sequence[object], most: int = 8, between: str = ", ") -> str:
     """`"a, b, c and 4 more"`, with at most `most` of them by name; an empty name is the root module's."""
-    shown = ", ".join(str(item) or "the root" for item in items[:most])
+    shown = between.join(str(item) or "the root" for item in items[:most])
     return f"{shown} and {len(items) - most} more" if len(items) > most else shown
 
 
@@ -30,9 +31,16 @@ def human_bytes(count: int) -> str:
     return f"{size:.1f} TiB"
 
 
-def near_miss(name: str, candidates: Iterable[str]) -> str:
-    """The sentence "Did you mean 'x'?" for the closest candidate, with a space before it, or nothing."""
-    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
+def near_miss(name: str, candidates: Collection[str]) -> str:
+    """The sentence "Did you mean 'x'?" for the closest candidate, with a space before it, or nothing.
+
+    The shortest candidate that has all words of the name comes first: "num_hidden_layers" for "num_layers".
+    """
+    words = set(re.split(r"[._]", name))
+    longer = [one for one in candidates if len(words) > 1 and words < set(re.split(r"[._]", one))]
+    close = sorted(longer, key=lambda one: (len(one), one)) or difflib.get_close_matches(
+        name, candidates, n=1, cutoff=0.5
+    )
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -21,6 +21,8 @@ _SAVING = 600
 """Seconds that processes get after SIGTERM to save a checkpoint; the sender has a limit too."""
 _CLOSING = 30
 """Seconds that processes get after Ctrl-C."""
+_AFTER_OWN = 5
+"""Seconds after its own failure that a rank with lines of the user's code still counts as the first."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -109,10 +111,15 @@ def end_with(launcher: int) -> None:
             raise SystemExit(128 + signal.SIGKILL)
 
 
-def report_failure(text: str) -> None:
-    """Tells the agent that started this process why it failed; without one, prints it."""
+def report_failure(text: str, own: bool = True) -> None:
+    """Tells the agent that started this process why it failed; without one, prints it.
+
+    Args:
+        text: the message.
+        own: it has lines of the user's code; ranks that raise the same error without them come later.
+    """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        now = time.time()
+        now = time.time() + (0 if own else _AFTER_OWN)
         Path(file).write_text(json.dumps({"message": text, "timestamp": str(int(now)), "at": now}))
     else:
         print(text, file=sys.stderr, flush=True)

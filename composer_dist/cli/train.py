@@ -150,7 +150,7 @@ def _told(debug: bool, launcher: int | None = None) -> Iterator[None]:
             raise typer.Exit(interrupt.EXIT_STATUS) from None
         status, text = _outcome(error, debug)
         if launcher is not None:
-            report_failure(text)
+            report_failure(text, own=bool(failures.users_frames(error)))
         elif status == failures.FAILED or os.environ.get("RANK", "0") == "0":  # else all ranks find the same
             typer.echo(text, err=True)
         raise typer.Exit(status) from None

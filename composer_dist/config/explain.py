@@ -70,7 +70,8 @@ def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str], hint: C
                 expected.append("a mapping")
             case _:
                 text = error["msg"].removeprefix("Input should be ").partition(", unable to parse")[0]
-                expected.append(text.replace("a valid ", "a ").replace("a dictionary", "a mapping"))
+                text = text.removesuffix(", unable to interpret input").replace("a valid ", "a ")
+                expected.append(text.replace("a dictionary", "a mapping").replace("a boolean", "true, false"))
     if expected:
         *others, last = dict.fromkeys(expected)
         wanted = f"{', '.join(others)} or {last}" if others else last

@@ -80,9 +80,10 @@ class MeshConfig(FromDict):
                 sizes[name] = world_size // known
                 known = world_size
         if known != world_size or -1 in sizes.values():
+            other = "or start a multiple of" if -1 in sizes.values() else "set one to -1, or start"
             raise ParallelismValueError(
                 f"The mesh {_spell(self.sizes())} does not match a world of {world_size} ranks: its sizes "
-                f"multiply to {known}. Change a size, set one to -1, or start {known} processes."
+                f"multiply to {known}. Change a size, {other} {known} processes."
             )
         return sizes
 

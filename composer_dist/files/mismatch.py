@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from composer_dist.errors import CheckpointError, CheckpointKeyError, CheckpointValueError
+from composer_dist.wording import listed
 
 
 @dataclass
@@ -17,6 +18,8 @@ class StateMismatch:
     def check(self, what: str, strict: bool) -> None:
         """Raise one error for all differences; missing and unexpected names count if `strict`.
 
+        It has the first eight of each sort, and how many more there are.
+
         Args:
             what: the beginning of the message, "The state does not match the model".
 
@@ -26,16 +29,17 @@ class StateMismatch:
         """
         if not self.misfits and not (strict and self):
             return
-        names = self.names() if strict else []
-        misfits = [f"different kind, shape or dtype: {'; '.join(self.misfits)}"] if self.misfits else []
+        names = self.names(most=8) if strict else []
+        different = listed(self.misfits, between="; ")
+        misfits = [f"different kind, shape or dtype: {different}"] if different else []
         kind: type[CheckpointError] = CheckpointValueError if misfits else CheckpointKeyError
         hint = "" if misfits else " strict=False loads what matches."
         raise kind(f"{what}: {'. '.join(names + misfits)}.{hint}")
 
-    def names(self) -> list[str]:
-        """The missing and unexpected names as text."""
+    def names(self, most: int | None = None) -> list[str]:
+        """The missing and unexpected names as text, at most so many of each."""
         lists = (("missing", self.missing), ("unexpected", self.unexpected))
-        return [f"{what}: {', '.join(names)}" for what, names in lists if names]
+        return [f"{what}: {listed(names, most or len(names))}" for what, names in lists if names]
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.misfits)

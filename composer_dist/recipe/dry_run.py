@@ -163,7 +163,8 @@ def _shares(size: int, plan: ParallelPlan | None) -> str:
     """The batch, and each rank's share of it."""
     if plan is None or plan.world_size == 1:
         return str(size)
-    return f"{size}, {size / (plan.mesh['dp_replicate'] * plan.mesh['dp_shard']):g} on each rank"
+    share, rest = divmod(size, plan.mesh["dp_replicate"] * plan.mesh["dp_shard"])
+    return f"{size}, {share}{f' or {share + 1}' if rest else ''} on each rank"
 
 
 def _launched(configuration: Configuration, world: int) -> ParallelismConfig | None:

@@ -8,7 +8,7 @@ import torch
 
 from composer_dist.checkpoint import export_pretrained, full_model_state
 from composer_dist.distributed import process_group
-from composer_dist.errors import ParallelismKeyError, ParallelismValueError
+from composer_dist.errors import ParallelismValueError
 from composer_dist.models import ComposerClassifier
 from composer_dist.recipe.build import Session, batches, build, epoch_of
 from composer_dist.recipe.output.folder import run_folder
@@ -16,6 +16,7 @@ from composer_dist.recipe.problems import blamed_on
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import ModuleModel
 from composer_dist.trainer import EMA, DistributedDataLoader, Time
+from composer_dist.trainer.improvement import NoMetricError
 
 
 def run(configuration: Configuration) -> None:
@@ -29,7 +30,7 @@ def run(configuration: Configuration) -> None:
             process_group.init(device=configuration.run.trainer.get("device"), reuse=True)
             stack.enter_context(run_folder(configuration))
             session = build(configuration)
-        with blamed_on(configuration.document, (ParallelismKeyError,)):  # such as a metric that nothing logs
+        with blamed_on(configuration.document, (NoMetricError,)):
             _run(session)
     process_group.destroy()
 

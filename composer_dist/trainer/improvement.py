@@ -63,10 +63,14 @@ def measured_on(metric: str) -> str | None:
     return label if kind in ("loss", "metrics") and label != "train" else None
 
 
-def no_such_metric(who: str, metric: str, state: State) -> ParallelismKeyError:
+class NoMetricError(ParallelismKeyError):
+    """A metric that is waited for and that nothing logs."""
+
+
+def no_such_metric(who: str, metric: str, state: State) -> NoMetricError:
     """The error for a metric that is not logged."""
     known = sorted(state.metric_values)
-    return ParallelismKeyError(
+    return NoMetricError(
         f"{who}: there is no metric {metric!r}.{near_miss(metric, known)} "
         f"Logged metrics: {', '.join(known) or 'none'}."
     )

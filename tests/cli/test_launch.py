@@ -1,5 +1,6 @@
 """Local processes: when one ends badly the others end too, and the first to fail is told."""
 
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from composer_dist.cli import interrupt
-from composer_dist.cli.launch import launch_local
+from composer_dist.cli.launch import launch_local, report_failure
 
 # The agent (torch 2.13) leaves its log files to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
@@ -104,3 +105,14 @@ def test_ctrl_c_is_passed_on_and_told_once(launch: Launch, capfd: Capture, tmp_p
         signal.signal(signal.SIGINT, before)
     assert capfd.readouterr() == ("", interrupt.TOLD)
     assert len(list(tmp_path.glob("*-ended"))) == 2
+
+
+def test_a_rank_without_lines_of_the_user_is_told_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = []
+    for own in (False, True):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+        report_failure("it", own=own)
+        times.append(json.loads((tmp_path / "error.json").read_text())["at"])
+    assert times[0] > times[1] + 1

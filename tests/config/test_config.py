@@ -22,6 +22,8 @@ def test_sizes_that_do_not_fit_the_world_are_named() -> None:
     sizes = ("dp_replicate=1", "dp_shard=2", "cp=1", "tp=2")
     with fails(ParallelismValueError, *sizes, "2 ranks", "multiply to 4", "4 processes"):
         MeshConfig(dp_shard=2, tp=2).resolve(2)
+    with fails(ParallelismValueError, "multiply to 3. Change a size, or start a multiple of 3 processes."):
+        MeshConfig(tp=3).resolve(4)
 
 
 @pytest.mark.promise(1)
@@ -144,6 +146,10 @@ def test_a_config_of_another_kind_is_refused() -> None:
 def test_near_miss() -> None:
     assert near_miss("layer.1", ["layers.1", "head"]) == " Did you mean 'layers.1'?"
     assert near_miss("xyz", ["layers.1"]) == ""
+    llama = ["num_labels", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+    assert near_miss("num_layers", llama) == " Did you mean 'num_hidden_layers'?"
+    assert near_miss("num_heads", llama) == " Did you mean 'num_attention_heads'?"
+    assert near_miss("lm_head", ["base", "base.model.lm_head"]) == " Did you mean 'base.model.lm_head'?"
 
 
 WRONG_SIZES = [

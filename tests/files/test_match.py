@@ -14,6 +14,7 @@ from composer_dist._torch import checkpoint_wrapper
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
 from composer_dist.files.match import Match, castable, match_names
+from composer_dist.files.mismatch import StateMismatch
 from composer_dist.files.read import Files, read_slabs
 from composer_dist.files.safetensors import read_index
 from composer_dist.files.slabs import plan_reads
@@ -299,3 +300,15 @@ def test_casts_that_keep_the_meaning() -> None:
     refused += [("bool", "uint8"), ("float32", "complex64"), ("uint8", "int8")]
     for pair in allowed + refused:
         assert castable(*(getattr(torch, name) for name in pair)) == (pair in allowed), pair
+
+
+def test_many_differences_are_counted() -> None:
+    names = [f"layers.{number}" for number in range(10)]
+    mismatch = StateMismatch(names, names[:9], [f"{name} is (2, 3) there" for name in names])
+    with pytest.raises(CheckpointValueError) as caught:
+        mismatch.check("It does not match", strict=True)
+    text = str(caught.value)
+    assert "layers.7 and 2 more. unexpected: layers.0" in text
+    assert "layers.7 and 1 more. different kind, shape or dtype: layers.0 is (2, 3) there; layers.1" in text
+    assert text.endswith("; layers.7 is (2, 3) there and 2 more.")
+    assert mismatch.names() == [f"missing: {', '.join(names)}", f"unexpected: {', '.join(names[:9])}"]

@@ -67,7 +67,7 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
         .replace("lr: 1e-3", "leaning_rate: 1e-3\n  weight_decay: much")
         .replace("max_duration: 2ba", "max_duration: 2bax\n  gradient_cliping: 1.0")
     )
-    assert problems(write(text + "resum: false\n")) == [
+    assert problems(write(text + "resum: false\nexport: onnx\n")) == [
         ":5: model.config.hiden_size: unknown key 'hiden_size': LlamaConfig does not have it. "
         "Did you mean 'hidden_size'?",
         ":6: data.source: 'source' is missing",
@@ -80,6 +80,7 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
         "'90sec', '1h30m'",
         ":15: trainer.gradient_cliping: unknown key 'gradient_cliping'. Did you mean 'gradient_clipping'?",
         ":16: resum: unknown key 'resum'. Did you mean 'resume'?",
+        ":17: export: expected true, false or 'merged', got 'onnx'",
     ]
 
 

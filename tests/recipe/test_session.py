@@ -3,12 +3,17 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn
 
+from composer_dist.errors import ParallelismError, ParallelismKeyError
+from composer_dist.recipe import session
+from composer_dist.recipe.problems import ConfigurationError
 from composer_dist.recipe.session import _write_module
+from composer_dist.trainer.improvement import NoMetricError
 
 
 def test_a_models_file_appears_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +39,25 @@ def test_a_models_file_appears_in_one_step(tmp_path: Path, monkeypatch: pytest.M
         _write_module(session)
         torch.testing.assert_close(torch.load(tmp_path / "model.pt"), before)
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ParallelismKeyError("Rank 1: KeyError: 'text'"), ParallelismKeyError),
+        (NoMetricError("there is no metric 'x'"), ConfigurationError),
+    ],
+)
+def test_only_a_metric_that_nothing_logs_is_the_configurations_fault(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
+) -> None:
+    def fails(one: Any) -> None:
+        raise error
+
+    for name in ("process_group", "build", "run_folder"):
+        monkeypatch.setattr(session, name, MagicMock())
+    monkeypatch.setattr(session, "_run", fails)
+    configuration: Any = SimpleNamespace(document=SimpleNamespace(source="a.yaml"), run=MagicMock())
+    with pytest.raises(ParallelismError) as caught:
+        session.run(configuration)
+    assert caught.type is kind

@@ -157,8 +157,8 @@ def _verify(agreement: Agreement, tensors: Mapping[str, torch.Tensor]) -> None:
         rows = zip(tensors, zip(*findings, strict=True), strict=True)
         different = [name for name, row in rows if len(set(row)) > 1]
         raise ParallelismValueError(
-            f"The ranks hold different values of {listed(different)}. Seed all ranks alike before building "
-            "the model (and clear gradients), or use rank 0's values with sync='rank0'."
+            f"The ranks hold different values of {listed(different)}. Seed every rank identically before "
+            "building the model (and clear gradients), or use rank 0's values with sync='rank0'."
         )
 
     agreement.reach("which values differ", hashes, name_them)
