@@ -28,6 +28,7 @@ from llama import shard
 from rounds import Figures, device, play, slowest
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from composer_dist import FSDP2Config, HuggingFaceModel, ParallelismConfig, Trainer
@@ -80,6 +81,15 @@ def steps(batches: Batches, step: Callable[[dict[str, torch.Tensor]], torch.Tens
             start = time.perf_counter()
         loss = step(batch)
     return time.perf_counter() - start, loss.item()
+
+
+def samples(batches: Batches) -> Batches:
+    return [{name: row[n] for name, row in b.items()} for b in batches for n in range(len(b["labels"]))]
+
+
+def dealt(own: Batches) -> Batches:
+    """This rank's samples or batches in places where a sampler that deals in turn gives them back."""
+    return [one for one in own for _ in range(dist.get_world_size())]
 
 
 def by_hand(prepare: Callable[[nn.Module], nn.Module]) -> Train:
@@ -169,11 +179,13 @@ def composer() -> Train:
             return outputs.loss
 
     def train(model: nn.Module, batches: Batches) -> tuple[float, float]:
-        wrapped = Model(model)
+        wrapped, all_ = Model(model), dealt(samples(batches))
+        sampler = DistributedSampler(all_, shuffle=False)
+        loader = DataLoader(all_, batch_size=len(batches[0]["labels"]), sampler=sampler)
         trainer = composer.Trainer(
             model=wrapped,
             optimizers=torch.optim.AdamW(wrapped.parameters(), lr=RATE),
-            train_dataloader=batches,
+            train_dataloader=loader,
             max_duration=f"{WARM}ba",
             parallelism_config=ParallelismConfig(fsdp2=FSDP2Config()),
             precision="fp32",
@@ -194,7 +206,7 @@ def transformers_trainer() -> Train:
 
     import transformers
 
-    clock: dict[str, float] = {}
+    clock: dict[str, Any] = {}
 
     class Clock(transformers.TrainerCallback):
         def on_step_end(self, arguments: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -203,14 +215,12 @@ def transformers_trainer() -> Train:
                 clock["start"] = time.perf_counter()
             clock["end"] = time.perf_counter()
 
+    class Last(transformers.Trainer):
+        def compute_loss(self, *inputs: Any, **options: Any) -> Any:
+            clock["loss"] = super().compute_loss(*inputs, **options)
+            return clock["loss"]
+
     def train(model: nn.Module, batches: Batches) -> tuple[float, float]:
-        own = [
-            {name: row[number] for name, row in batch.items()}
-            for batch in batches
-            for number in range(len(batch["labels"]))
-        ]
-        # The sampler deals the samples out in turn; what is not this rank's is never looked at.
-        samples = [sample for sample in own for _ in range(dist.get_world_size())]
         with tempfile.TemporaryDirectory() as folder:
             settings = transformers.TrainingArguments(
                 output_dir=folder,
@@ -228,8 +238,9 @@ def transformers_trainer() -> Train:
                 report_to=[],
                 disable_tqdm=True,
             )
-            transformers.Trainer(model, settings, train_dataset=samples, callbacks=[Clock()]).train()
-        return clock["end"] - clock["start"], float("nan")
+            data = samples(dealt(batches))
+            Last(model, settings, train_dataset=data, callbacks=[Clock()]).train()
+        return clock["end"] - clock["start"], clock["loss"].item()
 
     return train
 
