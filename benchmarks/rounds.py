@@ -1,9 +1,10 @@
 """Rounds of contenders, measured as a user meets them.
 
-Every contender runs in a fresh torchrun of its own in every round; who comes first rotates. Nothing is
-warmed, touched beforehand or kept for anybody, and nothing else should run on the machine. Clocks start when
-all ranks have imported what they need and made their model. All rounds are printed, with the load of the
-machine before each, and the medians in the end.
+Every contender runs in a fresh torchrun of its own in every round, or, where a benchmark says so, all of a
+round run one after the other in one; who comes first rotates. Nothing is warmed, touched beforehand or
+kept for anybody, and nothing else should run on the machine. Clocks start when all ranks have imported what
+they need and made their model. All rounds are printed, with the load of the machine before each, and the
+medians in the end.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from composer_dist.distributed.account import peak, reset_peak
 Figures = dict[str, float]
 """Seconds under "seconds"; whatever else a contender counts by its heading."""
 Contender = Callable[[argparse.Namespace], Figures]
-NAME, RESULT = "BENCHMARK_CONTENDER", "BENCHMARK_RESULT"
+NAMES, RESULT = "BENCHMARK_CONTENDERS", "BENCHMARK_RESULT"
 
 
 def device() -> torch.device:
@@ -67,14 +68,16 @@ def play(
     options: Callable[[argparse.ArgumentParser], None],
     ranks: Sequence[int],
     stage: Callable[[argparse.Namespace, Path], None] = lambda arguments, folder: None,
+    together: bool = False,
 ) -> None:
-    """Run the contenders in rounds, or, in a process of a world, the one that is asked for.
+    """Run the contenders in rounds, or, in a process of a world, those that are asked for.
 
     Args:
         ratios: contenders to whose seconds those of all others are compared.
         options: adds the benchmark's own options.
         ranks: worlds to launch, unless the command says others.
         stage: fills a folder, `arguments.folder`, once before the first round.
+        together: run the contenders of a round in one world.
     """
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__.splitlines()[0])
     options(parser)
@@ -84,66 +87,73 @@ def play(
     parser.add_argument("--folder", type=Path, default=tempfile.gettempdir(), help="where files are written")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
-    if NAME in os.environ:
-        perform(contenders[os.environ[NAME]], arguments)
+    if NAMES in os.environ:
+        perform({name: contenders[name] for name in json.loads(os.environ[NAMES])}, arguments)
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         arguments.folder = Path(folder)
         stage(arguments, arguments.folder)
-        found = {world: rounds(contenders, arguments, world) for world in arguments.ranks}
+        found = {world: rounds(contenders, arguments, world, together) for world in arguments.ranks}
     for world, rows in found.items():
         report(rows, ratios, world)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
 
 
-def perform(contender: Contender, arguments: argparse.Namespace) -> None:
-    """One run, in a process of a world."""
+def perform(contenders: Mapping[str, Contender], arguments: argparse.Namespace) -> None:
+    """One run of each, in a process of a world."""
     warnings.simplefilter("ignore")
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    figures = contender(arguments)
-    if dist.get_rank() == 0:
-        Path(os.environ[RESULT]).write_text(json.dumps(figures))
+    for name, contender in contenders.items():
+        figures = contender(arguments)
+        if dist.get_rank() == 0:
+            with open(os.environ[RESULT], "a") as file:
+                print(json.dumps([name, figures]), file=file)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def rounds(
-    contenders: Mapping[str, Contender], arguments: argparse.Namespace, world: int
+    contenders: Mapping[str, Contender], arguments: argparse.Namespace, world: int, together: bool
 ) -> dict[str, list[Figures]]:
     """All rounds with so many ranks; a rival that does not run here is left out."""
     names = [name for name in contenders if not arguments.only or name in arguments.only]
     found: dict[str, list[Figures]] = {name: [] for name in names}
     for number in range(arguments.rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            if name not in found:
-                continue
-            load, figures = os.getloadavg()[0], in_fresh_world(name, arguments, world)
-            if isinstance(figures, str):
-                print(f"without {name}: {figures}", flush=True)
-                del found[name]
-                continue
-            found[name].append(figures)
-            told = "  ".join(f"{value:.2f} {heading}" for heading, value in figures.items())
-            print(f"{world} ranks, round {number + 1}, load {load:.1f}: {name}: {told}", flush=True)
+        turn = [name for name in names[number % len(names) :] + names[: number % len(names)] if name in found]
+        while turn:
+            load, group = os.getloadavg()[0], turn if together else turn[:1]
+            done, error = in_fresh_world(group, arguments, world)
+            for name, figures in done.items():
+                found[name].append(figures)
+                told = "  ".join(f"{value:.2f} {heading}" for heading, value in figures.items())
+                print(f"{world} ranks, round {number + 1}, load {load:.1f}: {name}: {told}", flush=True)
+            turn = turn[len(done) :]
+            if error is not None:
+                print(f"without {turn[0]}: {error}", flush=True)
+                del found[turn.pop(0)]
     return found
 
 
-def in_fresh_world(name: str, arguments: argparse.Namespace, world: int) -> Figures | str:
-    """The figures of one run in processes of its own, or why there are none."""
+def in_fresh_world(
+    names: Sequence[str], arguments: argparse.Namespace, world: int
+) -> tuple[dict[str, Figures], str | None]:
+    """The figures of those that ran in processes of their own, and why the next one did not."""
     result = arguments.folder / "result.json"
     result.unlink(missing_ok=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, NAME: name, RESULT: str(result)}
+    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, RESULT: str(result)}
+    own[NAMES] = json.dumps(names)
     own.pop("PYTHONDONTWRITEBYTECODE", None)  # modules are compiled once, as for a user
     command = [*launcher, *sys.argv, "--folder", str(arguments.folder)]
     run = subprocess.run(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if run.returncode == 0:
-        return dict(json.loads(result.read_text()))
-    if "composer_dist" in name:
+    done = dict(map(json.loads, result.read_text().splitlines())) if result.exists() else {}
+    if len(done) == len(names):
+        return done, None
+    if "composer_dist" in names[len(done)]:
         raise SystemExit(run.stdout)
     said = [line for line in run.stdout.splitlines() if "Error" in line]
-    return (said or run.stdout.splitlines() or [""])[0].strip()
+    return done, (said or run.stdout.splitlines() or [""])[0].strip()
 
 
 def report(found: Mapping[str, list[Figures]], ratios: Sequence[str], world: int) -> None:
@@ -153,15 +163,21 @@ def report(found: Mapping[str, list[Figures]], ratios: Sequence[str], world: int
         for name, all_ in found.items()
     }
     against = [name for name in ratios if name in median]
-    headings = [heading for heading in next(iter(median.values())) if heading != "seconds"]
+    headings = list(
+        dict.fromkeys(heading for row in median.values() for heading in row if heading != "seconds")
+    )
     columns = ["seconds", *(f"x {name}" for name in against), *headings, "all rounds"]
-    table = Table("contender", *columns, title=f"{world} ranks, unwarmed: medians of fresh processes")
+    table = Table(
+        "contender",
+        *columns,
+        title=f"{world} ranks, unwarmed: medians of {len(next(iter(found.values())))} rounds",
+    )
     for name, row in median.items():
         table.add_row(
             name,
             f"{row['seconds']:.3f}",
             *(f"{row['seconds'] / median[other]['seconds']:.2f}" for other in against),
-            *(f"{row[heading]:.0f}" if heading in row else "" for heading in headings),
+            *(f"{row[heading]:.5g}" if heading in row else "" for heading in headings),
             " ".join(f"{each['seconds']:.2f}" for each in found[name]),
         )
     Console(width=150).print(table)

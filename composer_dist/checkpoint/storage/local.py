@@ -16,10 +16,11 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
 from composer_dist.errors import CheckpointError, CheckpointIsADirectoryError, CheckpointRuntimeError
 from composer_dist.files.checked import LocalSink, Sink
@@ -30,6 +31,8 @@ from composer_dist.files.torch_save import is_sealed
 DCP_METADATA = ".metadata"
 DAMAGED = ".damaged"
 """The end of the name of a checkpoint that was set aside."""
+_MOST_HELD = 256
+"""Files to keep open: processes may open a thousand."""
 _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(tmp|old)")
 """Names of files and directories that are written, or kept, beside their place."""
 
@@ -162,9 +165,7 @@ def _replace_contents(aside: Path, path: Path) -> None:
             _sync(path)
         os.replace(aside / name, path / name)
     _sync(path)
-    for name in before.difference(new):
-        with suppress(FileNotFoundError, IsADirectoryError):
-            os.unlink(path / name)
+    _unlink(path / name for name in before.difference(new))
     os.rmdir(aside)
 
 
@@ -218,10 +219,37 @@ def _sync(directory: Path) -> None:
         os.close(descriptor)
 
 
+def _unlink(paths: Iterable[Path]) -> Thread:
+    """Remove the names of files now; returns a thread that frees their blocks by closing them.
+
+    It takes about as long as writing them did, and all ranks would wait.
+    """
+    held: list[int] = []
+    for path in paths:
+        if len(held) < _MOST_HELD:
+            with suppress(OSError):
+                held.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW))
+        with suppress(FileNotFoundError, IsADirectoryError):
+            os.unlink(path)
+
+    def close() -> None:
+        for one in held:
+            os.close(one)
+
+    closing = Thread(target=close, name="composer_dist-free")
+    closing.start()
+    return closing
+
+
 def _remove(path: Path) -> None:
     try:
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            closing = _unlink(path.iterdir())
+            try:
+                shutil.rmtree(path)
+            except OSError:  # NFS keeps names of open files
+                closing.join()
+                shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
     except FileNotFoundError:
