@@ -64,6 +64,17 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "mine").read_text() == "kept"
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "model", "base"])
+def test_a_folder_behind_a_link_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(tmp_path)
+    text = f"{name} is a link that leads out of out, to {tmp_path}"
+    with pytest.raises(ParallelismValueError, match=text):
+        describe(read(tmp_path), 1)
+    with pytest.raises(ParallelismValueError, match=text), run_folder(read(tmp_path)):
+        raise AssertionError
+
+
 @pytest.mark.parametrize("out", ["file", "file/below", "/proc/self", "/proc/nothing"])
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, out: str) -> None:
     (tmp_path / "file").touch()

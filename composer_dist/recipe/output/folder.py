@@ -27,6 +27,8 @@ from composer_dist.recipe.schema import Run
 
 CONFIGURATION, ENVIRONMENT, LOCK = "configuration.yaml", "environment.json", ".lock"
 _WRITTEN = (CONFIGURATION, ENVIRONMENT, LOCK, PLACES["file"]["path"], f"{PLACES['file']['path']}.new")
+_LINKS = ("checkpoints", "base", "model", "model.pt", "adapter", PLACES["tensorboard"]["log_dir"])
+"""What a link could make the run write, replace or remove elsewhere."""
 _PACKAGES = ("composer_dist", "transformers", "peft", "safetensors", "datasets", "torchao")
 
 
@@ -61,6 +63,13 @@ def check_places(run: Run) -> None:
     Raises:
         ParallelismValueError: it cannot.
     """
+    for name in _LINKS:
+        link, target = run.out / name, Path(os.path.realpath(run.out / name))
+        if os.path.islink(link) and not target.is_relative_to(os.path.realpath(run.out)):
+            raise ParallelismValueError(
+                f"{link} is a link that leads out of out, to {target}. Remove the link; for another place "
+                "of the checkpoints set checkpoints.folder."
+            )
     places = {"out": run.out, "checkpoints.folder": (run.checkpoints or {}).get("folder")}
     for logger, key in (("file", "path"), ("tensorboard", "log_dir")):
         places[f"loggers.{logger}.{key}"] = (run.loggers.get(logger) or {}).get(key)
