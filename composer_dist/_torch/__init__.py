@@ -8,6 +8,7 @@ from composer_dist._torch.backward import *
 from composer_dist._torch.communication import *
 from composer_dist._torch.data import *
 from composer_dist._torch.dtensors import *
+from composer_dist._torch.gathered import *
 from composer_dist._torch.modules import *
 from composer_dist._torch.operations import *
 from composer_dist._torch.replication import *

@@ -4,16 +4,11 @@ FSDP2 records each parameter in a private object, which the sharded module refer
 shard is allocated once, with the padding that the all-gather needs, and filled in place.
 """
 
-import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from itertools import count
-from typing import Any, ClassVar, cast
-from weakref import WeakValueDictionary
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import collect_grad_tensors
 
@@ -22,8 +17,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 # The wrap policy of Composer and FSDP1; only its function is used. Since torch 2.1.
 from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
-
-from composer_dist.errors import ParallelismRuntimeError
 
 
 def policy_function(policy: CustomPolicy) -> Callable[[nn.Module], bool | dict[str, Any]]:
@@ -56,6 +49,12 @@ def registered_param(param: Any) -> nn.Parameter | None:
     """What stands in the place of the parameter of an `FSDPParam` now."""
     place = param._module_info
     found: nn.Parameter | None = place.module._parameters.get(place.param_name)
+    return found
+
+
+def shard_after_forward(param: Any) -> nn.Parameter | None:
+    """The part of an `FSDPParam` that FSDP2 keeps for backward if it does not reshard over all ranks."""
+    found: nn.Parameter | None = getattr(param, "_sharded_post_forward_param", None)
     return found
 
 
@@ -162,140 +161,3 @@ def gather_before_backward_of(module: FSDPModule, tensors: Iterable[torch.Tensor
 def tensors_with_gradient(output: Any) -> list[torch.Tensor]:
     """The tensors of a unit's output before whose backward FSDP2 gathers the unit by itself."""
     return list(collect_grad_tensors(output))
-
-
-class _Freed:
-    """Has autograd refuse the gathered parameters of a group that FSDP2 has freed; reading them would crash.
-
-    FSDP2 hides from autograd that it frees the memory. Here the version of a parameter is another one
-    for as long, which autograd compares before each use in backward. Since torch 2.4.
-    """
-
-    FAR = 1 << 24
-    """The difference, to which the parameter's number is added."""
-    params: ClassVar[WeakValueDictionary[int, Any]] = WeakValueDictionary()
-    """FSDP2's records by number."""
-    _numbers = count()
-
-    def __init__(self, group: Any) -> None:
-        self._numbered = [(next(self._numbers), param) for param in group.fsdp_params]
-        self.params.update(self._numbered)
-        self._freed: list[tuple[torch.Tensor, int]] = []
-        """What is freed now, with its true version."""
-        for name in ("_to_sharded", "_to_sharded_post_forward"):
-            setattr(group, name, partial(self._free, getattr(group, name)))
-        group._to_unsharded = partial(self._gather, group._to_unsharded)
-
-    def _free(self, to_sharded: Callable[[], None]) -> None:
-        to_sharded()
-        if self._freed:
-            return
-        far = []
-        for number, param in self._numbered:
-            gathered = getattr(param, "_unsharded_param", None)
-            if gathered is not None:
-                self._freed.append((gathered, gathered._version))
-                far.append((gathered, gathered._version + self.FAR + number))
-        _set_versions(far)
-
-    def _gather(self, to_unsharded: Callable[[], None]) -> None:
-        _set_versions(self._freed)
-        self._freed.clear()
-        to_unsharded()
-
-
-def freed_parameter(error: RuntimeError) -> str | None:
-    """The name of the parameter that autograd refuses because of `_Freed`, if this is such an error."""
-    found = re.search(r"is at version (\d+); expected version (\d+)", str(error))
-    param = found and _Freed.params.get(int(found[1]) - int(found[2]) - _Freed.FAR)
-    return param._param_fqn if param else None
-
-
-def _set_versions(versions: Sequence[tuple[torch.Tensor, int]]) -> None:
-    if versions:
-        torch._C._autograd._unsafe_set_version_counter(*zip(*versions, strict=True))
-
-
-class _SecondOrder:
-    """Keeps a unit gathered after a backward with `create_graph=True`, until the next without it.
-
-    The graph of the gradients reads the parameters again. The gradients that it adds to them are reduced
-    at the end of that backward, whether or not it passes the unit's outputs.
-    """
-
-    def __init__(self, module: FSDPModule) -> None:
-        self._watched: set[torch.Tensor] = set()
-        self._module, self._state = module, module._get_fsdp_state()
-        self._pre_backward = self._state._pre_backward
-        self._reshard: list[bool] | None = None
-        setattr(self._state, "_pre_backward", self.pre_backward)  # noqa: B010 - mypy takes it for a method
-        cast(nn.Module, module).register_forward_pre_hook(self._before_forward, prepend=True)
-
-    def pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        groups = self._state._fsdp_param_groups
-        if torch.is_grad_enabled() and self._reshard is None:
-            self._reshard = [group.reshard_after_backward for group in groups]
-            self._set([False] * len(groups))
-        elif not torch.is_grad_enabled():
-            self._restore()
-        self._refuse_grad()
-        result: torch.Tensor = self._pre_backward(gradient)
-        if self._reshard is not None:
-            gathered = {param._unsharded_param for param in fsdp_params(self._module)} - self._watched
-            for parameter in filter(lambda one: one.requires_grad, gathered):
-                parameter.register_post_accumulate_grad_hook(self._finish)
-            self._watched |= gathered
-        return result
-
-    def _refuse_grad(self) -> None:
-        """Refuse `torch.autograd.grad` of gathered parameters, whose gradients nobody would reduce."""
-        for param in fsdp_params(self._module):
-            gathered = gathered_param(param)  # None in units that were sharded after forward
-            if gathered is not None and gathered.requires_grad:
-                try:
-                    if torch._C._will_engine_execute_node(get_gradient_edge(gathered).node):
-                        return  # it adds to `grad`, as it does for the others
-                except RuntimeError:
-                    raise ParallelismRuntimeError(
-                        f"torch.autograd.grad returns this rank's gradient of {param._param_fqn}, which "
-                        "FSDP2 does not reduce; call loss.backward() and read .grad."
-                    ) from None
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if self._reshard is not None and torch._C._current_graph_task_id() == -1:
-            self._restore()
-            self._module.reshard()
-
-    def _finish(self, parameter: torch.Tensor) -> None:
-        if not torch.is_grad_enabled():
-            self._restore()
-            self._state._register_root_post_backward_final_callback()
-
-    def _restore(self) -> None:
-        if self._reshard is not None:
-            self._set(self._reshard)
-            self._reshard = None
-
-    def _set(self, values: Iterable[bool]) -> None:
-        for group, value in zip(self._state._fsdp_param_groups, values, strict=True):
-            group.reshard_after_backward = value
-
-
-def guard_backward(module: FSDPModule) -> None:
-    """Make every backward through a unit right, or an error: see `_Freed` and `_SecondOrder`.
-
-    FSDP2 makes the gathered parameters in the first forward; those that an evaluation under
-    `torch.inference_mode()` has made could not be trained.
-    """
-    for group in fsdp_param_groups(module):
-        _Freed(group)
-    for param in fsdp_params(module):
-        for name in ("init_all_gather_outputs", "init_unsharded_param"):
-            setattr(param, name, partial(_outside_inference, param, name))
-    _SecondOrder(module)
-
-
-def _outside_inference(param: Any, name: str, *args: Any, **kwargs: Any) -> None:
-    delattr(param, name)  # the method of the class is called from now on, which finds what is made here
-    with torch.inference_mode(False):
-        getattr(param, name)(*args, **kwargs)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import torch
 from torch import nn
 
 from composer_dist import _torch
@@ -68,6 +69,23 @@ def remove(module: nn.Module, layer: Layer) -> None:
         )
     del layers.wraps[layer]
     _build(module, layers)
+
+
+def call_explained(
+    explain: Callable[[RuntimeError, nn.Module], None],
+    module: nn.Module,
+    call: Forward,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a forward of `module`; `explain` raises another error than torch's, or adds to it."""
+    if torch.compiler.is_compiling():
+        return call(*args, **kwargs)
+    try:
+        return call(*args, **kwargs)
+    except RuntimeError as error:
+        explain(error, module)
+        raise
 
 
 def has(module: nn.Module, layer: Layer) -> bool:

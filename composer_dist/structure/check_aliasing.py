@@ -7,7 +7,6 @@ silently update only one of them after sharding.
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from types import FunctionType
 
 import torch
 from torch import nn
@@ -70,20 +69,29 @@ def _attributes(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]
                 f"{name} is also held as a plain attribute or buffer ({', '.join(held.info.names[1:])}), "
                 "which FSDP2 would not follow. Register it as a parameter there, or look it up when used."
             )
-    names = {id(held.get()): name for name, held in _sharded(structure, plain)}
+    names: dict[int, str] = {}
+    seen = {id(module) for module in structure.modules[""].modules()}
     for owner, module in structure.modules.items():
         for key, value in vars(module).items():
-            if key in _NO_COPIES or not isinstance(value, (list, tuple, dict, set, FunctionType)):
+            if key in _NO_COPIES or type(value) in _PLAIN:
                 continue
-            for tensor in everything_in(value, objects=False):
-                if id(tensor) in names:
+            for tensor in everything_in(value, seen=seen):
+                names = names or {_memory(held.get()): name for name, held in _sharded(structure, plain)}
+                if _memory(tensor) in names:
                     yield (
-                        f"{names[id(tensor)]} is also held inside of {child_name(owner, key)}, where it "
+                        f"{names[_memory(tensor)]} is also held inside of {child_name(owner, key)}, where it "
                         "would keep its old values. Look it up in its module when used, or leave it whole: "
                         "Rule(..., shard=False)."
                     )
 
 
+def _memory(tensor: torch.Tensor) -> int:
+    """A key of its memory, which views share; of the tensor itself if it is not an ordinary one."""
+    ordinary = tensor.layout is torch.strided and type(tensor) in (nn.Parameter, torch.Tensor)
+    return _torch.storage_key(tensor) if ordinary and tensor.numel() else id(tensor)
+
+
+_PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.Tensor}
 _NO_COPIES = {*vars(nn.Module()), "_flat_weights"}  # torch's recurrent modules keep theirs up to date
 
 

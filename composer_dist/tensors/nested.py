@@ -4,11 +4,13 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
-from types import CellType, FunctionType, ModuleType
+from functools import lru_cache
+from types import CellType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from composer_dist import _torch
 
@@ -69,14 +71,19 @@ _DEPTH, _MOST = 6, 1000
 lists of tensors; a reference to a whole program must not make every forward slow."""
 
 
-def everything_in(data: Any, objects: bool = True) -> Iterator[Tensor]:
+def everything_in(data: Any, objects: bool = True, seen: set[int] | None = None) -> Iterator[Tensor]:
     """The tensors in containers of any kind, in closures and, with `objects`, in the attributes of objects.
 
-    Modules and their parameters are not looked into.
+    Optimizers are not looked into, and modules and their parameters only with `seen`.
+
+    Args:
+        seen: the ids of what is not looked into; those of what has been are added.
     """
     pending: list[tuple[Any, int]] = [(data, 0)]
-    seen: set[int] = set()
-    while pending and len(seen) < _MOST:
+    passed = (ModuleType, Optimizer, nn.Module) if seen is None else (ModuleType, Optimizer)
+    seen = set() if seen is None else seen
+    most = len(seen) + _MOST
+    while pending and len(seen) < most:
         value, depth = pending.pop()
         if isinstance(value, Tensor):
             yield value
@@ -92,11 +99,21 @@ def everything_in(data: Any, objects: bool = True) -> Iterator[Tensor]:
             inner = value
         elif isinstance(value, FunctionType):
             inner = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        elif objects and not isinstance(value, (nn.Module, ModuleType)):
-            inner = getattr(value, "__dict__", {}).values()
+            inner += [value.__defaults__, value.__kwdefaults__, value.__dict__]
+        elif objects and not isinstance(value, passed):
+            kind: Any = type(value)
+            slots = [getattr(value, name, None) for name in _slots(kind)]
+            inner = [*getattr(value, "__dict__", {}).values(), *slots]
         else:
             inner = ()
         pending.extend((one, depth + 1) for one in inner)
+
+
+@lru_cache(1000)
+def _slots(kind: type) -> list[str]:
+    """The attributes of objects that are not in `__dict__`; of partials and bound methods, what they call."""
+    found = (one for above in kind.__mro__ for one in vars(above).values())
+    return [one.__name__ for one in found if isinstance(one, MemberDescriptorType)]
 
 
 @dataclasses.dataclass

@@ -715,6 +715,22 @@ class Globals(Net):
         return self.run(x).pow(2).mean() + sum(_LOSSES)
 
 
+class HoldingBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.box = Box()
+        self.box.total = self.gain
+
+    def forward(self, x: Tensor, kept: Any = None) -> Any:
+        return self.work(x) * self.box.total
+
+
+class HoldsWeight(Net):
+    """a weight that an object of the module also holds"""
+
+    block = HoldingBlock
+
+
 # Scalars of parameters and gradients
 
 
@@ -860,6 +876,7 @@ RARE = (
     "OtherBuffers",
     "OtherBufferReplaced",
     "Globals",
+    "HoldsWeight",
 )
 """The cases that only slow tests run."""
 
@@ -917,7 +934,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "Neighbors": SHARDED,
         "NeighborsData": SHARDED,
         "Encodes": r"head was used .*forward_methods=\['encode'\]",
-        "Globals": "needs layers.1.linear.weight, which FSDP2 has freed|Backward mixed sharded and whole",
+        "Globals": "needs (a parameter|layers.1.linear.weight), which FSDP2 has freed|Backward mixed sharded",
+        "HoldsWeight": "layers.0.gain is also held inside of layers.0.box",
         "TensorHookBefore": HOOKS,
         "TensorHookAfter": HOOKS,
         "Replaces": NEW,

@@ -1,6 +1,8 @@
 """What is bound to a parameter behind its back is refused by name before anything changes."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +31,49 @@ def two_parameters_over_one_storage(model: nn.Module) -> None:
 
 def attribute(model: nn.Module) -> None:
     vars(model.b)["theirs"] = model.a.weight
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def call(self) -> Any:
+        return self.value
+
+
+class Slotted:
+    __slots__ = ("__value",)
+
+    def __init__(self, value: Any) -> None:
+        self.__value = value
+
+
+HOLDERS: list[Callable[[Any], Any]] = [
+    Holder,
+    Slotted,
+    lambda value: [value.data[:2]],
+    lambda value: Holder({"deep": [Slotted(value)]}),
+    lambda value: Holder(value).call,
+    lambda value: functools.partial(torch.add, value),
+    lambda value: lambda x, own=value: x + own,
+    lambda value: Holder(nn.ParameterList([value])),
+]
+
+
+@pytest.mark.parametrize("hold", HOLDERS)
+def test_a_parameter_that_an_object_holds_is_refused(hold: Callable[[Any], Any]) -> None:
+    model = layers()
+    model.b.held = hold(model.a.weight)
+    with pytest.raises(ValueError, match=r"a\.weight is also held inside of b\.held"):
+        check_aliasing(read_structure(model), {})
+
+
+def test_objects_may_hold_the_model_and_its_optimizer() -> None:
+    model = layers()
+    for module in model.modules():
+        module.trainer = Holder([model, torch.optim.SGD(model.parameters(), 0.1), Holder(model)])
+        module.trainer.me = module.trainer
+    check_aliasing(read_structure(model), {})
 
 
 class Scaled(nn.Parameter):

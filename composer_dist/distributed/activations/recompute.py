@@ -170,13 +170,7 @@ class _Recompute:
         if self._contexts is not None:
             run, traced = self._contexts
             options = {**options, "context_fn": traced if torch.compiler.is_compiling() else run}
-        if torch.compiler.is_compiling():
-            return checkpoint(function, *args, **options)
-        try:
-            return checkpoint(function, *args, **options)
-        except RuntimeError as error:
-            explain(error, block)
-            raise
+        return forwards.call_explained(explain, block, checkpoint, function, *args, **options)
 
 
 Place = tuple[nn.Module, str]
@@ -244,6 +238,7 @@ class _Recomputation:
         if not self._ran:
             self._ran = True
             return self._first(*args)
+        self._refuse_changed()
         own, named = copied(self._again)
         pairs = zip(args, own, strict=True)
         lent = {place: p for place, p in self._parameters.items() if _is_other(p, getattr(*place))}
@@ -263,6 +258,17 @@ class _Recomputation:
                     f"The forward of a recomputed {type(self._block).__name__} changes {listed(names)}, "
                     "outside of it, and has done so again when it was recomputed. Change it in the forward "
                     "of the model, or leave the module out of activation checkpointing."
+                )
+
+    def _refuse_changed(self) -> None:
+        for (module, key), parameter in self._parameters.items():
+            then = self._versions[module, key]
+            if not _torch.has_version(parameter, then):
+                raise ParallelismRuntimeError(
+                    f"{key} of a {type(module).__name__} has changed between the forward of a recomputed "
+                    f"{type(self._block).__name__} and its backward (by a step of the optimizer, say). "
+                    "Call backward() before the step, or run forward again after it. "
+                    f"It is at version {_torch.version(parameter)}; expected version {then}."
                 )
 
     def _first(self, *args: Any) -> Any:
@@ -285,6 +291,7 @@ class _Recomputation:
                 "and would do so again when it is recomputed. Make it a buffer (register_buffer), or leave "
                 "the module out of activation checkpointing."
             )
+        self._versions = before.versions
         changed = set(before.changed(self._buffers))
         self._kind.changing = (self._kind.changing or set()) | changed
         self._before = {place: value for place, value in self._before.items() if place in self._kind.changing}

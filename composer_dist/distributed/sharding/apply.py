@@ -20,7 +20,7 @@ from composer_dist.distributed.forwards import call_through, is_compiled
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.prepared import record
 from composer_dist.distributed.sharding.buffers import FollowBuffers
-from composer_dist.distributed.sharding.calls import Calls, freed
+from composer_dist.distributed.sharding.calls import Calls, refused
 from composer_dist.distributed.sharding.check_order import check_call_order
 from composer_dist.distributed.sharding.generation import check_generation
 from composer_dist.distributed.sharding.hooks import (
@@ -126,7 +126,7 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
     _torch.refuse_local_scalars(_SCALAR)
     _torch.refuse_lost_writes(_PART, _EVERYWHERE, _DATA, _SHARED, _SENT)
     _torch.check_scaled_gradients()
-    _torch.explain_in_backward(freed)
+    _torch.explain_in_backward(refused)
     units = {unit.name: structure.modules[unit.name] for unit in plan.units}
     inside = [name for unit in plan.units for name in unit.modules]
     for name in inside:

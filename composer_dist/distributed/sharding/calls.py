@@ -172,7 +172,8 @@ class Calls:
         """
         for name, param in self._params.items():
             registered, sharded = _torch.registered_param(param), _torch.sharded_param(param)
-            if registered is not sharded and registered is not _torch.gathered_param(param):
+            others = _torch.gathered_param, _torch.shard_after_forward
+            if registered is not sharded and all(registered is not of(param) for of in others):
                 raise ParallelismRuntimeError(
                     f"{name} is no longer the parameter that was sharded, and FSDP2 would compute with the "
                     "one that was: torch.func.functional_call, or an assignment after the preparation, has "
@@ -210,7 +211,7 @@ class Calls:
 def _explain(error: RuntimeError, module: nn.Module) -> None:
     """Raise an error of this library if torch's is about sharded parameters that a unit has used."""
     if "got mixed torch.Tensor and DTensor" not in str(error) or _torch.current_backward() != -1:
-        return  # in a backward, a recomputed block: see `freed`
+        return  # in a backward, a recomputed block: see `refused`
     name = _names.get(module, "")
     found = ((one, canonical_name(inner)) for inner, one in module.named_modules())
     names = {one: child_name(name, inner) if inner else name for one, inner in found}
@@ -256,33 +257,34 @@ def _explain_methods(kind: type[nn.Module]) -> None:
 def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return method(self, *args, **kwargs)
-        try:
-            return method(self, *args, **kwargs)
-        except RuntimeError as error:
-            _explain(error, self)
-            raise
+        return forwards.call_explained(_explain, self, method, self, *args, **kwargs)
 
     return call
 
 
-def freed(error: RuntimeError) -> str | None:
-    """The message for a backward that read a parameter that FSDP2 had freed."""
-    name = _torch.freed_parameter(error)
-    if name is None and "out of bounds for storage of size 0" in str(error):
-        name = "a parameter"
-    if name is None and "got mixed torch.Tensor and DTensor" in str(error):  # in a recomputed block too
+def refused(error: RuntimeError) -> str | None:
+    """The message for a backward that needs a parameter that FSDP2 has freed, or that has changed."""
+    name, is_freed = _torch.refused_parameter(error) or ("a parameter", None)
+    if is_freed is None and "got mixed torch.Tensor and DTensor" in str(error):  # in a recomputed block too
         return (
             "Backward mixed sharded and whole tensors. Call full_tensor() on a penalty on sharded parameters "
             "before you add it to the loss. A loss that a forward computes from its parameters must be "
             "returned, or set as an attribute of the module, because FSDP2 frees them after the forward."
         )
-    return name and (
+    if is_freed is None and "out of bounds for storage of size 0" in str(error):
+        is_freed = True
+    freed = (
         f"Backward needs {name}, which FSDP2 has freed: a loss was computed from it in forward, and "
         "kept where nothing shows it (in a global list, for example). Return the loss from the "
         "module's forward, or set it as an attribute of the module."
     )
+    changed = (
+        f"Backward needs {name} as forward found it, but it has changed since (by a step of the optimizer, "
+        "for example). Call backward() before the step, or run forward again after it."
+    )
+    if is_freed is None:
+        return f"{freed} Or else: {changed}" if _torch.is_refused_view(error) else None
+    return freed if is_freed else changed
 
 
 def changed_in_forward(name: str, module: nn.Module, parameters: Sequence[str]) -> str:

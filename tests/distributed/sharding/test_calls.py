@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict, defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,8 +15,9 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
+from composer_dist.config.rule import Rule
 from composer_dist.config.tensor_parallel import TPConfig
-from composer_dist.distributed import parallelize_model
+from composer_dist.distributed import clip_grad_norm, parallelize_model, summon_full_params
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.tensors.nested import Rejoined, everything_in
 from tests.kit.compare import alike, close, fails, grads
@@ -56,6 +58,102 @@ def test_a_loss_that_nobody_can_see_is_an_error_and_no_crash() -> None:
         y = x.exp()
         y.add_(1).sum().backward()
     STASH.clear()
+
+
+def _step(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def _weight(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model[1].linear.weight.mul_(2)
+
+
+def _local(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model[1].linear.weight.to_local().mul_(2)
+
+
+def _bias(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model[1].linear.bias.add_(1)
+
+
+def _read(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    with summon_full_params(model, writeback=False):
+        clip_grad_norm(model, 1e9)
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+
+
+RETURN, AGAIN = "FSDP2 has freed.*Return the loss", "has changed since.*before the step, or run forward again"
+LOST = "the change would be lost. Change parameters after backward"
+
+
+@pytest.mark.parametrize(
+    ("change", "kept", "recomputed", "error"),
+    [
+        (_step, True, False, f"2.linear.weight as forward found it, but it {AGAIN}"),
+        (_step, False, False, f"2.linear.weight as forward found it, but it {AGAIN}"),
+        (_step, True, True, f"2.linear.(weight|bias) as forward found it, but it {AGAIN}"),
+        (_weight, True, False, f"1.linear.weight as forward found it, but it {AGAIN}"),
+        (_local, True, False, f"1.linear.weight as forward found it, but it {AGAIN}"),
+        (_bias, True, False, None),  # which backward does not need
+        (_bias, False, False, f"1.linear.bias changed in place .*{LOST}"),  # it is the gathered one
+        (_read, True, False, None),
+        (_read, True, True, None),
+    ],
+)
+@on_ranks(2)
+def test_weights_that_change_between_a_forward_and_its_backward_are_refused_by_name(
+    change: Any, kept: bool, recomputed: bool, error: str | None
+) -> None:
+    model = _blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ac = {"activation_checkpointing": "composable"} if recomputed else {}
+    parallelize_model(
+        model, ParallelismConfig(fsdp2=FSDP2Config(reshard_after_forward=kept), **ac), optimizer
+    )
+    for _ in range(2):  # gradients are accumulated
+        (model(torch.ones(2, 4)).sum() / 2).backward()
+    loss = model(torch.ones(2, 4)).sum()
+    change(model, optimizer)
+    with pytest.raises(ParallelismRuntimeError, match=error) if error else nullcontext():
+        loss.backward()
+    STASH.clear()
+
+
+class Rooted(nn.Module):
+    """The root has a parameter of its own, which FSDP2 keeps gathered after a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.gain = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x * self.gain)
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2])
+@on_ranks(4)
+def test_what_stays_gathered_after_a_forward_follows_a_step(reshard: bool | int) -> None:
+    torch.manual_seed(0)
+    reference = Rooted()
+    model = copy.deepcopy(reference)
+    config = FSDP2Config(reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    rules = [Rule("block", shard=True), Rule("", shard=True)]
+    parallelize_model(model, ParallelismConfig(fsdp2=config, rules=rules), optimizer)
+    by_one = torch.optim.SGD(reference.parameters(), lr=1.0)
+    x = torch.ones(2, 4)
+    for one in (reference, model):
+        one(x).sum().backward()
+    first = model(x).sum()
+    optimizer.step()
+    by_one.step()
+    torch.testing.assert_close(model(x), reference(x))
+    with fails(ParallelismRuntimeError, "block.weight as forward found it, but it has changed since"):
+        first.backward()
 
 
 @on_ranks(2)

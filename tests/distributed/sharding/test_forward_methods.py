@@ -127,21 +127,23 @@ def test_a_direct_call_of_forward_gathers_and_one_of_another_method_names_the_re
     reference(x).square().mean().backward()
     model.forward(mine(x)).square().mean().backward()
     same_parameters(model, reference, gradients=True)
-    model.other = True
-    with pytest.raises(ParallelismRuntimeError) as caught:
-        model(mine(x))
-    assert str(caught.value) == (
-        "blocks.0.inner was used while its parameters are sharded: FSDP2 gathers them in calls of blocks.0 "
-        "only. Call that, not a part of it; another method than forward needs "
-        "ParallelismConfig(forward_methods=['encode'])."
-    )
-    model.weight = True
-    with pytest.raises(ParallelismRuntimeError) as caught:
-        model(mine(x))
-    assert str(caught.value) == (
-        "The root used sharded parameters of another unit: FSDP2 gathers them in calls of their own unit "
-        "only. Call that, or leave it whole: Rule(..., shard=False)."
-    )
+    for uses, message in (
+        (
+            "other",
+            "blocks.0.inner was used while its parameters are sharded: FSDP2 gathers them in calls of "
+            "blocks.0 only. Call that, not a part of it; another method than forward needs "
+            "ParallelismConfig(forward_methods=['encode']).",
+        ),
+        (
+            "weight",
+            "The root used sharded parameters of another unit: FSDP2 gathers them in calls of their own unit "
+            "only. Call that, or leave it whole: Rule(..., shard=False).",
+        ),
+    ):
+        setattr(model, uses, True)
+        with pytest.raises(ParallelismRuntimeError) as caught:
+            model(mine(x))
+        assert str(caught.value) == message
 
 
 @on_ranks(2)

@@ -1,0 +1,219 @@
+"""Backward through FSDP2's units: every one is right, or an error that names the parameter."""
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import count
+from typing import Any, ClassVar, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from composer_dist._torch.sharding import fsdp_param_groups, fsdp_params, gathered_param
+from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.wording import listed
+
+
+class _Versions:
+    """Has autograd refuse gathered parameters that are no longer what the forward used.
+
+    FSDP2 hides from autograd that it frees their memory, which would crash a reader, and that it gathers
+    other values after a step. Autograd compares the version of each before it uses them in backward. Here it
+    is a number of the parameter, and of the values that were gathered; another bit is set while they are
+    freed. Since torch 2.4.
+    """
+
+    FREED, OURS, VALUES = 1 << 31, 1 << 30, 1 << 11
+    """Bits of a version, of 32; and how many values of one parameter are told apart."""
+    params: ClassVar[WeakValueDictionary[int, Any]] = WeakValueDictionary()
+    """FSDP2's records by number."""
+    cut = False
+    """Whether tensor parallelism has cut a parameter of any unit."""
+    _numbers = count()
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        numbers = [next(self._numbers) % (self.OURS // self.VALUES) for _ in group.fsdp_params]
+        self.params.update(zip(numbers, group.fsdp_params, strict=True))
+        self._now = [self.OURS + number * self.VALUES for number in numbers]
+        """The versions of the parameters while they are gathered."""
+        self._tensors: tuple[torch.Tensor, ...] = ()
+        """The gathered parameters, and this rank's parts of those that tensor parallelism has cut."""
+        self._shards: list[int] = []
+        """The versions of the shards that were gathered last."""
+        for name in ("_to_sharded", "_to_sharded_post_forward"):
+            setattr(group, name, partial(self._free, getattr(group, name)))
+        group._to_unsharded = partial(self._gather, group._to_unsharded)
+
+    def _free(self, to_sharded: Callable[[], None]) -> None:
+        lost = self._lost()
+        to_sharded()
+        self._set([version + self.FREED for version in self._now])
+        self._refuse(lost)
+
+    def _gather(self, to_unsharded: Callable[[], None]) -> None:
+        lost = self._lost()
+        to_unsharded()
+        if not self._tensors:  # FSDP2 makes them once
+            gathered = [param._unsharded_param for param in self._group.fsdp_params]
+            self._cut = [index for index, one in enumerate(gathered) if isinstance(one, DTensor)]
+            _Versions.cut |= bool(self._cut)
+            self._tensors = *gathered, *(gathered[index]._local_tensor for index in self._cut)
+        self.renew()
+        self._refuse(lost)
+
+    def is_stale(self) -> bool:
+        """Whether the shards have changed since FSDP2 gathered them, and it would compute without that."""
+        return not self._group.is_sharded and self._versions_of_shards() != self._shards
+
+    def renew(self) -> None:
+        """Have autograd take the parameters for other ones if their shards have changed."""
+        shards = self._versions_of_shards()
+        if shards != self._shards:
+            for index, pair in enumerate(zip(shards, self._shards, strict=False)):
+                first, value = divmod(self._now[index], self.VALUES)
+                self._now[index] = first * self.VALUES + (value + len(set(pair)) - 1) % self.VALUES
+            self._shards = shards
+        self._set(self._now)
+
+    def _versions_of_shards(self) -> list[int]:
+        shards = [param.sharded_param for param in self._group.fsdp_params]
+        return [shard._version + shard._local_tensor._version for shard in shards]
+
+    def _set(self, versions: list[int]) -> None:
+        if self._tensors:
+            of_parts = (versions[index] for index in self._cut)
+            torch._C._autograd._unsafe_set_version_counter(self._tensors, (*versions, *of_parts))
+
+    def _lost(self) -> list[str]:
+        """Which parameters somebody has changed who found something else than the shard in its place."""
+        params = self._group.fsdp_params
+        if self._group.is_unsharded:
+            found = [one._version for one in self._tensors[: len(params)]]
+            if found != self._now:
+                both = zip(params, found, self._now, strict=True)
+                return [param._param_fqn for param, version, now in both if version != now]
+        elif self._group.is_sharded_post_forward:
+            shards = [(param, param._sharded_post_forward_param) for param in params]  # just made: version 0
+            return [param._param_fqn for param, one in shards if one._version + one._local_tensor._version]
+        return []
+
+    def _refuse(self, lost: list[str]) -> None:
+        if lost:
+            raise ParallelismRuntimeError(
+                f"{listed(lost)} changed in place between a forward and its backward, while FSDP2 keeps the "
+                "gathered values, so the change would be lost. Change parameters after backward, or in "
+                "summon_full_params(model, writeback=True)."
+            )
+
+
+def refused_parameter(error: RuntimeError) -> tuple[str, bool] | None:
+    """The parameter that autograd refuses because of `_Versions`, and whether it is freed or has changed."""
+    found = re.search(r"is at version (\d+); expected version (\d+)", str(error))
+    now = int(found[1]) if found else 0
+    number = now % _Versions.OURS // _Versions.VALUES
+    param = _Versions.params.get(number) if now & _Versions.OURS else None
+    return (param._param_fqn, now >= _Versions.FREED) if param else None
+
+
+def is_refused_view(error: RuntimeError) -> bool:
+    """Whether autograd refuses a view of a part of a parameter because of `_Versions`."""
+    return _Versions.cut and "another view of its base has been modified inplace" in str(error)
+
+
+def has_version(tensor: torch.Tensor, version: int) -> bool:
+    """Whether `tensor` has the values that it had at `version`; FSDP2 may have freed it since."""
+    return (tensor._version ^ version) & (_Versions.FREED - 1) == 0
+
+
+class _SecondOrder:
+    """Keeps a unit gathered after a backward with `create_graph=True`, until the next without it.
+
+    The graph of the gradients reads the parameters again. The gradients that it adds to them are reduced
+    at the end of that backward, whether or not it passes the unit's outputs.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self._watched: set[torch.Tensor] = set()
+        self._versions = [_Versions(group) for group in fsdp_param_groups(module)]
+        self._module, self._state = module, module._get_fsdp_state()
+        self._pre_backward = self._state._pre_backward
+        self._reshard: list[bool] | None = None
+        setattr(self._state, "_pre_backward", self.pre_backward)  # noqa: B010 - mypy takes it for a method
+        cast(nn.Module, module).register_forward_pre_hook(self._before_forward, prepend=True)
+
+    def pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        groups = self._state._fsdp_param_groups
+        if torch.is_grad_enabled() and self._reshard is None:
+            self._reshard = [group.reshard_after_backward for group in groups]
+            self._set([False] * len(groups))
+        elif not torch.is_grad_enabled():
+            self._restore()
+        self._refuse_grad()
+        for versions in self._versions:
+            if versions.is_stale():
+                versions.renew()
+        result: torch.Tensor = self._pre_backward(gradient)
+        if self._reshard is not None:
+            gathered = {param._unsharded_param for param in fsdp_params(self._module)} - self._watched
+            for parameter in filter(lambda one: one.requires_grad, gathered):
+                parameter.register_post_accumulate_grad_hook(self._finish)
+            self._watched |= gathered
+        return result
+
+    def _refuse_grad(self) -> None:
+        """Refuse `torch.autograd.grad` of gathered parameters, whose gradients nobody would reduce."""
+        for param in fsdp_params(self._module):
+            gathered = gathered_param(param)  # None in units that were sharded after forward
+            if gathered is not None and gathered.requires_grad:
+                try:
+                    if torch._C._will_engine_execute_node(get_gradient_edge(gathered).node):
+                        return  # it adds to `grad`, as it does for the others
+                except RuntimeError:
+                    raise ParallelismRuntimeError(
+                        f"torch.autograd.grad returns this rank's gradient of {param._param_fqn}, which "
+                        "FSDP2 does not reduce; call loss.backward() and read .grad."
+                    ) from None
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._reshard is not None and torch._C._current_graph_task_id() == -1:
+            self._restore()
+            self._module.reshard()
+        elif any(versions.is_stale() for versions in self._versions):
+            self._module.reshard()
+
+    def _finish(self, parameter: torch.Tensor) -> None:
+        if not torch.is_grad_enabled():
+            self._restore()
+            self._state._register_root_post_backward_final_callback()
+
+    def _restore(self) -> None:
+        if self._reshard is not None:
+            self._set(self._reshard)
+            self._reshard = None
+
+    def _set(self, values: Iterable[bool]) -> None:
+        for group, value in zip(self._state._fsdp_param_groups, values, strict=True):
+            group.reshard_after_backward = value
+
+
+def guard_backward(module: FSDPModule) -> None:
+    """Make every backward through a unit right, or an error: see `_Versions` and `_SecondOrder`.
+
+    FSDP2 makes the gathered parameters in the first forward; those that an evaluation under
+    `torch.inference_mode()` has made could not be trained.
+    """
+    for param in fsdp_params(module):
+        for name in ("init_all_gather_outputs", "init_unsharded_param"):
+            setattr(param, name, partial(_outside_inference, param, name))
+    _SecondOrder(module)
+
+
+def _outside_inference(param: Any, name: str, *args: Any, **kwargs: Any) -> None:
+    delattr(param, name)  # the method of the class is called from now on, which finds what is made here
+    with torch.inference_mode(False):
+        getattr(param, name)(*args, **kwargs)
