@@ -109,7 +109,7 @@ class LabeledData(Data):
 
     kind: Literal["labeled_text"]
     classes: dict[str, Source]
-    """Label to text, as in `TextData.source`."""
+    """Label to text, in the form of `source` of `kind: text`."""
     context: PositiveInt = 128
     held_out: int = Field(64, ge=0)
 

@@ -37,6 +37,8 @@ def arguments_of(
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
+        if not callable(target):
+            raise ParallelismValueError(f"{target!r} is not a function or a class.") from None
         raise ParallelismValueError(f"{target!r} cannot be called with arguments by name.") from None
     for name, parameter in parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:

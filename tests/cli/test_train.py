@@ -81,6 +81,7 @@ def test_a_dry_run_with_a_strategy_by_name() -> None:
         (["scheduler={name: torch.optim.lr_scheduler.StepLR, step_size: 0}"], "scheduler: integer modulo"),
         (["scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau"], "needs a metric at each step"),
         (["scheduler=torch.zeros"], "cannot be called with arguments by name"),
+        (["scheduler=torch.pi"], "is not a function or a class"),
         (["callbacks={torch.nn.ReLU: {}}"], "callbacks takes a Callback"),
         (["callbacks={generate: {prompts: [a]}}"], "Generate needs a HuggingFaceModel"),
         (["callbacks={early_stopping: {monitor: loss/val/total}}"], "Did you mean 'loss/eval/total'? Logged"),
