@@ -20,10 +20,13 @@ class CtrlC:
 
     Args:
         quiet: print nothing, because another process does.
+        at_once: end the process, because nothing is open yet; packages that are being imported would swallow
+            a KeyboardInterrupt.
     """
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool = False, at_once: bool = False) -> None:
         self._quiet = quiet
+        self.at_once = at_once
         self._before: Any = None
         self.received = False
         """Errors after it are its consequences: peers that have ended, connections that are closed."""
@@ -43,6 +46,8 @@ class CtrlC:
         self.received = True
         if not self._quiet:
             tell()
+        if self.at_once:
+            os._exit(EXIT_STATUS)
         raise KeyboardInterrupt
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from composer_dist.cli import failures
+from composer_dist.cli.interrupt import EXIT_STATUS, CtrlC
 from composer_dist.errors import ParallelismError
 
 EXAMPLES = """
@@ -61,16 +62,17 @@ def train(
         from composer_dist.cli.launch import launch_local
 
         _refuse_a_launcher_inside_another()
-        _announce(config, overrides, processes)
-        command = ["-m", "composer_dist", *(["--debug"] if debug else []), "train", str(config)]
-        command += overrides or []
-        raise typer.Exit(launch_local(processes, [*command, "--launched", str(os.getpid())]))
+        with CtrlC(at_once=True):  # until the processes start
+            _announce(config, overrides, processes)
+            command = ["-m", "composer_dist", *(["--debug"] if debug else []), "train", str(config)]
+            command += overrides or []
+            raise typer.Exit(launch_local(processes, [*command, "--launched", str(os.getpid())]))
     else:
-        with _told(debug, launched):
-            _run(config, overrides, announced=launched is not None)
+        with _told(debug, launched) as ctrl_c:
+            _run(config, overrides, launched is not None, ctrl_c)
 
 
-def _run(config: Path, overrides: list[str] | None, announced: bool) -> None:
+def _run(config: Path, overrides: list[str] | None, announced: bool, ctrl_c: CtrlC) -> None:
     """One process of a run."""
     from composer_dist.distributed.ranks.launcher_variables import torchrun_variables
 
@@ -82,6 +84,7 @@ def _run(config: Path, overrides: list[str] | None, announced: bool) -> None:
     configuration = read_configuration(config, overrides or [])
     from composer_dist.recipe.session import run
 
+    ctrl_c.at_once = False
     run(configuration)
 
 
@@ -124,30 +127,30 @@ def _plan(config: Path, overrides: list[str] | None, processes: int | None) -> s
 
 
 @contextmanager
-def _told(debug: bool, launcher: int | None = None) -> Iterator[None]:
+def _told(debug: bool, launcher: int | None = None) -> Iterator[CtrlC]:
     """Errors end the command with their text, and with the traceback where they come from the user's code.
 
     Args:
         debug: print the whole traceback of any error.
         launcher: the id of the process whose `launch_local` started this one; it reports the error instead.
     """
-    from composer_dist.cli import interrupt
     from composer_dist.cli.launch import end_with, report_failure
 
     if launcher is not None:
         end_with(launcher)
     shown, warnings.formatwarning = warnings.formatwarning, _as_a_line
-    ctrl_c = interrupt.CtrlC(quiet=launcher is not None or os.environ.get("RANK", "0") != "0")
+    quiet = launcher is not None or os.environ.get("RANK", "0") != "0"
+    ctrl_c = CtrlC(quiet, at_once=True)
     try:
         with ctrl_c:
-            yield
+            yield ctrl_c
     except typer.Exit:
         raise
     except KeyboardInterrupt:
-        raise typer.Exit(interrupt.EXIT_STATUS) from None
+        raise typer.Exit(EXIT_STATUS) from None
     except Exception as error:
         if ctrl_c.received:
-            raise typer.Exit(interrupt.EXIT_STATUS) from None
+            raise typer.Exit(EXIT_STATUS) from None
         status, text = _outcome(error, debug)
         if launcher is not None:
             report_failure(text, own=bool(failures.users_frames(error)))
