@@ -14,7 +14,11 @@ from functools import total_ordering
 from math import isfinite
 from typing import Any, Self
 
-from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+
+
+class NoTokensError(ParallelismValueError):
+    """A time in tokens, for batches without any."""
 
 
 class TimeUnit(StrEnum):
@@ -174,12 +178,12 @@ class Timestamp:
         """What has passed, in one unit.
 
         Raises:
-            ParallelismValueError: the unit is `dur`, which only the State knows.
-            ParallelismKeyError: the unit is tokens, of which the batches have none.
+            ParallelismValueError: the unit is `dur`, which only the State knows, or tokens, of which the
+                batches have none.
         """
         unit = TimeUnit(unit)
         if unit is TimeUnit.TOKEN and self.batch and not self.token:
-            raise ParallelismKeyError(
+            raise NoTokensError(
                 "A time is given in tokens ('tok'), but the batches have none: no mapping with 'input_ids'. "
                 "Use batches ('ba'), samples ('sp') or epochs ('ep')."
             )
