@@ -86,6 +86,16 @@ def test_it_is_there(name: str) -> None:
     assert hasattr(importlib.import_module(module), attribute), f"{FEATURES[name]} falls without {name}"
 
 
+def test_a_stop_iteration_of_a_worker_is_known() -> None:
+    with pytest.raises(StopIteration) as raised:
+        next(iter(()))
+    assert not _torch.raised_by_samples(raised.value)
+    wrapper = torch._utils.ExceptionWrapper((type(raised.value), raised.value, raised.tb))
+    with pytest.raises(StopIteration) as raised:
+        wrapper.reraise()
+    assert _torch.raised_by_samples(raised.value)
+
+
 def _alone(**options: Any) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, **options)
 
