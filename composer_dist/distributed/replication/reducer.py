@@ -11,10 +11,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -26,6 +28,7 @@ from composer_dist.distributed.replication.checks import Checks
 from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, reduced_in
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.training.average_gradients import average_gradients
+from composer_dist.distributed.training.changes import is_power_of_two
 from composer_dist.distributed.training.local_gradients import LocalGradients
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.tensors.nested import replace_tensors, tensors_in
@@ -144,7 +147,7 @@ class Replica:
                     "training."
                 )
             return
-        if trainable and trainable.keys() != self._ddp.names.keys():
+        if trainable and (trainable.keys() != self._ddp.names.keys() or self._ddp.is_passed_by()):
             self._follow(trainable)
         self._checks.before_forward(model)
         _torch.register_late_hooks(model)
@@ -224,6 +227,8 @@ class _Reducer(_torch.InPlaceDDP):
         self._seen: set[nn.Parameter] = set()
         """Parameters that the current or last backward has used."""
         self._used: frozenset[nn.Parameter] | None = None
+        self._forwards = 0
+        self._nodes = [get_gradient_edge(parameter).node for parameter in trainable.values()]
         self._backward, self._is_ready = -1, False
         self._missed: frozenset[nn.Parameter] = frozenset()
         """What the reducer still waited for when the current backward began."""
@@ -236,7 +241,18 @@ class _Reducer(_torch.InPlaceDDP):
         for handle in self._handles:
             handle.remove()
         self.logger = None
+        self._nodes.clear()
         del self.reducer  # its destructor removes its own hooks
+
+    def is_passed_by(self) -> bool:
+        """Whether gradients no longer reach the reducer, because parameters got another dtype or memory.
+
+        Such as by `model.double()`, or a parametrization. All are looked at in the forwards 1, 2, 4, 8, ...
+        """
+        self._forwards += 1
+        looked = len(self._nodes) if is_power_of_two(self._forwards) else 1
+        pairs = islice(zip(self.names.values(), self._nodes, strict=True), looked)
+        return any(get_gradient_edge(parameter).node is not node for parameter, node in pairs)
 
     def before_forward(self) -> None:
         self._backward = -1  # in case the last one raised

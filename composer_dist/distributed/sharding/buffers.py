@@ -2,8 +2,9 @@
 
 FSDP2 leaves buffers alone, so each rank would keep statistics of its own data: evaluation would differ from
 rank to rank, and a checkpoint would hold those of one rank. DDP broadcasts rank 0's before each forward.
-Here only those of batch norms in training, and those that a forward for training was seen to change, are
-broadcast, before the next forward. The ranks look at all buffers in the forwards 1, 2, 4, 8, ...
+Here only those of batch norms in training, and those that were seen to change in a forward for training or
+after it, are broadcast, before the next forward. The ranks look at all buffers after the forwards 1, 2, 4,
+8, ...
 """
 
 from typing import Any
@@ -37,7 +38,7 @@ class FollowBuffers:
         self._forwards = 0
         """For training, so far."""
         self._changing: set[str] = set()
-        """What a forward for training has changed on some rank."""
+        """What has changed on some rank in a forward for training, or after it."""
         self._before: Before[str] | None = None
         self._due: list[str] = []
         if self._groups and self._held:
@@ -45,25 +46,30 @@ class FollowBuffers:
             structure.modules[""].register_forward_hook(torch.compiler.disable(self._leave))
 
     def _enter(self, root: nn.Module, args: Any) -> None:
+        if self._before is not None:
+            self._due = sorted({*self._due, *self._agree_on(self._before)})
+            self._before = None
         if self._due:
             self._follow()
-        self._before = None
         if root.training and torch.is_grad_enabled():
             self._forwards += 1
             if is_power_of_two(self._forwards):
                 self._before = Watch().before(root, self._buffers())
 
+    def _agree_on(self, before: Before[str]) -> set[str]:
+        """What has changed since on any rank, in the forward or after it."""
+        found = set(before.changed(self._buffers()))
+        for group in self._groups:
+            everywhere: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(everywhere, found, group=group)
+            found = set().union(*everywhere)
+        self._changing |= found
+        return found
+
     def _leave(self, root: nn.Module, args: Any, output: Any) -> None:
-        if not root.training or not torch.is_grad_enabled():
-            return
-        if self._before is not None:
-            found = set(self._before.changed(self._buffers()))
-            for group in self._groups:
-                everywhere: list[Any] = [None] * dist.get_world_size(group)
-                dist.all_gather_object(everywhere, found, group=group)
-                found = set().union(*everywhere)
-            self._changing |= found
-        self._due = sorted(self._changing.union(name for name, norm in self._norms.items() if norm.training))
+        if root.training and torch.is_grad_enabled():
+            norms = (name for name, norm in self._norms.items() if norm.training)
+            self._due = sorted(self._changing.union(norms))
 
     def _buffers(self) -> dict[str, Tensor]:
         return {name: held.get() for name, held in self._held.items()}

@@ -253,6 +253,35 @@ def test_a_weight_that_leaves_its_forward_is_refused_and_a_changed_argument_is_n
 
 
 @on_ranks(2)
+def test_replicas_train_on_after_their_dtype_has_changed() -> None:
+    """DDP waited for nodes of autograd that the parameters no longer had, and a step was not averaged."""
+    model, alone = _net(), _net()
+    parallelize_model(model, DDPConfig())
+    x = torch.arange(8.0).view(2, 4) / 8
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, alone)]
+    for _ in range(2):
+        for one, part in ((model, x[dist.get_rank() :][:1]), (alone, x)):
+            one.zero_grad()
+            one(part.to(one[0].weight.dtype)).square().mean().backward()
+        for one, optimizer in zip((model, alone), optimizers, strict=True):
+            optimizer.step()
+            one.double()
+    close(weights(model), weights(alone))
+
+
+@on_ranks(2)
+def test_buffers_that_are_changed_after_a_forward_follow_rank_0() -> None:
+    model = _net()
+    model.register_buffer("center", torch.zeros(4))
+    parallelize_model(model, FSDP2Config())
+    for step in (1, 2):
+        model(torch.ones(2, 4))
+        model.center.fill_(step + dist.get_rank())  # type: ignore[operator]
+    model(torch.ones(2, 4))
+    assert model.center.tolist() == [2] * 4  # type: ignore[operator]
+
+
+@on_ranks(2)
 def test_parameters_in_lists_or_of_two_models_are_refused() -> None:
     """They would keep their old values, and would no longer be shared."""
     listed, first, second = _net(), _net(), _net()
