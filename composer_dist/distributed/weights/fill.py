@@ -18,7 +18,7 @@ from composer_dist.distributed.optimizers.follow import Follower
 from composer_dist.distributed.plan.plan import Delivery
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.weights.disk import Pretrained, UnfilledPart
-from composer_dist.distributed.weights.initialize import Component, peak_bytes, run_component
+from composer_dist.distributed.weights.initialize import Component, Scratch, peak_bytes, run_component
 from composer_dist.distributed.weights.sources import Sources
 from composer_dist.distributed.weights.storage import make_anew, replace
 from composer_dist.structure.structure import Structure
@@ -105,20 +105,25 @@ class Filling:
         rounds = {
             rank: list(in_buckets(mine, lambda one: one.nbytes, limit)) for rank, mine in owners.items()
         }
+        scratch = Scratch(limit, self.device)
         with self.transport.progress.stage("initializing") as stage:
             stage.expect(sum(component.nbytes for component in components))
             for number in range(max(map(len, rounds.values()), default=0)):
                 turn = {rank: mine[number] for rank, mine in rounds.items() if number < len(mine)}
-                self._initialize(turn, real)
+                self._initialize(turn, real, scratch)
+                scratch.clear()
                 stage.advance(sum(component.nbytes for mine in turn.values() for component in mine))
 
-    def _initialize(self, turn: Mapping[int, Sequence[Component]], real: Mapping[str, torch.Tensor]) -> None:
+    def _initialize(
+        self, turn: Mapping[int, Sequence[Component]], real: Mapping[str, torch.Tensor], scratch: Scratch
+    ) -> None:
         """Run one round: each rank runs its components, and then all are delivered."""
         made: dict[str, torch.Tensor] = {}
         with self.agreement.together("initialization"):
             for component in turn.get(self.agreement.rank, ()):
                 seen = {**real, **self._read(component)}
-                made |= run_component(component, self.structure, self.sources.seed, self.device, seen)
+                seed, empty = self.sources.seed, scratch.empty
+                made |= run_component(component, self.structure, seed, self.device, seen, empty)
         self.transport.send(
             {
                 rank: [

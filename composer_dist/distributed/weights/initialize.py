@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
+from math import prod
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from composer_dist.wording import listed
 
 _TOGETHER = 64 << 20
 """Bytes of components that are delivered together: a compromise between deliveries and memory."""
+_ALIGNED = 64
+"""Bytes: where torch's own allocators put tensors."""
 InitFn = Callable[[nn.Module], Any]
 
 
@@ -121,12 +124,33 @@ def peak_bytes(components: Sequence[Component], bucket_bytes: int) -> int:
     return max(largest, several)
 
 
+class Scratch:
+    """Memory for the whole tensors of one round after another: to allocate it anew each time is slow."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._memory, self._used = torch.empty(nbytes, dtype=torch.uint8, device=device), 0
+
+    def clear(self) -> None:
+        """Take back all tensors."""
+        self._used = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A contiguous, uninitialized tensor, with memory of its own if there is no room."""
+        start = -(-self._used // _ALIGNED) * _ALIGNED
+        end = start + prod(shape) * dtype.itemsize
+        if end > len(self._memory):
+            return torch.empty(shape, dtype=dtype, device=device)
+        self._used = end
+        return self._memory[start:end].view(dtype).view(shape)
+
+
 def run_component(
     component: Component,
     structure: Structure,
     seed: int,
     device: torch.device,
     real: Mapping[str, torch.Tensor],
+    empty: Callable[..., torch.Tensor] = torch.empty,
 ) -> dict[str, torch.Tensor]:
     """Run a component's initializers on full tensors, and return these on `device`; the model is not changed.
 
@@ -137,7 +161,7 @@ def run_component(
     before = {name: [place.get() for place in one.places] for name, one in held.items()}
     try:
         for name, one in held.items():
-            value = torch.empty(one.info.shape, dtype=one.info.dtype, device=device)
+            value = empty(one.info.shape, dtype=one.info.dtype, device=device)
             if name in real:
                 value.copy_(dense(real[name]))
             one.put(nn.Parameter(value, one.info.requires_grad) if one.info.kind == "parameter" else value)
