@@ -40,7 +40,15 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+_starts: list[Callable[[], None]] = []
 _explanations: list[Callable[[RuntimeError], str | None]] = []
+
+
+def at_start_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` before every backward pass of the process, as `explain_in_backward` does."""
+    if callback not in _starts:
+        _starts.append(callback)
+        _watch_backward()
 
 
 def explain_in_backward(explain: Callable[[RuntimeError], str | None]) -> None:
@@ -48,15 +56,20 @@ def explain_in_backward(explain: Callable[[RuntimeError], str | None]) -> None:
 
     For all backwards of the process, by the function through which torch starts each. Since torch 2.1.
     """
-    if explain in _explanations:
-        return
-    _explanations.append(explain)
-    if len(_explanations) > 1:
+    if explain not in _explanations:
+        _explanations.append(explain)
+        _watch_backward()
+
+
+def _watch_backward() -> None:
+    if len(_starts) + len(_explanations) > 1:
         return
     run = torch.autograd.graph._engine_run_backward
 
     @functools.wraps(run)
-    def explained(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        for callback in _starts:
+            callback()
         try:
             return run(*args, **kwargs)
         except RuntimeError as error:
@@ -65,8 +78,8 @@ def explain_in_backward(explain: Callable[[RuntimeError], str | None]) -> None:
             raise
 
     # torch.compiler, which replaces both for a while, restores the first one under both names.
-    torch.autograd.graph._engine_run_backward = explained
-    setattr(torch.autograd, "_engine_run_backward", explained)  # noqa: B010 - mypy knows no such export
+    torch.autograd.graph._engine_run_backward = watched
+    setattr(torch.autograd, "_engine_run_backward", watched)  # noqa: B010 - mypy knows no such export
 
 
 def is_transforming() -> bool:

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from composer_dist._torch.tensors import storage_key
+from composer_dist._torch.gathered import is_changed_view, is_gathered
+from composer_dist._torch.tensors import storage_key, version
 from composer_dist.errors import ParallelismRuntimeError
 
 
@@ -54,7 +56,7 @@ def refuse_lost_writes(to_view: str, at_once: str, to_data: str, to_share: str, 
     A part of a sharded dimension (`parameter.data[0]`) is a gathered copy, so what is written there is lost.
     So is a new `.data`, because a DTensor keeps the part that it has. For all DTensors of the process, as in
     `refuse_local_scalars`; all operations that write are watched once a part was made, and until then are as
-    fast as before. Since torch 2.2.
+    fast as before. Those of optimizers that write into many tensors are counted as changes. Since torch 2.6.
 
     Args:
         at_once, to_send: with a place for the operation's name.
@@ -77,19 +79,52 @@ def refuse_lost_writes(to_view: str, at_once: str, to_data: str, to_share: str, 
 
     def write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = kwargs.get("out", args[0])
-        if any(map(_is_gathered, written if isinstance(written, (list, tuple)) else [written])):
+        many = written if isinstance(written, (list, tuple)) else []
+        if any(map(_is_gathered, many or [written])):
             raise ParallelismRuntimeError(to_view)
         if op in _FILLS and _is_cut(written, on_any_device="out" in kwargs):
             raise ParallelismRuntimeError(at_once.format(op.overloadpacket.__name__))
-        return run(op, args, kwargs, write)
+        result = run(op, args, kwargs, write)
+        if many:  # which torch counts for other tensors only
+            torch.autograd.graph.increment_version([one for one in many if not one.is_inference()])
+        return result
 
     def send(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise ParallelismRuntimeError(to_send.format(op.overloadpacket.__name__.rstrip("_")))
 
-    handlers.update(dict.fromkeys(_PARTS, part) | dict.fromkeys(_FILLS, write) | dict.fromkeys(_SENDS, send))
+    handlers.update(dict.fromkeys(_PARTS, part) | dict.fromkeys(_SENDS, send))
+    handlers.update(dict.fromkeys(_FILLS | _MANY, write))
     read: Any = torch.Tensor.data
     setattr(DTensor, "data", property(read.__get__, _refusing(to_data)))  # noqa: B010 - mypy knows its type
     setattr(DTensor, "share_memory_", _refusing(to_share))  # noqa: B010
+
+
+_counted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""How many changes of each cut parameter its part has been told."""
+
+
+def count_changes(parameter: DTensor) -> None:
+    """Have autograd know of in-place changes of `parameter` where a forward has used its part.
+
+    DTensor does not count them for the part. `count_all_changes` is called before each backward. Since
+    torch 2.4.
+    """
+    now, then = version(parameter), _counted.get(parameter)
+    if now != then and not is_gathered(now):  # FSDP2's have versions of their own
+        if then is not None:
+            torch.autograd.graph.increment_version(parameter._local_tensor)
+        _counted[parameter] = now
+
+
+def count_all_changes() -> None:
+    """Have autograd know of the changes since the forwards."""
+    for parameter in list(_counted):
+        count_changes(parameter)
+
+
+def is_changed_part(error: RuntimeError) -> bool:
+    """Whether autograd refuses a view of a part because of `count_changes`."""
+    return bool(_counted) and is_changed_view(error)
 
 
 def _is_gathered(tensor: Any) -> bool:
@@ -120,6 +155,14 @@ _FILLS = frozenset(
     for name in f"{_RANDOM} rand_like randn_like randint_like eye arange linspace randperm rand randn".split()
     for packet in [getattr(_aten, name)]
     for overload in packet.overloads()
+)
+_MANY = frozenset(
+    getattr(packet, overload)
+    for name in dir(torch)
+    if name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
+    for packet in [getattr(_aten, name)]
+    for overload in packet.overloads()
+    if "out" not in overload
 )
 
 

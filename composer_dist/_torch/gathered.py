@@ -122,7 +122,17 @@ def refused_parameter(error: RuntimeError) -> tuple[str, bool] | None:
 
 def is_refused_view(error: RuntimeError) -> bool:
     """Whether autograd refuses a view of a part of a parameter because of `_Versions`."""
-    return _Versions.cut and "another view of its base has been modified inplace" in str(error)
+    return _Versions.cut and is_changed_view(error)
+
+
+def is_changed_view(error: RuntimeError) -> bool:
+    """Whether autograd refuses a view of a tensor that has changed in place."""
+    return "another view of its base has been modified inplace" in str(error)
+
+
+def is_gathered(version: int) -> bool:
+    """Whether FSDP2 has gathered the tensor of this version, which is one of `_Versions`."""
+    return bool(version & _Versions.OURS)
 
 
 def has_version(tensor: torch.Tensor, version: int) -> bool:

@@ -80,8 +80,20 @@ def arm(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh, agree
             setattr(_torch.unwrapped(structure.modules[one.module]), one.attribute, one.after)
         if plan.logits is not None:
             give_loss(structure, plan.logits)
+    _torch.at_start_of_backward(_torch.count_all_changes)
+    _torch.explain_in_backward(_changed)
     if (tp := mesh.tp) is not None:
         agreement.collectively("the random state", lambda: _align_random_state(tp))
+
+
+def _changed(error: RuntimeError) -> str | None:
+    if not _torch.is_changed_part(error):
+        return None
+    return (
+        "Backward needs a weight that tensor parallelism has cut as forward found it, but it has been "
+        "modified by an inplace operation since (a step of the optimizer, for example). Call backward() "
+        "before the step, or run forward again after it."
+    )
 
 
 def _align_random_state(mesh: DeviceMesh) -> None:
@@ -275,6 +287,8 @@ def _own_part(module: nn.Module, key: str, parameter: DTensor) -> Tensor:
             f"The forward of a {type(module).__name__} was called while its {key} is sharded; call the "
             "prepared model, or the unit that contains the module."
         )
+    if not torch.compiler.is_compiling():  # the compiler does not support versions
+        _torch.count_changes(parameter)
     return local(parameter)
 
 

@@ -311,6 +311,47 @@ def test_torchs_own_style_objects_are_taken() -> None:
     assert placed["norm.weight"] == "(Shard(dim=0), Replicate())"
 
 
+def _single(weight: nn.Parameter) -> None:
+    torch.optim.SGD([weight], 0.1, foreach=False).step()
+
+
+def _foreach(weight: nn.Parameter) -> None:
+    torch.optim.AdamW([weight], 0.1, foreach=True).step()
+
+
+def _fused(weight: nn.Parameter) -> None:
+    torch.optim.AdamW([weight], 0.1, fused=True).step()
+
+
+def _twice(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def _part(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.to_local().mul_(2)
+
+
+@pytest.mark.parametrize("change", [_single, _foreach, _fused, _twice, _part])
+@on_ranks(2)
+def test_cut_weights_that_change_between_a_forward_and_its_backward_are_refused(
+    change: Callable[[nn.Parameter], None],
+) -> None:
+    model = built(lambda: UnevenMlp(6))
+    parallelize_model(model, config(tp=2, plan={"up": "colwise", "down": "rowwise"}))
+    x = torch.ones(4, 8)
+    for _ in range(2):  # gradients are accumulated
+        model(x).sum().backward()
+    refused, later = model(x).sum(), model(x).sum()
+    later.backward()
+    change(model.down.weight)
+    found = model(x).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace|has changed since"):
+        refused.backward()
+    found.backward()
+
+
 @pytest.mark.promise(31)
 @pytest.mark.parametrize("ranks", [2, 4])
 @on_ranks("ranks")
