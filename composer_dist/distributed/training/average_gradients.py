@@ -101,9 +101,10 @@ class PlainGradientAveraging:
     def _check_of(self, optimizer: Optimizer) -> Check[PlainGradientAveraging] | None:
         held = (one for group in optimizer.param_groups for one in group["params"])
         holds = any(isinstance(one, torch.Tensor) and one in self._names for one in held)
-        return PlainGradientAveraging._check if holds else None
+        return PlainGradientAveraging.check if holds else None
 
-    def _check(self, optimizer: Optimizer) -> None:
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise a ParallelismRuntimeError before a step of `optimizer` with a gradient of one rank."""
         self._local.check(optimizer)
 
     def _watch(self, root: nn.Module, inputs: Any, output: Any) -> None:
