@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from composer_dist._torch.gathered import is_changed_view, is_gathered
 from composer_dist._torch.tensors import storage_key, version
@@ -99,27 +100,33 @@ def refuse_lost_writes(to_view: str, at_once: str, to_data: str, to_share: str, 
     setattr(DTensor, "share_memory_", _refusing(to_share))  # noqa: B010
 
 
-_counted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""How many changes of each cut parameter its part has been told."""
+_holders: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""The modules that hold cut parameters, and their keys; torch cannot swap parameters with weak references."""
+_counted: dict[int, int] = {}
+"""The version that the part of each cut parameter has been told, by the parameter's id."""
 
 
-def count_changes(parameter: DTensor) -> None:
-    """Have autograd know of in-place changes of `parameter` where a forward has used its part.
+def count_changes(module: nn.Module, key: str) -> None:
+    """Have autograd know of in-place changes of a cut parameter where a forward has used its part.
 
     DTensor does not count them for the part. `count_all_changes` is called before each backward. Since
     torch 2.4.
     """
-    now, then = version(parameter), _counted.get(parameter)
-    if now != then and not is_gathered(now):  # FSDP2's have versions of their own
-        if then is not None:
+    parameter: Any = module._parameters[key]
+    now = version(parameter)
+    if isinstance(parameter, DTensor) and not is_gathered(now):  # FSDP2's have versions of their own
+        if _counted.get(id(parameter), now) != now:
             torch.autograd.graph.increment_version(parameter._local_tensor)
-        _counted[parameter] = now
+        _counted[id(parameter)] = now
+        _holders.setdefault(module, set()).add(key)
 
 
 def count_all_changes() -> None:
     """Have autograd know of the changes since the forwards."""
-    for parameter in list(_counted):
-        count_changes(parameter)
+    for module, keys in list(_holders.items()):
+        for key in keys & module._parameters.keys():
+            if module._parameters[key] is not None:
+                count_changes(module, key)
 
 
 def is_changed_part(error: RuntimeError) -> bool:

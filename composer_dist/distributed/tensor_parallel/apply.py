@@ -288,7 +288,7 @@ def _own_part(module: nn.Module, key: str, parameter: DTensor) -> Tensor:
             "prepared model, or the unit that contains the module."
         )
     if not torch.compiler.is_compiling():  # the compiler does not support versions
-        _torch.count_changes(parameter)
+        _torch.count_changes(module, key)
     return local(parameter)
 
 
