@@ -89,10 +89,17 @@ class _Versions:
             of_parts = (versions[index] for index in self._cut)
             torch._C._autograd._unsafe_set_version_counter(self._tensors, (*versions, *of_parts))
 
+    def refuse_lost(self) -> None:
+        """Refuse changes of gathered parameters since they were last looked at."""
+        self._refuse(self._lost())
+
     def _lost(self) -> list[str]:
         """Which parameters somebody has changed who found something else than the shard in its place."""
         params = self._group.fsdp_params
         if self._group.is_unsharded:
+            checks = ((param, vars(param).pop(_IS_SAME, None)) for param in params)
+            if other := [param._param_fqn for param, is_same in checks if is_same and not is_same()]:
+                return other
             found = [one._version for one in self._tensors[: len(params)]]
             if found != self._now:
                 both = zip(params, found, self._now, strict=True)
@@ -109,6 +116,14 @@ class _Versions:
                 "gathered values, so the change would be lost. Change parameters after backward, or in "
                 "summon_full_params(model, writeback=True)."
             )
+
+
+_IS_SAME = "_composer_dist_is_same"
+
+
+def compare_later(param: Any, is_same: Callable[[], bool]) -> None:
+    """Refuse the gathered values of an `FSDPParam` that are not the same when they are next used or freed."""
+    setattr(param, _IS_SAME, is_same)
 
 
 def refused_parameter(error: RuntimeError) -> tuple[str, bool] | None:
@@ -165,6 +180,7 @@ class _SecondOrder:
             self._restore()
         self._refuse_grad()
         for versions in self._versions:
+            versions.refuse_lost()
             if versions.is_stale():
                 versions.renew()
         result: torch.Tensor = self._pre_backward(gradient)
@@ -190,6 +206,8 @@ class _SecondOrder:
                     ) from None
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        for versions in self._versions:
+            versions.refuse_lost()
         if self._reshard is not None and torch._C._current_graph_task_id() == -1:
             self._restore()
             self._module.reshard()

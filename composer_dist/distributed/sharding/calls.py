@@ -118,6 +118,10 @@ class Calls:
         call.own.undo()
         if sys.exception() is None:
             self._look_around(module, call, output)
+            if call.before is not None and call.before.sums:
+                for name, tensor in self._gathered().items():
+                    is_same = functools.partial(call.before.is_same, name, tensor)
+                    _torch.compare_later(self._params[name], is_same)
         return None if output is None else Rejoined().rejoin(call.output, output)  # None: it has raised
 
     def _look_around(self, module: nn.Module, call: _Call, output: Any) -> None:

@@ -27,9 +27,12 @@ class Before(Generic[Key]):
         return [
             name
             for name, tensor in tensors.items()
-            if self.versions.get(name, 0) != _torch.version(tensor)
-            or (name in self.sums and not torch.equal(self.sums[name], _sum(tensor)))
+            if self.versions.get(name, 0) != _torch.version(tensor) or not self.is_same(name, tensor)
         ]
+
+    def is_same(self, name: Key, tensor: Tensor) -> bool:
+        """Whether the values are the same; also where they are not compared."""
+        return name not in self.sums or torch.equal(self.sums[name], _sum(tensor))
 
 
 class Watch:

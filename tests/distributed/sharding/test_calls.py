@@ -156,6 +156,25 @@ def test_what_stays_gathered_after_a_forward_follows_a_step(reshard: bool | int)
         first.backward()
 
 
+@pytest.mark.parametrize(("reshard", "name"), [(True, "gain"), (False, "gain"), (False, "block.weight")])
+@pytest.mark.parametrize("again", [False, True])
+@on_ranks(2)
+def test_changes_through_data_of_what_stays_gathered_after_a_forward_are_refused(
+    reshard: bool, name: str, again: bool
+) -> None:
+    model, x = Rooted(), torch.ones(2, 4)
+    rules = [Rule("block", shard=True), Rule("", shard=True)]
+    parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config(reshard_after_forward=reshard), rules=rules))
+    loss = model(x).sum()
+    with summon_full_params(model, writeback=False):
+        pass
+    loss.backward()
+    loss = model(x).sum()
+    model.get_parameter(name).data.mul_(2)
+    with fails(ParallelismRuntimeError, f"{name} changed in place", LOST):
+        model(x) if again else loss.backward()
+
+
 @on_ranks(2)
 def test_what_a_backward_with_create_graph_leaves_gathered_follows_the_optimizer() -> None:
     model = _blocks()
