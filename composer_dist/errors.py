@@ -7,6 +7,7 @@ kind that Python's own conventions ask for, so that both `except ParallelismErro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -148,19 +149,34 @@ def kind_named(name: str) -> type[ParallelismError]:
     return next((kind for kind in _KINDS if kind.__name__ == name), ParallelismRuntimeError)
 
 
+_OF_WORKER = re.compile(r"\ACaught \w+ in .*Traceback \(most recent call last\):\n(?: [^\n]*\n)*", re.S)
+"""Before the text of an error that torch's DataLoader raises again: the worker's traceback."""
+
+
 def in_words(error: BaseException) -> str:
-    """The text of an error, with its class where it is not one of ours; never empty."""
+    """The text of an error, with its class where it is not one of ours; never empty.
+
+    An error of a DataLoader's worker is as if it had arisen here.
+    """
+    if isinstance(error, Exception) and (worker := _OF_WORKER.match(said := _printable(_said(error)))):
+        name, colon, text = said[worker.end() :].strip().partition(": ")
+        name = name.rpartition(".")[2]
+        return text if colon and isinstance(error, ParallelismError) else f"{name}{colon}{text}"
     if isinstance(error, ParallelismError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return _printable(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
-    try:
-        text = _printable(str(error))
-    except Exception as broken:
-        text = f"its text cannot be shown, because its __str__ raised {type(broken).__name__}"
+    text = _printable(_said(error))
     if isinstance(error, MemoryError) and not text:
         text = "no memory was left for it on this host"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"its text cannot be shown, because its __str__ raised {type(broken).__name__}"
 
 
 def _printable(text: str) -> str:

@@ -136,10 +136,11 @@ def _watch(display: Display, ended: Ending) -> None:
 
 
 def _describe(stage: Stage, seconds: float) -> str:
-    """Such as "1.0 GiB of 4.0 GiB (25%), 512.0 MiB/s"."""
+    """Such as "1.0 GiB of 4.0 GiB (25%), 512.0 MiB/s"; the seconds while nothing is known to move."""
     from composer_dist.wording import human_bytes
 
+    if not stage.total:
+        return f"{seconds:.0f} s"
     done = min(stage.done, stage.total)
-    share = f" ({done / stage.total:.0%})" if stage.total else ""
     rate = human_bytes(int(done / seconds)) if seconds else "0 B"
-    return f"{human_bytes(done)} of {human_bytes(stage.total)}{share}, {rate}/s"
+    return f"{human_bytes(done)} of {human_bytes(stage.total)} ({done / stage.total:.0%}), {rate}/s"

@@ -109,3 +109,11 @@ def test_rich_is_not_imported_for_short_steps() -> None:
         "assert 'rich' not in sys.modules and 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_while_nothing_is_known_to_move_the_seconds_are_shown() -> None:
+    stream, clock = io.StringIO(), Clock(100.0)
+    display = Display(Stage("converting"), stream, clock)
+    clock.now = 103.0
+    display.tick()
+    assert stream.getvalue() == "converting: 3 s\n"

@@ -1,6 +1,7 @@
 """What a command that fails prints, and its exit status."""
 
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -55,10 +56,19 @@ def described(error: BaseException, command: str, debug: bool) -> str:
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of the user's own code, of the first error in the chain of causes that has any."""
     for cause in _causes(error):
-        frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if _is_users(frame.filename)]
-        if frames:
-            return frames
+        for raised in (traceback.extract_tb(cause.__traceback__), *_of_worker(cause)):
+            if frames := [frame for frame in raised if _is_users(frame.filename)]:
+                return frames
     return []
+
+
+def _of_worker(error: BaseException) -> Iterator[list[traceback.FrameSummary]]:
+    """The frames of a DataLoader's worker, which torch writes into the error's text; those of causes last."""
+    text = str(error.args[0]) if error.args else ""
+    if re.match(r"Caught \w+ in .+\.\nOriginal ", text):
+        for part in reversed(text.split("Traceback (most recent call last):\n")):
+            found = re.findall(r'^  File "(.+)", line (\d+), in (.+)$', part, re.MULTILINE)
+            yield [traceback.FrameSummary(file, int(line), name) for file, line, name in found]
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -4,6 +4,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -23,6 +24,8 @@ _CLOSING = 30
 """Seconds that processes get after Ctrl-C."""
 _AFTER_OWN = 5
 """Seconds after its own failure that a rank with lines of the user's code still counts as the first."""
+_SEE = re.compile(r"[;.] [Ss]ee (?:the output there|its output)\.")
+_ABOVE, _NOTHING = "; its output is above.", "; it printed nothing to its log."
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -69,9 +72,9 @@ def launch_local(processes: int, command: Sequence[str]) -> int:
                 elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
             rank, failure = _first(error.failures)
-            print(_told(rank, failure, Path(folder)), file=sys.stderr, flush=True)
-            status: int = failure.exitcode
-            return status if status > 0 else 128 - status
+            status, text = _told(rank, failure, Path(folder))
+            print(text, file=sys.stderr, flush=True)
+            return status
         except SignalException as error:
             return 128 + error.sigval
     return 0
@@ -111,16 +114,19 @@ def end_with(launcher: int) -> None:
             raise SystemExit(128 + signal.SIGKILL)
 
 
-def report_failure(text: str, own: bool = True) -> None:
+def report_failure(text: str, own: bool = True, status: int | None = None) -> None:
     """Tells the agent that started this process why it failed; without one, prints it.
 
     Args:
         text: the message.
+        status: the launcher's, if it shows this message; by default that of the rank that ended first.
         own: it has lines of the user's code; ranks that raise the same error without them come later.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         now = time.time() + (0 if own else _AFTER_OWN)
-        Path(file).write_text(json.dumps({"message": text, "timestamp": str(int(now)), "at": now}))
+        Path(file).write_text(
+            json.dumps({"message": text, "status": status, "timestamp": str(int(now)), "at": now})
+        )
     else:
         print(text, file=sys.stderr, flush=True)
 
@@ -132,19 +138,31 @@ def _first(failures: Mapping[int, Any]) -> tuple[int, Any]:
     return min((own or failures).items(), key=lambda one: one[1].error_file_data.get("at", one[1].timestamp))
 
 
-def _told(rank: int, failure: Any, folder: Path) -> str:
-    """The message of the first process to fail."""
+def _told(rank: int, failure: Any, folder: Path) -> tuple[int, str]:
+    """The exit status and the message of the first process to fail."""
+    code = failure.exitcode
+    status = code if code > 0 else 128 - code
     if "at" in failure.error_file_data:
         # A rank that failed before may have been ended by the agent before it could exit.
         reports = [json.loads(file.read_text()) for file in folder.rglob("error.json")]
-        return str(min((one for one in reports if "at" in one), key=lambda one: one["at"])["message"])
+        first = min((one for one in reports if "at" in one), key=lambda one: one["at"])
+        return first["status"] or status, _with_output(first["message"], folder)
     if "message" in failure.error_file_data and Path(failure.error_file).is_file():
-        return str(failure.message)
+        return status, str(failure.message)
     how = f"exit status {failure.exitcode}"
     if failure.exitcode < 0:
         how = f"killed by {signal.Signals(-failure.exitcode).name}"
     printed = [file.read_text(errors="replace") for file in sorted(folder.rglob(f"{rank}/stderr.log"))]
-    return (
+    return status, (
         "".join(printed)
         + f"composer-dist: rank {rank} failed first ({how}); the other ranks were terminated."
     )
+
+
+def _with_output(text: str, folder: Path) -> str:
+    """The message; if it points to the output of ranks that reported nothing, with it, as files go away."""
+    if (see := _SEE.search(text)) is None:
+        return text
+    files = [file for file in sorted(folder.rglob("std*.log")) if not (file.parent / "error.json").exists()]
+    printed = "".join(file.read_text(errors="replace") for file in files)
+    return f"{printed}{text[: see.start()]}{_ABOVE if printed else _NOTHING}{text[see.end() :]}"

@@ -57,7 +57,8 @@ def train(
             _refuse_at_once(config, overrides or [])
     if dry_run:
         with _told(debug):
-            typer.echo(_plan(config, overrides, processes))
+            plan = _plan(config, overrides, processes)
+        typer.echo(plan)
     elif processes is not None and processes > 1:
         from composer_dist.cli.launch import launch_local
 
@@ -153,7 +154,7 @@ def _told(debug: bool, launcher: int | None = None) -> Iterator[CtrlC]:
             raise typer.Exit(EXIT_STATUS) from None
         status, text = _outcome(error, debug)
         if launcher is not None:
-            report_failure(text, own=bool(failures.users_frames(error)))
+            report_failure(text, own=bool(failures.users_frames(error)), status=status)
         elif status == failures.FAILED or os.environ.get("RANK", "0") == "0":  # else all ranks find the same
             typer.echo(text, err=True)
         raise typer.Exit(status) from None

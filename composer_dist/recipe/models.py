@@ -160,5 +160,10 @@ def _module(model: ModuleModel, folder: Path) -> ComposerModel:
         raise ParallelismTypeError(
             f"{model.name} must return a torch.nn.Module or a ComposerModel, not a {type(built).__name__}."
         )
+    if model.num_classes is None and getattr(built, "num_classes", None) is None:
+        raise ParallelismValueError(
+            f"{model.name} is a plain module, so its accuracy needs model.num_classes, or a num_classes "
+            "attribute of the module."
+        )
     with blaming("model.num_classes"):
         return ComposerClassifier(built, num_classes=model.num_classes)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -53,7 +54,9 @@ def _load(file: Path) -> ModuleType:
         del sys.modules[name]
         if not isinstance(error, Exception):
             raise
-        raise ParallelismValueError(f"{file} cannot be imported: {type(error).__name__}: {error}.") from error
+        raise ParallelismValueError(
+            f"{file} cannot be imported: {type(error).__name__}: {error}{_line(error)}."
+        ) from error
     return module
 
 
@@ -61,7 +64,15 @@ def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ParallelismValueError(f"{name} cannot be imported: {error}.") from error
+        raise ParallelismValueError(f"{name} cannot be imported: {error}{_line(error)}.") from error
+
+
+def _line(error: BaseException) -> str:
+    """The first line of the imported code that leads to the error, with a space before it."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith("<") and frame.filename not in (__file__, importlib.__file__):
+            return f" ({frame.filename}:{frame.lineno}: {frame.line})"
+    return ""
 
 
 OPTIMIZERS = {
@@ -119,7 +130,10 @@ def find(kind: str, known: Mapping[str, str], name: str, folder: Path) -> Any:
         return resolve(known[name], folder)
     if "." in name:
         return resolve(name, folder)
+    near = near_miss(name, known)
+    if kind == "callback" and "checkpoint" in name.lower():
+        near = " Did you mean 'checkpoints:' at the top of the file?"
     raise ParallelismValueError(
-        f"There is no {kind} {name!r}.{near_miss(name, known)} Valid names: {', '.join(known)}, or any class "
+        f"There is no {kind} {name!r}.{near} Valid names: {', '.join(known)}, or any class "
         "as package.module.Name or file.py:Name."
     )

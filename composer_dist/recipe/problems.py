@@ -30,7 +30,7 @@ def blamed_on(document: Document, kinds: tuple[type[Exception], ...] = WRONG) ->
     except ConfigurationError:
         raise
     except kinds as error:
-        raise ConfigurationError(f"{document.source}: {error}") from error
+        raise ConfigurationError(f"{document.blamed(str(error))}: {error}") from error
 
 
 class Problems:

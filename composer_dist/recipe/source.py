@@ -1,6 +1,7 @@
 """A configuration as the user wrote it: the file, and the values that the command line replaces in it."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,14 @@ class Document:
         if problem.typed:
             return "command line"
         return self.source if problem.line is None else f"{self.source}:{problem.line}"
+
+    def blamed(self, text: str) -> str:
+        """The override whose key or value an error's text names, or the file."""
+        for path, typed in self.given.items():
+            key, value = ".".join(map(str, path)), typed.partition("=")[2]
+            if (re.search(rf"(?<![\w.]){re.escape(key)}\b", text) and "." in key) or repr(value) in text:
+                return repr(typed)
+        return self.source
 
     def order(self, problem: Problem) -> float:
         """Sorts problems from the top of the file to its bottom, then those without a line."""

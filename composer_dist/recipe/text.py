@@ -53,8 +53,8 @@ def _files(patterns: Sequence[str]) -> list[Path]:
     found = {pattern: sorted(glob.glob(pattern, recursive=True)) for pattern in patterns}
     if empty := [pattern for pattern, files in found.items() if not files]:
         raise ParallelismValueError(
-            f"No file matches {', '.join(map(repr, empty))} (in {Path.cwd()}). A text is 'english' or "
-            "'python', which come with Python, or files by name or glob."
+            f"No file matches {', '.join(map(repr, empty))} (in {Path.cwd()}). A text (data.source, or "
+            "data.classes) is 'english' or 'python', which come with Python, or files by name or glob."
         )
     return [Path(file) for file in dict.fromkeys(chain(*found.values())) if Path(file).is_file()]
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from composer_dist import FSDP2Config
 from composer_dist.checkpoint import load_checkpoint, save_checkpoint
 from composer_dist.checkpoint.convert import convert_checkpoint
-from composer_dist.cli.main import app
+from composer_dist.cli.commands import app
 from composer_dist.distributed import parallelize_model
 from composer_dist.models import HuggingFaceModel
 from composer_dist.progress import Progress

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from composer_dist.cli import doctor
-from composer_dist.cli.main import app
+from composer_dist.cli.commands import app
 from composer_dist.cli.self_test import SelfTest, self_test
 from composer_dist.distributed.ranks import process_group
 from tests.kit.world import World

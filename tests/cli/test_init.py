@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from composer_dist.cli.commands import app
 from composer_dist.cli.init import Preset
-from composer_dist.cli.main import app
 from composer_dist.recipe.read import read_configuration
 
 

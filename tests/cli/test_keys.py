@@ -7,8 +7,8 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
+from composer_dist.cli.commands import app
 from composer_dist.cli.init import PRESETS
-from composer_dist.cli.main import app
 from composer_dist.config.yaml import parse
 from composer_dist.recipe.keys import sections
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from composer_dist.cli import interrupt
-from composer_dist.cli.launch import launch_local, report_failure
+from composer_dist.cli.launch import _with_output, launch_local, report_failure
 
 # The agent (torch 2.13) leaves its log files to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
@@ -53,6 +53,7 @@ FAILED_FIRST = "composer-dist: rank 1 failed first (killed by SIGKILL); the othe
     ("end", "status", "told"),
     [
         ("report_failure('rank 1: no such thing'); sys.exit(2)", 2, "rank 1: no such thing\n"),
+        ("report_failure('of the user', status=1); sys.exit(2)", 1, "of the user\n"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, f"rank 1 wrote this\n{FAILED_FIRST}"),
     ],
 )
@@ -116,3 +117,18 @@ def test_a_rank_without_lines_of_the_user_is_told_last(
         report_failure("it", own=own)
         times.append(json.loads((tmp_path / "error.json").read_text())["at"])
     assert times[0] > times[1] + 1
+
+
+@pytest.mark.parametrize("see", ["; see the output there.", ". See its output."])
+def test_output_that_a_message_points_to_is_shown_because_its_file_is_removed(
+    tmp_path: Path, see: str
+) -> None:
+    for rank, text in (("0", "of a rank that has reported"), ("1", "the reason\n")):
+        (tmp_path / rank).mkdir()
+        (tmp_path / rank / "stderr.log").write_text(text)
+    (tmp_path / "0" / "error.json").touch()
+    text = f"Rank 1 ended at 'the data'{see}"
+    assert _with_output(text, tmp_path) == "the reason\nRank 1 ended at 'the data'; its output is above."
+    (tmp_path / "1" / "stderr.log").write_text("")
+    assert _with_output(text, tmp_path) == "Rank 1 ended at 'the data'; it printed nothing to its log."
+    assert _with_output("Another error.", tmp_path) == "Another error."

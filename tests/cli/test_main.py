@@ -1,16 +1,20 @@
 """What holds for every command of `composer-dist`."""
 
+import errno
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import typer
+from torch._utils import ExceptionWrapper
 from typer.testing import CliRunner
 
 from composer_dist import __version__
+from composer_dist.cli import commands as cli
 from composer_dist.cli import failures
-from composer_dist.cli import main as cli
 from composer_dist.errors import CheckpointValueError
 
 FAILURES: dict[str, tuple[BaseException, int, str]] = {
@@ -76,7 +80,7 @@ def test_debug_shows_where_an_error_comes_from(app: typer.Typer) -> None:
 
 def test_help_and_version_import_nothing_heavy() -> None:
     code = (
-        "import sys; from composer_dist.cli.main import app\n"
+        "import sys; from composer_dist.cli.commands import app\n"
         "try: app(sys.argv[1:])\n"
         "except SystemExit as end: print('status', end.code)\n"
         "print(*sys.modules)"
@@ -92,3 +96,49 @@ def test_help_and_version_import_nothing_heavy() -> None:
 def test_the_entry_point_is_the_one_that_is_declared() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert 'composer-dist = "composer_dist.cli.main:main"' in project
+
+
+def test_a_fault_in_a_worker_shows_the_frames_of_the_user_only(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\nraise KeyError('a') from ZeroDivisionError('wrong: 1')\n")
+    with pytest.raises(KeyError) as caught:
+        exec(compile(file.read_text(), str(file), "exec"), {})
+    frames = caught.tb
+    while frames.tb_next is not None:  # without this file
+        frames = frames.tb_next
+    exception = KeyError, caught.value, frames
+    wrapped = ExceptionWrapper(exception, where="in DataLoader worker process 0")
+    with pytest.raises(KeyError) as caught:
+        wrapped.reraise()
+    error = caught.value
+    error.__traceback__ = None  # which has frames of this file
+    assert failures.status_of(error) == 1
+    assert failures.described(error, "composer-dist train", debug=False) == (
+        f'Traceback (most recent call last):\n  File "{file}", line 2, in <module>\n'
+        "    raise KeyError('a') from ZeroDivisionError('wrong: 1')\ncomposer-dist train: KeyError: 'a'"
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "composer_dist"], ["-c", "from composer_dist.cli.main import main; main()"]]
+)
+def test_ctrl_c_before_typer_is_there_ends_without_a_word(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, *command, "keys"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": paths},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_closed_pipe_ends_a_command_without_a_word(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAILURES, "pipe", (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""))
+    result = CliRunner().invoke(app, ["fail", "pipe"])
+    assert (result.exit_code, result.output) == (1, "")

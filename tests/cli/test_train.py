@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from composer_dist.cli.commands import app
 from composer_dist.cli.init import PRESETS
-from composer_dist.cli.main import app
 
 MINE = """\
 model: {kind: module, name: "mine.py:Net", arguments: {}, num_classes: 2}

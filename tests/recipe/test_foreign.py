@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from composer_dist.cli.commands import app
 from composer_dist.cli.init import PRESETS
-from composer_dist.cli.main import app
 from composer_dist.errors import ParallelismValueError
 from composer_dist.recipe.models import hub_config
 from composer_dist.recipe.other_libraries.failures import check_positions, from_hub

@@ -12,10 +12,14 @@ import torch
 from composer_dist import ParallelismConfig
 from composer_dist.config import parallelism as strategies
 from composer_dist.config.parallelism import register_strategy, strategy_named
+from composer_dist.errors import ParallelismValueError
 from composer_dist.recipe.data import datasets, loader
-from composer_dist.recipe.problems import ConfigurationError, faults_at_once
+from composer_dist.recipe.models import _module
+from composer_dist.recipe.named import CALLBACKS, find, resolve
+from composer_dist.recipe.problems import ConfigurationError, blamed_on, faults_at_once
 from composer_dist.recipe.read import read_configuration
-from composer_dist.recipe.schema import TextData
+from composer_dist.recipe.schema import ModuleModel, TextData
+from composer_dist.recipe.source import Document, override
 
 GOOD = """\
 model:
@@ -236,7 +240,7 @@ trainer: {max_duration: 1ba}
     ]
     (tmp_path / "broken.py").write_text("1/0")
     told = problems(write(text.replace("mine.py:data", "broken.py:data")))
-    assert told[0].endswith("cannot be imported: ZeroDivisionError: division by zero")
+    assert told[0].endswith(f"division by zero ({tmp_path}/broken.py:1: 1/0)")
 
 
 def test_what_is_left_empty_or_short_is_accepted(write: Write) -> None:
@@ -295,3 +299,37 @@ def test_reading_leaves_the_random_state_alone(write: Write) -> None:
     before = torch.get_rng_state()
     read_configuration(write(GOOD))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_an_error_of_the_run_is_blamed_on_the_override_that_it_names() -> None:
+    document = Document({}, "run.yaml")
+    assert override(document, ["data.source=/nowhere/*.txt", "model.config.width=3", "out=there"]) == []
+    for text, expected in (
+        ("No file matches '/nowhere/*.txt'", "'data.source=/nowhere/*.txt'"),
+        ("model.config.width is 3", "'model.config.width=3'"),
+        ("model.config.widths is 3, without", "run.yaml"),
+    ):
+        with pytest.raises(ConfigurationError) as error, blamed_on(document):
+            raise ParallelismValueError(text)
+        assert str(error.value) == f"{expected}: {text}"
+
+
+def test_a_file_that_cannot_be_imported_shows_its_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import torch\nimport nosuchmodule\n")
+    with pytest.raises(ParallelismValueError) as error:
+        resolve("mine.py:Net", tmp_path)
+    assert str(error.value).endswith(
+        f"No module named 'nosuchmodule' ({tmp_path}/mine.py:2: import nosuchmodule)."
+    )
+
+
+def test_a_callback_for_checkpoints_is_a_section_here(tmp_path: Path) -> None:
+    for name in ("checkpoint", "CheckpointSaver", "model_checkpoint"):
+        with pytest.raises(ParallelismValueError, match="Did you mean 'checkpoints:' at the top of the file"):
+            find("callback", CALLBACKS, name, tmp_path)
+
+
+def test_a_module_without_num_classes_is_told_the_key(tmp_path: Path) -> None:
+    section = ModuleModel(kind="module", name="torch.nn.Identity")
+    with pytest.raises(ParallelismValueError, match=r"its accuracy needs model\.num_classes"):
+        _module(section, tmp_path)

@@ -14,6 +14,7 @@ from composer_dist.distributed.tensor_parallel.styles import Style, Styled
 from composer_dist.errors import Faults
 from composer_dist.structure.names import ancestors, child_name
 from composer_dist.structure.structure import Structure
+from composer_dist.wording import listed
 
 _KV_HEADS = ("num_kv_heads", "num_key_value_heads", "n_kv_heads", "n_kv_head", "num_kv_head")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "num_head", "heads", *_KV_HEADS)
@@ -39,6 +40,7 @@ def plan_divisions(
     """The attributes to divide by `size`, among them those of the names in `extra`."""
     found: list[Division] = []
     idle = set(extra)
+    uneven: dict[str, list[str]] = {}
     with Faults() as faults:
         for name in _reshaping(structure, styled):
             module = structure.modules[name]
@@ -51,10 +53,11 @@ def plan_divisions(
             for attribute in dict.fromkeys(names):
                 value = getattr(module, attribute)
                 if value % size:
-                    faults.append(_text(name, module, attribute, value, size))
+                    uneven.setdefault(f"{attribute}={value}", []).append(_named(name, module))
                 found.append(Division(name, attribute, value, value // size))
             if own is None:
-                faults += _head_faults(structure, styled, name, size)
+                for heads_there, path in _uneven_heads(structure, styled, name, size):
+                    uneven.setdefault(heads_there, []).append(path)
             if heads or _head_size(module) is not None:
                 faults += _partial_faults(structure, styled, name)
         for name, one in styled.items():
@@ -63,9 +66,14 @@ def plan_divisions(
             if isinstance(one.style, Style) and one.style.cut == "out" and is_conv1d(base):
                 out, _ = features(base)
                 if out % (size * one.style.groups):
-                    faults.append(_text(name, base, "nf", out, size))
+                    uneven.setdefault(f"nf={out}", []).append(_named(name, base))
                 path = name if base is module else f"{name}.base_layer"
                 found.append(Division(path, "nf", out, out // size))
+        faults += [
+            f"{listed(names, 3)} {'have' if names[1:] else 'has'} {what}, which tp={size} does not divide; "
+            "take a tp that does, or leave the module whole with Rule(..., tp='replicate')."
+            for what, names in uneven.items()
+        ]
         if idle:
             faults.append(
                 "No module whose projections are cut has the head_attributes "
@@ -91,8 +99,13 @@ def _present(module: nn.Module, names: Sequence[str]) -> list[str]:
     return [name for name in names if type(vars(module).get(name)) is int]
 
 
-def _head_faults(structure: Structure, styled: Mapping[str, Styled], name: str, size: int) -> Iterator[str]:
-    """Projections whose parts would not be whole heads, in modules that do not store the number of heads."""
+def _uneven_heads(
+    structure: Structure, styled: Mapping[str, Styled], name: str, size: int
+) -> Iterator[tuple[str, str]]:
+    """Projections whose parts would not be whole heads, in modules that do not store the number of heads.
+
+    With the heads of each first.
+    """
     module = structure.modules[name]
     head = _head_size(module)
     if head is None or _present(module, _HEADS):
@@ -103,10 +116,7 @@ def _head_faults(structure: Structure, styled: Mapping[str, Styled], name: str, 
             continue
         heads, rest = divmod(features(base_of(child))[0] // styled[path].style.groups, head)  # type: ignore[union-attr]
         if not rest and heads % size:
-            yield (
-                f"{path} has {heads} heads of {head} features, which tp={size} does not divide; "
-                "take a tp that does, or leave the attention whole with Rule(..., tp='replicate')."
-            )
+            yield f"{heads} heads of {head} features", path
 
 
 def _head_size(module: nn.Module) -> int | None:
@@ -129,8 +139,5 @@ def _partial_faults(structure: Structure, styled: Mapping[str, Styled], name: st
                 )
 
 
-def _text(name: str, module: nn.Module, attribute: str, value: int, size: int) -> str:
-    return (
-        f"{name or 'The root'} ({type(module).__name__}) has {attribute}={value}, which tp={size} does not "
-        "divide; take a tp that does, or leave the module whole with Rule(..., tp='replicate')."
-    )
+def _named(name: str, module: nn.Module) -> str:
+    return f"{name or 'The root'} ({type(module).__name__})"

@@ -358,8 +358,8 @@ def test_cut_weights_that_change_between_a_forward_and_its_backward_are_refused(
 def test_what_is_refused_is_named_and_changes_nothing(ranks: int) -> None:
     model = built(lambda: Decoder(num_heads=4, num_kv_heads=1))
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
-    text = "(GroupedAttention) has num_kv_heads=1, which tp=2 does"
-    with fails(ParallelismValueError, f"layers.0.attention {text}", f"layers.1.attention {text}"):
+    text = "(GroupedAttention) have num_kv_heads=1, which tp=2 does"
+    with fails(ParallelismValueError, "layers.0.attention", f"layers.1.attention {text}"):
         parallelize_model(model, config())
     assert before == {name: id(parameter) for name, parameter in model.named_parameters()}
     assert model.layers[0].attention.num_heads == 4

@@ -140,6 +140,13 @@ def test_heads_are_divided_for_all_or_none() -> None:
     text = "bad (GroupedAttention) has num_heads=3, which tp=2 does not divide; take a tp that does"
     assert text in str(error.value)
     assert model["good"].num_heads == 4
+    alike = nn.ModuleDict({name: GroupedAttention(3, 3, 12) for name in "abcd"})
+    kind = "(GroupedAttention)"
+    with pytest.raises(ParallelismValueError) as error:
+        planned(alike)
+    text = f"a {kind}, b {kind}, c {kind} and 1 more have num_heads=3, which tp=2 does not divide; take a tp"
+    assert str(error.value).count(text) == 1
+    assert len(str(error.value).splitlines()) == 2  # and num_kv_heads
 
 
 class Renamed(nn.Module):
@@ -231,7 +238,7 @@ FAULTS: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (UnevenMlp, UP | {"sequence_parallel": True}, "no ModuleList has cut matrices"),
     (lambda: nn.ModuleDict({"only": nn.LayerNorm(4)}), {}, "the model has no matrix"),
     (lambda: meta(llama), {"plan": {}}, "Nothing would be cut among the 2"),
-    (lambda: meta(llama), {"tp": 4, "world": 4}, "k_proj has 2 heads of 8 features, which tp=4 does not"),
+    (lambda: meta(llama), {"tp": 4, "world": 4}, "1 more have 2 heads of 8 features, which tp=4 does not"),
     (fused, {}, "qkv: it fuses query, key and value in an unknown order.*'colwise:3'"),
     (warmed, {}, "temperature stays whole inside the root, where each rank has only some"),
     (lambda: lora(llama(), use_dora=True), {}, r"0\.self_attn\.q_proj has adapters whose lora_magnitude"),
