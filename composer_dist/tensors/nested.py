@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from functools import lru_cache
 from types import CellType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
@@ -88,32 +88,44 @@ def everything_in(data: Any, objects: bool = True, seen: set[int] | None = None)
         if isinstance(value, Tensor):
             yield value
             continue
-        if value is None or isinstance(value, (str, bytes, int, float, type)):
-            continue
-        if depth > _DEPTH or id(value) in seen:
+        kind: Any = type(value)
+        inner, is_object = _way_into(kind)
+        if inner is None or depth > _DEPTH or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, (dict, Mapping)):  # a dict is found without asking the abstract class
-            inner: Any = value.values()
-        elif isinstance(value, (list, tuple, Set, deque)):
-            inner = value
-        elif isinstance(value, FunctionType):
-            inner = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-            inner += [value.__defaults__, value.__kwdefaults__, value.__dict__]
-        elif objects and not isinstance(value, passed):
-            kind: Any = type(value)
-            slots = [getattr(value, name, None) for name in _slots(kind)]
-            inner = [*getattr(value, "__dict__", {}).values(), *slots]
-        else:
-            inner = ()
-        pending.extend((one, depth + 1) for one in inner)
+        if not is_object or (objects and not isinstance(value, passed)):
+            pending.extend((one, depth + 1) for one in inner(value))
+
+
+_LEAVES = (str, bytes, int, float, type, type(None), torch.dtype, torch.device)
 
 
 @lru_cache(1000)
-def _slots(kind: type) -> list[str]:
-    """The attributes of objects that are not in `__dict__`; of partials and bound methods, what they call."""
+def _way_into(kind: type) -> tuple[Callable[[Any], Iterable[Any]] | None, bool]:
+    """How to look into what is of a class, None for what holds nothing; and whether it is no container."""
+    if issubclass(kind, _LEAVES):
+        return None, False
+    if issubclass(kind, Mapping):
+        return lambda mapping: mapping.values(), False
+    if issubclass(kind, (list, tuple, Set, deque)):
+        return lambda items: items, False
+    if issubclass(kind, FunctionType):
+        return _held_by_function, False
+    # The attributes that are not in `__dict__`; of partials and bound methods, what they call.
     found = (one for above in kind.__mro__ for one in vars(above).values())
-    return [one.__name__ for one in found if isinstance(one, MemberDescriptorType)]
+    slots = [one.__name__ for one in found if isinstance(one, MemberDescriptorType)]
+
+    def attributes(value: Any) -> Iterator[Any]:
+        yield from getattr(value, "__dict__", {}).values()
+        for name in slots:
+            yield getattr(value, name, None)
+
+    return attributes, True
+
+
+def _held_by_function(function: FunctionType) -> list[Any]:
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return [*cells, function.__defaults__, function.__kwdefaults__, function.__dict__]
 
 
 @dataclasses.dataclass
