@@ -364,10 +364,11 @@ def test_an_error_on_one_of_two_processes_is_told_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_ends_with_status_0_in_the_middle_is_named(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(MINE.replace("1ba", "2ba, progress_bar: false"))
-    ends = "    def forward(self, x):\n        if os.environ['RANK'] == '1':\n"
-    ends += "            os._exit(0)\n        return super().forward(x)\n"
-    (tmp_path / "mine.py").write_text(f"import os\n{CODE}".replace("\ndef data", f"{ends}\ndef data"))
+    mine = MINE.replace("1ba", "2ba, progress_bar: false") + "callbacks: {'mine.py:Ends': {}}\n"
+    (tmp_path / "mine.yaml").write_text(mine)
+    ends = "import os\nfrom composer_dist.trainer import Callback\nclass Ends(Callback):\n"
+    ends += "    def before_forward(self, state, logger):\n        if os.environ['RANK'] == '1':\n"
+    (tmp_path / "mine.py").write_text(f"{CODE}{ends}            os._exit(0)\n")
     command = [sys.executable, "-m", "composer_dist", "train", "mine.yaml", "-n", "2"]
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
