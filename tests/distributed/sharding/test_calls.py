@@ -109,7 +109,7 @@ def test_weights_that_change_between_a_forward_and_its_backward_are_refused_by_n
     change: Any, kept: bool, recomputed: bool, error: str | None
 ) -> None:
     model = _blocks()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=kept)
     ac = {"activation_checkpointing": "composable"} if recomputed else {}
     parallelize_model(
         model, ParallelismConfig(fsdp2=FSDP2Config(reshard_after_forward=kept), **ac), optimizer
