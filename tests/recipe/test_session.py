@@ -13,6 +13,7 @@ from composer_dist.errors import ParallelismError, ParallelismKeyError
 from composer_dist.recipe import session
 from composer_dist.recipe.problems import ConfigurationError
 from composer_dist.recipe.session import _write_module
+from composer_dist.recipe.source import Document
 from composer_dist.trainer.improvement import NoMetricError
 
 
@@ -57,7 +58,7 @@ def test_only_a_metric_that_nothing_logs_is_the_configurations_fault(
     for name in ("process_group", "build", "run_folder"):
         monkeypatch.setattr(session, name, MagicMock())
     monkeypatch.setattr(session, "_run", fails)
-    configuration: Any = SimpleNamespace(document=SimpleNamespace(source="a.yaml"), run=MagicMock())
+    configuration: Any = SimpleNamespace(document=Document({}, "a.yaml"), run=MagicMock())
     with pytest.raises(ParallelismError) as caught:
         session.run(configuration)
     assert caught.type is kind
