@@ -41,6 +41,7 @@ def staged(path: str | os.PathLike[str]) -> Iterator[Path]:
             if world_and_rank()[1] == 0:
                 with written(path):
                     _replace(directory, target)
+                    stack.close()  # now, so that no rank sees the temporary directory afterwards
 
 
 @contextmanager

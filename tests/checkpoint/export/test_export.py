@@ -229,6 +229,7 @@ def test_a_rank_that_cannot_write_fails_on_all_and_the_earlier_export_stays(
         patch.setattr(os, "pwrite", fail)
         with fails_alike(CheckpointRuntimeError, "Rank 1: Cannot write ", "model.safetensors: No space left"):
             export_pretrained(model, directory)
+    dist.barrier()  # rank 0 looks after the directory
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
 
 
