@@ -114,7 +114,8 @@ def count_changes(module: nn.Module, key: str) -> None:
     """
     parameter: Any = module._parameters[key]
     now = version(parameter)
-    if isinstance(parameter, DTensor) and not is_gathered(now):  # FSDP2's have versions of their own
+    # FSDP2's have versions of their own, and functional_call puts tensors in their place.
+    if isinstance(parameter, DTensor) and isinstance(parameter, nn.Parameter) and not is_gathered(now):
         if _counted.get(id(parameter), now) != now:
             torch.autograd.graph.increment_version(parameter._local_tensor)
         _counted[id(parameter)] = now
@@ -125,7 +126,7 @@ def count_all_changes() -> None:
     """Have autograd know of the changes since the forwards."""
     for module, keys in list(_holders.items()):
         for key in keys & module._parameters.keys():
-            if module._parameters[key] is not None:
+            if id(module._parameters[key]) in _counted:
                 count_changes(module, key)
 
 
