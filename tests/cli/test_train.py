@@ -274,7 +274,7 @@ def test_errors_in_training_say_where_and_show_no_frames_of_ours(tmp_path: Path)
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
-        ("(3, 2)", "(4, 2)", "in the forward: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x2)"),
+        ("(3, 2)", "(4, 2)", "mat1 and mat2 shapes cannot be multiplied (2x3 and 4x2)"),
         ("(3, 2)", "(3, 1)", "in the metrics"),
         (
             "tensor(0))] * 8",
