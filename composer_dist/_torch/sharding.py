@@ -133,11 +133,29 @@ def before_collectives(module: nn.Module, tell: Callable[[bool, int, list[Any]],
             tell(False, numel, [shards])
 
         def reduces(numel: int, shards: Any, group: Any = group) -> None:
-            replicas = group.all_reduce_grads and group.mesh_info.replicate_mesh_dim is not None
+            replicas = group.all_reduce_grads and _has_replicas(group)
             tell(True, numel, [shards, group._all_reduce_process_group] if replicas else [shards])
 
         group._all_gather_comm = _Watched(group._all_gather_comm, gathers)
         group._reduce_scatter_comm = _Watched(group._reduce_scatter_comm, reduces)
+
+
+def postponed_hooks(module: nn.Module) -> list[str]:
+    """Which parameters of a unit have post-accumulate hooks that a backward now does not call.
+
+    Since torch 2.12.
+    """
+    return [
+        param._param_fqn
+        for group in (fsdp_param_groups(module) if isinstance(module, FSDPModule) else ())
+        if not (group.reduce_grads and (group.all_reduce_grads or not _has_replicas(group)))
+        for param in group.fsdp_params
+        if getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
+    ]
+
+
+def _has_replicas(group: Any) -> bool:
+    return group.mesh_info.replicate_mesh_dim is not None
 
 
 def finish_lazily(root: FSDPModule) -> None:

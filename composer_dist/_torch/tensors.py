@@ -69,6 +69,11 @@ def accumulated_gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
+def hooks_by_id(tensor: torch.Tensor) -> Sequence[dict[int, Callable[..., Any]]]:
+    """The hooks of both kinds, as autograd reads them, by the `id` of their handles. Since torch 2.1."""
+    return tensor._backward_hooks or {}, getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+
+
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` without its autograd history, with shared memory and version, so that changes are detected.
 

@@ -778,6 +778,17 @@ class TensorHookAfter(Net):
         self.layers[1].linear.weight.register_hook(lambda gradient: gradient * 3)
 
 
+def _normalized(gradient: Tensor) -> Tensor:
+    return gradient / (gradient.norm() + 1e-3)
+
+
+class ClipsInHook(Net):
+    """a hook of `p.register_hook` that normalizes the gradient"""
+
+    def after(self, optimizer: Any) -> None:
+        self.layers[1].linear.weight.register_hook(_normalized)
+
+
 def _triple(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(3)
@@ -788,6 +799,18 @@ class AccumulateHookAfter(Net):
 
     def after(self, optimizer: Any) -> None:
         self.layers[1].linear.weight.register_post_accumulate_grad_hook(_triple)
+
+
+def _normalize(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.copy_(_normalized(parameter.grad))
+
+
+class ClipsInAccumulateHook(Net):
+    """a hook of `register_post_accumulate_grad_hook` that normalizes the gradient"""
+
+    def after(self, optimizer: Any) -> None:
+        self.layers[1].linear.weight.register_post_accumulate_grad_hook(_normalize)
 
 
 class ForwardHooks(Net):
@@ -938,6 +961,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "HoldsWeight": "layers.0.gain is also held inside of layers.0.box",
         "TensorHookBefore": HOOKS,
         "TensorHookAfter": HOOKS,
+        "ClipsInHook": HOOKS,
         "Replaces": NEW,
         "Adds": NEW,
         "Assigns": f"layers.1.gain {OTHER}",

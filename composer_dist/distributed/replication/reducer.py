@@ -29,6 +29,7 @@ from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, redu
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.training.average_gradients import average_gradients
 from composer_dist.distributed.training.changes import is_power_of_two
+from composer_dist.distributed.training.gradient_hooks import GradientHooks
 from composer_dist.distributed.training.local_gradients import LocalGradients
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.tensors.nested import replace_tensors, tensors_in
@@ -218,7 +219,8 @@ class _Reducer(_torch.InPlaceDDP):
         self.names = dict(trainable)
         self.hook: CommHook | None = None
         advice = " To average them yourself, leave out no_sync and pass a DDPConfig(comm_hook=function)."
-        self.local = LocalGradients(self.names if self.process_group.size() > 1 else {}, advice)
+        averaged = self.names if self.process_group.size() > 1 else {}
+        self.local = LocalGradients(averaged, advice)
         self.steps, self.is_constant = 0, True
         self._several = False
         """Whether a step calls backward several times or inside a forward, which DDP does not support."""
@@ -229,15 +231,17 @@ class _Reducer(_torch.InPlaceDDP):
         self._used: frozenset[nn.Parameter] | None = None
         self._forwards = 0
         self._nodes = [get_gradient_edge(parameter).node for parameter in trainable.values()]
-        self._backward, self._is_ready = -1, False
+        self._backward, self._is_ready, self._averages = -1, False, False
         self._missed: frozenset[nn.Parameter] = frozenset()
         """What the reducer still waited for when the current backward began."""
         self._handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(self._saw) for parameter in trainable.values()
         ]
+        self._hooks = GradientHooks(self, averaged, self._handles)
 
     def release(self) -> None:
         """Remove all hooks from the parameters; the object cannot be used afterwards."""
+        self._hooks.release()
         for handle in self._handles:
             handle.remove()
         self.logger = None
@@ -277,13 +281,24 @@ class _Reducer(_torch.InPlaceDDP):
             self._expected = set(self.names.values())
         return wanted
 
-    def _saw(self, parameter: nn.Parameter) -> None:
-        """A parameter has got its gradient, which is not averaged yet; DDP's own hook runs next."""
+    def begin(self) -> None:
+        """A gradient has arrived; it may be the first of a backward."""
         if self._backward != _torch.current_backward():
             self._backward = _torch.current_backward()
             self._missed, self._is_ready = frozenset(self._expected), bool(self._expected)
+            flags = _torch.gradient_sync_flags(self.module)
+            self._averages = self._is_ready or all(getattr(o, key) == yes for o, key, yes in flags)
             self._seen.clear()
+            self._hooks.begin()
             _torch.at_end_of_backward(lambda: _torch.at_end_of_backward(self._finish))  # after the reducer's
+
+    def averages(self, parameter: torch.Tensor) -> bool:
+        """Whether the current backward averages this gradient, and no earlier one with it."""
+        return self._averages and parameter not in self.local
+
+    def _saw(self, parameter: nn.Parameter) -> None:
+        """A parameter has got its gradient, which is not averaged yet; DDP's own hook runs next."""
+        self.begin()
         if self._is_ready and not self.static_graph and parameter not in self._expected:
             raise ParallelismRuntimeError(
                 f"A second backward began, but the one before it gave {self._explain(self._missed)}"
@@ -302,10 +317,12 @@ class _Reducer(_torch.InPlaceDDP):
             self.is_constant &= self._used is None or self._used == used
             self._used = used
             self.steps += 1
-        elif all(getattr(o, key) == yes for o, key, yes in _torch.gradient_sync_flags(self.module)):
+        elif self._averages:
             self._average()
         else:
             self.local.add(self._seen)
+            return
+        self._hooks.finish()
 
     def _average(self) -> None:
         """Average the gradients without the reducer, for this backward and all later ones."""

@@ -21,6 +21,7 @@ from composer_dist.distributed import prepared
 from composer_dist.distributed.before_steps import Check, before_every_step
 from composer_dist.distributed.moving.messages import in_buckets
 from composer_dist.distributed.ranks.reports import lost_named
+from composer_dist.distributed.training.gradient_hooks import GradientHooks
 from composer_dist.distributed.training.local_gradients import LocalGradients
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
 from composer_dist.tensors.nested import tensors_in
@@ -72,18 +73,21 @@ class PlainGradientAveraging:
     ) -> None:
         self._names: dict[torch.Tensor, str] = {p: name for name, p in parameters.items()}
         self._mesh = mesh
-        self._backward = -1
+        self._began, self._backward = -1, -1
         self._pending = False
-        self._local = LocalGradients(parameters if _groups(mesh) else {})
+        averaged = parameters if _groups(mesh) else {}
+        self._local = LocalGradients(averaged)
         before_every_step(self, PlainGradientAveraging._check_of)
         self._hooked: set[torch.Tensor] = set()
         self._handles: list[RemovableHandle] = [root.register_forward_hook(self._watch)]
+        self._hooks = GradientHooks(self, averaged, self._handles)
         self._hook_trainable()
         self._record = prepared.record(root)
         self._record.averagings.append(self)
 
     def remove(self) -> None:
         """Stop averaging and remove all hooks."""
+        self._hooks.release()
         for handle in self._handles:
             handle.remove()
         if self in self._record.averagings:
@@ -112,6 +116,16 @@ class PlainGradientAveraging:
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._queue)
+
+    def begin(self) -> None:
+        """A gradient has arrived; it may be the first of a backward."""
+        if self._began != _torch.current_backward():
+            self._began = _torch.current_backward()
+            self._hooks.begin()
+
+    def averages(self, parameter: torch.Tensor) -> bool:
+        """Whether the current backward averages this gradient, and no earlier one with it."""
+        return self.sync and parameter not in self._local
 
     def _queue(self, gradient: torch.Tensor) -> None:
         # By the number of the pass: a flag would stay set after a backward that raised.
@@ -157,6 +171,7 @@ class PlainGradientAveraging:
             *means, used = _means(parts, groups)
             for index, (parameter, mean) in enumerate(zip(parameters, means, strict=True)):
                 _store_gradient(parameter, mean, used[index])
+        self._hooks.finish()
 
 
 def _groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_dist import _torch
 from composer_dist.distributed import prepared
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from composer_dist.wording import listed
 
 Accumulate = Literal["sharded", "unsharded"]
 
@@ -66,7 +67,11 @@ def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
 
 @contextmanager
 def synchronizing(model: nn.Module, decide: Callable[[str], bool]) -> Iterator[None]:
-    """Inside, backward reduces the gradients for whose flags `decide` returns True."""
+    """Inside, backward reduces the gradients for whose flags `decide` returns True.
+
+    Raises:
+        ParallelismRuntimeError: a hook of a sharded parameter would not run.
+    """
     flags: list[tuple[object, str, bool]] = []
     for module in model.modules():
         flags += _torch.gradient_sync_flags(module)
@@ -76,6 +81,12 @@ def synchronizing(model: nn.Module, decide: Callable[[str], bool]) -> Iterator[N
     try:
         for owner, attribute, synchronizes in flags:
             setattr(owner, attribute, synchronizes == decide(attribute))
+        if hooked := [name for module in model.modules() for name in _torch.postponed_hooks(module)]:
+            raise ParallelismRuntimeError(
+                f"{listed(hooked)} has hooks of register_post_accumulate_grad_hook, which FSDP2 calls when "
+                "it reduces gradients, and a backward here would not reduce them. Leave out no_sync (in the "
+                "Trainer with dp_replicate, microbatches), or change .grad after the last backward."
+            )
         yield
     finally:
         for owner, attribute, value in before:

@@ -25,6 +25,9 @@ class LocalGradients:
         """A backward without synchronization has added to the gradients of `parameters`."""
         self._waiting.update(parameters)
 
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._waiting
+
     def clear(self) -> None:
         """All gradients have been averaged."""
         self._waiting.clear()
