@@ -12,14 +12,15 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from traceback import walk_tb
-from types import FunctionType
+from traceback import walk_stack, walk_tb
+from types import FrameType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
 from composer_dist.distributed import forwards
@@ -78,6 +79,7 @@ class Calls:
         self._module.register_forward_pre_hook(_eager(self._enter), with_kwargs=True, prepend=True)
         self._module.register_forward_hook(_eager(self._leave), always_call=True)
         forwards.add(self._module, forwards.Layer.CALL, self._through_call)
+        _torch.before_calls_while_sharded(self._module, _eager(self._refuse_part))
         _names[self._module] = self._name
         _explain_methods(type(self._module))  # type: ignore[arg-type]
 
@@ -89,6 +91,17 @@ class Calls:
             return (forward if self._calls else module)(*args, **kwargs)
 
         return functools.update_wrapper(functools.partial(call, module), forward)
+
+    def _refuse_part(self, part: nn.Module, args: Any) -> None:
+        """Refuse a call outside of the unit's: torch fails, or computes with inputs of several ranks.
+
+        Raises:
+            ParallelismRuntimeError: naming the part and the unit.
+        """
+        own = vars(part)["_parameters"].values()
+        if _torch.current_backward() == -1 and any(isinstance(one, DTensor) for one in own):
+            inside = _inside((frame for frame, _ in walk_stack(inspect.currentframe())))[::-1]
+            raise _used_sharded(part, self._name, _names_in(self._module), inside)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         modules = _own_modules(self._module)
@@ -216,12 +229,8 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
     """Raise an error of this library if torch's is about sharded parameters that a unit has used."""
     if "got mixed torch.Tensor and DTensor" not in str(error) or _torch.current_backward() != -1:
         return  # in a backward, a recomputed block: see `refused`
-    name = _names.get(module, "")
-    found = ((one, canonical_name(inner)) for inner, one in module.named_modules())
-    names = {one: child_name(name, inner) if inner else name for one, inner in found}
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    selves = [(frame.f_code.co_name, next(iter(frame.f_locals.values()), None)) for frame in frames]
-    inside = [(method, one) for method, one in selves if isinstance(one, nn.Module)]
+    names = _names_in(module)
+    inside = _inside(frame for frame, _ in walk_tb(error.__traceback__))
     if not inside or inside[-1][1] not in names:
         return  # a call further out knows the name
     reader = names[inside[-1][1]]
@@ -235,13 +244,43 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
             f"{reader or 'The root'} used sharded parameters of another unit: FSDP2 gathers them in calls of "
             "their own unit only. Call that, or leave it whole: Rule(..., shard=False)."
         ) from error
+    raise _used_sharded(inside[-1][1], unit, names, inside) from error
+
+
+def _used_sharded(
+    reader: nn.Module, unit: str, names: Mapping[nn.Module, str], inside: Sequence[tuple[str, nn.Module]]
+) -> ParallelismRuntimeError:
+    """The error for a module of a unit that was used outside of the unit's calls."""
     methods = [method for method, one in inside if names.get(one) == unit and hasattr(type(one), method)]
-    other = next((one for one in methods if one != "forward" and "call_impl" not in one), "its name")
-    raise ParallelismRuntimeError(
-        f"{reader or 'The root'} was used while its parameters are sharded: FSDP2 gathers them in calls of "
-        f"{unit or 'the root'} only. Call that, not a part of it; another method than forward needs "
-        f"ParallelismConfig(forward_methods=[{other!r}])."
-    ) from error
+    other = next((one for one in reversed(methods) if one != "forward" and not one.startswith("_")), None)
+    if reader not in names:
+        remedy = "A copy is gathered by none: make it inside of summon_full_params(model, writeback=False)."
+    elif other is None:
+        remedy = (
+            f"Call that, not a part of it, or leave the part whole: Rule({names[reader]!r}, shard=False)."
+        )
+    else:
+        remedy = (
+            "Call that, not a part of it; another method than forward needs "
+            f"ParallelismConfig(forward_methods=[{other!r}])."
+        )
+    name = names.get(reader, f"A copy of a {type(reader).__name__}")
+    return ParallelismRuntimeError(
+        f"{name or 'The root'} was used while its parameters are sharded: FSDP2 gathers them in calls of "
+        f"{unit or 'the root'} only. {remedy}"
+    )
+
+
+def _names_in(unit: nn.Module) -> dict[nn.Module, str]:
+    name = _names.get(unit, "")
+    found = ((one, canonical_name(inner)) for inner, one in unit.named_modules())
+    return {one: child_name(name, inner) if inner else name for one, inner in found}
+
+
+def _inside(frames: Iterable[FrameType]) -> list[tuple[str, nn.Module]]:
+    """The functions that run with a module as their first argument, and the module."""
+    selves = ((frame.f_code.co_name, next(iter(frame.f_locals.values()), None)) for frame in frames)
+    return [(name, one) for name, one in selves if isinstance(one, nn.Module)]
 
 
 _names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()

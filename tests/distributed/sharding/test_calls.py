@@ -190,6 +190,88 @@ def test_what_a_backward_with_create_graph_leaves_gathered_follows_the_optimizer
         model[0].linear.weight.norm().item()
 
 
+class Parts(nn.Module):
+    """The root holds all but the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.head = nn.Embedding(8, 4), Block(), nn.Linear(4, 4)
+        self.inner = nn.Sequential(nn.RMSNorm(1), nn.PReLU(), nn.Linear(1, 4))
+        self.conv, self.bag = nn.Conv1d(1, 4, 1), nn.EmbeddingBag(8, 4)
+        self.hooks: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hooks += [len(self.head._forward_pre_hooks), len(self.block.linear._forward_pre_hooks)]
+        return self.head(self.block(self.embed(x)))
+
+
+def _parts() -> tuple[Parts, Parts]:
+    torch.manual_seed(0)
+    reference = Parts()
+    model = copy.deepcopy(reference)
+    rules = [Rule("block", shard=True), Rule("", shard=True)]
+    parallelize_model(model, ParallelismConfig(rules=rules))
+    return reference, model
+
+
+@on_ranks(2)
+def test_a_call_of_a_part_outside_of_its_unit_is_refused_by_name() -> None:
+    """torch computes with a tensor of one element, though each rank has another."""
+    _, model = _parts()
+    rank, one, ids = dist.get_rank(), torch.ones(1) + dist.get_rank(), torch.tensor([[1, 2]])
+    calls: list[tuple[str, str, Any]] = [
+        ("embed", "the root", lambda: model.embed(ids)),
+        ("embed", "the root", lambda: model.embed(torch.tensor([3 * rank]))),
+        ("embed", "the root", lambda: model.embed(torch.tensor(3))),
+        ("head", "the root", lambda: model.head(torch.ones(2, 4))),
+        ("inner.0", "the root", lambda: model.inner(one)),
+        ("inner.1", "the root", lambda: model.inner[1](one)),
+        ("inner.2", "the root", lambda: model.inner[2](one)),
+        ("conv", "the root", lambda: model.conv(one.view(1, 1, 1))),
+        ("bag", "the root", lambda: model.bag(ids[:, :1])),
+        ("block.linear", "block", lambda: model.block.linear(torch.ones(2, 4))),
+    ]
+    for again in range(2):
+        for name, unit, call in calls:
+            with fails(
+                ParallelismRuntimeError,
+                f"{name} was used while its parameters are sharded",
+                f"in calls of {unit} only. Call that, not a part of it",
+                f"leave the part whole: Rule('{name}', shard=False).",
+            ):
+                call()
+        with fails(ParallelismRuntimeError, "A copy of a Linear", "inside of summon_full_params"):
+            copy.deepcopy(model.head)(torch.ones(2, 4))
+        with torch.set_grad_enabled(again > 0):
+            model(ids)
+    assert model.hooks == [0, 1] * 2  # none while the parameters are gathered
+    STASH.clear()
+
+
+@on_ranks(2)
+def test_a_part_computes_while_its_parameters_are_gathered_or_summoned() -> None:
+    reference, model = _parts()
+    x, ids = torch.randn(2, 4), torch.tensor([[1, 2]])
+    for one in (reference, model):
+        (one(ids).sum() + one.head(x).square().sum()).backward()
+    close(grads(model), grads(reference))
+    with summon_full_params(model, writeback=False):
+        torch.testing.assert_close(model.head(x), reference.head(x))
+    STASH.clear()
+
+
+@on_ranks(2)
+def test_a_scalar_that_all_ranks_share_weighs_a_sharded_parameter_as_a_whole_one() -> None:
+    reference, model = _parts()
+    ids, scale = torch.tensor([[1, 2]]), torch.tensor(0.5)
+    sharded, whole = model.block.linear.weight, reference.block.linear.weight
+    torch.testing.assert_close((sharded * scale).full_tensor(), whole * scale)
+    (model(ids).sum() + (scale * sharded.square().sum()).full_tensor()).backward()
+    (reference(ids).sum() + scale * whole.square().sum()).backward()
+    close(grads(model), grads(reference))
+    STASH.clear()
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
