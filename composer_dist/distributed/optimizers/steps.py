@@ -104,8 +104,12 @@ def _before_step(
             "longer has, so it would update nothing. Pass it as optimizer=, or build it from "
             "model.parameters() after the preparation."
         )
-    if waiting := [name for unit in _units(model) for name, one in _torch.unreduced(unit) if id(one) in mine]:
+    units = _units(model)
+    if waiting := [name for unit in units for name, one in _torch.unreduced(unit) if id(one) in mine]:
         raise ParallelismRuntimeError(
             f"The optimizer would step without the gradients of {listed(waiting)}: they are not reduced over "
             "the ranks yet, because the last backward was inside of no_sync. Run the last one outside of it."
         )
+    for unit in units:
+        if any(_torch.gathered_param(param) is not None for param in _torch.fsdp_params(unit)[:1]):
+            unit.reshard()  # a forward without a backward has left it gathered, with the old values

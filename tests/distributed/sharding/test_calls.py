@@ -261,6 +261,18 @@ def test_a_part_computes_while_its_parameters_are_gathered_or_summoned() -> None
 
 
 @on_ranks(2)
+def test_a_part_does_not_compute_with_the_values_from_before_a_step() -> None:
+    _, model = _parts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.tensor([[1, 2]])).sum().backward()
+    model(torch.tensor([[1, 2]]))  # leaves the root gathered
+    optimizer.step()
+    with fails(ParallelismRuntimeError, "head was used while its parameters are sharded"):
+        model.head(torch.ones(2, 4))
+    STASH.clear()
+
+
+@on_ranks(2)
 def test_a_scalar_that_all_ranks_share_weighs_a_sharded_parameter_as_a_whole_one() -> None:
     reference, model = _parts()
     ids, scale = torch.tensor([[1, 2]]), torch.tensor(0.5)
