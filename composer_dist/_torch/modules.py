@@ -35,7 +35,7 @@ def is_saved(module: nn.Module, key: str) -> bool:
 
 
 def _overwrite(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return tensor.zero_()
+    return tensor.copy_(tensor.new_empty(()))  # with values that no trace knows
 
 
 @contextmanager

@@ -61,6 +61,11 @@ class Layout:
                 rows = True
         return cls(shape, rows, tp_dim, tp_groups)
 
+    @property
+    def cut(self) -> bool:
+        """Whether ranks hold different parts, or everything."""
+        return self.rows or self.tp_dim is not None
+
     @classmethod
     def known(cls, tensor: torch.Tensor) -> Self | None:
         """As `of`; None for a DTensor that its user has cut in a way that this library never does."""

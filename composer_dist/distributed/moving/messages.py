@@ -33,7 +33,7 @@ class Freight:
     @property
     def cut(self) -> bool:
         """Whether ranks get different parts, or everything."""
-        return self.layout.rows or self.layout.tp_dim is not None
+        return self.layout.cut
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from composer_dist.distributed.mesh.layout import Layout
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.deliver import inner_cargoes, take_part
 from composer_dist.distributed.moving.messages import Cargo, in_buckets
@@ -18,9 +18,11 @@ from composer_dist.distributed.optimizers.follow import Follower
 from composer_dist.distributed.plan.plan import Delivery
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.weights.disk import Pretrained, UnfilledPart
+from composer_dist.distributed.weights.draw import draw
 from composer_dist.distributed.weights.initialize import Component, Scratch, peak_bytes, run_component
 from composer_dist.distributed.weights.sources import Sources
 from composer_dist.distributed.weights.storage import make_anew, replace
+from composer_dist.progress import Stage
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import encoded, local_part
 
@@ -98,7 +100,41 @@ class Filling:
                 replace(self.structure.tensors[name], self.values[name].detach().to(self.device))
 
     def initialize(self, components: Sequence[Component]) -> None:
-        """Run the initializers, each component on one rank, and deliver what they write, in rounds."""
+        """Fill tensors, and run the other initializers, each on one rank, which delivers the tensors."""
+        with self.transport.progress.stage("initializing") as stage:
+            stage.expect(sum(component.nbytes for component in components))
+            filled = [component for component in components if component.fills is not None]
+            self._draw(filled)
+            stage.advance(sum(component.nbytes for component in filled))
+            self._run([component for component in components if component.fills is None], stage)
+
+    def _draw(self, components: Sequence[Component]) -> None:
+        """Each rank fills its parts of tensors that are cut; whole ones are filled by one rank, in place."""
+        fills = {name: fills for one in components for name, fills in (one.fills or {}).items()}
+        targets = {name: self._destination(name) for name in fills}
+        layouts = {name: Layout.of(target) for name, target in targets.items()}
+        whole = [Component((), (name,), targets[name].nbytes) for name in fills if not layouts[name].cut]
+        owners = deal_out(whole, self.agreement.ranks, {})
+        mine = {one.tensors[0] for one in owners[self.agreement.rank]}
+        with self.agreement.together("initialization"):
+            for name, target in targets.items():
+                if (layout := layouts[name]).cut or name in mine:
+                    part = layout.part(Mesh.of(target).here if isinstance(target, DTensor) else Coordinate())
+                    local = local_part(target).detach().view(-1)
+                    draw(fills[name], self.sources.seed, part, local, self.device)
+        self.transport.send(
+            {
+                rank: [
+                    cargo
+                    for name in (one.tensors[0] for one in theirs)
+                    for cargo in inner_cargoes(name, targets[name], targets[name] if name in mine else None)
+                ]
+                for rank, theirs in owners.items()
+            }
+        )
+
+    def _run(self, components: Sequence[Component], stage: Stage) -> None:
+        """Run components in rounds."""
         real = {name: value for name, value in self.values.items() if name not in self.sources.init}
         owners = deal_out(components, self.agreement.ranks, real)
         limit = peak_bytes(components, self.bucket_bytes)
@@ -106,13 +142,11 @@ class Filling:
             rank: list(in_buckets(mine, lambda one: one.nbytes, limit)) for rank, mine in owners.items()
         }
         scratch = Scratch(limit, self.device)
-        with self.transport.progress.stage("initializing") as stage:
-            stage.expect(sum(component.nbytes for component in components))
-            for number in range(max(map(len, rounds.values()), default=0)):
-                turn = {rank: mine[number] for rank, mine in rounds.items() if number < len(mine)}
-                self._initialize(turn, real, scratch)
-                scratch.clear()
-                stage.advance(sum(component.nbytes for mine in turn.values() for component in mine))
+        for number in range(max(map(len, rounds.values()), default=0)):
+            turn = {rank: mine[number] for rank, mine in rounds.items() if number < len(mine)}
+            self._initialize(turn, real, scratch)
+            scratch.clear()
+            stage.advance(sum(component.nbytes for mine in turn.values() for component in mine))
 
     def _initialize(
         self, turn: Mapping[int, Sequence[Component]], real: Mapping[str, torch.Tensor], scratch: Scratch

@@ -4,10 +4,9 @@ Every module is initialized by one *initializer*: the caller's `param_init_fn`, 
 nearest ancestor; else the `_init_weights` of its Hugging Face model; else its own `reset_parameters`.
 Initializers are first *traced* on the meta device to find out what each writes and reads, because some write
 into other modules (T5's root rewrites embeddings). Initializers that touch a common tensor form a
-*component*, which one rank runs in full and delivers. Components are independent, and each initializer draws
-from a generator seeded by its module's name, so values depend on neither the world size, the mesh nor the
-from a generator seeded by its module's name, so values depend on neither the world size, the mesh nor the
-order.
+*component*. If all of a component only fills tensors, every rank computes its own part (`draw.py`); otherwise
+one rank runs it in full and delivers the tensors. Components are independent, and each initializer draws from
+generators seeded by its module's name, so values depend on neither the world size, the mesh nor the order.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +15,16 @@ from functools import partial
 from itertools import chain, zip_longest
 from math import prod
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.optimizers.check import check_refills
 from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.weights.draw import Fills, draw, fills_of
 from composer_dist.distributed.weights.trace import Initializer, random_state_kept, seed_all, trace
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.families import original_classes, transformers_owner
@@ -46,7 +48,9 @@ class Component:
     initializers: tuple[Initializer, ...]
     tensors: tuple[str, ...]
     nbytes: int
-    """Size of its tensors, which the rank that runs it needs beside its shards."""
+    """Size of its tensors, which the rank that runs it needs beside its shards, unless they are filled."""
+    fills: Fills | None = None
+    """What it does, if it only fills tensors."""
 
 
 def assert_no_meta(model: nn.Module) -> None:
@@ -102,7 +106,9 @@ def agree_on_components(
         check_refills(optimizers, structure, needed)
         components.extend(find_components(structure, set(needed), param_init_fn))
         labels = ([f"{i.label} of {i.module or 'the root'}" for i in c.initializers] for c in components)
-        return [[*label, *one.tensors] for label, one in zip(labels, components, strict=True)]
+        return [
+            [*label, *one.tensors, _digest(one.fills)] for label, one in zip(labels, components, strict=True)
+        ]
 
     def compare(findings: Sequence[list[list[str]]]) -> None:
         for rank, finding in enumerate(findings):
@@ -118,10 +124,12 @@ def agree_on_components(
 
 
 def peak_bytes(components: Sequence[Component], bucket_bytes: int) -> int:
-    """Bytes that a rank needs beside its shards: for several small components, or for the largest one."""
-    largest = max((component.nbytes for component in components), default=0)
-    several = min(bucket_bytes, sum(component.nbytes for component in components), _TOGETHER)
-    return max(largest, several)
+    """Bytes that a rank needs beside its shards: for several small components, or for the largest one.
+
+    Those that only fill tensors need none.
+    """
+    sizes = [component.nbytes for component in components if component.fills is None]
+    return max(max(sizes, default=0), min(bucket_bytes, sum(sizes), _TOGETHER))
 
 
 class Scratch:
@@ -157,6 +165,13 @@ def run_component(
     Each initializer's seed is a hash of `seed`, the model's, and its module's name. Initializers get copies
     of the `real` tensors, which have values; changes to them are dropped.
     """
+    if component.fills is not None:
+        values = {}
+        for name, fills in component.fills.items():
+            info = structure.tensors[name].info
+            values[name] = torch.empty(info.shape, dtype=info.dtype, device=device)
+            draw(fills, seed, Layout(info.shape).part(Coordinate()), values[name].view(-1), device)
+        return values
     held = {name: structure.tensors[name] for name in component.tensors}
     before = {name: [place.get() for place in one.places] for name, one in held.items()}
     try:
@@ -229,7 +244,16 @@ def _group(structure: Structure, initializers: list[Initializer], needed: set[st
         tensors = tuple(dict.fromkeys(name for one in group for name in sorted(one.touches)))
         if needed.intersection(tensors):
             nbytes = sum(structure.tensors[name].info.nbytes for name in tensors)
-            yield Component(tuple(group), tensors, nbytes)
+            fills = fills_of(
+                [(one.module, one.program) for one in group], structure.tensors, needed.intersection(tensors)
+            )
+            yield Component(tuple(group), tensors, nbytes, fills)
+
+
+def _digest(fills: Fills | None) -> str:
+    """The same for the same fills."""
+    text = "" if fills is None else repr([(name, *map(str, fills[name])) for name in sorted(fills)])
+    return f"{crc32(text.encode()):x}"
 
 
 def _post_order(modules: Mapping[str, nn.Module]) -> Iterator[str]:

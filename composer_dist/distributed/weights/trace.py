@@ -1,6 +1,5 @@
 """Finds what initializers touch by running them on the meta device; seeds and random states."""
 
-import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from composer_dist import _torch
+from composer_dist.distributed.weights.draw import Operation, number_of
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
@@ -29,10 +29,16 @@ class Initializer:
     touches: frozenset[str] = frozenset()
     """Names of the tensors that it writes or reads, once traced."""
     writes: frozenset[str] = frozenset()
+    program: tuple[Operation, ...] | None = None
+    """All that it does, if these are only operations on each element by itself."""
 
 
-def trace(structure: Structure, initializers: list[Initializer]) -> None:
-    """Run the initializers on meta copies and record what they touch; the model is not changed."""
+def trace(structure: Structure, initializers: list[Initializer], watched: bool = False) -> None:
+    """Run the initializers on meta copies and record what they do; the model is not changed.
+
+    Args:
+        watched: find out which of them draw from Python's or NumPy's generators. Done if any does.
+    """
     before = {name: [p.get() for p in held.places] for name, held in structure.tensors.items()}
     below: dict[str, list[str]] = {}
     for name, held in structure.tensors.items():
@@ -50,6 +56,7 @@ def trace(structure: Structure, initializers: list[Initializer]) -> None:
             {_torch.storage_key(held.get()): name for name, held in structure.tensors.items()}
         )
         with random_state_kept(torch.device("cpu")), torch.no_grad(), _torch.all_initializers_write():
+            drawn = _other_states()
             for initializer in initializers:
                 mine = below.get(initializer.module, [])
                 recorder.start()
@@ -60,20 +67,35 @@ def trace(structure: Structure, initializers: list[Initializer]) -> None:
                     if not (recorder.lacked_values or isinstance(error, NotImplementedError)):
                         raise
                     recorder.writes.update(mine)  # it looks at values, so it may do anything to its own
+                    recorder.program = None
                 for name in mine:
                     now = structure.tensors[name].get()
                     key = _torch.storage_key(now)
                     if recorder.names.get(key) != name:  # rebound to another tensor or storage
                         recorder.writes.add(name)
+                        recorder.program = None
                         recorder.names[key] = name
                         kept.append(now)
                 _check_ties(structure, mine, initializer)
                 initializer.writes = frozenset(recorder.writes)
                 initializer.touches = frozenset(recorder.writes | recorder.reads)
+                if watched and drawn != (drawn := _other_states()):
+                    recorder.program = None
+                initializer.program = None if recorder.program is None else tuple(recorder.program)
+            again = not watched and drawn != _other_states()
     finally:
         for name, held in structure.tensors.items():
             for place, old in zip(held.places, before[name], strict=True):
                 place.put(old)
+    if again:
+        trace(structure, initializers, watched=True)
+
+
+def _other_states() -> tuple[Any, ...]:
+    """Of Python's and NumPy's generators."""
+    numpy = sys.modules.get("numpy")
+    kind, keys, *rest = numpy.random.get_state() if numpy else ("", b"")
+    return random.getstate(), kind, bytes(keys), rest
 
 
 def _check_ties(structure: Structure, names: list[str], initializer: Initializer) -> None:
@@ -101,6 +123,7 @@ class _Recorder(_torch.TorchDispatchMode):
         self.reads: set[str] = set()
         self.lacked_values = False
         """Whether an operation failed because tensors on the meta device have no values."""
+        self.program: list[Operation] | None = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -110,7 +133,8 @@ class _Recorder(_torch.TorchDispatchMode):
         view = any(a.alias_info is not None and not a.alias_info.is_write for a in declared)
         first = schema[0].alias_info if schema else None
         writes_first = first is not None and first.is_write
-        devices = set()
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        devices, touched = set(), None
         for argument, value in zip(declared, values, strict=True):
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
@@ -119,7 +143,11 @@ class _Recorder(_torch.TorchDispatchMode):
                 devices.add(tensor.device.type)
                 if (writes or not view) and (name := self.names.get(_torch.storage_key(tensor))) is not None:
                     (self.writes if writes else self.reads).add(name)
-        if torch.Tag.nondeterministic_seeded in func.tags and writes_first and devices == {"meta"}:
+                    touched = touched or name
+        if (touched or draws) and self.program is not None:
+            one = Operation.of(func, touched, args, kwargs) if touched and writes_first else None
+            self.program = None if one is None else [*self.program, one]
+        if draws and writes_first and devices == {"meta"}:
             return args[0]  # normal_ and its kin write only; their meta kernels are slow
         try:
             return func(*args, **kwargs)
@@ -149,7 +177,7 @@ _ESCAPES = (torch.Tensor.numpy, torch.Tensor.__index__, torch.Tensor.__format__)
 
 def seed_all(text: str) -> None:
     """Seed every generator that an initializer may draw from, by a hash of `text`."""
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    number = number_of(text)
     if torch.accelerator.is_available():
         torch.manual_seed(number)
     else:  # torch.manual_seed also formats three stacks for accelerators that are not there

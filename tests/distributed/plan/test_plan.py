@@ -334,6 +334,8 @@ def test_plans_grow_linearly(blocks: int) -> None:
 def test_the_peak_of_initialization_stands_in_the_plan() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 16, bias=False))
+    assert plan_parallelism(model, FSDP2Config()).init_peak == 0  # each rank fills its own rows
+    model.param_init_fn = lambda layer: nn.init.orthogonal_(layer.weight)
     plan = plan_parallelism(model, ParallelismConfig(fsdp2=FSDP2Config(), bucket_bytes=10))
     assert plan.init_peak == 8 * 16 * 4  # the larger layer, whole
     assert "initialization takes up to 512 B beside the shards" in str(plan)

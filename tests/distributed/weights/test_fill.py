@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -80,14 +81,22 @@ def test_memory_is_the_shard_and_two_buckets(sync: str, others: str) -> None:
 def test_initialization_needs_a_component_and_its_buckets() -> None:
     component = 8 * MIB
     with init_context():
-        model = Big()
+        model, other = Big(), Big()
 
     def init(module: nn.Module) -> None:
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             tensor.fill_(1)
 
-    peak = profiled(lambda: parallelize_model(model, config(bucket_bytes=BUCKET), param_init_fn=init))
-    assert peak <= SHARD + BUFFERS + component + 3 * BUCKET + 16 * MIB
+    def init_whole(module: nn.Module) -> None:
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            tensor.copy_(torch.ones(1))
+
+    def prepare(model: nn.Module, init: Callable[[nn.Module], None]) -> int:
+        return profiled(lambda: parallelize_model(model, config(bucket_bytes=BUCKET), param_init_fn=init))
+
+    assert prepare(model, init) <= SHARD + BUFFERS + 2 * BUCKET
+    assert prepare(other, init_whole) <= SHARD + BUFFERS + component + 3 * BUCKET + 16 * MIB
+    same(values(model), values(other))
 
 
 @on_ranks(2)
