@@ -48,6 +48,8 @@ FEATURES = {
     "torch.distributed.utils._apply_to_tensors": "outputs of units that are no views",
     "torch.distributed.fsdp._common_utils.collect_grad_tensors": "losses that a unit keeps elsewhere",
     "torch.distributed.fsdp._fully_shard._fsdp_param.ShardedState": "refusing to change parameters",
+    "torch.utils._python_dispatch._disable_current_modes": "changes through .data",
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "changes through .data",
     "torch.utils._pytree.tree_map_only": "activation_checkpointing=(..., {'save': ...})",
     "torch._inductor.list_mode_options": "compile={'mode': ...}, checked when planned",
     "torch._inductor.list_options": "compile={'options': ...}, checked when planned",
@@ -334,3 +336,42 @@ def test_modules_tell_what_is_saved_and_compiled() -> None:
     assert not _torch.has_compiled_call(module)
     module.compile(backend="eager")
     assert _torch.has_compiled_call(module)
+
+
+def _compiled(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    module.bias.data = module.bias.data * 2
+    return x @ module.weight.data[0]
+
+
+def test_writes_through_data_of_watched_tensors_are_counted_and_nothing_else_differs() -> None:
+    module, other = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+    weight = module.weight
+    _torch.watch_data([weight])
+    early = weight.data
+    writes: list[Any] = [
+        lambda: weight.data.mul_(2),
+        lambda: weight.data.data.mul_(2),
+        lambda: weight[0].data.zero_(),
+        lambda: weight.detach().view(-1).data[0].fill_(1),
+        lambda: torch.add(other.data, 1, out=weight.data[0]),
+        lambda: early.mul_(2),
+        torch.inference_mode()(lambda: weight.data.mul_(2)),
+    ]
+    for index, write in enumerate(writes):
+        assert _torch.data_writes(weight) == index
+        write()
+    version, data = weight._version, weight.data
+    other.data.mul_(2)
+    torch.func.grad(lambda x: (weight.data * x).sum())(torch.ones(4, 4))
+    assert (_torch.data_writes(weight), weight._version) == (len(writes), version)
+    assert (type(data), data.requires_grad, data._base, data.is_inference()) == (
+        torch.Tensor,
+        False,
+        None,
+        False,
+    )
+    assert torch.equal(data, weight)
+    assert data.data_ptr() == weight.data_ptr()
+    assert type(torch.Tensor.data).__name__ == "getset_descriptor"
+    compiled = torch.compile(_compiled, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(module, torch.ones(4)), data[0].sum())

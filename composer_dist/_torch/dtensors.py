@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composer_dist._torch.data_writes import read_data
 from composer_dist._torch.gathered import is_changed_view, is_gathered
 from composer_dist._torch.tensors import storage_key, version
 from composer_dist.errors import ParallelismRuntimeError
@@ -95,8 +96,7 @@ def refuse_lost_writes(to_view: str, at_once: str, to_data: str, to_share: str, 
 
     handlers.update(dict.fromkeys(_PARTS, part) | dict.fromkeys(_SENDS, send))
     handlers.update(dict.fromkeys(_FILLS | _MANY, write))
-    read: Any = torch.Tensor.data
-    setattr(DTensor, "data", property(read.__get__, _refusing(to_data)))  # noqa: B010 - mypy knows its type
+    setattr(DTensor, "data", property(read_data, _refusing(to_data)))  # noqa: B010 - mypy knows its type
     setattr(DTensor, "share_memory_", _refusing(to_share))  # noqa: B010
 
 

@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from composer_dist._torch.data_writes import data_writes, watch_data
 from composer_dist._torch.sharding import fsdp_param_groups, fsdp_params, gathered_param
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.wording import listed
@@ -43,8 +44,10 @@ class _Versions:
         """The versions of the parameters while they are gathered."""
         self._tensors: tuple[torch.Tensor, ...] = ()
         """The gathered parameters, and this rank's parts of those that tensor parallelism has cut."""
-        self._shards: list[int] = []
-        """The versions of the shards that were gathered last."""
+        self._shards: list[tuple[int, int]] = []
+        """The versions of the shards that were gathered last, and the writes through their `.data`."""
+        self._writes: list[int] = []
+        """Through `.data` of each parameter, when it was gathered."""
         for name in ("_to_sharded", "_to_sharded_post_forward"):
             setattr(group, name, partial(self._free, getattr(group, name)))
         group._to_unsharded = partial(self._gather, group._to_unsharded)
@@ -63,6 +66,12 @@ class _Versions:
             self._cut = [index for index, one in enumerate(gathered) if isinstance(one, DTensor)]
             _Versions.cut |= bool(self._cut)
             self._tensors = *gathered, *(gathered[index]._local_tensor for index in self._cut)
+            watch_data(gathered)
+        watch_data(param.sharded_param for param in self._group.fsdp_params)
+        self._writes = [data_writes(one) for one in self._tensors[: len(self._now)]]
+        # What autograd does not count between a forward and its backward is right: these are the new values.
+        both = zip(self._shards, self._versions_of_shards(), strict=False)
+        self._shards = [(version, writes) for (version, _), (_, writes) in both]
         self.renew()
         self._refuse(lost)
 
@@ -80,9 +89,9 @@ class _Versions:
             self._shards = shards
         self._set(self._now)
 
-    def _versions_of_shards(self) -> list[int]:
+    def _versions_of_shards(self) -> list[tuple[int, int]]:
         shards = [param.sharded_param for param in self._group.fsdp_params]
-        return [shard._version + shard._local_tensor._version for shard in shards]
+        return [(one._version + one._local_tensor._version, data_writes(one)) for one in shards]
 
     def _set(self, versions: list[int]) -> None:
         if self._tensors:
@@ -100,10 +109,9 @@ class _Versions:
             checks = ((param, vars(param).pop(_IS_SAME, None)) for param in params)
             if other := [param._param_fqn for param, is_same in checks if is_same and not is_same()]:
                 return other
-            found = [one._version for one in self._tensors[: len(params)]]
-            if found != self._now:
-                both = zip(params, found, self._now, strict=True)
-                return [param._param_fqn for param, version, now in both if version != now]
+            found = [(one._version, data_writes(one)) for one in self._tensors[: len(params)]]
+            both = zip(params, found, zip(self._now, self._writes, strict=True), strict=True)
+            return [param._param_fqn for param, versions, now in both if versions != now]
         elif self._group.is_sharded_post_forward:
             shards = [(param, param._sharded_post_forward_param) for param in params]  # just made: version 0
             return [param._param_fqn for param, one in shards if one._version + one._local_tensor._version]

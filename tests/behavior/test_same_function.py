@@ -57,6 +57,9 @@ class Net(nn.Module):
     """Three blocks, which are handed the same `kept` one after the other; the output is a loss."""
 
     block: type[Block] = Block
+    steps = 2
+    step: int
+    """The one that runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -472,14 +475,15 @@ class CodeBlock(Block):
         self.code = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
 
     def forward(self, x: Tensor, kept: Any = None) -> Any:
-        self.code.data.lerp_(x.detach().mean(0).to(self.code.dtype), 0.1)
+        if Net.step == 2:
+            self.code.data.lerp_(x.detach().mean(0).to(self.code.dtype), 0.1)
         return self.work(x) + self.code
 
 
 class Codebook(Net):
-    """a codebook in a frozen parameter, changed through `.data`"""
+    """a codebook in a frozen parameter, changed through `.data` from the third forward on"""
 
-    block = CodeBlock
+    block, steps = CodeBlock, 3
 
 
 class RunningBlock(Block):
@@ -969,7 +973,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "DDP": {
         "MaxNorm": "embed: an embedding with max_norm",
-        "Codebook": f"{WRITES}, and not alike on all ranks",
+        "Codebook": f"{WRITES}, and did not do so alike",
         "Replaces": f"layers.1.gain {NEW}",
         "Adds": f"layers.3.gain {NEW}",
         "Assigns": f"layers.1.gain {NEW}",
@@ -1000,7 +1004,7 @@ REFUSED["TP amp_bf16"] = {**REFUSED["FSDP2"], **REFUSED["TP"]}  # FSDP2 casts
 
 
 def _train(case: type[Net], options: dict[str, Any] | None, precision: str | None) -> Any:
-    """The losses of two steps, and the parameters; what the ranks hold of a batch follows from the mesh."""
+    """The losses of some steps, and the parameters; what the ranks hold of a batch follows from the mesh."""
     torch.manual_seed(3)
     model = case()
     _call(model, "before")
@@ -1012,7 +1016,8 @@ def _train(case: type[Net], options: dict[str, Any] | None, precision: str | Non
         parts, part = data["num_replicas"], data["rank"]
     _call(model, "after", optimizer)
     losses = []
-    for step in range(2):
+    for step in range(case.steps):
+        Net.step = step
         x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).chunk(parts)[part]
         loss = model.loss(model, x) if hasattr(model, "loss") else model(x)
         model.gradients(model, loss) if hasattr(model, "gradients") else loss.backward()

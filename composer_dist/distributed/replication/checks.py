@@ -78,9 +78,9 @@ class Checks:
             changed = sorted({name for one in everywhere for name, _ in one})
         if refused := [name for name in changed if name not in self._changeable]:
             raise ParallelismRuntimeError(
-                f"The forward of the model changed {listed(refused)} in place, and not alike on all ranks. "
-                "Make what forward updates a buffer (register_buffer), which follows rank 0, or update it "
-                "from values that are the same on all ranks."
+                f"The forward of the model changed {listed(refused)} in place, and did not do so alike on "
+                "all ranks in the first step. Make what forward updates a buffer (register_buffer), which "
+                "follows rank 0, or update it from the first step on with the same values on all ranks."
             )
 
     def _refuse_grad(self, gradient: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ class Before(Generic[Key]):
     """Tensors as a forward finds them, by name or by where they are held."""
 
     versions: Mapping[Key, int]
+    data_writes: Mapping[Key, int]
     sums: Mapping[Key, Tensor]
     """Of the values, where they are compared."""
 
@@ -27,7 +28,9 @@ class Before(Generic[Key]):
         return [
             name
             for name, tensor in tensors.items()
-            if self.versions.get(name, 0) != _torch.version(tensor) or not self.is_same(name, tensor)
+            if self.versions.get(name, 0) != _torch.version(tensor)
+            or self.data_writes.get(name, 0) != _torch.data_writes(tensor)
+            or not self.is_same(name, tensor)
         ]
 
     def is_same(self, name: Key, tensor: Tensor) -> bool:
@@ -38,9 +41,9 @@ class Before(Generic[Key]):
 class Watch:
     """Looks at tensors before a forward.
 
-    Every change that autograd counts is found. Others (`parameter.data.mul_()`, a batch norm's statistics)
-    are found by the values, which are compared in the forwards 1, 2, 4, 8, ... of each kind: for training
-    or evaluation, with or without gradients.
+    Every change that autograd counts is found, and every one through `.data`. Others (through numpy or
+    dlpack, a batch norm's statistics) are found by the values, which are compared in the forwards 1, 2, 4,
+    8, ... of each kind: for training or evaluation, with or without gradients.
     """
 
     def __init__(self) -> None:
@@ -52,7 +55,9 @@ class Watch:
         self._forwards[kind] += 1
         compared = is_power_of_two(self._forwards[kind])
         sums = {name: _sum(tensor) for name, tensor in tensors.items()} if compared else {}
-        return Before({name: _torch.version(tensor) for name, tensor in tensors.items()}, sums)
+        _torch.watch_data(tensors.values())
+        versions = {name: _torch.version(tensor) for name, tensor in tensors.items()}
+        return Before(versions, {name: _torch.data_writes(tensor) for name, tensor in tensors.items()}, sums)
 
 
 def is_power_of_two(number: int) -> bool:

@@ -169,6 +169,7 @@ def test_changes_through_data_of_what_stays_gathered_after_a_forward_are_refused
     with summon_full_params(model, writeback=False):
         pass
     loss.backward()
+    model(x).sum().backward()
     loss = model(x).sum()
     model.get_parameter(name).data.mul_(2)
     with fails(ParallelismRuntimeError, f"{name} changed in place", LOST):
@@ -394,27 +395,50 @@ def test_what_is_written_into_a_tensor_that_fsdp2_casts_arrives(precision: str |
 
 
 class Late(nn.Module):
-    """Changes a parameter from the second forward on, past autograd."""
+    """Changes a parameter from a later forward on, past autograd."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int) -> None:
         super().__init__()
-        self.linear, self.forwards = nn.Linear(4, 4), 0
+        self.linear, self.forwards = nn.Linear(4, 4), 1 - first
         self.code = nn.Parameter(torch.ones(4), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.forwards:
+        if self.forwards >= 0:
             self.code.data.add_(1)
         self.forwards += 1
         return self.linear(x) * self.code
 
 
-@on_ranks(2)
-def test_a_forward_that_changes_parameters_later_is_refused() -> None:
-    model = Late()
-    parallelize_model(model, FSDP2Config())
-    model(torch.ones(2, 4)).sum().backward()
-    with fails(ParallelismRuntimeError, "changed code in place"):
-        model(torch.ones(2, 4))
+FSDP2 = ParallelismConfig(fsdp2=FSDP2Config())
+HSDP = ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=2))
+WITH_TP = ParallelismConfig(tp=TPConfig(plan={"linear": "colwise_gather"}), mesh=MeshConfig(dp_shard=2, tp=2))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("config", "mode", "first"),
+    [
+        (FSDP2, "train", 2),
+        (FSDP2, "train", 3),
+        (FSDP2, "no_grad", 5),
+        (FSDP2, "inference_mode", 3),
+        (HSDP, "amp_bf16", 3),
+        (HSDP, "eval", 5),
+        (WITH_TP, "train", 3),
+        (WITH_TP, "inference_mode", 3),
+        (ParallelismConfig(ddp=DDPConfig()), "train", 3),
+        (ParallelismConfig(ddp=DDPConfig()), "amp_bf16", 5),
+    ],
+)
+def test_a_forward_that_changes_parameters_later_is_refused(config: Any, mode: str, first: int) -> None:
+    model = Late(first)
+    parallelize_model(model, config, precision="amp_bf16" if mode == "amp_bf16" else None)
+    model.train(mode != "eval")
+    with getattr(torch, mode)() if "mode" in mode or "grad" in mode else nullcontext():
+        for _ in range(first - 1):
+            model(torch.ones(2, 4))
+        with fails(ParallelismRuntimeError, "changed code in place"):
+            model(torch.ones(2, 4))
 
 
 @on_ranks(2)
