@@ -13,6 +13,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from composer_dist._torch.backward import is_transforming
+from composer_dist._torch.between import end_following, follow_shards, hook_gathered
 from composer_dist._torch.data_writes import data_writes, watch_data
 from composer_dist._torch.sharding import fsdp_param_groups, fsdp_params, gathered_param
 from composer_dist.errors import ParallelismRuntimeError
@@ -177,9 +179,14 @@ class _SecondOrder:
         self._pre_backward = self._state._pre_backward
         self._reshard: list[bool] | None = None
         setattr(self._state, "_pre_backward", self.pre_backward)  # noqa: B010 - mypy takes it for a method
+        self._kept: list[torch.Tensor] = []
+        """Gathered parameters that other code finds in the model now."""
         cast(nn.Module, module).register_forward_pre_hook(self._before_forward, prepend=True)
+        cast(nn.Module, module).register_forward_hook(self._after_forward, always_call=True)
 
     def pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            end_following(self._kept)
         groups = self._state._fsdp_param_groups
         if torch.is_grad_enabled() and self._reshard is None:
             self._reshard = [group.reshard_after_backward for group in groups]
@@ -195,12 +202,15 @@ class _SecondOrder:
         if self._reshard is not None:
             gathered = {param._unsharded_param for param in fsdp_params(self._module)} - self._watched
             for parameter in filter(lambda one: one.requires_grad, gathered):
-                parameter.register_post_accumulate_grad_hook(self._finish)
+                hook_gathered(parameter, self._finish)
             self._watched |= gathered
+            self._kept += follow_shards(self._module)
         return result
 
     def _refuse_grad(self) -> None:
         """Refuse `torch.autograd.grad` of gathered parameters, whose gradients nobody would reduce."""
+        if is_transforming():
+            return  # torch.func differentiates its own arguments only
         for param in fsdp_params(self._module):
             gathered = gathered_param(param)  # None in units that were sharded after forward
             if gathered is not None and gathered.requires_grad:
@@ -213,7 +223,13 @@ class _SecondOrder:
                         "FSDP2 does not reduce; call loss.backward() and read .grad."
                     ) from None
 
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not all(group.is_sharded for group in self._state._fsdp_param_groups):
+            end_following(self._kept)
+            self._kept = follow_shards(self._module)
+
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        end_following(self._kept)
         for versions in self._versions:
             versions.refuse_lost()
         if self._reshard is not None and torch._C._current_graph_task_id() == -1:

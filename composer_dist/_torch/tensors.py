@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 # Applies a function to all values of one type in nested data. Since torch 1.13.
 from torch.utils._pytree import tree_map_only as tree_map_only
 
+from composer_dist._torch.between import kind_of
 from composer_dist.errors import ParallelismRuntimeError
 
 # Divides gradients and detects infinities in one pass; torch.amp.GradScaler uses it. Since torch 1.10.
@@ -158,18 +159,26 @@ def storage_info(path: str, offset: int, length: int) -> Any:
 
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether FSDP2 has freed the memory under an ordinary tensor. Since torch 2.0."""
+    tensor = _unwrapped(tensor)
     return _is_ordinary(tensor) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
 
 
 def is_of(tensor: torch.Tensor, param: Any) -> bool:
     """Whether an ordinary tensor has the memory of an `FSDPParam` as it is gathered. Since torch 2.4."""
-    keys = [storage_key(one) for one in param.all_gather_outputs]
+    tensor, keys = _unwrapped(tensor), [storage_key(one) for one in param.all_gather_outputs]
     return _is_ordinary(tensor) and storage_key(tensor) in keys
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What the transforms of torch.func have wrapped. Since torch 2.1."""
+    while type(tensor) is torch.Tensor and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        kind_of(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
         and not tensor.is_meta
     )

@@ -89,8 +89,8 @@ def _set_grad(tensor: DTensor, value: torch.Tensor | None) -> None:
 
 def _is_unreduced(param: Any, group: Any) -> bool:
     gathered = getattr(param, "_unsharded_param", None)
-    grads = getattr(gathered, "grad", None), getattr(param, "unsharded_accumulated_grad", None)
-    return any(grad is not None for grad in (*grads, group._partial_reduce_output))
+    grads = [group._partial_reduce_output, getattr(param, "unsharded_accumulated_grad", None)]
+    return any(grad is not None for grad in (*grads, None if gathered is None else _grad.__get__(gathered)))
 
 
 def _forms(param: Any) -> tuple[Any, ...]:
@@ -101,7 +101,7 @@ def _drop(param: Any) -> None:
     if not _grad_accumulates:
         param.unsharded_accumulated_grad = None
     if hasattr(param, "_unsharded_param"):
-        param._unsharded_param.grad = None
+        _grad.__set__(param._unsharded_param, None)
 
 
 def forget_iteration(model: nn.Module) -> None:

@@ -839,6 +839,16 @@ class BackwardHooks(Net):
         self.layers[2].register_full_backward_hook(lambda module, given, got: (given[0] * 2, *given[1:]))
 
 
+class ZeroesBetween(Net):
+    """`model.zero_grad()` between forward and backward"""
+
+    def loss(self, model: Any, x: Tensor) -> Tensor:
+        model(x).backward()
+        loss = model(x)
+        model.zero_grad()
+        return loss
+
+
 # Modules that change after preparation
 
 

@@ -1,0 +1,133 @@
+"""What code does to parameters between a forward and its backward, where FSDP2 keeps some gathered."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.distributed import parallelize_model
+from composer_dist.errors import ParallelismRuntimeError
+from tests.kit.compare import fails, full, same_parameters
+from tests.kit.world import on_ranks
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.Tanh(), nn.Linear(8, 2))
+
+
+def _x() -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+def _set_none(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _double(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+
+
+def _read(model: nn.Module) -> list[Tensor]:
+    return [full(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _freeze(model: nn.Module) -> None:
+    for parameter in model[2].parameters():
+        parameter.requires_grad_(False)
+
+
+def _triple(parameter: Any) -> None:
+    parameter.grad.mul_(3)
+
+
+def _hook(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_triple)
+
+
+ACTIONS: list[Callable[[Any], Any]] = [
+    nn.Module.zero_grad,
+    lambda model: model.zero_grad(set_to_none=False),
+    _set_none,
+    _double,
+    _read,
+    _freeze,
+    _hook,
+]
+RESHARD: dict[str, tuple[int, bool | int]] = {"default": (2, True), "never": (2, False), "int": (4, 2)}
+
+
+@pytest.mark.parametrize(("ranks", "reshard"), RESHARD.values(), ids=RESHARD)
+@on_ranks("ranks")
+def test_it_acts_on_what_the_optimizer_holds(ranks: int, reshard: bool | int) -> None:
+    for action in ACTIONS:
+        model, single = _net(), _net()
+        parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config(reshard_after_forward=reshard)))
+        results = []
+        for one in (model, single):
+            one(_x()).square().sum().backward()
+            loss = one(_x()).square().sum()
+            results.append(action(one))
+            loss.backward()
+        same_parameters(model, single, gradients=True)
+        torch.testing.assert_close(*results)
+        for one in (model, single):
+            one.zero_grad()
+            one(_x()).square().sum().backward()
+        same_parameters(model, single, gradients=True)
+
+
+@on_ranks(2)
+def test_hooks_that_fsdp2_never_calls_and_optimizers_built_there_are_refused() -> None:
+    model = _net()
+    parallelize_model(model, ParallelismConfig())
+    loss = model(_x()).square().sum()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = model[2].weight.register_hook(torch.neg)
+    loss.backward()
+    with fails(ParallelismRuntimeError, "SGD holds ", "2.weight, 2.bias as FSDP2 gathers them"):
+        optimizer.step()
+    with fails(ParallelismRuntimeError, "Gradient hooks (Tensor.register_hook) on 2.weight"):
+        model(_x())
+    handle.remove()
+    model(_x())
+
+
+TRANSFORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "vmap": lambda model, x: vmap(model)(x),
+    "vmap of grad": lambda model, x: vmap(grad(lambda row: model(row).sum()))(x),
+    "grad": lambda model, x: grad(lambda rows: model(rows).sum())(x),
+    "jvp": lambda model, x: jvp(model, (x,), (x,))[1],
+    "vjp": lambda model, x: vjp(model, x)[1](torch.ones(4, 2))[0],
+    "jacrev": lambda model, x: jacrev(model)(x),
+    "jacfwd": lambda model, x: jacfwd(model)(x),
+    "hessian": lambda model, x: hessian(lambda row: model(row).sum())(x[0]),
+}
+
+
+@on_ranks(2)
+def test_transforms_around_the_model() -> None:
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which jvp uses
+    model = _net()
+    single = copy.deepcopy(model)
+    parallelize_model(model, ParallelismConfig())
+    for transform in (*TRANSFORMS.values(), TRANSFORMS["vjp"]):
+        with torch.no_grad():
+            torch.testing.assert_close(transform(model, _x()), transform(single, _x()))
+        found, expected = transform(model, _x()), transform(single, _x())
+        torch.testing.assert_close(found, expected)
+        for one, output in ((model, found), (single, expected)):
+            one.zero_grad()  # some of these gather all units for second-order gradients
+            output.square().sum().backward()
+        same_parameters(model, single, gradients=True)
