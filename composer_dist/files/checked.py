@@ -19,6 +19,8 @@ from composer_dist.files.checkpoint_format import BLOCK, StoredFile
 
 _BUFFER = 1 << 16
 """Bytes that are collected before they are written; more at once are written directly."""
+_AHEAD = 8 << 20
+"""Bytes after which the disk starts to write, while more are computed and copied."""
 
 
 class Sink(Protocol):
@@ -45,10 +47,16 @@ class LocalSink:
                 f"{path.parent}, to which a checkpoint is being written, no longer exists: another process "
                 "saves to the same place or deletes files there. Give every run a separate directory."
             ) from error
+        self._copied = self._begun = 0
 
     def write(self, data: memoryview) -> None:
         """Write all of it."""
         self._file.write(data)
+        self._copied += len(data)
+        size = self._copied - self._begun
+        if size >= _AHEAD and hasattr(os, "posix_fadvise"):  # Linux starts to write; dirty pages stay
+            os.posix_fadvise(self._file.fileno(), self._begun, size, os.POSIX_FADV_DONTNEED)
+            self._begun = self._copied
 
     def close(self) -> None:
         """Wait for the disk."""
