@@ -40,6 +40,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+_grad_calls: list[None] = []
 _starts: list[Callable[[], None]] = []
 _explanations: list[Callable[[RuntimeError], str | None]] = []
 
@@ -70,16 +71,25 @@ def _watch_backward() -> None:
     def watched(*args: Any, **kwargs: Any) -> Any:
         for callback in _starts:
             callback()
+        calls = [None] * (not kwargs.get("accumulate_grad", True))
         try:
+            _grad_calls.extend(calls)
             return run(*args, **kwargs)
         except RuntimeError as error:
             for message in filter(None, (explain(error) for explain in _explanations)):
                 raise ParallelismRuntimeError(message) from error
             raise
+        finally:
+            del _grad_calls[: len(calls)]
 
     # torch.compiler, which replaces both for a while, restores the first one under both names.
     torch.autograd.graph._engine_run_backward = watched
     setattr(torch.autograd, "_engine_run_backward", watched)  # noqa: B010 - mypy knows no such export
+
+
+def is_calling_grad() -> bool:
+    """Whether a `torch.autograd.grad` runs in the process; in processes with `explain_in_backward`."""
+    return bool(_grad_calls)
 
 
 def is_transforming() -> bool:

@@ -39,6 +39,11 @@ def data_writes(tensor: Tensor) -> int:
     return sum(counter._version for counter in found if counter is not None)
 
 
+def wrote_data() -> bool:
+    """Whether there can be such writes: `.data` of any watched tensor was read."""
+    return bool(_counters)
+
+
 def read_data(tensor: Tensor) -> Tensor:
     """What `tensor.data` returns. For tensors that are not watched, this costs a call."""
     if not _watched or (key := _key(tensor)) not in _watched or tensor.is_inference():

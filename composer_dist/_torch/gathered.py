@@ -1,5 +1,6 @@
 """Backward through FSDP2's units: every one is right, or an error that names the parameter."""
 
+import operator
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -13,9 +14,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_dist._torch.backward import is_transforming
+from composer_dist._torch.backward import is_calling_grad, is_transforming
 from composer_dist._torch.between import end_following, follow_shards, hook_gathered
-from composer_dist._torch.data_writes import data_writes, watch_data
+from composer_dist._torch.data_writes import data_writes, watch_data, wrote_data
 from composer_dist._torch.sharding import fsdp_param_groups, fsdp_params, gathered_param
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.wording import listed
@@ -44,10 +45,15 @@ class _Versions:
         self.params.update(zip(numbers, group.fsdp_params, strict=True))
         self._now = [self.OURS + number * self.VALUES for number in numbers]
         """The versions of the parameters while they are gathered."""
+        self._held: tuple[int, ...] = ()
+        """The versions of `_tensors` while they are gathered, and while they are freed."""
+        self._freed: tuple[int, ...] = ()
         self._tensors: tuple[torch.Tensor, ...] = ()
         """The gathered parameters, and this rank's parts of those that tensor parallelism has cut."""
         self._shards: list[tuple[int, int]] = []
         """The versions of the shards that were gathered last, and the writes through their `.data`."""
+        self._parts: list[torch.Tensor] = []
+        """Of the shards, as they were then: their memory."""
         self._writes: list[int] = []
         """Through `.data` of each parameter, when it was gathered."""
         for name in ("_to_sharded", "_to_sharded_post_forward"):
@@ -57,7 +63,7 @@ class _Versions:
     def _free(self, to_sharded: Callable[[], None]) -> None:
         lost = self._lost()
         to_sharded()
-        self._set([version + self.FREED for version in self._now])
+        self._set(self._freed)
         self._refuse(lost)
 
     def _gather(self, to_unsharded: Callable[[], None]) -> None:
@@ -69,11 +75,14 @@ class _Versions:
             _Versions.cut |= bool(self._cut)
             self._tensors = *gathered, *(gathered[index]._local_tensor for index in self._cut)
             watch_data(gathered)
-        watch_data(param.sharded_param for param in self._group.fsdp_params)
+        parts = [param.sharded_param._local_tensor for param in self._group.fsdp_params]
+        if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
+            self._parts = parts
+            watch_data(parts)
         self._writes = [data_writes(one) for one in self._tensors[: len(self._now)]]
-        # What autograd does not count between a forward and its backward is right: these are the new values.
-        both = zip(self._shards, self._versions_of_shards(), strict=False)
-        self._shards = [(version, writes) for (version, _), (_, writes) in both]
+        if wrote_data():  # between a forward and its backward this is right: these are the new values
+            both = zip(self._shards, self._versions_of_shards(), strict=False)
+            self._shards = [(version, writes) for (version, _), (_, writes) in both]
         self.renew()
         self._refuse(lost)
 
@@ -89,16 +98,17 @@ class _Versions:
                 first, value = divmod(self._now[index], self.VALUES)
                 self._now[index] = first * self.VALUES + (value + len(set(pair)) - 1) % self.VALUES
             self._shards = shards
-        self._set(self._now)
+            self._held = *self._now, *(self._now[index] for index in self._cut)
+            self._freed = tuple(version + self.FREED for version in self._held)
+        self._set(self._held)
 
     def _versions_of_shards(self) -> list[tuple[int, int]]:
         shards = [param.sharded_param for param in self._group.fsdp_params]
         return [(one._version + one._local_tensor._version, data_writes(one)) for one in shards]
 
-    def _set(self, versions: list[int]) -> None:
+    def _set(self, versions: tuple[int, ...]) -> None:
         if self._tensors:
-            of_parts = (versions[index] for index in self._cut)
-            torch._C._autograd._unsafe_set_version_counter(self._tensors, (*versions, *of_parts))
+            torch._C._autograd._unsafe_set_version_counter(self._tensors, versions)
 
     def refuse_lost(self) -> None:
         """Refuse changes of gathered parameters since they were last looked at."""
@@ -108,12 +118,14 @@ class _Versions:
         """Which parameters somebody has changed who found something else than the shard in its place."""
         params = self._group.fsdp_params
         if self._group.is_unsharded:
-            checks = ((param, vars(param).pop(_IS_SAME, None)) for param in params)
-            if other := [param._param_fqn for param, is_same in checks if is_same and not is_same()]:
+            checks = [(param, vars(param).pop(_IS_SAME)) for param in params if _IS_SAME in vars(param)]
+            if other := [param._param_fqn for param, is_same in checks if not is_same()]:
                 return other
-            found = [(one._version, data_writes(one)) for one in self._tensors[: len(params)]]
-            both = zip(params, found, zip(self._now, self._writes, strict=True), strict=True)
-            return [param._param_fqn for param, versions, now in both if versions != now]
+            tensors = self._tensors[: len(params)]
+            found = [one._version for one in tensors], [data_writes(one) for one in tensors]
+            if found != (self._now, self._writes):
+                both = zip(params, *found, self._now, self._writes, strict=True)
+                return [param._param_fqn for param, *now, first, writes in both if now != [first, writes]]
         elif self._group.is_sharded_post_forward:
             shards = [(param, param._sharded_post_forward_param) for param in params]  # just made: version 0
             return [param._param_fqn for param, one in shards if one._version + one._local_tensor._version]
@@ -193,7 +205,8 @@ class _SecondOrder:
             self._set([False] * len(groups))
         elif not torch.is_grad_enabled():
             self._restore()
-        self._refuse_grad()
+        if is_calling_grad():
+            self._refuse_grad()
         for versions in self._versions:
             versions.refuse_lost()
             if versions.is_stale():

@@ -4,7 +4,7 @@ FSDP2 records each parameter in a private object, which the sharded module refer
 shard is allocated once, with the padding that the all-gather needs, and filled in place.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,13 @@ def registered_param(param: Any) -> nn.Parameter | None:
     return found
 
 
+def is_untouched(param: Any) -> bool:
+    """Whether the part of an `FSDPParam` is registered, without gradient hooks. Since torch 2.4."""
+    place, sharded = param._module_info, param.sharded_param
+    registered = place.module._parameters.get(place.param_name)
+    return registered is sharded and not sharded._backward_hooks
+
+
 def shard_after_forward(param: Any) -> nn.Parameter | None:
     """The part of an `FSDPParam` that FSDP2 keeps for backward if it does not reshard over all ranks."""
     found: nn.Parameter | None = getattr(param, "_sharded_post_forward_param", None)
@@ -62,6 +69,12 @@ def shard_after_forward(param: Any) -> nn.Parameter | None:
 def gathered_param(param: Any) -> torch.Tensor | None:
     """The whole parameter of an `FSDPParam`, as a forward reads it; None if sharded. Since torch 2.4."""
     return param._unsharded_param if param.sharded_state == ShardedState.UNSHARDED else None
+
+
+def gathered_params(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The whole parameters of `FSDPParam`s, by name, without those that are sharded. Since torch 2.4."""
+    unsharded = ShardedState.UNSHARDED
+    return {name: one._unsharded_param for name, one in params.items() if one.sharded_state is unsharded}
 
 
 def padded_shard(param: Any) -> tuple[torch.Size, torch.dtype]:

@@ -160,7 +160,7 @@ def storage_info(path: str, offset: int, length: int) -> Any:
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether FSDP2 has freed the memory under an ordinary tensor. Since torch 2.0."""
     tensor = _unwrapped(tensor)
-    return _is_ordinary(tensor) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+    return _is_ordinary(tensor) and tensor.untyped_storage().size() == 0 < tensor.numel()
 
 
 def is_of(tensor: torch.Tensor, param: Any) -> bool:

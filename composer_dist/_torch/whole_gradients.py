@@ -49,7 +49,11 @@ def drop_unreduced(module: FSDPModule, held: Set[int]) -> None:
         ParallelismRuntimeError: HSDP keeps the unit's in one sum, and some are not held.
     """
     for group in fsdp_param_groups(module):
-        mine = [p for p in group.fsdp_params if any(id(one) in held for one in _forms(p))]
+        mine = [
+            param
+            for param in group.fsdp_params
+            if _is_unreduced(param, group) and any(id(one) in held for one in _forms(param))
+        ]
         rest = [p._param_fqn for p in group.fsdp_params if p.sharded_param.requires_grad and p not in mine]
         if mine and rest and group._partial_reduce_output is not None:
             raise ParallelismRuntimeError(
@@ -82,15 +86,15 @@ _kept: dict[int, tuple[ref[Any], ...]] = {}
 def _set_grad(tensor: DTensor, value: torch.Tensor | None) -> None:
     _grad.__set__(tensor, value)
     if value is None and (kept := _kept.get(id(tensor))) is not None:
-        unit, param, group = (one() for one in kept)
+        unit, param, group = kept[0](), kept[1](), kept[2]()
         if param is not None and param.sharded_param is tensor and _is_unreduced(param, group):
             drop_unreduced(unit, {id(tensor)})  # type: ignore[arg-type]
 
 
 def _is_unreduced(param: Any, group: Any) -> bool:
-    gathered = getattr(param, "_unsharded_param", None)
-    grads = [group._partial_reduce_output, getattr(param, "unsharded_accumulated_grad", None)]
-    return any(grad is not None for grad in (*grads, None if gathered is None else _grad.__get__(gathered)))
+    accumulated, gathered = vars(param).get("unsharded_accumulated_grad"), vars(param).get("_unsharded_param")
+    waits = accumulated is not None or group._partial_reduce_output is not None
+    return waits or (gathered is not None and _grad.__get__(gathered) is not None)
 
 
 def _forms(param: Any) -> tuple[Any, ...]:

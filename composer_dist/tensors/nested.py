@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from functools import lru_cache
@@ -94,16 +95,24 @@ def everything_in(data: Any, objects: bool = True, seen: set[int] | None = None)
             continue
         seen.add(id(value))
         if not is_object or (objects and not isinstance(value, passed)):
-            pending.extend((one, depth + 1) for one in inner(value))
+            pending += [(one, depth + 1) for one in inner(value) if type(one) not in _LEAVES]
 
 
-_LEAVES = (str, bytes, int, float, type, type(None), torch.dtype, torch.device)
+def may_hold(value: Any) -> bool:
+    """Whether there can be tensors in something that is not a tensor."""
+    kind: Any = type(value)
+    return _way_into(kind)[0] is not None
+
+
+_LEAVES: frozenset[Any] = frozenset(
+    (str, bytes, int, bool, float, type, type(None), torch.dtype, torch.device)
+)
 
 
 @lru_cache(1000)
 def _way_into(kind: type) -> tuple[Callable[[Any], Iterable[Any]] | None, bool]:
     """How to look into what is of a class, None for what holds nothing; and whether it is no container."""
-    if issubclass(kind, _LEAVES):
+    if issubclass(kind, tuple(_LEAVES)):
         return None, False
     if issubclass(kind, Mapping):
         return lambda mapping: mapping.values(), False
@@ -150,8 +159,9 @@ class Rejoined:
             self._replaced[id(copied)] = copied, own, _torch.version(copied), copied.grad_fn
             return copied
         if isinstance(own, tuple):
-            items = [self.rejoin(*pair) for pair in zip(own, copied, strict=True)]
-            if all(item is before for item, before in zip(items, own, strict=True)):
+            pairs = zip(own, copied, strict=True)
+            items = [value if value is new else self.rejoin(value, new) for value, new in pairs]
+            if all(map(operator.is_, items, own)):
                 return own
             return type(own)(*items) if hasattr(own, "_fields") else type(own)(items)
         if isinstance(own, set):
@@ -162,7 +172,7 @@ class Rejoined:
             return copied
         self._changed[id(own)] = own
         for key, value, new in _items(own, copied):
-            if (new := self.rejoin(value, new)) is not value:
+            if value is not new and (new := self.rejoin(value, new)) is not value:
                 _put(own, key, new)
         return own
 
@@ -191,14 +201,14 @@ def with_plain_containers(data: Any, depth: int = 0) -> Any:
 
     Torch copies a container by calling its class, which may take other arguments or have side effects.
     """
-    if isinstance(data, Tensor) or depth > _DEPTH:
+    if type(data) in _LEAVES or isinstance(data, Tensor) or depth > _DEPTH:
         return data
     if isinstance(data, dict):
         copy: Any = {key: with_plain_containers(value, depth + 1) for key, value in data.items()}
-        same = all(copy[key] is value for key, value in data.items())
+        same = all(map(operator.is_, copy.values(), data.values()))
     elif isinstance(data, (list, tuple)):
         copy = [with_plain_containers(value, depth + 1) for value in data]
-        same = all(item is value for item, value in zip(copy, data, strict=True))
+        same = all(map(operator.is_, copy, data))
         copy = tuple(copy) if isinstance(data, tuple) else copy
     elif dataclasses.is_dataclass(data) and not isinstance(data, type):
         return {name: with_plain_containers(getattr(data, name), depth + 1) for name in _set_fields(data)}

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cache, partial, wraps
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -27,6 +27,7 @@ def watch_steps(model: nn.Module, replaced: Mapping[str, Tensor]) -> None:
     former = {id(parameter): (name, ref(parameter)) for name, parameter in replaced.items()}
     before_every_step(model, partial(_choose, former))
     _watch_zero_grad()
+    _known[model] = [ref(module) for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in _units(model):
         _torch.drop_with_gradients(unit)
     _former[:] = [*(one for one in _former if one[0]() is not None), (ref(model), former)]
@@ -67,7 +68,11 @@ def _drop_whole(parameters: Iterable[Tensor]) -> None:
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [unit for one in _known[model] if (unit := one()) is not None]
+
+
+_known: WeakKeyDictionary[nn.Module, list[ref[FSDPModule]]] = WeakKeyDictionary()
+"""The units of each prepared model."""
 
 
 def check_former(structure: Structure) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
 from composer_dist.distributed import forwards
+from composer_dist.distributed.sharding.attributes import Attributes, own_modules
 from composer_dist.distributed.sharding.hooks import without_view
 from composer_dist.distributed.training.changes import Before, Watch, is_power_of_two
 from composer_dist.errors import ParallelismRuntimeError
@@ -39,8 +40,6 @@ _eager: Callable[..., Any] = torch.compiler.disable
 class _Call:
     """One call that has not returned."""
 
-    modules: Sequence[nn.Module]
-    """The unit's own, as they are now."""
     arguments: Any
     since: int
     """The autograd nodes of this call have this sequence number or a later one."""
@@ -59,8 +58,9 @@ class Calls:
         self._name, self._module = name, module
         self._params: Mapping[str, Any] = {}
         self._count = 0
-        self._holders: set[tuple[int, str]] = set()
+        self._holders: set[tuple[nn.Module, str]] = set()
         self._known: Mapping[nn.Module, frozenset[str]] = {}
+        self._attributes = Attributes(module)
         self._calls: list[_Call] = []
         self._watch = Watch()
         module.register_forward_pre_hook(_eager(self._inside), with_kwargs=True, prepend=True)
@@ -73,9 +73,7 @@ class Calls:
             params: what FSDP2 knows of each parameter that this module must not change, by name.
         """
         self._params = params
-        self._known = {
-            module: frozenset(vars(module)["_parameters"]) for module in _own_modules(self._module)
-        }
+        self._known = {module: frozenset(vars(module)["_parameters"]) for module in own_modules(self._module)}
         self._module.register_forward_pre_hook(_eager(self._enter), with_kwargs=True, prepend=True)
         self._module.register_forward_hook(_eager(self._leave), always_call=True)
         forwards.add(self._module, forwards.Layer.CALL, self._through_call)
@@ -104,21 +102,20 @@ class Calls:
             raise _used_sharded(part, self._name, _names_in(self._module), inside)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        modules = _own_modules(self._module)
         if torch.is_grad_enabled():
-            self._refuse_new(modules)
+            self._refuse_new()
         self._refuse_others()
-        self._calls.append(_Call(modules, (args, kwargs), _torch.next_sequence_number()))
+        self._calls.append(_Call((args, kwargs), _torch.next_sequence_number()))
         return with_plain_containers((args, kwargs))
 
     def _inside(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         call = self._calls[-1]
-        call.before = self._watch.before(module, self._gathered())
+        call.before = self._watch.before(module, _torch.gathered_params(self._params))
         return call.own.rejoin(call.arguments, (args, kwargs))
 
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> Any:
         call = self._calls[-1]
-        if call.before and (changed := call.before.changed(self._gathered())):
+        if call.before and (changed := call.before.changed(_torch.gathered_params(self._params))):
             raise ParallelismRuntimeError(changed_in_forward(self._name, module, changed))
         call.output = output
         return with_plain_containers(output)
@@ -132,10 +129,11 @@ class Calls:
         if sys.exception() is None:
             self._look_around(module, call, output)
             if call.before is not None and call.before.sums:
-                for name, tensor in self._gathered().items():
+                for name, tensor in _torch.gathered_params(self._params).items():
                     is_same = functools.partial(call.before.is_same, name, tensor)
                     _torch.compare_later(self._params[name], is_same)
-        return None if output is None else Rejoined().rejoin(call.output, output)  # None: it has raised
+        # None: it has raised
+        return None if output is None or output is call.output else Rejoined().rejoin(call.output, output)
 
     def _look_around(self, module: nn.Module, call: _Call, output: Any) -> None:
         """Find what a call has left in its output, its arguments and the attributes of its modules.
@@ -146,21 +144,18 @@ class Calls:
         self._count += 1
         # To look into the objects that modules hold may be slow; those of a first call tell which count.
         thorough = torch.is_grad_enabled() and is_power_of_two(self._count)
-        containers, objects = [], {}
-        for one in call.modules:
-            held = vars(one)
-            for key in held.keys() - _OF_EVERY_MODULE:
-                if isinstance(value := held[key], (Tensor, list, tuple, dict, set)):
-                    containers.append(value)
-                elif (thorough or (id(one), key) in self._holders) and not key.startswith(_OURS):
-                    objects[id(one), key] = value
-        shown = [*everything_in(output), *everything_in(containers, objects=False)]
-        inside = {place: list(everything_in(value)) for place, value in objects.items()}
-        registered = (one for owner in call.modules for one in vars(owner)["_parameters"].values())
+        modules = self._attributes.sort()
+        containers = [vars(one)[key] for one, key in self._attributes.containers]
+        objects: Iterable[tuple[nn.Module, str]] = self._attributes.objects
+        objects = objects if thorough else filter(self._holders.__contains__, objects)
+        shown = [output] if isinstance(output, Tensor) else list(everything_in(output))
+        if containers:
+            shown += everything_in(containers, objects=False)
+        inside = {place: list(everything_in(vars(place[0])[place[1]])) for place in objects}
+        registered = chain.from_iterable([vars(owner)["_parameters"].values() for owner in modules])
         self._refuse_freed(filter(_torch.is_freed, chain(shown, *inside.values(), registered)))
         if not torch.is_grad_enabled():  # what is still gathered is freed next
-            now = self._gathered()
-            still = [param for name, param in self._params.items() if name in now]
+            still = [self._params[name] for name in _torch.gathered_params(self._params)]
             self._refuse_freed(one for one in shown if any(_torch.is_of(one, param) for param in still))
         elif isinstance(module, FSDPModule):
             reached = [output] if isinstance(output, Tensor) else _torch.tensors_with_gradient(output)
@@ -188,6 +183,8 @@ class Calls:
             ParallelismRuntimeError: naming the first such parameter.
         """
         for name, param in self._params.items():
+            if _torch.is_untouched(param):
+                continue
             registered, sharded = _torch.registered_param(param), _torch.sharded_param(param)
             others = _torch.gathered_param, _torch.shard_after_forward
             if registered is not sharded and all(registered is not of(param) for of in others):
@@ -203,26 +200,21 @@ class Calls:
                     "gradient beside autograd. Use register_post_accumulate_grad_hook."
                 )
 
-    def _refuse_new(self, modules: Sequence[nn.Module]) -> None:
+    def _refuse_new(self) -> None:
         """Refuse trainable parameters that the preparation has not seen, and nobody averages.
 
         Raises:
             ParallelismRuntimeError: naming the module that has one.
         """
-        for module in modules:
-            parameters = vars(module)["_parameters"]
-            for key in parameters.keys() - self._known.get(module, frozenset()):
+        for module in self._attributes.modules():
+            parameters, known = vars(module)["_parameters"], self._known.get(module, frozenset())
+            for key in () if parameters.keys() == known else parameters.keys() - known:
                 if parameters[key] is not None and parameters[key].requires_grad:
                     raise ParallelismRuntimeError(
                         f"{key} of a {type(module).__name__} in {self._name or 'the root'} was put into the "
                         "model after the preparation, so its gradient would not be averaged over the ranks. "
                         "Put it in before, or freeze it."
                     )
-
-    def _gathered(self) -> dict[str, Tensor]:
-        """The parameters as the forward reads and writes them, but those that a call inside has freed."""
-        found = {name: _torch.gathered_param(param) for name, param in self._params.items()}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def _explain(error: RuntimeError, module: nn.Module) -> None:
@@ -349,17 +341,3 @@ def _is_stray(tensor: Tensor, call: _Call, seen: set[int]) -> bool:
         return False
     seen.add(id(tensor))
     return _torch.sequence_number(tensor) >= call.since
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_OURS = ("_composer_dist", "__composable", "forward")
-"""How the attributes begin that this library and FSDP2 add to modules."""
-
-
-def _own_modules(unit: nn.Module) -> list[nn.Module]:
-    """The modules of a unit, without those of the units inside it."""
-    found = [unit]
-    for module in found:
-        children = vars(module)["_modules"].values()
-        found += [child for child in children if child is not None and not isinstance(child, FSDPModule)]
-    return found

@@ -441,6 +441,43 @@ def test_a_forward_that_changes_parameters_later_is_refused(config: Any, mode: s
             model(torch.ones(2, 4))
 
 
+class Later(nn.Module):
+    """A block that keeps a loss from its third call on, in an attribute or in a list of a part of it."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.linear, self.part, self.inside, self.calls = nn.Linear(4, 4), nn.Identity(), inside, 0
+        self.aux: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 2:
+            loss = (self.linear.weight @ torch.ones(4, 4)).square().sum()
+            (self.part if self.inside else self).aux = [loss] if self.inside else loss
+        return torch.tanh(self.part(self.linear(x)))
+
+    def loss(self) -> Any:
+        return 0 if self.calls < 3 else self.part.aux[0] if self.inside else self.aux  # type: ignore[index]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@on_ranks(2)
+def test_what_modules_hold_is_found_in_the_call_that_puts_it_there(inside: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Later(inside), Later(inside))
+    whole = copy.deepcopy(model)
+    parallelize_model(model, ParallelismConfig(sync="rank0"))
+    for _ in range(3):
+        for one in (model, whole):
+            one.zero_grad()
+            out = one(torch.ones(2, 4)).sum()
+            (out + sum(block.loss() for block in one)).backward()
+    close(grads(model), grads(whole))
+    model[1].part.add_module("new", nn.Linear(4, 4))
+    with fails(ParallelismRuntimeError, "of a Linear in 1 was put into the model after"):
+        model(torch.ones(2, 4))
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("passed", [True, False])
 def test_a_step_with_gradients_that_ddp_has_not_averaged_is_refused(passed: bool) -> None:
