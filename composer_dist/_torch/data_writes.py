@@ -24,11 +24,24 @@ _counters: dict[tuple[int, type], Any] = {}
 """For each storage and type whose `.data` was read, a tensor without memory that has the number."""
 
 
-def watch_data(tensors: Iterable[Tensor]) -> None:
-    """Count the writes through `.data` of ordinary tensors and DTensors from now on. Since torch 2.4."""
+def watch_data(tensors: Iterable[Tensor]) -> set[int]:
+    """Count the writes through `.data` of ordinary tensors and DTensors from now on. Since torch 2.4.
+
+    Returns:
+        What `forget_data` takes, for tensors that will be gone soon.
+    """
     if not _watched:
         setattr(Tensor, "data", _Data())  # noqa: B010 - mypy knows its type
-    _watched.update(key for tensor in tensors if (key := _key(tensor)) is not None)
+    new = {key for tensor in tensors if (key := _key(tensor)) is not None} - _watched
+    _watched.update(new)
+    return new
+
+
+def forget_data(keys: set[int]) -> None:
+    """Stop counting."""
+    _watched.difference_update(keys)
+    for place in [place for place in _counters if place[0] in keys]:
+        del _counters[place]
 
 
 def data_writes(tensor: Tensor) -> int:

@@ -152,8 +152,8 @@ class _Recompute:
         self._contexts = self._options.pop("save", None)
         self._options["use_reentrant"] = is_reentrant(options)
         self._options.pop("checkpoint_impl", None)
-        self.changing: set[Place] | None = None
-        """The buffers that a forward has changed, where they are held; None before the first."""
+        self.changing: set[Place] = set()
+        """The buffers that a forward has changed, where they are held."""
         self.watch = Watch()
 
     def __call__(self, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -174,6 +174,8 @@ class _Recompute:
 
 
 Place = tuple[nn.Module, str]
+_SMALL = 1 << 16
+"""Most elements of a buffer that is kept until the backward without knowing whether it has changed."""
 
 
 class _Outside:
@@ -187,6 +189,7 @@ class _Outside:
         self._first: nn.Module | None = None
         self._watch = Watch()
         self._before: Before[Place] | None = None
+        self._tensors: dict[Place, torch.Tensor] = {}
         self._changed: list[Place] | None = None
 
     def __reduce__(self) -> Any:
@@ -196,13 +199,16 @@ class _Outside:
         """Note the values, if this is the forward of the model's first recomputed block."""
         self._first = self._first or block
         if block is self._first:
-            self._before, self._changed = self._watch.before(block, self._held()), None
+            self._tensors = self._held()
+            self._before, self._changed = self._watch.before(block, self._tensors), None
 
     def changed(self) -> dict[Place, torch.Tensor]:
         """Those that the forward has changed, as they are now."""
         held = self._held()
         if self._changed is None:
-            self._changed = self._before.changed(held) if self._before and self._before.sums else []
+            same = {place: one for place, one in held.items() if self._tensors.get(place) is one}
+            self._changed = self._before.changed(same) if self._before else []
+            self._changed += [place for place, one in held.items() if place not in same and _is_buffer(one)]
         return {place: held[place] for place in self._changed if place in held}
 
     def _held(self) -> dict[Place, torch.Tensor]:
@@ -228,8 +234,7 @@ class _Recomputation:
         self._again = copied((args, kwargs))
         self._buffers = _held(block, "_buffers")
         self._parameters = _held(block, "_parameters")
-        watched = self._buffers.keys() if kind.changing is None else kind.changing & self._buffers.keys()
-        self._before = {place: self._buffers[place].clone() for place in watched}
+        self._before = {place: buffer.clone() for place, buffer in self._buffers.items()}
         self._ran = False
         if kind.outside:
             kind.outside.enter(block)
@@ -242,7 +247,7 @@ class _Recomputation:
         own, named = copied(self._again)
         pairs = zip(args, own, strict=True)
         lent = {place: p for place, p in self._parameters.items() if _is_other(p, getattr(*place))}
-        buffers = {place: buffer.clone() for place, buffer in self._before.items()}
+        buffers = {place: self._before.get(place, now).clone() for place, now in self._now().items()}
         others = self._kind.outside.changed() if self._kind.outside else {}
         others = {place: tensor for place, tensor in others.items() if place not in self._buffers}
         before = Watch().before(self._block, others)
@@ -275,15 +280,18 @@ class _Recomputation:
         before = self._kind.watch.before(self._block, {**self._parameters, **self._buffers})
         handed = [one for one in everything_in((args, self._kwargs)) if not one.is_inference()]
         versions = [_torch.version(tensor) for tensor in handed]
+        watched = _torch.watch_data(handed)
+        writes = [_torch.data_writes(tensor) for tensor in handed]
         output = self._function(*args, **self._kwargs)
-        for tensor, version in zip(handed, versions, strict=True):
-            if _torch.version(tensor) != version:
+        for tensor, *then in zip(handed, versions, writes, strict=True):
+            if [_torch.version(tensor), _torch.data_writes(tensor)] != then:
                 raise ParallelismRuntimeError(
                     f"The forward of a recomputed {type(self._block).__name__} changed a tensor of shape "
                     f"{tuple(tensor.shape)} among its arguments in place, and would do so again when it is "
                     "recomputed. Make a new tensor (x = x + 1 for x += 1), or leave the module out of "
                     "activation checkpointing."
                 )
+        _torch.forget_data(watched)
         if written := before.changed(self._parameters):
             names = [f"{key} of a {type(module).__name__}" for module, key in written]
             raise ParallelismRuntimeError(
@@ -292,10 +300,19 @@ class _Recomputation:
                 "the module out of activation checkpointing."
             )
         self._versions = before.versions
-        changed = set(before.changed(self._buffers))
-        self._kind.changing = (self._kind.changing or set()) | changed
-        self._before = {place: value for place, value in self._before.items() if place in self._kind.changing}
+        replaced = {place for place, one in self._now().items() if one is not self._buffers[place]}
+        self._kind.changing |= replaced.union(before.changed(self._buffers))
+        self._before = {
+            place: value
+            for place, value in self._before.items()
+            if place in self._kind.changing or value.numel() <= _SMALL
+        }
         return output
+
+    def _now(self) -> dict[Place, torch.Tensor]:
+        """The buffers that hold a tensor, and did before the forward."""
+        held = _held(self._block, "_buffers")
+        return {place: held[place] for place in self._buffers if place in held}
 
 
 def _held(block: nn.Module, kind: str) -> dict[Place, torch.Tensor]:

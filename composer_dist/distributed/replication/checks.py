@@ -40,12 +40,12 @@ class Checks:
         self._backward = -1
 
     def before_forward(self, model: nn.Module) -> None:
-        """A forward with gradients begins.
+        """A forward begins.
 
         Raises:
             ParallelismRuntimeError: naming a trainable parameter that the preparation has not seen.
         """
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.named_parameters() if torch.is_grad_enabled() else ():
             if parameter.requires_grad and id(parameter) not in self._known:
                 raise ParallelismRuntimeError(
                     f"{name} was put into the model after the preparation, so its gradient would not be "
@@ -69,14 +69,14 @@ class Checks:
 
     def _refuse_changed(self, changed: Iterable[str]) -> None:
         """Refuse changes, unless all ranks have made them alike in the first step."""
-        if self._changeable is None:  # in the first step, on every rank
+        if self._changeable is None and torch.is_grad_enabled():  # in the first step, on every rank
             mine = [(name, fingerprint(self._parameters[name])) for name in changed]
             everywhere: list[Any] = [None] * dist.get_world_size(self._group)
             dist.all_gather_object(everywhere, mine, group=self._group)
             alike = all(one == everywhere[0] for one in everywhere)
             self._changeable = {name for name, _ in mine} if alike else set()
             changed = sorted({name for one in everywhere for name, _ in one})
-        if refused := [name for name in changed if name not in self._changeable]:
+        if refused := [name for name in changed if name not in (self._changeable or ())]:
             raise ParallelismRuntimeError(
                 f"The forward of the model changed {listed(refused)} in place, and did not do so alike on "
                 "all ranks in the first step. Make what forward updates a buffer (register_buffer), which "

@@ -137,7 +137,10 @@ class Replica:
         self._depth += 1
         if self._ddp is not None:
             self._ddp.is_nested = self._depth > 1
-        if not torch.is_grad_enabled() or self._depth > 1:
+        if self._depth > 1:
+            return
+        if not torch.is_grad_enabled():
+            self._checks.before_forward(model)
             return
         trainable = self._trainable()
         if self._ddp is None:

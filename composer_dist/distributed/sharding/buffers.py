@@ -2,9 +2,9 @@
 
 FSDP2 leaves buffers alone, so each rank would keep statistics of its own data: evaluation would differ from
 rank to rank, and a checkpoint would hold those of one rank. DDP broadcasts rank 0's before each forward.
-Here only those of batch norms in training, and those that were seen to change in a forward for training or
-after it, are broadcast, before the next forward. The ranks look at all buffers after the forwards 1, 2, 4,
-8, ...
+Here only those of batch norms in training, and those that have changed on some rank in a forward for
+training or after it, are broadcast, before the next forward. Each such forward begins by asking all ranks,
+with one number, whether one of them has seen another buffer change: `Watch` says which changes it finds.
 """
 
 from typing import Any
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import _torch
-from composer_dist.distributed.training.changes import Before, Watch, is_power_of_two
+from composer_dist.distributed.ranks.process_group import device_for_facts
+from composer_dist.distributed.training.changes import Before, Watch
 from composer_dist.structure.structure import Structure
 
 
@@ -35,30 +36,49 @@ class FollowBuffers:
             for place in held.places
             if isinstance(place.module, _torch.AnyBatchNorm)
         }
-        self._forwards = 0
-        """For training, so far."""
+        self._watch = Watch()
         self._changing: set[str] = set()
         """What has changed on some rank in a forward for training, or after it."""
         self._before: Before[str] | None = None
+        """The other buffers as the last forward for training found them."""
+        self._tensors: dict[str, Tensor] = {}
+        """What they were then."""
+        self._trained = False
+        """Whether the last forward was for training."""
         self._due: list[str] = []
         if self._groups and self._held:
             structure.modules[""].register_forward_pre_hook(torch.compiler.disable(self._enter))
             structure.modules[""].register_forward_hook(torch.compiler.disable(self._leave))
 
     def _enter(self, root: nn.Module, args: Any) -> None:
-        if self._before is not None:
-            self._due = sorted({*self._due, *self._agree_on(self._before)})
-            self._before = None
+        trains = root.training and torch.is_grad_enabled()
+        others = {name: one for name, one in self._others().items() if name in self._tensors}
+        if self._before is not None and others and (trains or self._trained):
+            changed = {name for name, one in others.items() if self._tensors[name] is not one}
+            changed |= set(self._before.changed(others))
+            if self._is_anywhere(bool(changed)):
+                self._due = sorted({*self._due, *self._agree_on(changed)})
         if self._due:
             self._follow()
-        if root.training and torch.is_grad_enabled():
-            self._forwards += 1
-            if is_power_of_two(self._forwards):
-                self._before = Watch().before(root, self._buffers())
+        self._trained = trains
+        if trains:
+            self._tensors = self._others()
+            self._before = self._watch.before(root, self._tensors)
 
-    def _agree_on(self, before: Before[str]) -> set[str]:
-        """What has changed since on any rank, in the forward or after it."""
-        found = set(before.changed(self._buffers()))
+    def _others(self) -> dict[str, Tensor]:
+        """The buffers that are not followed yet."""
+        norms = {name for name, norm in self._norms.items() if norm.training}
+        known = self._changing | norms
+        return {name: held.get() for name, held in self._held.items() if name not in known}
+
+    def _is_anywhere(self, changed: bool) -> bool:
+        flag = torch.tensor(changed, dtype=torch.int32, device=device_for_facts(self._groups[0]))
+        for group in self._groups:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+        return bool(flag)
+
+    def _agree_on(self, found: set[str]) -> set[str]:
+        """What has changed on any rank."""
         for group in self._groups:
             everywhere: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(everywhere, found, group=group)
@@ -71,13 +91,9 @@ class FollowBuffers:
             norms = (name for name, norm in self._norms.items() if norm.training)
             self._due = sorted(self._changing.union(norms))
 
-    def _buffers(self) -> dict[str, Tensor]:
-        return {name: held.get() for name, held in self._held.items()}
-
     @torch.no_grad()
     def _follow(self) -> None:
-        buffers = self._buffers()
         for name in self._due:
             for group in self._groups:
-                dist.broadcast(buffers[name], group_src=0, group=group)
+                dist.broadcast(self._held[name].get(), group_src=0, group=group)
         self._due = []

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from composer_dist.distributed.activations.options import ac_mode
 from composer_dist.distributed.activations.plan import checkpointed_modules
 from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.distributed.forwards import is_checkpointed
-from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError
 from tests.kit.compare import same, same_parameters
 from tests.kit.huggingface import dropping_gpt2, llama
 from tests.kit.meshes import mine
@@ -308,3 +309,67 @@ def test_a_filled_cache_is_refused_under_grad() -> None:
     checkpoint_modules(model, ["model.layers.0", "model.layers.1"], "composable", {})
     with pytest.raises(ParallelismValueError, match="LlamaDecoderLayer got a key-value cache"):
         model(input_ids=ids(), past_key_values=cache)
+
+
+class Updates(nn.Module):
+    """Changes a buffer from its `since`-th call on, and uses it."""
+
+    def __init__(self, how: Callable[[Any], object], since: int) -> None:
+        super().__init__()
+        self.linear, self._how, self.since = nn.Linear(4, 4), how, since
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.since <= STEP:
+            self._how(self)
+        return self.linear(x) * self.scale
+
+
+STEP = 0
+
+
+def _halve_array(block: Any) -> None:
+    array = block.scale.numpy()
+    array *= 0.5
+
+
+UPDATES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda block: block.scale.mul_(0.5),
+    "data": lambda block: block.scale.data.mul_(0.5),
+    "another": lambda block: setattr(block, "scale", block.scale * 0.5),
+    "numpy": _halve_array,
+}
+
+
+@pytest.mark.promise(26)
+@pytest.mark.parametrize("since", [1, 3])
+@pytest.mark.parametrize("mode", ["composable", "wrapped"])
+@pytest.mark.parametrize("how", UPDATES.values(), ids=UPDATES)
+def test_a_block_updates_its_buffer_once(
+    how: Callable[[Any], object], mode: Any, since: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single = nn.Sequential(Updates(how, since), nn.Linear(4, 1))
+    model = copy.deepcopy(single)
+    apply_ac(model, True, False, lambda module: isinstance(module, Updates), mode=mode)
+    for step in range(1, 5):
+        monkeypatch.setattr("tests.distributed.activations.test_recompute.STEP", step)
+        x = torch.randn(3, 4)
+        for one in (model, single):
+            one(x).sum().backward()
+        same_parameters(model, single, gradients=True)
+        torch.testing.assert_close(next(model.buffers()), next(single.buffers()), rtol=0, atol=0)
+
+
+@pytest.mark.promise(26)
+def test_an_argument_changed_through_data_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Updates(lambda block: None, 9), nn.Linear(4, 1))
+    block = model[1].forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x.data.mul_(2)
+        return block(x)
+
+    model[1].forward = forward
+    apply_ac(model, True, False, lambda module: isinstance(module, Updates))
+    with pytest.raises(ParallelismRuntimeError, match="among its arguments in place"):
+        model(torch.randn(3, 4))

@@ -272,3 +272,23 @@ def test_two_partial_backwards_are_refused_by_name_where_ddp_was_not_told() -> N
     missing = "right.weight, right.bias no gradient (2 of 6"
     with fails(ParallelismRuntimeError, "A second backward began", missing):
         two_losses("shared", between=False)
+
+
+class Drifts(nn.Linear):
+    """Changes its weight by its input where it is evaluated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.weight.data.add_(x.mean())
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_an_evaluation_that_changes_parameters_is_refused() -> None:
+    torch.manual_seed(0)
+    model = Drifts(8, 4)
+    parallelize_model(model, ddp())
+    model(mine(inputs(1)[0])).sum().backward()
+    model.eval()
+    with torch.no_grad(), fails(ParallelismRuntimeError, "changed weight in place"):
+        model(mine(inputs(1)[0]))

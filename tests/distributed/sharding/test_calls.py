@@ -321,6 +321,43 @@ def test_running_statistics_are_rank_0s_on_every_rank(replicas: int, frozen: boo
     assert all(torch.equal(one, out) for one in everywhere)
 
 
+class ChangesOnce(nn.Module):
+    """Changes buffers in its third forward only: in place, through `.data`, by another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.forwards = 0
+        for name in ("added", "data", "other", "by_loop", "still"):
+            self.register_buffer(name, torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.forwards == 3:
+            self.added += x.mean(0)
+            self.data.data.add_(x.mean(0))
+            self.other = x.mean(0)
+        return self.linear(x + self.added + self.data + self.other + self.by_loop + self.still)
+
+
+@on_ranks(2)
+def test_a_buffer_that_changes_once_and_late_is_rank_0s_from_the_next_forward_on() -> None:
+    torch.manual_seed(0)
+    model = ChangesOnce()
+    parallelize_model(model, ParallelismConfig())
+    x = torch.randn(2, 8, 4)
+    for step in range(5):
+        model(x[dist.get_rank()]).sum().backward()
+        if step == 2:
+            assert not torch.equal(model.added, x[0].mean(0)) or dist.get_rank() == 0
+            if dist.get_rank() == 0:
+                model.by_loop.add_(1)
+    for buffer in (model.added, model.data, model.other):
+        torch.testing.assert_close(buffer, x[0].mean(0))
+    assert model.by_loop.tolist() == [1] * 4
+    assert model.still.tolist() == [0] * 4
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("tp", [False, True])
