@@ -21,6 +21,7 @@ import torch
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
 from composer_dist.files.slabs import BATCH_BYTES, STAGE_BYTES, THREADS, Buffers, Slab, move_in_threads
 from composer_dist.progress import Stage
+from composer_dist.tensors.pages import STEP, provide
 
 _WORTH = 512
 """Rows of at least this many bytes are read separately; shorter ones with the gaps between them."""
@@ -68,9 +69,13 @@ class Files:
         Raises:
             CheckpointRuntimeError: the system reports an error, or the file ends too early.
         """
-        path = self.paths[number]
-        views = [memoryview((ctypes.c_char * size).from_address(address)) for address, size in memory]
-        while views:
+        path, left = self.paths[number], list(reversed(memory))
+        while left:
+            address, size = left[-1]
+            now = [(address, min(size, STEP))] if size > STEP else left[::-1]
+            for one in now:
+                provide(*one)
+            views = [(ctypes.c_char * size).from_address(address) for address, size in now]
             try:
                 got = os.preadv(self.descriptors[number], views, offset)
             except OSError as error:
@@ -78,10 +83,11 @@ class Files:
             if not got:
                 raise CheckpointRuntimeError(f"{path} was truncated while it was read: it ends at {offset}.")
             offset += got
-            while views and got >= len(views[0]):
-                got -= len(views.pop(0))
+            while left and got >= left[-1][1]:
+                got -= left.pop()[1]
             if got:
-                views[0] = views[0][got:]
+                address, size = left.pop()
+                left.append((address + got, size - got))
 
 
 @dataclass

@@ -25,6 +25,7 @@ import torch
 
 from composer_dist.distributed.moving.messages import in_buckets
 from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.tensors.pages import STEP, provide
 
 
 def pins(wanted: bool | None, device_type: str) -> bool:
@@ -104,7 +105,7 @@ class Staging:
 
 _PR_SET_PTRACER = 0x59616D61  # "Yama": linux/prctl.h
 _IOV_MAX = 1024  # linux/uio.h: ranges in one call
-_MAX_BYTES = 1 << 30  # of one call; the kernel's own limit is just below 2 GiB (man 2 read)
+_MAX_BYTES = 2 * STEP  # of one call; the kernel's own limit is just below 2 GiB (man 2 read)
 
 
 class Range(NamedTuple):
@@ -147,6 +148,8 @@ def read(pid: int, ranges: Sequence[Range]) -> None:
         local = (_IoVec * len(batch))(*[_IoVec(part.mine, part.nbytes) for part in batch])
         remote = (_IoVec * len(batch))(*[_IoVec(part.theirs, part.nbytes) for part in batch])
         wanted = sum(part.nbytes for part in batch)
+        for part in batch:
+            provide(part.mine, part.nbytes)
         got = libc.process_vm_readv(pid, local, len(batch), remote, len(batch), 0)
         if got != wanted:
             why = os.strerror(ctypes.get_errno()) if got < 0 else f"{got} of {wanted} bytes"
