@@ -104,7 +104,8 @@ class Filling:
         with self.transport.progress.stage("initializing") as stage:
             stage.expect(sum(component.nbytes for component in components))
             filled = [component for component in components if component.fills is not None]
-            self._draw(filled)
+            if filled:
+                self._draw(filled)
             stage.advance(sum(component.nbytes for component in filled))
             self._run([component for component in components if component.fills is None], stage)
 

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
+from weakref import WeakMethod
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -184,7 +185,9 @@ class DistributedDataLoader:
             return DataLoader(stream, batch_size=None, **options)
         if self._loader is None:  # the same one each time: its workers may persist
             fetch = FetchBatch(self.dataset, self.collate_fn)
-            self._loader = DataLoader(fetch, batch_size=None, sampler=_Requests(self._requests), **options)
+            self._loader = DataLoader(
+                fetch, batch_size=None, sampler=_Requests(WeakMethod(self._requests)), **options
+            )
         return self._loader
 
     def _requests(self) -> Iterator[Request]:
@@ -218,12 +221,18 @@ class DistributedDataLoader:
 
 @dataclass(eq=False)
 class _Requests(Sampler[Request]):
-    """What each pass of a loader fetches."""
+    """What each pass of a loader fetches.
 
-    of_pass: Callable[[], Iterator[Request]]
+    It does not keep the loader, whose persistent workers would be stopped by the garbage collector then, after
+    5 seconds.
+    """
+
+    of_pass: WeakMethod[Callable[[], Iterator[Request]]]
 
     def __iter__(self) -> Iterator[Request]:
-        return self.of_pass()
+        requests = self.of_pass()
+        assert requests is not None  # it is the loader that iterates
+        return requests()
 
 
 def _as_it_is(batch: Any) -> Any:
