@@ -223,8 +223,7 @@ class DistributedDataLoader:
 class _Requests(Sampler[Request]):
     """What each pass of a loader fetches.
 
-    It does not keep the loader, whose persistent workers would be stopped by the garbage collector then, after
-    5 seconds.
+    It does not keep the loader: the garbage collector would stop persistent workers after 5 seconds only.
     """
 
     of_pass: WeakMethod[Callable[[], Iterator[Request]]]
