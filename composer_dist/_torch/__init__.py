@@ -5,7 +5,6 @@ needs it. Code that depends on the torch version is here too.
 """
 
 from composer_dist._torch.backward import *
-from composer_dist._torch.between import *
 from composer_dist._torch.communication import *
 from composer_dist._torch.data import *
 from composer_dist._torch.data_writes import *

@@ -41,6 +41,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 _grad_calls: list[None] = []
+_leaves: list[Callable[[torch.Tensor], torch.Tensor]] = []
 _starts: list[Callable[[], None]] = []
 _explanations: list[Callable[[RuntimeError], str | None]] = []
 
@@ -50,6 +51,12 @@ def at_start_of_backward(callback: Callable[[], None]) -> None:
     if callback not in _starts:
         _starts.append(callback)
         _watch_backward()
+
+
+def replace_inputs(leaf_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Have `backward(inputs=...)` and `grad` take `leaf_of(input)`, where there is `explain_in_backward`."""
+    if leaf_of not in _leaves:
+        _leaves.append(leaf_of)
 
 
 def explain_in_backward(explain: Callable[[RuntimeError], str | None]) -> None:
@@ -71,6 +78,8 @@ def _watch_backward() -> None:
     def watched(*args: Any, **kwargs: Any) -> Any:
         for callback in _starts:
             callback()
+        for leaf_of in _leaves if len(args) > 4 else ():
+            args = (*args[:4], tuple(map(leaf_of, args[4])), *args[5:])
         calls = [None] * (not kwargs.get("accumulate_grad", True))
         try:
             _grad_calls.extend(calls)

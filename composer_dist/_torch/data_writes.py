@@ -14,8 +14,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from composer_dist._torch.between import kind_of
-
 _SLOT: Any = vars(torch._C.TensorBase)["data"]
 _read = _SLOT.__get__
 _watched: set[int] = set()
@@ -102,7 +100,7 @@ def _counted(data: Any, key: int | None) -> Tensor:
 
 
 def _key(tensor: Any) -> int | None:
-    kind = kind_of(tensor)
+    kind = type(tensor)
     if kind is DTensor:
         tensor, kind = tensor._local_tensor, type(tensor._local_tensor)
     if kind is not Tensor and kind is not nn.Parameter:

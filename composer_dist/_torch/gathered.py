@@ -14,10 +14,20 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_dist._torch.backward import is_calling_grad, is_transforming
-from composer_dist._torch.between import end_following, follow_shards, hook_gathered
+from composer_dist._torch.backward import (
+    at_end_of_backward,
+    current_backward,
+    is_calling_grad,
+    is_transforming,
+)
 from composer_dist._torch.data_writes import data_writes, watch_data, wrote_data
-from composer_dist._torch.sharding import fsdp_param_groups, fsdp_params, gathered_param
+from composer_dist._torch.sharding import (
+    fsdp_param_groups,
+    fsdp_params,
+    gathered_param,
+    register_gathered,
+    register_shards,
+)
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.wording import listed
 
@@ -101,6 +111,11 @@ class _Versions:
             self._held = *self._now, *(self._now[index] for index in self._cut)
             self._freed = tuple(version + self.FREED for version in self._held)
         self._set(self._held)
+
+    def outdate(self) -> None:
+        """As `renew`, while the values of before stay gathered; the next forward gathers others."""
+        self.renew()
+        self._shards = []
 
     def _versions_of_shards(self) -> list[tuple[int, int]]:
         shards = [param.sharded_param for param in self._group.fsdp_params]
@@ -190,15 +205,17 @@ class _SecondOrder:
         self._module, self._state = module, module._get_fsdp_state()
         self._pre_backward = self._state._pre_backward
         self._reshard: list[bool] | None = None
+        of_tree = vars(self._state._comm_ctx).setdefault("_composer_dist_forwards", ([], []))
+        self._inside: list[FSDPModule] = of_tree[0]
+        """The units of this tree whose forwards run."""
+        self._gathered: list[FSDPModule] = of_tree[1]
+        """Those that they have left gathered; code after the outermost forward finds shards there too."""
         setattr(self._state, "_pre_backward", self.pre_backward)  # noqa: B010 - mypy takes it for a method
-        self._kept: list[torch.Tensor] = []
-        """Gathered parameters that other code finds in the model now."""
         cast(nn.Module, module).register_forward_pre_hook(self._before_forward, prepend=True)
         cast(nn.Module, module).register_forward_hook(self._after_forward, always_call=True)
 
     def pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            end_following(self._kept)
+        register_gathered(self._module)
         groups = self._state._fsdp_param_groups
         if torch.is_grad_enabled() and self._reshard is None:
             self._reshard = [group.reshard_after_backward for group in groups]
@@ -210,14 +227,14 @@ class _SecondOrder:
         for versions in self._versions:
             versions.refuse_lost()
             if versions.is_stale():
-                versions.renew()
+                versions.outdate()
         result: torch.Tensor = self._pre_backward(gradient)
         if self._reshard is not None:
             gathered = {param._unsharded_param for param in fsdp_params(self._module)} - self._watched
             for parameter in filter(lambda one: one.requires_grad, gathered):
-                hook_gathered(parameter, self._finish)
+                parameter.register_post_accumulate_grad_hook(self._finish)
             self._watched |= gathered
-            self._kept += follow_shards(self._module)
+            at_end_of_backward(partial(register_shards, self._module))
         return result
 
     def _refuse_grad(self) -> None:
@@ -237,12 +254,18 @@ class _SecondOrder:
                     ) from None
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._module in self._inside:
+            self._inside.remove(self._module)
+        if not torch.is_grad_enabled() or current_backward() != -1:
+            return
         if not all(group.is_sharded for group in self._state._fsdp_param_groups):
-            end_following(self._kept)
-            self._kept = follow_shards(self._module)
+            self._gathered.append(self._module)
+        while not self._inside and self._gathered:
+            register_shards(self._gathered.pop())
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        end_following(self._kept)
+        self._inside.append(self._module)
+        register_gathered(self._module)
         for versions in self._versions:
             versions.refuse_lost()
         if self._reshard is not None and torch._C._current_graph_task_id() == -1:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 # The wrap policy of Composer and FSDP1; only its function is used. Since torch 2.1.
 from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
+from torch.utils.hooks import RemovableHandle
 
 
 def policy_function(policy: CustomPolicy) -> Callable[[nn.Module], bool | dict[str, Any]]:
@@ -75,6 +76,38 @@ def gathered_params(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The whole parameters of `FSDPParam`s, by name, without those that are sharded. Since torch 2.4."""
     unsharded = ShardedState.UNSHARDED
     return {name: one._unsharded_param for name, one in params.items() if one.sharded_state is unsharded}
+
+
+def register_shards(module: FSDPModule) -> None:
+    """Have other code find the shards, which the optimizer holds, while a unit stays gathered."""
+    for group in fsdp_param_groups(module):
+        if not group.is_sharded:
+            for param in group.fsdp_params:
+                param._setattr_on_modules(param.sharded_param)
+            getattr(group, _PUT, bool)()
+
+
+def register_gathered(module: FSDPModule) -> None:
+    """The inverse of `register_shards`, for units that are gathered."""
+    for group in fsdp_param_groups(module):
+        if group.is_unsharded:
+            for param in group.fsdp_params:
+                if param._unsharded_param.requires_grad != param.sharded_param.requires_grad:
+                    param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+                param._setattr_on_modules(param._unsharded_param)
+            getattr(group, _TAKE, bool)()
+
+
+def gather_for_call(module: Any, part: nn.Module) -> None:
+    """Have one call of a part of a unit that is gathered, which begins now, find the gathered parameters."""
+    handles: list[RemovableHandle] = []
+
+    def after(part: nn.Module, args: Any, output: Any) -> None:
+        handles.pop().remove()
+        register_shards(module)
+
+    register_gathered(module)
+    handles.append(part.register_forward_hook(after, always_call=True))
 
 
 def padded_shard(param: Any) -> tuple[torch.Size, torch.dtype]:
@@ -188,18 +221,20 @@ def before_calls_while_sharded(module: nn.Module, tell: Callable[[nn.Module, Any
         for name in ("_to_sharded", "_to_sharded_post_forward") if held else ():
             setattr(group, name, partial(put, getattr(group, name)))
         group._to_unsharded = partial(_take, held, group._to_unsharded) if held else group._to_unsharded
+        setattr(group, _PUT, partial(put, bool))
+        setattr(group, _TAKE, partial(_take, held, bool))
 
 
-_HOOK = "_composer_dist_while_sharded"
+_HOOK, _PUT, _TAKE = "_composer_dist_while_sharded", "_composer_dist_put", "_composer_dist_take"
 
 
-def _put(held: list[dict[Any, Any]], hook: Any, change: Callable[[], None]) -> None:
+def _put(held: list[dict[Any, Any]], hook: Any, change: Callable[[], object]) -> None:
     change()
     for hooks in held:
         hooks[_HOOK] = hook
 
 
-def _take(held: list[dict[Any, Any]], change: Callable[[], None]) -> None:
+def _take(held: list[dict[Any, Any]], change: Callable[[], object]) -> None:
     change()
     for hooks in held:
         hooks.pop(_HOOK, None)

@@ -19,7 +19,6 @@ from torch.distributed.tensor.placement_types import Placement
 # Applies a function to all values of one type in nested data. Since torch 1.13.
 from torch.utils._pytree import tree_map_only as tree_map_only
 
-from composer_dist._torch.between import kind_of
 from composer_dist.errors import ParallelismRuntimeError
 
 # Divides gradients and detects infinities in one pass; torch.amp.GradScaler uses it. Since torch 1.10.
@@ -178,7 +177,7 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
     return (
-        kind_of(tensor) in (torch.Tensor, torch.nn.Parameter)
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
         and not tensor.is_meta
     )

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
+from composer_dist._torch.backward import replace_inputs
 from composer_dist._torch.sharding import fsdp_param_groups, fsdp_params
 from composer_dist.errors import ParallelismRuntimeError
 
@@ -75,12 +76,22 @@ def drop_with_gradients(module: FSDPModule) -> None:
         _kept.update(
             (id(param.sharded_param), (ref(module), ref(param), ref(group))) for param in group.fsdp_params
         )
+    replace_inputs(_gathered)
     setattr(DTensor, "grad", property(_grad.__get__, _set_grad, _grad.__delete__))  # noqa: B010
 
 
 _grad: Any = torch.Tensor.grad
 _kept: dict[int, tuple[ref[Any], ...]] = {}
 """By the identity of a shard, the unit and FSDP2's records of both."""
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """What stands for a shard in the graph, which FSDP2 reduces to the shard's gradient."""
+    param = kept[1]() if (kept := _kept.get(id(tensor))) is not None else None
+    if param is None or param.sharded_param is not tensor:
+        return tensor
+    gathered: torch.Tensor = getattr(param, "_unsharded_param", tensor)
+    return gathered
 
 
 def _set_grad(tensor: DTensor, value: torch.Tensor | None) -> None:
@@ -94,7 +105,7 @@ def _set_grad(tensor: DTensor, value: torch.Tensor | None) -> None:
 def _is_unreduced(param: Any, group: Any) -> bool:
     accumulated, gathered = vars(param).get("unsharded_accumulated_grad"), vars(param).get("_unsharded_param")
     waits = accumulated is not None or group._partial_reduce_output is not None
-    return waits or (gathered is not None and _grad.__get__(gathered) is not None)
+    return waits or (gathered is not None and gathered.grad is not None)
 
 
 def _forms(param: Any) -> tuple[Any, ...]:
@@ -105,7 +116,7 @@ def _drop(param: Any) -> None:
     if not _grad_accumulates:
         param.unsharded_accumulated_grad = None
     if hasattr(param, "_unsharded_param"):
-        _grad.__set__(param._unsharded_param, None)
+        param._unsharded_param.grad = None
 
 
 def forget_iteration(model: nn.Module) -> None:

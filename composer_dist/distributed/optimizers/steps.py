@@ -96,29 +96,18 @@ def _choose(
         (former[key][0], held[key]) for key in former.keys() & held.keys() if former[key][1]() is held[key]
     ]
     params = [param for unit in _units(model) for param in _torch.fsdp_params(unit)]
-    shards = {id(param.sharded_param): param._param_fqn for param in params}
-    gathered = [shards[id(shard)] for one in held.values() if id(shard := _torch.shard_of(one)) in shards]
-    mine = shards.keys() & held.keys()
-    return partial(_before_step, found, gathered, mine) if found or gathered or mine else None
+    mine = {id(param.sharded_param) for param in params} & held.keys()
+    return partial(_before_step, found, mine) if found or mine else None
 
 
 def _before_step(
-    former: Sequence[tuple[str, Tensor]],
-    gathered: Sequence[str],
-    mine: Set[int],
-    model: nn.Module,
-    optimizer: Optimizer,
+    former: Sequence[tuple[str, Tensor]], mine: Set[int], model: nn.Module, optimizer: Optimizer
 ) -> None:
     if old := [name for name, one in former if one.grad is None]:
         raise ParallelismRuntimeError(
             f"{type(optimizer).__name__} holds {listed(old)} from before the preparation, which the model no "
             "longer has, so it would update nothing. Pass it as optimizer=, or build it from "
             "model.parameters() after the preparation."
-        )
-    if gathered:
-        raise ParallelismRuntimeError(
-            f"{type(optimizer).__name__} holds {listed(gathered)} as FSDP2 gathers them between a forward "
-            "and its backward, so it would update nothing. Build it before the forward."
         )
     units = _units(model)
     if waiting := [name for unit in units for name, one in _torch.unreduced(unit) if id(one) in mine]:

@@ -91,13 +91,15 @@ class Calls:
         return functools.update_wrapper(functools.partial(call, module), forward)
 
     def _refuse_part(self, part: nn.Module, args: Any) -> None:
-        """Refuse a call outside of the unit's: torch fails, or computes with inputs of several ranks.
+        """Refuse a call outside of the unit's, unless it is gathered: torch fails, or mixes inputs of ranks.
 
         Raises:
             ParallelismRuntimeError: naming the part and the unit.
         """
         own = vars(part)["_parameters"].values()
-        if _torch.current_backward() == -1 and any(isinstance(one, DTensor) for one in own):
+        if _torch.gathered_params(self._params):
+            _torch.gather_for_call(self._module, part)
+        elif _torch.current_backward() == -1 and any(isinstance(one, DTensor) for one in own):
             inside = _inside((frame for frame, _ in walk_stack(inspect.currentframe())))[::-1]
             raise _used_sharded(part, self._name, _names_in(self._module), inside)
 

@@ -71,7 +71,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _sum(tensor: Tensor) -> Tensor:
     """A sum that shows a change of the values, on the tensor's own device; of ordinary tensors only."""
     local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    if _torch.kind_of(local) not in (Tensor, nn.Parameter) or local.dtype.itemsize not in _INTEGERS:
+    if type(local) not in (Tensor, nn.Parameter) or local.dtype.itemsize not in _INTEGERS:
         return torch.zeros(())
     whole: Tensor = local.detach().contiguous().view(_INTEGERS[local.dtype.itemsize])
     return whole.sum(dtype=torch.int64)
