@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import collect_grad_tensors
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 # FSDP2's record of a parameter. Since torch 2.4.
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
@@ -238,6 +239,10 @@ def _take(held: list[dict[Any, Any]], change: Callable[[], object]) -> None:
     change()
     for hooks in held:
         hooks.pop(_HOOK, None)
+
+
+units_take_transforms = hasattr(_fsdp_common, "_disable_functorch_if_active")
+"""Whether transforms of torch.func around a unit are right: since torch 2.13. Before, gradients are lost."""
 
 
 def finish_lazily(root: FSDPModule) -> None:

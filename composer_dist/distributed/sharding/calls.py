@@ -104,6 +104,11 @@ class Calls:
             raise _used_sharded(part, self._name, _names_in(self._module), inside)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not _torch.units_take_transforms and _torch.is_transforming():
+            raise ParallelismRuntimeError(
+                f"torch.func's transforms around {self._name or 'the root'} need torch 2.13: before, FSDP2 "
+                "reduces no gradients there."
+            )
         if torch.is_grad_enabled():
             self._refuse_new()
         self._refuse_others()
