@@ -60,6 +60,8 @@ class Replica:
         self._hook: CommHook | None = None
         self._hinted = False
         self._depth = 0
+        advice = " To average them yourself, leave out no_sync and pass a DDPConfig(comm_hook=function)."
+        self._local = LocalGradients(parameters if self.group.size() > 1 else {}, advice)
         self._checks = Checks(parameters, ignored, self.group)
         if (former := replica_of(model)) is not None:  # it was for evaluation only; a plan refuses others
             former._remove()
@@ -111,13 +113,12 @@ class Replica:
             ParallelismRuntimeError: names the parameters.
         """
         if self._ddp is not None:
-            self._ddp.local.check(optimizer)
+            self._local.check(optimizer)
             self._ddp.refuse_partial()
 
     def averaged(self) -> None:
         """All gradients have been averaged without DDP."""
-        if self._ddp is not None:
-            self._ddp.local.clear()
+        self._local.clear()
 
     def renew(self) -> None:
         """Make a new reducer after a forward or backward raised; every rank must call it."""
@@ -174,7 +175,7 @@ class Replica:
         named = [*parameters, *model.named_buffers(remove_duplicate=False)]
         with _torch.ddp_ignores(model, [name for name, tensor in named if id(tensor) in ignored]):
             self._ddp = _Reducer(
-                model, trainable, process_group=self.group, device_ids=devices, **plan.arguments
+                model, trainable, self._local, process_group=self.group, device_ids=devices, **plan.arguments
             )
         self._ddp.broadcast_buffers = plan.broadcast_buffers
         if plan.hook is None:
@@ -217,13 +218,14 @@ class _Reducer(_torch.InPlaceDDP):
         is_constant: whether all of them have used the same parameters.
     """
 
-    def __init__(self, model: nn.Module, trainable: Mapping[str, nn.Parameter], **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, trainable: Mapping[str, nn.Parameter], local: LocalGradients, **options: Any
+    ) -> None:
         super().__init__(model, init_sync=False, **options)
         self.names = dict(trainable)
         self.hook: CommHook | None = None
-        advice = " To average them yourself, leave out no_sync and pass a DDPConfig(comm_hook=function)."
         averaged = self.names if self.process_group.size() > 1 else {}
-        self.local = LocalGradients(averaged, advice)
+        self.local = local
         self.steps, self.is_constant = 0, True
         self._several = False
         """Whether a step calls backward several times or inside a forward, which DDP does not support."""
@@ -313,7 +315,7 @@ class _Reducer(_torch.InPlaceDDP):
         """At the end of a backward, record what it used, or average it if the reducer was not ready."""
         self._backward = -1
         if self._is_ready:
-            self.local.clear()
+            self.local.clear(self.names.values())
             if self.find_unused_parameters or self.static_graph:
                 self._expected.clear()
             used = frozenset(self._seen)
@@ -340,7 +342,7 @@ class _Reducer(_torch.InPlaceDDP):
                 stacklevel=2,
             )
         self._several = True
-        self.local.clear()
+        self.local.clear(self.names.values())
         group = state.group if isinstance(state, LocalSGD) else self.process_group
         average_gradients(list(self.names.values()), group)
 

@@ -28,9 +28,9 @@ class LocalGradients:
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._waiting
 
-    def clear(self) -> None:
-        """All gradients have been averaged."""
-        self._waiting.clear()
+    def clear(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """All gradients, or those of `parameters`, have been averaged."""
+        self._waiting.difference_update(self._names.values() if parameters is None else parameters)
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse a step with gradients that wait, unless they were set to None or zero since.

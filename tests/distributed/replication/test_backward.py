@@ -80,6 +80,15 @@ def test_a_step_with_gradients_of_no_sync_alone_is_refused() -> None:
             model(mine(inputs(1)[0])).sum().backward()
     optimizer.step()
     assert alike(model)
+    with no_sync(model):
+        model(mine(inputs(1)[0])).sum().backward()
+    model.bias.requires_grad_(False)  # so nobody averages what it has
+    model(mine(inputs(1)[0])).sum().backward()
+    with fails(ParallelismRuntimeError, "gradients of bias that are not averaged"):
+        optimizer.step()
+    model.bias.grad = None
+    optimizer.step()
+    assert alike(model)
 
 
 class Stepping(nn.Sequential):
