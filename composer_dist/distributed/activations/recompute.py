@@ -8,8 +8,7 @@ autograd saves. The first two have the options `save`, which keeps the results o
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,6 +26,15 @@ from composer_dist.distributed.activations.options import Mode, is_reentrant
 from composer_dist.distributed.activations.plan import ActivationPlan, check_modules
 from composer_dist.distributed.activations.plan import plan as plan_activations
 from composer_dist.distributed.activations.selective import keeping
+from composer_dist.distributed.activations.state import (
+    Counts,
+    Place,
+    State,
+    clones,
+    exchanged,
+    held,
+    held_untrained,
+)
 from composer_dist.distributed.forwards import Layer, without_cache
 from composer_dist.distributed.training.changes import Before, Watch
 from composer_dist.distributed.wishes import CheckFn, Wishes
@@ -155,10 +163,17 @@ class _Recompute:
         self.changing: set[Place] = set()
         """The buffers that a forward has changed, where they are held."""
         self.watch = Watch()
+        self.counts = Counts()
 
     def __call__(self, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             args, kwargs = without_cache(block, args, kwargs)
+        if torch.compiler.is_compiling():
+            return self._run(block, args, kwargs)
+        with self.counts.hidden():
+            return self._run(block, args, kwargs)
+
+    def _run(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         compiling = torch.compiler.is_compiling() or not torch.is_grad_enabled()
         whole = self._function or block
         function = (
@@ -173,7 +188,6 @@ class _Recompute:
         return forwards.call_explained(explain, block, checkpoint, function, *args, **options)
 
 
-Place = tuple[nn.Module, str]
 _SMALL = 1 << 16
 """Most elements of a buffer that is kept until the backward without knowing whether it has changed."""
 
@@ -204,23 +218,23 @@ class _Outside:
 
     def changed(self) -> dict[Place, torch.Tensor]:
         """Those that the forward has changed, as they are now."""
-        held = self._held()
+        now = self._held()
         if self._changed is None:
-            same = {place: one for place, one in held.items() if self._tensors.get(place) is one}
+            same = {place: one for place, one in now.items() if self._tensors.get(place) is one}
             self._changed = self._before.changed(same) if self._before else []
-            self._changed += [place for place, one in held.items() if place not in same and _is_buffer(one)]
-        return {place: held[place] for place in self._changed if place in held}
+            self._changed += [place for place, one in now.items() if place not in same and _is_buffer(one)]
+        return {place: now[place] for place in self._changed if place in now}
 
     def _held(self) -> dict[Place, torch.Tensor]:
         model = self._model()
         if model is None:
             return {}
-        parameters = {place: p for place, p in _held(model, "_parameters").items() if not p.requires_grad}
-        return {**parameters, **_held(model, "_buffers")}
+        parameters = {place: p for place, p in held(model, "_parameters").items() if not p.requires_grad}
+        return {**parameters, **held(model, "_buffers")}
 
 
 class _Recomputation:
-    """One call of a block, which finds the same arguments, parameters and buffers when it is repeated.
+    """One call of a block, which finds the same arguments, parameters, buffers and attributes when repeated.
 
     A block that appends to a list, or reads one that later blocks append to, would find something else in
     it; one that updates a running mean would update it twice; one that `torch.func.functional_call` lends
@@ -232,9 +246,10 @@ class _Recomputation:
     ) -> None:
         self._kind, self._block, self._function, self._kwargs = kind, block, function, kwargs
         self._again = copied((args, kwargs))
-        self._buffers = _held(block, "_buffers")
-        self._parameters = _held(block, "_parameters")
-        self._before = {place: buffer.clone() for place, buffer in self._buffers.items()}
+        self._buffers = held_untrained(block)
+        self._parameters = held(block, "_parameters")
+        self._before = clones(self._buffers)
+        self._state = State(block)
         self._ran = False
         if kind.outside:
             kind.outside.enter(block)
@@ -247,14 +262,18 @@ class _Recomputation:
         own, named = copied(self._again)
         pairs = zip(args, own, strict=True)
         lent = {place: p for place, p in self._parameters.items() if _is_other(p, getattr(*place))}
-        buffers = {place: self._before.get(place, now).clone() for place, now in self._now().items()}
+        state = self._state.exchange()
+        buffers = clones({place: self._before.get(place, now) for place, now in self._now().items()})
         others = self._kind.outside.changed() if self._kind.outside else {}
         others = {place: tensor for place, tensor in others.items() if place not in self._buffers}
         before = Watch().before(self._block, others)
         try:
-            with _exchanged("_buffers", buffers), _exchanged("_parameters", lent):
+            with exchanged(buffers), exchanged(lent):
                 return self._function(*(x if isinstance(x, torch.Tensor) else y for x, y in pairs), **named)
         finally:  # torch ends most recomputations early, by an exception
+            counted = self._state.counted()
+            state.exchange()
+            self._kind.counts.add(counted)
             now = {place: _at(place) for place in others}
             now = {place: one for place, one in now.items() if one is others[place] or _is_buffer(one)}
             if written := before.changed(now):
@@ -302,6 +321,7 @@ class _Recomputation:
         self._versions = before.versions
         replaced = {place for place, one in self._now().items() if one is not self._buffers[place]}
         self._kind.changing |= replaced.union(before.changed(self._buffers))
+        self._state.drop_unchanged()
         self._before = {
             place: value
             for place, value in self._before.items()
@@ -311,14 +331,8 @@ class _Recomputation:
 
     def _now(self) -> dict[Place, torch.Tensor]:
         """The buffers that hold a tensor, and did before the forward."""
-        held = _held(self._block, "_buffers")
-        return {place: held[place] for place in self._buffers if place in held}
-
-
-def _held(block: nn.Module, kind: str) -> dict[Place, torch.Tensor]:
-    """The tensors of a block by where they are held: "_parameters" or "_buffers"."""
-    held = ((module, key, tensor) for module in block.modules() for key, tensor in vars(module)[kind].items())
-    return {(module, key): tensor for module, key, tensor in held if tensor is not None}
+        now = held_untrained(self._block)
+        return {place: now[place] for place in self._buffers if place in now}
 
 
 def _is_buffer(tensor: torch.Tensor) -> bool:
@@ -333,16 +347,3 @@ def _at(place: Place) -> torch.Tensor:
 def _is_other(then: torch.Tensor, now: torch.Tensor) -> bool:
     """Whether a parameter is another tensor now; not if FSDP2 has only gathered or sharded it."""
     return then is not now and isinstance(then, DTensor) == isinstance(now, DTensor)
-
-
-@contextmanager
-def _exchanged(kind: str, tensors: Mapping[Place, torch.Tensor]) -> Iterator[None]:
-    """Inside, modules hold these tensors in place of their own."""
-    own = {(module, key): vars(module)[kind][key] for module, key in tensors}
-    try:
-        for (module, key), tensor in tensors.items():
-            vars(module)[kind][key] = tensor
-        yield
-    finally:
-        for (module, key), tensor in own.items():
-            vars(module)[kind][key] = tensor

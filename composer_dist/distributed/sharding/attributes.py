@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from composer_dist.tensors.nested import may_hold
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_OURS = ("_composer_dist", "__composable", "forward")
+_OURS = ("_composer_dist", "__composable", "forward", "checkpoint_fn")
 """How the attributes begin that this library and FSDP2 add to modules."""
 
 

@@ -2,10 +2,13 @@
 
 import copy
 import inspect
+import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -373,3 +376,60 @@ def test_an_argument_changed_through_data_is_refused() -> None:
     apply_ac(model, True, False, lambda module: isinstance(module, Updates))
     with pytest.raises(ParallelismRuntimeError, match="among its arguments in place"):
         model(torch.randn(3, 4))
+
+
+class Remembers(nn.Module):
+    """Changes what `how` changes, and uses what it returns."""
+
+    def __init__(self, how: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear, self._how = nn.Linear(4, 4), how
+        self.count, self.values, self.box = 0, [1.0], SimpleNamespace(values=[1.0])
+        self.plain = torch.ones(4)
+        self.generator, self.own = torch.Generator(), numpy.random.default_rng(3)
+        self.first, self.second = nn.Module(), nn.Module()
+        self.register_buffer("both", torch.ones(2, 4))
+        self.second.register_buffer("row", self.get_buffer("both")[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * self._how(self)).tanh()
+
+
+def _count(block: Any) -> float:
+    block.count += 1
+    return 0.1 * block.count
+
+
+def _appended(values: list[float]) -> float:
+    values.append(1.0)
+    return 0.1 * len(values)
+
+
+REMEMBERED: dict[str, Callable[[Any], Any]] = {
+    "a number": _count,
+    "a list": lambda block: _appended(block.values),
+    "a list in an object": lambda block: _appended(block.box.values),
+    "a tensor": lambda block: block.plain.mul_(0.5).clone(),
+    "a view of a buffer": lambda block: (block.both.mul_(0.5), block.second.row.clone())[1],
+    "Python's random numbers": lambda block: random.random(),
+    "numpy's random numbers": lambda block: float(numpy.random.rand()),
+    "a generator": lambda block: torch.rand((), generator=block.generator),
+    "a generator of numpy": lambda block: float(block.own.random()),
+}
+
+
+@pytest.mark.promise(26)
+@pytest.mark.parametrize("mode", ["composable", "wrapped"])
+@pytest.mark.parametrize("how", REMEMBERED.values(), ids=REMEMBERED)
+def test_a_block_finds_again_what_its_first_forward_found(how: Callable[[Any], Any], mode: Any) -> None:
+    single = nn.Sequential(Remembers(how), nn.Linear(4, 1))
+    model = copy.deepcopy(single)
+    model[0].second.row = model[0].both[1]
+    apply_ac(model, True, False, lambda module: isinstance(module, Remembers), mode=mode)
+    x = torch.randn(3, 4)
+    for one in (model, single):
+        random.seed(1)
+        numpy.random.seed(1)
+        for _ in range(3):
+            one(x).sum().backward()
+    same_parameters(model, single, gradients=True)
