@@ -234,6 +234,7 @@ class _Reducer(_torch.InPlaceDDP):
         self._seen: set[nn.Parameter] = set()
         """Parameters that the current or last backward has used."""
         self._used: frozenset[nn.Parameter] | None = None
+        self._frozen: list[nn.Parameter] = []
         self._forwards = 0
         self._nodes = [get_gradient_edge(parameter).node for parameter in trainable.values()]
         self._backward, self._is_ready, self._averages = -1, False, False
@@ -293,6 +294,7 @@ class _Reducer(_torch.InPlaceDDP):
             self._missed, self._is_ready = frozenset(self._expected), bool(self._expected)
             flags = _torch.gradient_sync_flags(self.module)
             self._averages = self._is_ready or all(getattr(o, key) == yes for o, key, yes in flags)
+            self._frozen = [one for one in self.names.values() if not one.requires_grad and one.grad is None]
             self._seen.clear()
             self._hooks.begin()
             _torch.at_end_of_backward(lambda: _torch.at_end_of_backward(self._finish))  # after the reducer's
@@ -318,6 +320,8 @@ class _Reducer(_torch.InPlaceDDP):
             self.local.clear(self.names.values())
             if self.find_unused_parameters or self.static_graph:
                 self._expected.clear()
+            for one in self._frozen:  # since the forward; the reducer has given them zeros
+                one.grad = None
             used = frozenset(self._seen)
             self.is_constant &= self._used is None or self._used == used
             self._used = used

@@ -91,6 +91,18 @@ def test_a_step_with_gradients_of_no_sync_alone_is_refused() -> None:
     assert alike(model)
 
 
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_between_a_forward_and_its_backward_gets_no_gradient() -> None:
+    """One of zero would move it, by momentum or weight decay."""
+    model = nn.Linear(8, 4)
+    parallelize_model(model, ddp())
+    loss = model(inputs(1)[0]).sum()
+    model.bias.requires_grad_(False)
+    loss.backward()
+    assert model.bias.grad is None
+    assert model.weight.grad is not None
+
+
 class Stepping(nn.Sequential):
     """Has a method of its own beside forward."""
 
