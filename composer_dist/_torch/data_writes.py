@@ -29,7 +29,7 @@ def watch_data(tensors: Iterable[Tensor]) -> set[int]:
         What `forget_data` takes, for tensors that will be gone soon.
     """
     if not _watched:
-        setattr(Tensor, "data", _Data())  # noqa: B010 - mypy knows its type
+        setattr(Tensor, "data", _CountedData())  # noqa: B010 - mypy knows its type
     new = {key for tensor in tensors if (key := _key(tensor)) is not None} - _watched
     _watched.update(new)
     return new
@@ -69,7 +69,7 @@ def read_data(tensor: Tensor) -> Tensor:
         return _counted(_read(tensor), key)
 
 
-class _Data:
+class _CountedData:
     """What stands in the place of torch's descriptor, and is the same on the class: the compiler asks it."""
 
     def __get__(self, tensor: Tensor | None, kind: Any = None) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -27,12 +26,13 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.replication.checks import Checks
 from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, reduced_in
 from composer_dist.distributed.replication.plan import ReplicaPlan
+from composer_dist.distributed.replication.precision import compute_in
 from composer_dist.distributed.training.average_gradients import average_gradients
 from composer_dist.distributed.training.changes import is_power_of_two
 from composer_dist.distributed.training.gradient_hooks import GradientHooks
 from composer_dist.distributed.training.local_gradients import LocalGradients
 from composer_dist.errors import ParallelismRuntimeError
-from composer_dist.tensors.nested import replace_tensors, tensors_in
+from composer_dist.tensors.nested import tensors_in
 from composer_dist.wording import listed
 
 
@@ -65,11 +65,7 @@ class Replica:
         self._checks = Checks(parameters, ignored, self.group)
         if (former := replica_of(model)) is not None:  # it was for evaluation only; a plan refuses others
             former._remove()
-        dtype = plan.mp_policy.param_dtype
-        low = dtype if dtype in (torch.bfloat16, torch.float16) else None
-        self._handles: list[RemovableHandle] = []
-        if low or plan.mp_policy.output_dtype:
-            self._compute_in(low, plan.mp_policy.output_dtype)
+        self._handles = compute_in(model, mesh.device_type, plan.mp_policy)
         before = torch.compiler.disable(self._before_forward)  # the user may compile the whole model
         self._handles.append(model.register_forward_pre_hook(before))
         if not plan.idle:
@@ -186,26 +182,6 @@ class Replica:
             self._ddp.register_comm_hook(*self._hook)
         self._ddp.hook = self._hook
         _torch.serve_in_place(model, self._ddp)
-
-    def _compute_in(self, dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> None:
-        """Run every forward under autocast to `dtype`, and cast its outputs to `output_dtype`."""
-        contexts: list[AbstractContextManager[Any]] = []  # several if forward calls the model itself
-
-        def enter(model: nn.Module, args: Any) -> None:
-            context = torch.autocast(self.mesh.device_type, dtype=dtype) if dtype else nullcontext()
-            contexts.append(context)
-            context.__enter__()
-
-        def leave(model: nn.Module, args: Any, output: Any) -> Any:
-            if contexts:  # none if an earlier hook has raised
-                contexts.pop().__exit__(None, None, None)
-            if output_dtype is None:
-                return None
-            return replace_tensors(lambda t: t.to(output_dtype) if t.is_floating_point() else t, output)
-
-        after = torch.compiler.disable(leave)
-        self._handles.append(self._model.register_forward_pre_hook(torch.compiler.disable(enter)))
-        self._handles.append(self._model.register_forward_hook(after, always_call=True))
 
 
 class _Reducer(_torch.InPlaceDDP):

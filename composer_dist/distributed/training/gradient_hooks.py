@@ -21,7 +21,7 @@ from composer_dist.errors import ParallelismRuntimeError
 Hook = Callable[[Tensor], Any]
 
 
-class Averaging(Protocol):
+class Averager(Protocol):
     """What averages the gradients."""
 
     def begin(self) -> None:
@@ -44,7 +44,7 @@ class GradientHooks:
     """
 
     def __init__(
-        self, averaging: Averaging, names: Mapping[str, Tensor], own: Collection[RemovableHandle]
+        self, averaging: Averager, names: Mapping[str, Tensor], own: Collection[RemovableHandle]
     ) -> None:
         self._averaging, self._names, self._own = averaging, names, own
         self._before: dict[Tensor, Tensor | None] = {}
@@ -88,9 +88,11 @@ class GradientHooks:
         if parameter in self._before:
             self._postponed.add(parameter)
             return None
-        version = gradient._version
+        version = _torch.version(gradient)
         result = hook(gradient)
-        if gradient._version != version or (result is not None and not _is_linear(hook, gradient, result)):
+        if _torch.version(gradient) != version or (
+            result is not None and not _is_linear(hook, gradient, result)
+        ):
             self._refuse(name)
         return result
 
@@ -101,9 +103,9 @@ class GradientHooks:
             self._postponed.add(parameter)
             return
         gradient = parameter.grad
-        version = gradient is not None and gradient._version
+        version = gradient is not None and _torch.version(gradient)
         hook(parameter)
-        if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
+        if parameter.grad is not gradient or (gradient is not None and _torch.version(gradient) != version):
             self._refuse(name)
 
     def _refuse(self, name: str) -> None:
@@ -123,11 +125,11 @@ class GradientHooks:
             if parameter not in self._postponed and (before is not None and not mean.to_dense().any()):
                 continue  # no rank has used it
             of_tensor, accumulated = map(_postponed, _torch.hooks_by_id(parameter))
-            version, gradient = mean._version, mean
+            version, gradient = _torch.version(mean), mean
             for hook in of_tensor:
                 result = hook(gradient)
                 gradient = gradient if result is None else result
-            if gradient is not mean or mean._version != version:
+            if gradient is not mean or _torch.version(mean) != version:
                 gradient = gradient if before is None else before + gradient
                 if parameter.grad.is_sparse or gradient.is_sparse:
                     parameter.grad = gradient
