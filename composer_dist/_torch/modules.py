@@ -72,3 +72,29 @@ def optimizers_were_made() -> bool:
     for kind in kinds:
         kinds += kind.__subclasses__()
     return any(getattr(kind.step, "hooked", False) for kind in kinds)
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_LIBRARIES = ("composer_dist.", "torch.distributed.")
+
+
+def call_with_own_hooks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with the hooks of this library and of FSDP2 only, which a direct forward would not run.
+
+    Since torch 2.0.
+    """
+    all_of_them = [(hooks, dict(hooks)) for hooks in (vars(module)[kind] for kind in _HOOKS)]
+    for hooks, before in all_of_them:
+        for key in [key for key, hook in before.items() if not _is_of_libraries(hook)]:
+            del hooks[key]
+    try:
+        return nn.Module.__call__(module, *args, **kwargs)
+    finally:
+        for hooks, before in all_of_them:
+            before.update(hooks)
+            hooks.clear()
+            hooks.update(before)
+
+
+def _is_of_libraries(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", None)).startswith(_OF_LIBRARIES)

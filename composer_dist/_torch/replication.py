@@ -63,6 +63,8 @@ class InPlaceDDP(DistributedDataParallel):
         if self.is_nested:
             return args, kwargs
         self.before_forward()
+        if not self.modules_buffers:  # a forward may have made some since
+            self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         try:
             return super()._pre_forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:

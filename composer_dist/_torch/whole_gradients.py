@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from composer_dist._torch.backward import replace_inputs
+from composer_dist._torch.backward import current_backward, replace_inputs
 from composer_dist._torch.sharding import fsdp_param_groups, fsdp_params
 from composer_dist.errors import ParallelismRuntimeError
 
@@ -70,14 +70,15 @@ def drop_unreduced(module: FSDPModule, held: Set[int]) -> None:
 def drop_with_gradients(module: FSDPModule) -> None:
     """Have `parameter.grad = None` also drop what a unit keeps of that gradient, as `drop_unreduced` does.
 
-    By a property of all DTensors, over torch's own. Since torch 2.4.
+    And have code that reads it there raise an error, instead of None: by a property of all DTensors, over
+    torch's own. Since torch 2.4.
     """
     for group in fsdp_param_groups(module):
         _kept.update(
             (id(param.sharded_param), (ref(module), ref(param), ref(group))) for param in group.fsdp_params
         )
     replace_inputs(_gathered)
-    setattr(DTensor, "grad", property(_grad.__get__, _set_grad, _grad.__delete__))  # noqa: B010
+    setattr(DTensor, "grad", property(_get_grad, _set_grad, _grad.__delete__))  # noqa: B010
 
 
 _grad: Any = torch.Tensor.grad
@@ -92,6 +93,17 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     gathered: torch.Tensor = getattr(param, "_unsharded_param", tensor)
     return gathered
+
+
+def _get_grad(tensor: DTensor) -> Any:
+    if (kept := _kept.get(id(tensor))) is not None and current_backward() == -1:
+        param, group = kept[1](), kept[2]()
+        if param is not None and param.sharded_param is tensor and _is_unreduced(param, group):
+            raise ParallelismRuntimeError(
+                f"The gradient of {param._param_fqn} is not reduced over the ranks yet, because the last "
+                "backward was inside of no_sync. Read or change .grad after a backward outside of it."
+            )
+    return _grad.__get__(tensor)
 
 
 def _set_grad(tensor: DTensor, value: torch.Tensor | None) -> None:

@@ -27,9 +27,9 @@ from composer_dist.distributed.activations.plan import ActivationPlan, check_mod
 from composer_dist.distributed.activations.plan import plan as plan_activations
 from composer_dist.distributed.activations.selective import keeping
 from composer_dist.distributed.activations.state import (
+    BlockState,
     Counts,
     Place,
-    State,
     clones,
     exchanged,
     held,
@@ -249,7 +249,7 @@ class _Recomputation:
         self._buffers = held_untrained(block)
         self._parameters = held(block, "_parameters")
         self._before = clones(self._buffers)
-        self._state = State(block)
+        self._state = BlockState(block)
         self._ran = False
         if kind.outside:
             kind.outside.enter(block)

@@ -94,7 +94,7 @@ def _span(one: Tensor) -> tuple[int, int]:
     return one.data_ptr(), one.data_ptr() + reach * one.itemsize
 
 
-class State:
+class BlockState:
     """The attributes of a block's modules, what is inside of them, and random generators, as they are now.
 
     Tensors with gradients are left out: they would hold the graph of an earlier step.
@@ -124,9 +124,9 @@ class State:
             and now != then
         }
 
-    def exchange(self) -> "State":
+    def exchange(self) -> "BlockState":
         """Have everything as it was; return what it was until now."""
-        now = object.__new__(State)
+        now = object.__new__(BlockState)
         now._attributes = {module: _attributes(module) for module in self._attributes}
         now._inner = [(one, _inside(one)) for one, _ in self._inner]
         now._random = random.getstate(), numpy.random.get_state()

@@ -48,13 +48,13 @@ def _watch_zero_grad() -> None:
 
     @wraps(of_optimizer)
     def zero_optimizer(self: Optimizer, set_to_none: bool = True) -> None:
-        of_optimizer(self, set_to_none)
         _drop_whole(p for group in self.param_groups for p in group["params"] if isinstance(p, DTensor))
+        of_optimizer(self, set_to_none)
 
     @wraps(of_module)
     def zero_module(self: nn.Module, set_to_none: bool = True) -> None:
-        of_module(self, set_to_none)
         _drop_whole(self.parameters())
+        of_module(self, set_to_none)
 
     Optimizer.zero_grad = zero_optimizer  # type: ignore[method-assign]
     nn.Module.zero_grad = zero_module  # type: ignore[method-assign]

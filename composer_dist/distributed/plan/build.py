@@ -81,7 +81,7 @@ def build_plan(structure: Structure, request: Request, sizes: Mapping[str, int])
 
 
 def _check_modules(structure: Structure, plain: Container[str], sizes: Mapping[str, int]) -> None:
-    """Refuse embeddings that change their weight in forward, and modules that cannot be sharded.
+    """Refuse embeddings that depend on the whole batch, and modules that cannot be sharded.
 
     Raises:
         ParallelismValueError: names them.
@@ -96,6 +96,11 @@ def _check_modules(structure: Structure, plain: Container[str], sizes: Mapping[s
                 f"{listed(found)}: an embedding with max_norm changes its weight in forward, in the rows "
                 "that this rank's batch uses. Sharding would drop the change, and replicas would diverge. "
                 "Leave max_norm out and renormalize after the optimizer's step, or in the loss."
+            )
+        if found := [n for n, m in tables.items() if m.scale_grad_by_freq and ranks > 1]:
+            faults.append(
+                f"{listed(found)}: scale_grad_by_freq divides gradients by how often a row is in the batch, "
+                "and each rank would count in its own part. Leave it out, or divide in the loss."
             )
         if found := [n for n, trainable in sharded.items() if trainable and tables[n].sparse]:
             faults.append(

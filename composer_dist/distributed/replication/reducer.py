@@ -272,6 +272,7 @@ class _Reducer(_torch.InPlaceDDP):
             self._averages = self._is_ready or all(getattr(o, key) == yes for o, key, yes in flags)
             self._frozen = [one for one in self.names.values() if not one.requires_grad and one.grad is None]
             self._seen.clear()
+            self.local.refuse_changed()
             self._hooks.begin()
             _torch.at_end_of_backward(lambda: _torch.at_end_of_backward(self._finish))  # after the reducer's
 

@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_dist import _torch
 from composer_dist.distributed.ranks.process_group import device_for_facts
 from composer_dist.distributed.training.changes import Before, Watch
+from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.structure import Structure
+from composer_dist.wording import listed
 
 
 class FollowBuffers:
@@ -28,13 +30,13 @@ class FollowBuffers:
     """
 
     def __init__(self, structure: Structure, mesh: DeviceMesh) -> None:
-        self._held = {name: held for name, held in structure.tensors.items() if held.info.kind == "buffer"}
+        self._root = structure.modules[""]
         self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
         self._norms = {
-            name: place.module
-            for name, held in self._held.items()
-            for place in held.places
-            if isinstance(place.module, _torch.AnyBatchNorm)
+            f"{name}.{key}".removeprefix("."): module
+            for name, module in self._root.named_modules()
+            if isinstance(module, _torch.AnyBatchNorm)
+            for key in vars(module)["_buffers"]
         }
         self._watch = Watch()
         self._changing: set[str] = set()
@@ -46,16 +48,16 @@ class FollowBuffers:
         self._trained = False
         """Whether the last forward was for training."""
         self._due: list[str] = []
-        if self._groups and self._held:
-            structure.modules[""].register_forward_pre_hook(torch.compiler.disable(self._enter))
-            structure.modules[""].register_forward_hook(torch.compiler.disable(self._leave))
+        if self._groups:
+            self._root.register_forward_pre_hook(torch.compiler.disable(self._enter))
+            self._root.register_forward_hook(torch.compiler.disable(self._leave))
 
     def _enter(self, root: nn.Module, args: Any) -> None:
         trains = root.training and torch.is_grad_enabled()
-        others = {name: one for name, one in self._others().items() if name in self._tensors}
+        others = self._others()
         if self._before is not None and others and (trains or self._trained):
-            changed = {name for name, one in others.items() if self._tensors[name] is not one}
-            changed |= set(self._before.changed(others))
+            same = {name: one for name, one in others.items() if self._tensors.get(name) is one}
+            changed = others.keys() - same.keys() | set(self._before.changed(same))
             if self._is_anywhere(bool(changed)):
                 self._due = sorted({*self._due, *self._agree_on(changed)})
         if self._due:
@@ -66,10 +68,10 @@ class FollowBuffers:
             self._before = self._watch.before(root, self._tensors)
 
     def _others(self) -> dict[str, Tensor]:
-        """The buffers that are not followed yet."""
+        """The buffers that are not followed yet, also those that a forward has made."""
         norms = {name for name, norm in self._norms.items() if norm.training}
         known = self._changing | norms
-        return {name: held.get() for name, held in self._held.items() if name not in known}
+        return {name: one for name, one in self._root.named_buffers() if name not in known}
 
     def _is_anywhere(self, changed: bool) -> bool:
         flag = torch.tensor(changed, dtype=torch.int32, device=device_for_facts(self._groups[0]))
@@ -77,14 +79,25 @@ class FollowBuffers:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group)
         return bool(flag)
 
-    def _agree_on(self, found: set[str]) -> set[str]:
-        """What has changed on any rank."""
+    def _agree_on(self, changed: set[str]) -> set[str]:
+        """What has changed on any rank.
+
+        Raises:
+            ParallelismRuntimeError: some ranks have no such buffer.
+        """
+        here = {name for name, _ in self._root.named_buffers()}
         for group in self._groups:
             everywhere: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(everywhere, found, group=group)
-            found = set().union(*everywhere)
-        self._changing |= found
-        return found
+            dist.all_gather_object(everywhere, (changed, here), group=group)
+            changed = set().union(*(one for one, _ in everywhere))
+            here = set.intersection(*(one for _, one in everywhere))
+        if missing := sorted(changed - here):
+            raise ParallelismRuntimeError(
+                f"{listed(missing)}: a forward has made this buffer on some ranks only, so it cannot follow "
+                "rank 0's. Register buffers when the model is built."
+            )
+        self._changing |= changed
+        return changed
 
     def _leave(self, root: nn.Module, args: Any, output: Any) -> None:
         if root.training and torch.is_grad_enabled():
@@ -93,7 +106,8 @@ class FollowBuffers:
 
     @torch.no_grad()
     def _follow(self) -> None:
+        buffers = dict(self._root.named_buffers(remove_duplicate=False))
         for name in self._due:
             for group in self._groups:
-                dist.broadcast(self._held[name].get(), group_src=0, group=group)
+                dist.broadcast(buffers[name], group_src=0, group=group)
         self._due = []

@@ -82,11 +82,13 @@ class Calls:
         _explain_methods(type(self._module))  # type: ignore[arg-type]
 
     def _through_call(self, module: nn.Module, forward: forwards.Forward) -> forwards.Forward:
-        """A forward that goes through the module's call, and so its hooks, if it is not in one already."""
+        """A forward that goes through a call, and so FSDP2's hooks, if it is not in one already."""
 
         @_explained
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return (forward if self._calls else module)(*args, **kwargs)
+            if self._calls:
+                return forward(*args, **kwargs)
+            return _torch.call_with_own_hooks(module, *args, **kwargs)
 
         return functools.update_wrapper(functools.partial(call, module), forward)
 
@@ -255,9 +257,7 @@ def _used_sharded(
     if reader not in names:
         remedy = "A copy is gathered by none: make it inside of summon_full_params(model, writeback=False)."
     elif other is None:
-        remedy = (
-            f"Call that, not a part of it, or leave the part whole: Rule({names[reader]!r}, shard=False)."
-        )
+        remedy = f"Call that, or leave the part whole: Rule({names[reader]!r}, shard=False)."
     else:
         remedy = (
             "Call that, not a part of it; another method than forward needs "

@@ -132,6 +132,7 @@ class PlainGradientAveraging:
         if self._backward != _torch.current_backward():
             self._backward = _torch.current_backward()
             self._pending = True
+            self._local.refuse_changed()
             _torch.at_end_of_backward(self._average)
 
     def _saw(self, parameter: torch.Tensor) -> None:

@@ -1,10 +1,12 @@
 """Gradients that are this rank's own, because the last backward was inside of `no_sync`."""
 
 from collections.abc import Iterable, Mapping
+from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
 
+from composer_dist import _torch
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.wording import listed
 
@@ -19,18 +21,24 @@ class LocalGradients:
 
     def __init__(self, names: Mapping[str, torch.Tensor], advice: str = "") -> None:
         self._names, self._advice = names, advice
-        self._waiting: set[torch.Tensor] = set()
+        self._waiting: dict[torch.Tensor, tuple[int, int]] = {}
+        """What their gradients were after that backward, by identity and version."""
+        self._changed: list[torch.Tensor] = []
+        """Those that code had changed when the current backward began."""
+        _all.add(self)
+        _torch.at_start_of_backward(_look)
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
         """A backward without synchronization has added to the gradients of `parameters`."""
-        self._waiting.update(parameters)
+        self._waiting.update((one, _state(one)) for one in parameters)
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._waiting
 
     def clear(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """All gradients, or those of `parameters`, have been averaged."""
-        self._waiting.difference_update(self._names.values() if parameters is None else parameters)
+        for one in self._names.values() if parameters is None else parameters:
+            self._waiting.pop(one, None)
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse a step with gradients that wait, unless they were set to None or zero since.
@@ -41,15 +49,52 @@ class LocalGradients:
         if not self._waiting:
             return
         held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        self._waiting.difference_update(
-            [one for one in self._waiting if id(one) in held and not _has_values(one.grad)]
-        )
+        self._forget([one for one in self._waiting if id(one) in held])
         if names := [name for name, one in self._names.items() if one in self._waiting and id(one) in held]:
             raise ParallelismRuntimeError(
                 f"The optimizer would step with gradients of {listed(names)} that are not averaged over "
                 "the ranks, because the last backward was inside of no_sync. Run the last one outside."
                 + self._advice
             )
+
+    def look(self) -> None:
+        """A backward begins, maybe of another model."""
+        changed = [one for one, then in self._waiting.items() if _state(one) != then]
+        self._forget(changed)
+        self._changed = [one for one in changed if one in self._waiting]
+
+    def refuse_changed(self) -> None:
+        """Refuse a backward after code has changed gradients that wait, on each rank its own.
+
+        Raises:
+            ParallelismRuntimeError: names their parameters.
+        """
+        ids = set(map(id, self._changed))
+        self._changed = []
+        if names := [name for name, one in self._names.items() if id(one) in ids]:
+            raise ParallelismRuntimeError(
+                f"The gradients of {listed(names)} were changed after a backward inside of no_sync, when "
+                "they were not averaged over the ranks yet. Change them after the last backward."
+            )
+
+    def _forget(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Those that were dropped or set to zero wait no longer."""
+        for one in parameters:
+            if not _has_values(one.grad):
+                del self._waiting[one]
+
+
+_all: WeakSet[LocalGradients] = WeakSet()
+
+
+def _look() -> None:
+    for gradients in list(_all):
+        gradients.look()
+
+
+def _state(parameter: torch.Tensor) -> tuple[int, int]:
+    gradient = parameter.grad
+    return (0, 0) if gradient is None else (id(gradient), _torch.version(gradient))
 
 
 def _has_values(gradient: torch.Tensor | None) -> bool:

@@ -241,7 +241,7 @@ def test_a_call_of_a_part_outside_of_its_unit_is_refused_by_name() -> None:
             with fails(
                 ParallelismRuntimeError,
                 f"{name} was used while its parameters are sharded",
-                f"in calls of {unit} only. Call that, not a part of it",
+                f"in calls of {unit} only. Call that, or ",
                 f"leave the part whole: Rule('{name}', shard=False).",
             ):
                 call()
@@ -325,6 +325,38 @@ def test_running_statistics_are_rank_0s_on_every_rank(replicas: int, frozen: boo
     assert all(torch.equal(one, out) for one in everywhere)
 
 
+class Doubled(nn.Linear):
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x) * 2
+
+
+class Direct(nn.Module):
+    """Calls the forward of a part, which runs neither hooks nor an overridden `__call__`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.head = Doubled(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.part.forward(x))
+
+
+@on_ranks(2)
+def test_a_forward_that_is_called_directly_runs_no_hooks_of_the_user() -> None:
+    torch.manual_seed(0)
+    model = Direct()
+    single = copy.deepcopy(model)
+    for one in (model, single):
+        one.part.register_forward_hook(lambda module, args, output: output * 3)
+    parallelize_model(model, ParallelismConfig(rules=[Rule(["part", ""], shard=True)]))
+    for one in (model, single):
+        one.part.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    x = torch.randn(2, 8, 4)
+    for _ in range(2):
+        torch.testing.assert_close(model(x[0]), single(x[0]))
+        torch.testing.assert_close(model.part(x[1]), single.part(x[1]))
+
+
 class ChangesOnce(nn.Module):
     """Changes buffers in its third forward only: in place, through `.data`, by another tensor."""
 
@@ -337,6 +369,8 @@ class ChangesOnce(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.forwards += 1
+        if self.forwards == 2:
+            self.register_buffer("late", x.mean(0))
         if self.forwards == 3:
             self.added += x.mean(0)
             self.data.data.add_(x.mean(0))
@@ -356,7 +390,7 @@ def test_a_buffer_that_changes_once_and_late_is_rank_0s_from_the_next_forward_on
             assert not torch.equal(model.added, x[0].mean(0)) or dist.get_rank() == 0
             if dist.get_rank() == 0:
                 model.by_loop.add_(1)
-    for buffer in (model.added, model.data, model.other):
+    for buffer in (model.added, model.data, model.other, model.late):
         torch.testing.assert_close(buffer, x[0].mean(0))
     assert model.by_loop.tolist() == [1] * 4
     assert model.still.tolist() == [0] * 4

@@ -183,3 +183,27 @@ def test_what_fsdp2_would_postpone_is_refused(kind: str) -> None:
         model(mine(x)).square().mean().backward()
         single(x).square().mean().backward()
     same_parameters(model, single, gradients=True)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "FSDP2"])
+@on_ranks(2)
+def test_gradients_that_wait_cannot_be_changed_by_hand(way: str) -> None:
+    WAYS.setdefault("FSDP2", ParallelismConfig)
+    model, _, batches = _pair(way)
+    weight: Any = model[2].weight
+    with no_sync(model):
+        model(mine(batches[0])).square().mean().backward()
+    if way == "FSDP2":
+        with fails(ParallelismRuntimeError, "gradient of 2.weight is not reduced", "inside of no_sync"):
+            weight.grad.clamp_(-0.01, 0.01)
+    else:
+        weight.grad.clamp_(-0.01, 0.01)
+        with fails(ParallelismRuntimeError, "gradients of 2.weight were changed", "inside of no_sync"):
+            model(mine(batches[1])).square().mean().backward()
+    model.zero_grad()
+    assert weight.grad is None
+    with no_sync(model):
+        model(mine(batches[0])).square().mean().backward()
+    model.zero_grad(set_to_none=False)
+    model(mine(batches[1])).square().mean().backward()
+    assert weight.grad is not None
