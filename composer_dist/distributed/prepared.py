@@ -55,6 +55,8 @@ class Prepared:
     """The form in which a `CheckpointSaver` saves the model."""
     averagings: list[Averaging] = field(default_factory=list)
     """They average the gradients of parameters that are not sharded."""
+    tables: list[torch.Tensor] = field(default_factory=list)
+    """Buffers of which context parallelism has put this rank's part into the model, for now."""
     replica: object | None = None
     """The `Replica` that keeps the ranks' copies equal."""
     forward: Any = None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composer_dist.distributed import prepared
 from composer_dist.distributed.context_parallelism.attention import SequenceSplit
 from composer_dist.distributed.prepared import named_buffers_canonical
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
@@ -105,12 +106,17 @@ class Splitter:
     def tables(self, layout: SequenceSplit | None) -> Iterator[None]:
         """Inside, the model's tables of positions are cut to this rank's part; None leaves them whole."""
         before = [(held, key, held[key]) for (held, key), _ in self._tables]
+        records = [known for module in self.model.modules() if (known := prepared.of(module)) is not None]
         try:
             if layout is not None:
                 for (held, key), dim in self._tables:
                     held[key] = layout.part_of(held[key], dim)
+            for known in records:
+                known.tables = [held[key] for held, key, _ in before]
             yield
         finally:
+            for known in records:
+                known.tables = []
             for held, key, table in before:
                 held[key] = table
 

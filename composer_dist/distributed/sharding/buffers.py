@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import _torch
+from composer_dist.distributed.prepared import record
 from composer_dist.distributed.ranks.process_group import device_for_facts
 from composer_dist.distributed.training.changes import Before, Watch
 from composer_dist.errors import ParallelismRuntimeError
@@ -47,6 +48,8 @@ class FollowBuffers:
         """What they were then."""
         self._trained = False
         """Whether the last forward was for training."""
+        self._cut: set[str] = set()
+        """Tables that context parallelism cuts, so that each rank has its own part."""
         self._due: list[str] = []
         if self._groups:
             self._root.register_forward_pre_hook(torch.compiler.disable(self._enter))
@@ -54,6 +57,8 @@ class FollowBuffers:
 
     def _enter(self, root: nn.Module, args: Any) -> None:
         trains = root.training and torch.is_grad_enabled()
+        if tables := set(map(id, record(root).tables)):
+            self._cut.update(name for name, one in root.named_buffers() if id(one) in tables)
         others = self._others()
         if self._before is not None and others and (trains or self._trained):
             same = {name: one for name, one in others.items() if self._tensors.get(name) is one}
@@ -70,7 +75,7 @@ class FollowBuffers:
     def _others(self) -> dict[str, Tensor]:
         """The buffers that are not followed yet, also those that a forward has made."""
         norms = {name for name, norm in self._norms.items() if norm.training}
-        known = self._changing | norms
+        known = self._changing | norms | self._cut
         return {name: one for name, one in self._root.named_buffers() if name not in known}
 
     def _is_anywhere(self, changed: bool) -> bool:
@@ -102,7 +107,7 @@ class FollowBuffers:
     def _leave(self, root: nn.Module, args: Any, output: Any) -> None:
         if root.training and torch.is_grad_enabled():
             norms = (name for name, norm in self._norms.items() if norm.training)
-            self._due = sorted(self._changing.union(norms))
+            self._due = sorted(self._changing.union(norms) - self._cut)
 
     @torch.no_grad()
     def _follow(self) -> None:
