@@ -23,7 +23,9 @@ WAYS: dict[str, Callable[[], ParallelismConfig]] = {
     "DDP": ddp,
     "whole in FSDP2": lambda: ParallelismConfig(rules=[Rule(["0", "2"], shard=False)]),
 }
-both = pytest.mark.parametrize("way", list(WAYS))
+AVERAGED = list(WAYS)
+WAYS["FSDP2"] = ParallelismConfig
+both = pytest.mark.parametrize("way", AVERAGED)
 
 
 def _pair(way: str) -> tuple[nn.Module, nn.Module, Tensor]:
@@ -185,10 +187,9 @@ def test_what_fsdp2_would_postpone_is_refused(kind: str) -> None:
     same_parameters(model, single, gradients=True)
 
 
-@pytest.mark.parametrize("way", [*WAYS, "FSDP2"])
+@pytest.mark.parametrize("way", list(WAYS))
 @on_ranks(2)
 def test_gradients_that_wait_cannot_be_changed_by_hand(way: str) -> None:
-    WAYS.setdefault("FSDP2", ParallelismConfig)
     model, _, batches = _pair(way)
     weight: Any = model[2].weight
     with no_sync(model):
