@@ -16,6 +16,9 @@ from types import TracebackType
 class ParallelismError(Exception):
     """Anything that kept composer_dist from doing what it was asked to do."""
 
+    of_users_code = False
+    """Whether another rank raised it in the user's own code, which a model, a data set or a callback has."""
+
     def __str__(self) -> str:
         """The text, without control characters of files' contents; `KeyError` alone would quote it."""
         return _printable(str(self.args[0]) if len(self.args) == 1 else super().__str__())

@@ -13,6 +13,7 @@ import typer
 from composer_dist.cli import failures
 from composer_dist.cli.interrupt import EXIT_STATUS, CtrlC
 from composer_dist.errors import ParallelismError
+from composer_dist.users_code import users_frames
 
 EXAMPLES = """
 Examples:
@@ -154,7 +155,7 @@ def _told(debug: bool, launcher: int | None = None) -> Iterator[CtrlC]:
             raise typer.Exit(EXIT_STATUS) from None
         status, text = _outcome(error, debug)
         if launcher is not None:
-            report_failure(text, own=bool(failures.users_frames(error)), status=status)
+            report_failure(text, own=bool(users_frames(error)), status=status)
         elif status == failures.FAILED or os.environ.get("RANK", "0") == "0":  # else all ranks find the same
             typer.echo(text, err=True)
         raise typer.Exit(status) from None
@@ -173,7 +174,7 @@ def _outcome(error: Exception, debug: bool) -> tuple[int, str]:
     """The exit status and the text; our own errors name the rank themselves."""
     from composer_dist.recipe.problems import ConfigurationError
 
-    wrong = isinstance(error, ConfigurationError) and not failures.users_frames(error)
+    wrong = isinstance(error, ConfigurationError)
     if wrong and not debug:
         return failures.WRONG_CALL, str(error)
     rank = None if isinstance(error, ParallelismError) else os.environ.get("RANK")

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from composer_dist.errors import ParallelismValueError
+from composer_dist.users_code import is_of_users_code
 from composer_dist.wording import near_miss
 
 
@@ -50,13 +51,9 @@ def _load(file: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException as error:
+    except BaseException:
         del sys.modules[name]
-        if not isinstance(error, Exception):
-            raise
-        raise ParallelismValueError(
-            f"{file} cannot be imported: {type(error).__name__}: {error}{_line(error)}."
-        ) from error
+        raise
     return module
 
 
@@ -64,6 +61,8 @@ def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
+        if is_of_users_code(error):
+            raise
         raise ParallelismValueError(f"{name} cannot be imported: {error}{_line(error)}.") from error
 
 

@@ -16,6 +16,7 @@ from composer_dist.recipe.other_libraries.keys import hint
 from composer_dist.recipe.outline import unknown_keys
 from composer_dist.recipe.schema import Run
 from composer_dist.recipe.source import Document, Problem, override, read_document
+from composer_dist.users_code import is_of_users_code
 
 
 class ConfigurationError(ParallelismValueError):
@@ -24,12 +25,12 @@ class ConfigurationError(ParallelismValueError):
 
 @contextmanager
 def blamed_on(document: Document, kinds: tuple[type[Exception], ...] = WRONG) -> Iterator[None]:
-    """What cannot be made as the configuration asks is its fault, and not the run's."""
+    """What cannot be made as the configuration asks is its fault; errors of the user's own code are not."""
     try:
         yield
-    except ConfigurationError:
-        raise
     except kinds as error:
+        if isinstance(error, ConfigurationError) or is_of_users_code(error):
+            raise
         raise ConfigurationError(f"{document.blamed(str(error))}: {error}") from error
 
 
@@ -53,6 +54,8 @@ class Problems:
         try:
             yield
         except ParallelismError as error:
+            if is_of_users_code(error):
+                raise
             self.add(str(error).replace("\n", " "), *path)
 
     def check(self, schema: Any, values: Any, *path: str | int) -> Any:

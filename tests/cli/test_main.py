@@ -12,7 +12,7 @@ import typer
 from torch._utils import ExceptionWrapper
 from typer.testing import CliRunner
 
-from composer_dist import __version__
+from composer_dist import __version__, users_code
 from composer_dist.cli import commands as cli
 from composer_dist.cli import failures
 from composer_dist.errors import CheckpointValueError
@@ -38,7 +38,7 @@ FAILURES: dict[str, tuple[BaseException, int, str]] = {
 
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
-    monkeypatch.setattr(failures, "_is_users", lambda file: False)  # this file stands for ours
+    monkeypatch.setattr(users_code, "_is_users", lambda file: False)  # this file stands for ours
     made = typer.Typer(cls=cli.Commands, pretty_exceptions_enable=False)
     made.callback()(cli.options)
 
@@ -66,11 +66,11 @@ def test_frames_of_installed_packages_are_not_the_users(tmp_path: Path, place: s
     try:
         exec(compile("raise error", str(file), "exec"), {"error": error})
     except ValueError:
-        found = [Path(frame.filename) for frame in failures.users_frames(error)]
+        found = [Path(frame.filename) for frame in users_code.users_frames(error)]
     assert (file in found) == (place == "project")
     assert (failures.status_of(CheckpointValueError("ours")), failures.status_of(error)) == (2, 1)
-    assert not failures._is_users(typer.__file__)
-    assert not failures._is_users(subprocess.__file__)
+    assert not users_code._is_users(typer.__file__)
+    assert not users_code._is_users(subprocess.__file__)
 
 
 def test_debug_shows_where_an_error_comes_from(app: typer.Typer) -> None:

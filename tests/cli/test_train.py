@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from composer_dist.cli.commands import app
 from composer_dist.cli.init import PRESETS
+from tests.kit.world import World
 
 MINE = """\
 model: {kind: module, name: "mine.py:Net", arguments: {}, num_classes: 2}
@@ -259,6 +260,18 @@ def test_errors_of_the_users_own_code_show_where_they_come_from(tmp_path: Path) 
     assert "composer_dist/" not in told
     _, _, told = call(tmp_path / "mine.yaml", f"out={tmp_path / 'out'}", debug=True)
     assert "composer_dist/recipe/data.py" in told
+
+
+@pytest.mark.parametrize(("kind", "said"), [("KeyError", "KeyError: 'a'"), ("ValueError", "ValueError: a")])
+def test_an_error_of_the_users_own_code_fails_all_ranks_alike(
+    world2: World, tmp_path: Path, kind: str, said: str
+) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    broken = f"if torch.distributed.get_rank() == 1:\n        raise {kind}('a')\n    return ["
+    (tmp_path / "mine.py").write_text(CODE.replace("return [", broken))
+    (*first, told), (*second, _) = world2(call, tmp_path / "mine.yaml", f"out={tmp_path / 'out'}")
+    assert (first, second) == ([1, ""], [1, ""])
+    assert told.endswith(f"composer-dist train: Rank 1: {said} (at 'reading the data')\n"), told
 
 
 def test_errors_in_training_say_where_and_show_no_frames_of_ours(tmp_path: Path) -> None:

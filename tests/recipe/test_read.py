@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from composer_dist import ParallelismConfig
+from composer_dist import ParallelismConfig, users_code
 from composer_dist.config import parallelism as strategies
 from composer_dist.config.parallelism import register_strategy, strategy_named
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.recipe.data import datasets, loader
 from composer_dist.recipe.models import _module
 from composer_dist.recipe.named import CALLBACKS, find, resolve
@@ -301,7 +301,7 @@ def test_reading_leaves_the_random_state_alone(write: Write) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_an_error_of_the_run_is_blamed_on_the_override_that_it_names() -> None:
+def test_an_error_of_the_run_is_blamed_on_the_override_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     document = Document({}, "run.yaml")
     assert override(document, ["data.source=/nowhere/*.txt", "model.config.width=3", "out=there"]) == []
     for text, expected in (
@@ -309,18 +309,35 @@ def test_an_error_of_the_run_is_blamed_on_the_override_that_it_names() -> None:
         ("model.config.width is 3", "'model.config.width=3'"),
         ("model.config.widths is 3, without", "run.yaml"),
     ):
+        monkeypatch.setattr(users_code, "_is_users", lambda file: False)
         with pytest.raises(ConfigurationError) as error, blamed_on(document):
             raise ParallelismValueError(text)
         assert str(error.value) == f"{expected}: {text}"
+    monkeypatch.undo()
+    with pytest.raises(ParallelismKeyError, match="^of the users code$"), blamed_on(document):
+        raise ParallelismKeyError("of the users code")
 
 
-def test_a_file_that_cannot_be_imported_shows_its_line(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("import torch\nimport nosuchmodule\n")
-    with pytest.raises(ParallelismValueError) as error:
-        resolve("mine.py:Net", tmp_path)
-    assert str(error.value).endswith(
-        f"No module named 'nosuchmodule' ({tmp_path}/mine.py:2: import nosuchmodule)."
-    )
+@pytest.mark.parametrize(
+    ("code", "kind", "line"),
+    [
+        ("import torch\nimport nosuchmodule\n", ModuleNotFoundError, 2),
+        ("import torch\nfrom torch import nosuchname\n", ImportError, 2),
+        ("import torch\n\nraise KeyError('a')\n", KeyError, 3),
+        ("import torch\nif\n", SyntaxError, 2),
+    ],
+)
+def test_a_file_that_cannot_be_imported_fails_as_the_users_code(
+    tmp_path: Path, write: Write, code: str, kind: type[Exception], line: int
+) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    file = write(GOOD + "callbacks: {'mine.py:Mine': {}}\n")
+    for read in (lambda: resolve("mine.py:Net", tmp_path), lambda: read_configuration(file)):
+        with pytest.raises(kind) as error:
+            read()
+        assert error.type is kind
+        last = users_code.users_frames(error.value)[-1]
+        assert (last.filename, last.lineno) == (str(tmp_path / "mine.py"), line)
 
 
 def test_a_callback_for_checkpoints_is_a_section_here(tmp_path: Path) -> None:

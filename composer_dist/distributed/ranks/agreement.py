@@ -166,10 +166,10 @@ class Agreement:
             if len(self.ranks) > 1:
                 return self._exchange(post, decide, limit)
             if post["error"]:
-                raise unpack(post["error"])
+                raise unpack(*post["error"])
             return decide([post["mine"]])
         except Exception as failure:
-            agreed = failure if isinstance(failure, ParallelismError) else unpack(pack(failure))
+            agreed = failure if isinstance(failure, ParallelismError) else unpack(*pack(failure))
             if isinstance(error, ParallelismError) and str(error) == str(agreed):
                 agreed = error  # this rank's own, with the traceback of where it arose
             self._raised = agreed
@@ -202,7 +202,7 @@ class Agreement:
                 "hosts it, has ended early. See its output."
             ) from lost
         if verdict["error"]:
-            raise unpack(verdict["error"])
+            raise unpack(*verdict["error"])
         return verdict["result"]
 
     def _judge(self, line: Line, post: Post, decide: Callable[..., Any], limit: timedelta) -> dict[str, Any]:

@@ -1,8 +1,11 @@
-"""How an error on one rank is sent to the others: as its kind and its text."""
+"""How an error on one rank is sent to the others: kind, text, and whether the user's own code raised it."""
+
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from composer_dist.errors import ParallelismError, in_words, kind_named, kind_of
+from composer_dist.users_code import is_of_users_code
 from composer_dist.wording import ranks_named
 
 
@@ -18,28 +21,38 @@ def is_lost(error: BaseException | None) -> bool:
     )
 
 
-def pack(error: BaseException) -> list[str]:
-    """The kind and text of an error."""
-    return [kind_of(error).__name__, in_words(error)]
+class Packed(NamedTuple):
+    """An error as JSON's types have it."""
+
+    kind: str
+    text: str
+    of_users_code: bool
 
 
-def unpack(packed: list[str]) -> ParallelismError:
+def pack(error: BaseException) -> Packed:
+    """What the other ranks learn of an error."""
+    return Packed(kind_of(error).__name__, in_words(error), is_of_users_code(error))
+
+
+def unpack(kind: str, text: str, of_users_code: bool) -> ParallelismError:
     """The inverse of `pack`, of our own kind."""
-    name, text = packed
-    return kind_named(name)(text)
+    error = kind_named(kind)(text)
+    error.of_users_code = of_users_code
+    return error
 
 
-def merge(failed: dict[int, list[str]], world: int, step: str | None) -> list[str]:
+def merge(failed: dict[int, Packed], world: int, step: str | None) -> Packed:
     """One error from those of several ranks: each different text once, with the ranks that have it.
 
     Args:
         step: what failed; an error that all ranks have alike needs neither ranks nor step.
     """
     by_text: dict[str, list[int]] = {}
-    for rank, (_, text) in failed.items():
+    for rank, (_, text, _) in failed.items():
         by_text.setdefault(text, []).append(rank)
     kind = next(iter(failed.values()))[0]
+    users = any(of_users_code for _, _, of_users_code in failed.values())
     if len(by_text) == 1 and len(failed) == world:
-        return [kind, next(iter(by_text))]
+        return Packed(kind, next(iter(by_text)), users)
     lines = [f"{ranks_named(ranks).capitalize()}: {text}" for text, ranks in by_text.items()]
-    return [kind, "\n".join(lines) + (f" (at {step!r})" if step else "")]
+    return Packed(kind, "\n".join(lines) + (f" (at {step!r})" if step else ""), users)

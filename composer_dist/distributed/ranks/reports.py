@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from composer_dist import _torch
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.ranks.failures import is_lost, pack, unpack
+from composer_dist.distributed.ranks.failures import is_lost, merge, pack, unpack
 from composer_dist.distributed.ranks.waiting import poll
 from composer_dist.errors import ParallelismError, ParallelismRuntimeError
 from composer_dist.wording import ranks_named
@@ -45,8 +45,8 @@ def told_to_all(doing: Callable[[], str]) -> Iterator[None]:
     except BaseException as error:
         if not is_lost(error) and not is_lost(error.__cause__):
             with suppress(RuntimeError):  # the store has gone with its host
-                kind, text = pack(error)
-                store.compare_set(key, "", json.dumps([rank, kind, f"{text} (at {doing()!r})"]))
+                packed = merge({rank: pack(error)}, len(agreement.ranks), doing())
+                store.compare_set(key, "", json.dumps([rank, packed]))
             raise
         if (reason := _explained(error, agreement, doing(), key)) is error:
             raise
@@ -99,8 +99,8 @@ def _await_reason(key: str | None, agreement: Agreement, step: str) -> Paralleli
         for _ in poll(PATIENCE, lambda: "the reason"):
             ended = agreement.lost()
             if key is not None and store.check([key]):
-                rank, kind, text = json.loads(store.get(key))
-                return None if rank == agreement.rank else unpack([kind, f"Rank {rank}: {text}"])
+                rank, packed = json.loads(store.get(key))
+                return None if rank == agreement.rank else unpack(*packed)
             if ended:
                 who = ranks_named(ended).capitalize()
                 return ParallelismRuntimeError(

@@ -2,7 +2,9 @@
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -85,6 +87,15 @@ def test_errors_are_merged_and_raised_on_all_ranks_with_kind_and_text(
     ranks: int, errors: dict[int, BaseException], kind: type, text: str
 ) -> None:
     assert caught(body, Agreement(), errors) == (kind, text)
+
+
+@pytest.mark.parametrize("users", [True, False])
+@on_ranks(2)
+def test_all_ranks_know_whether_the_users_code_raised_an_error(users: bool) -> None:
+    lookups: dict[bool, Callable[[], int]] = {True: lambda: {}["a"], False: partial({}.__getitem__, "a")}
+    with pytest.raises(ParallelismKeyError, match="^Rank 1: KeyError: 'a' \\(at 'a step'\\)$") as error:
+        Agreement().each("a step", lookups[users] if dist.get_rank() == 1 else int)
+    assert (error.type, error.value.of_users_code) == (ParallelismKeyError, users)
 
 
 @on_ranks(4)
