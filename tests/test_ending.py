@@ -10,6 +10,8 @@ import pytest
 from composer_dist import ending
 from composer_dist.ending import Ending
 
+pytestmark = pytest.mark.promise(108)
+
 
 def wait_interrupted(one: Ending, at: int) -> bool:
     """Waits, with a KeyboardInterrupt at the n-th event of the interpreter; whether there were so many."""

@@ -1,15 +1,18 @@
 """Torch's private names, each with the feature that falls if it goes."""
 
 import ast
+import ctypes
 import importlib
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -342,6 +345,63 @@ def test_modules_tell_what_is_saved_and_compiled() -> None:
 def _compiled(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     module.bias.data = module.bias.data * 2
     return x @ module.weight.data[0]
+
+
+def _floats_at(weight: torch.Tensor) -> Any:
+    return numpy.ctypeslib.as_array((ctypes.c_float * weight.numel()).from_address(weight.data_ptr()))
+
+
+GIVEN: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numpy": lambda weight: weight.detach().numpy(),
+    "numpy of a view": lambda weight: weight.detach()[1:].numpy(),
+    "an array": lambda weight: numpy.asarray(weight.detach()),
+    "dlpack": lambda weight: torch.from_dlpack(weight.detach()),
+    "dlpack of before": lambda weight: torch.from_dlpack(torch.utils.dlpack.to_dlpack(weight.detach())),
+    "dlpack to numpy": lambda weight: numpy.from_dlpack(weight.detach()),
+    "a tensor of the storage": lambda weight: torch.tensor([]).set_(weight.untyped_storage()),
+    "a tensor of the typed storage": lambda weight: torch.tensor([]).set_(weight.storage()),
+    "an address": _floats_at,
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("give", GIVEN.values(), ids=GIVEN)
+def test_writes_through_memory_that_was_given_out_are_counted(give: Callable[[torch.Tensor], Any]) -> None:
+    weight = torch.arange(4.0)
+    _torch.watch_data([weight])
+    given, first = give(weight), _torch.data_writes(weight)
+    assert [_torch.data_writes(weight), _torch.wrote_data()] == [first, True]
+    given *= 3
+    assert [_torch.data_writes(weight), _torch.data_writes(weight)] == [first + 1, first + 1]
+    given += 1
+    assert _torch.data_writes(weight) == first + 2
+    assert weight.tolist()[1:] == [4, 7, 10]
+    assert weight._version == 0
+
+
+def test_writes_into_the_storage_of_watched_tensors_are_counted() -> None:
+    weight = torch.arange(4.0)
+    _torch.watch_data([weight])
+    first = _torch.data_writes(weight)
+    weight.untyped_storage().fill_(1)
+    assert _torch.data_writes(weight) == first + 1
+    weight.untyped_storage()[3] = 0
+    weight.untyped_storage().copy_(torch.ones(4).untyped_storage())
+    assert _torch.data_writes(weight) == first + 2
+    assert weight.tolist() == [1] * 4
+
+
+def test_numpy_reads_memory_that_will_be_freed_but_cannot_write_it() -> None:
+    weight = torch.arange(4.0)
+    _torch.watch_data([weight], are_freed=True)
+    for array in (weight.numpy(), numpy.asarray(weight)):
+        assert array.tolist() == [0, 1, 2, 3]
+        with pytest.raises(ValueError, match="read-only"):
+            array *= 2
+    weight.untyped_storage().resize_(0)  # torch refuses that of storages that numpy shares
+    other = torch.arange(4.0)
+    other.numpy()[:] = 1
+    assert other.tolist() == [1] * 4
 
 
 def test_writes_through_data_of_watched_tensors_are_counted_and_nothing_else_differs() -> None:

@@ -1,14 +1,18 @@
-"""Writes through `.data`, which autograd does not count.
+"""Writes that autograd does not count: through `.data`, numpy, dlpack and storages.
 
 What `x.data` returns has a number of changes of its own. While the memory of `x` is watched, all that is
 read from `.data` of it, or of a view of it, has the same number, which is kept here. It is not the number
-of `x`, which autograd compares in backward.
+of `x`, which autograd compares in backward. Memory that is given out in other ways is summed from then on.
 """
 
-from collections.abc import Iterable
+import functools
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
@@ -20,17 +24,31 @@ _watched: set[int] = set()
 """The storages of watched tensors. Those that are gone by now cost a few bytes each."""
 _counters: dict[tuple[int, type], Any] = {}
 """For each storage and type whose `.data` was read, a tensor without memory that has the number."""
+_given: dict[int, tuple[int, int]] = {}
+"""For each storage that was given out: how often its values were found changed, and their sum then."""
+_freed: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+"""For each storage whose memory FSDP2 frees, the tensor that it holds."""
 
 
-def watch_data(tensors: Iterable[Tensor]) -> set[int]:
-    """Count the writes through `.data` of ordinary tensors and DTensors from now on. Since torch 2.4.
+def watch_data(tensors: Iterable[Tensor], are_freed: bool = False) -> set[int]:
+    """From now on, count the writes that autograd does not, of ordinary tensors and DTensors.
+
+    Args:
+        tensors: what to watch.
+        are_freed: their memory will be freed; numpy gets copies that cannot be written.
 
     Returns:
         What `forget_data` takes, for tensors that will be gone soon.
     """
     if not _watched:
         setattr(Tensor, "data", _CountedData())  # noqa: B010 - mypy knows its type
-    new = {key for tensor in tensors if (key := _key(tensor)) is not None} - _watched
+        for owner, name in _GIVING:
+            if not hasattr(getattr(owner, name), "__wrapped__"):
+                setattr(owner, name, _noting(owner, name))
+    keys = {key: tensor for tensor in tensors if (key := _key(tensor)) is not None}
+    if are_freed:
+        _freed.update(keys)
+    new = keys.keys() - _watched
     _watched.update(new)
     return new
 
@@ -40,19 +58,28 @@ def forget_data(keys: set[int]) -> None:
     _watched.difference_update(keys)
     for place in [place for place in _counters if place[0] in keys]:
         del _counters[place]
+    for key in keys & _given.keys():
+        del _given[key]
 
 
 def data_writes(tensor: Tensor) -> int:
-    """The number of writes through `.data` of a tensor that is watched."""
-    if not _counters or (key := _key(tensor)) is None:
+    """A number of a tensor that is watched, which grows with writes that autograd does not count."""
+    if not wrote_data() or (key := _key(tensor)) is None:
         return 0
     found = (_counters.get((key, kind)) for kind in (Tensor, DTensor))
-    return sum(counter._version for counter in found if counter is not None)
+    counted: int = sum(counter._version for counter in found if counter is not None)
+    if key not in _given:
+        return counted
+    changes, then = _given[key]
+    if (now := _sum(tensor)) != then:
+        changes += 1
+        _given[key] = changes, now
+    return counted + changes
 
 
 def wrote_data() -> bool:
-    """Whether there can be such writes: `.data` of any watched tensor was read."""
-    return bool(_counters)
+    """Whether there can be such writes: the memory of any watched tensor was given out."""
+    return bool(_counters or _given)
 
 
 def read_data(tensor: Tensor) -> Tensor:
@@ -85,6 +112,47 @@ class _CountedData:
         return hash(_SLOT)
 
 
+_GIVING: list[tuple[Any, str]] = [
+    *((owner, "to_dlpack") for owner in (torch, torch.utils.dlpack)),
+    *((Tensor, name) for name in ("numpy", "__array__", "__dlpack__", "data_ptr", "set_")),
+    *((torch.UntypedStorage, name) for name in ("fill_", "copy_", "__setitem__")),
+]
+"""The functions that give out the memory of a tensor, or write it."""
+
+
+def _noting(owner: Any, name: str) -> Callable[..., Any]:
+    """A function of torch that notes what watched memory it gives out, but not to torch or this package."""
+    function = getattr(owner, name)
+    own = ("composer_dist", "torch") if name == "data_ptr" else ("composer_dist",)
+
+    @functools.wraps(function)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = args[0] if name == "set_" and args else self
+        key = _key(given)
+        if key in _watched and sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in own:
+            if key in _freed and name in ("numpy", "__array__"):
+                array = function(self.clone(), *args, **kwargs)
+                array.flags.writeable = False
+                return array
+            if key not in _given and _storage(given).device.type != "meta":
+                _given[key] = 0, _sum(given)
+        return function(self, *args, **kwargs)
+
+    return noting
+
+
+def _sum(given: Any) -> int:
+    """A sum of all values in the storage of a tensor, which shows changes."""
+    storage = _storage(given)
+    size = max(size for size in _INTEGERS if storage.nbytes() % size == 0)
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        numbers = torch.empty(0, dtype=_INTEGERS[size], device=storage.device)
+        return int(numbers.set_(storage).sum(dtype=torch.int64))
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _counted(data: Any, key: int | None) -> Tensor:
     counter: Any = _counters.get((key, type(data)))  # type: ignore[arg-type]
     if counter is None:
@@ -99,13 +167,21 @@ def _counted(data: Any, key: int | None) -> Tensor:
     return counted  # type: ignore[no-any-return]
 
 
-def _key(tensor: Any) -> int | None:
-    kind = type(tensor)
-    if kind is DTensor:
-        tensor, kind = tensor._local_tensor, type(tensor._local_tensor)
-    if kind is not Tensor and kind is not nn.Parameter:
-        return None
+def _key(given: Any) -> int | None:
     try:
-        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+        storage = _storage(given)
     except RuntimeError:  # torch.func's tensors, and sparse ones
         return None
+    return None if storage is None else storage._cdata
+
+
+def _storage(given: Any) -> Any:
+    """The storage of an ordinary tensor or of a DTensor's part, or what a typed one holds."""
+    kind = type(given)
+    if kind is DTensor:
+        given, kind = given._local_tensor, type(given._local_tensor)
+    if kind is Tensor or kind is nn.Parameter:
+        return given.untyped_storage()
+    if kind is torch.TypedStorage:
+        return given._untyped_storage
+    return given if kind is torch.UntypedStorage else None

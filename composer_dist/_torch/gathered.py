@@ -84,7 +84,7 @@ class _Versions:
             self._cut = [index for index, one in enumerate(gathered) if isinstance(one, DTensor)]
             _Versions.cut |= bool(self._cut)
             self._tensors = *gathered, *(gathered[index]._local_tensor for index in self._cut)
-            watch_data(gathered)
+            watch_data(gathered, are_freed=True)
         parts = [param.sharded_param._local_tensor for param in self._group.fsdp_params]
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             self._parts = parts

@@ -32,7 +32,7 @@ from composer_dist.errors import ParallelismError
 from tests.kit import world
 from tests.kit.compare import full
 
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+pytestmark = [pytest.mark.filterwarnings("ignore:Full backward hook is firing"), pytest.mark.promise(104)]
 
 WIDTH, BATCH = 8, 8
 CUT = {r"re:layers\.\d+\.linear": "colwise_gather"}

@@ -27,6 +27,8 @@ from tests.kit.runs import save_run
 from tests.kit.toy import stateful
 from tests.kit.world import PRELOAD, World, on_ranks
 
+pytestmark = pytest.mark.promise(107)
+
 
 def is_refused(path: Path) -> str | None:
     """Why a plain process does not load it, None if it does."""

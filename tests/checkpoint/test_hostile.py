@@ -25,6 +25,8 @@ from composer_dist.files.checkpoint_format import StoredFile
 from composer_dist.files.torch_save import seal_of
 from tests.kit.toy import stateful
 
+pytestmark = pytest.mark.promise(107)
+
 
 def saved(path: Path, seed: int = 0) -> Path:
     save_checkpoint(path, {"model": stateful(seed), "note": [1, {"a": 2}], "thing": {3}})

@@ -9,6 +9,8 @@ import pytest
 
 from composer_dist.cli.announce import announcement
 
+pytestmark = pytest.mark.promise(109)
+
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

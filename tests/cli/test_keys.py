@@ -12,6 +12,8 @@ from composer_dist.cli.init import PRESETS
 from composer_dist.config.yaml import parse
 from composer_dist.recipe.keys import sections
 
+pytestmark = pytest.mark.promise(110)
+
 
 def printed(*arguments: str) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, list(arguments), prog_name="composer-dist")

@@ -17,6 +17,8 @@ from composer_dist.cli import commands as cli
 from composer_dist.cli import failures
 from composer_dist.errors import CheckpointValueError
 
+pytestmark = pytest.mark.promise(109)
+
 FAILURES: dict[str, tuple[BaseException, int, str]] = {
     "ours": (CheckpointValueError("the file is cut short"), 2, "composer-dist fail: the file is cut short\n"),
     "os": (

@@ -13,6 +13,8 @@ from composer_dist.cli.commands import app
 from composer_dist.cli.init import PRESETS
 from tests.kit.world import World
 
+pytestmark = pytest.mark.promise(109)
+
 MINE = """\
 model: {kind: module, name: "mine.py:Net", arguments: {}, num_classes: 2}
 data: {kind: function, name: "mine.py:data", batch_size: 4}

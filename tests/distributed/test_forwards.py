@@ -16,6 +16,8 @@ from composer_dist.distributed import forwards
 from composer_dist.distributed.forwards import Layer
 from composer_dist.errors import ParallelismRuntimeError
 
+pytestmark = pytest.mark.promise(104)
+
 
 class Block(nn.Module):
     def __init__(self) -> None:

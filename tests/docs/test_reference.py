@@ -3,6 +3,10 @@
 import runpy
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.promise(110)
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 

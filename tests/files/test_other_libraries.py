@@ -16,6 +16,8 @@ from tests.kit.runs import assert_same, snapshot, start, train
 from tests.kit.toy import stateful
 from tests.kit.world import on_ranks
 
+pytestmark = pytest.mark.promise(107)
+
 LIGHTNING = {"epoch", "global_step", "hyper_parameters", "lr_scheduler", "pytorch-lightning_version"}
 
 

@@ -16,6 +16,8 @@ from composer_dist.errors import CheckpointError, CheckpointRuntimeError, Checkp
 from composer_dist.files.index import Index
 from composer_dist.files.safetensors import DTYPES, read_index
 
+pytestmark = pytest.mark.promise(107)
+
 STATE = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(0, 4), "c": torch.ones(5, dtype=torch.int8)}
 
 

@@ -15,6 +15,8 @@ from composer_dist.recipe.schema import HubModel
 from composer_dist.recipe.tokenizer import byte_tokenizer, tokenizer_named
 from tests.kit.huggingface import llama
 
+pytestmark = pytest.mark.promise(109)
+
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

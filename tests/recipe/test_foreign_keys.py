@@ -10,6 +10,8 @@ from composer_dist.recipe.problems import ConfigurationError
 from composer_dist.recipe.read import read_configuration
 from composer_dist.trainer import load_schedule
 
+pytestmark = pytest.mark.promise(109)
+
 
 @pytest.mark.parametrize(
     ("key", "said"),

@@ -9,6 +9,8 @@ from tests.kit.compare import same
 from tests.kit.scripts.recipes import EVERY, in_the_default_run, trained
 from tests.kit.world import WorkerError, World
 
+pytestmark = pytest.mark.promise(106)
+
 RUN = ["trainer.max_duration=5ba", "trainer.eval_interval=2ba", "export=false", "checkpoints.interval=2ba"]
 TEXT = ["data.batch_size=2", "data.context=32", "data.held_out=4"]
 

@@ -3,8 +3,12 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from composer_dist.recipe.output.summary import RunSummary
 from tests.kit.training import fitted, loader
+
+pytestmark = pytest.mark.promise(109)
 
 
 def test_time_losses_and_where_everything_is(tmp_path: Path) -> None:

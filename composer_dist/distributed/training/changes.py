@@ -41,9 +41,10 @@ class Before(Generic[Key]):
 class Watch:
     """Looks at tensors before a forward.
 
-    Every change that autograd counts is found, and every one through `.data`. Others (through numpy or
-    dlpack, a batch norm's statistics) are found by the values, which are compared in the forwards 1, 2, 4,
-    8, ... of each kind: for training or evaluation, with or without gradients.
+    Every change that autograd counts is found, and every one through `.data` or through memory that the
+    tensor has given out (numpy, dlpack). Others (of a kernel that declares nothing, a batch norm's
+    statistics) are found by the values, which are compared in the forwards 1, 2, 4, 8, ... of each kind:
+    for training or evaluation, with or without gradients.
     """
 
     def __init__(self) -> None:

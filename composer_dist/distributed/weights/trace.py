@@ -168,7 +168,8 @@ class _Escapes(TorchFunctionMode):
         try:
             return func(*args, **(kwargs or {}))
         except TypeError:
-            self.recorder.lacked_values |= func in _ESCAPES and args[0].is_meta
+            escapes = getattr(func, "__wrapped__", func) in _ESCAPES  # `watch_data` wraps numpy
+            self.recorder.lacked_values |= escapes and args[0].is_meta
             raise
 
 

@@ -26,6 +26,8 @@ from tests.kit.planning import BLOCKS, Dropping, DroppingBlock, checkpointed, dr
 from tests.kit.toy import sharded
 from tests.kit.world import on_ranks
 
+pytestmark = pytest.mark.promise(104)
+
 MODES: list[Any] = [
     "composable",
     ("composable", None),

@@ -9,6 +9,8 @@ from composer_dist.distributed.ranks import gloo_interface as interface
 from composer_dist.distributed.ranks.gloo_interface import gloo_variables
 from tests.kit.scripts.hosts import on_two_hosts
 
+pytestmark = pytest.mark.promise(105)
+
 TWO_HOSTS = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
 
 

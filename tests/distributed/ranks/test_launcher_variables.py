@@ -13,6 +13,8 @@ from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.trainer import Trainer
 from tests.kit.training import tagger
 
+pytestmark = pytest.mark.promise(105)
+
 SLURM = {
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_ID": "0",

@@ -12,6 +12,8 @@ import pytest
 from composer_dist.distributed.ranks.loopback import host_store, own_store
 from composer_dist.errors import ParallelismRuntimeError
 
+pytestmark = pytest.mark.promise(107)
+
 RANK = """
 import json, os, sys
 from datetime import timedelta

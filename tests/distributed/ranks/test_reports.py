@@ -18,6 +18,8 @@ from tests.kit.compare import fails
 from tests.kit.training import joined, quiet, recovers, tagged, tagger
 from tests.kit.world import WorkerError, World
 
+pytestmark = pytest.mark.promise(108)
+
 
 def fails_elsewhere(error: Exception, kind: type[ParallelismError], **options: Any) -> str:
     """Rank 1 trains a while, then its loss raises; it leaves as a process does that nobody catches."""

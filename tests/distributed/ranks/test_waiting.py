@@ -7,6 +7,8 @@ import pytest
 
 from composer_dist.distributed.ranks import waiting
 
+pytestmark = pytest.mark.promise(108)
+
 
 def test_a_long_wait_is_logged_once(monkeypatch, caplog):
     now = [0.0]

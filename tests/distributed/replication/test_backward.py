@@ -21,6 +21,8 @@ from tests.kit.models import M
 from tests.kit.toy import built
 from tests.kit.world import on_ranks
 
+pytestmark = pytest.mark.promise(104)
+
 
 def inputs(steps: int) -> list[Tensor]:
     return [torch.randn(8, 8, generator=torch.Generator().manual_seed(step)) for step in range(steps)]

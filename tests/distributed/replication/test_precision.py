@@ -14,6 +14,8 @@ from tests.kit.meshes import ddp, mine
 from tests.kit.models import M
 from tests.kit.world import on_ranks
 
+pytestmark = pytest.mark.promise(104)
+
 
 @pytest.mark.promise(61)
 @pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])

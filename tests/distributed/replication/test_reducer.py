@@ -25,6 +25,8 @@ from tests.kit.models import M
 from tests.kit.toy import Toy, built, train, trainable
 from tests.kit.world import on_ranks
 
+pytestmark = pytest.mark.promise(104)
+
 # The same training
 
 

@@ -19,6 +19,8 @@ from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.compare import fails, full, same_parameters
 from tests.kit.world import on_ranks
 
+pytestmark = pytest.mark.promise(104)
+
 
 def _net() -> nn.Module:
     torch.manual_seed(0)

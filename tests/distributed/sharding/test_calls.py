@@ -23,6 +23,8 @@ from composer_dist.tensors.nested import Rejoined, everything_in
 from tests.kit.compare import alike, close, fails, grads
 from tests.kit.world import on_ranks
 
+pytestmark = pytest.mark.promise(104)
+
 STASH: list[Tensor] = []
 ONES = torch.ones(4, 4, requires_grad=True)
 
@@ -394,6 +396,44 @@ def test_a_buffer_that_changes_once_and_late_is_rank_0s_from_the_next_forward_on
         torch.testing.assert_close(buffer, x[0].mean(0))
     assert model.by_loop.tolist() == [1] * 4
     assert model.still.tolist() == [0] * 4
+
+
+class GivesMemory(nn.Module):
+    """Gives out its weight's memory in its third forward, and changes nothing if `factor` is 1."""
+
+    def __init__(self, give: Any, factor: float) -> None:
+        super().__init__()
+        self.linear, self.forwards = nn.Linear(4, 4), 0
+        self.give, self.factor = give, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        given = self.give(self.linear.weight.detach()) if self.forwards == 3 else x
+        if self.factor != 1:
+            given *= self.factor
+        return self.linear(x) + float(given.sum())
+
+
+@on_ranks(2)
+@pytest.mark.promise(104)
+@pytest.mark.parametrize("ddp", [False, True])
+def test_memory_that_a_forward_gives_out_is_read_and_a_write_into_it_is_refused(ddp: bool) -> None:
+    for give in (Tensor.numpy, torch.from_dlpack):
+        for factor in (1, 2):
+            torch.manual_seed(0)
+            model = nn.Sequential(GivesMemory(give, factor), nn.Linear(4, 4))
+            alone = copy.deepcopy(model)
+            parallelize_model(model, DDPConfig() if ddp else FSDP2Config())
+            if factor == 1:
+                close({"out": _third(model)}, {"out": _third(alone)})
+                continue
+            error: Any = ValueError if give is Tensor.numpy and not ddp else ParallelismRuntimeError
+            with pytest.raises(error, match=r"read-only|changed 0\.linear\.weight in place"):
+                _third(model)
+
+
+def _third(model: nn.Module) -> Tensor:
+    return [model(torch.ones(2, 4)).detach() for _ in range(3)][-1]
 
 
 @on_ranks(2)

@@ -19,6 +19,8 @@ from tests.kit.compare import fails_alike
 from tests.kit.models import WIDTH, Layer, Multimodal
 from tests.kit.world import on_ranks
 
+pytestmark = pytest.mark.promise(105)
+
 
 def skip(who: list[int], mesh: MeshConfig, expected: str) -> None:
     """Train and evaluate with images everywhere, then without them on some ranks."""

@@ -19,6 +19,8 @@ from tests.kit.models import M
 from tests.kit.toy import built
 from tests.kit.world import on_ranks
 
+pytestmark = pytest.mark.promise(104)
+
 WAYS: dict[str, Callable[[], ParallelismConfig]] = {
     "DDP": ddp,
     "whole in FSDP2": lambda: ParallelismConfig(rules=[Rule(["0", "2"], shard=False)]),

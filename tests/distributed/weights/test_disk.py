@@ -52,6 +52,8 @@ from tests.kit.meshes import config, mesh
 from tests.kit.toy import Toy, built, tokens, train
 from tests.kit.world import on_ranks, run
 
+pytestmark = pytest.mark.promise(105)
+
 MIB = 1 << 20
 
 
