@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from composer_dist.wording import near_miss
+
 PRESETS = Path(__file__).parents[1] / "recipe" / "presets"
 EXAMPLES = """
 Presets:
@@ -21,7 +23,7 @@ Presets:
 Examples:
 
   composer-dist init                     write pretrain.yaml
-  composer-dist init lora mine.yaml      write the preset for LoRA to mine.yaml
+  composer-dist init lora mine.yaml      write the preset lora to mine.yaml
 """
 
 
@@ -39,14 +41,26 @@ class Preset(StrEnum):
 
 
 def init(
-    preset: Annotated[Preset, typer.Argument(help="Template to start from.")] = Preset.PRETRAIN,
+    preset: Annotated[
+        str,
+        typer.Argument(
+            metavar="PRESET", help="Template to start from, see below.", autocompletion=lambda: list(Preset)
+        ),
+    ] = Preset.PRETRAIN.value,
     path: Annotated[
         Path | None,
-        typer.Argument(help="File to write; by default named after the preset.", show_default=False),
+        typer.Argument(
+            metavar="PATH", help="File to write; by default named after the preset.", show_default=False
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:
     """Write a first configuration with comments. It runs as it is and downloads nothing."""
+    if preset not in (known := [str(one) for one in Preset]):
+        raise typer.BadParameter(
+            f"there is no preset {preset!r}.{near_miss(preset, known)} Presets: {', '.join(known)}.",
+            param_hint="PRESET",
+        )
     target = path or Path(f"{preset}.yaml")
     if target.is_dir():
         target = target / f"{preset}.yaml"
@@ -62,7 +76,7 @@ def init(
     typer.echo(f"Next: composer-dist train {target}")
 
 
-def _files(preset: Preset, target: Path) -> dict[Path, str]:
+def _files(preset: str, target: Path) -> dict[Path, str]:
     """The files to write: the configuration and the code that it names, under the same name."""
     sources = {target: PRESETS / f"{preset}.yaml"}
     if (code := PRESETS / f"{preset}.py").exists():

@@ -1,5 +1,7 @@
 """`composer-dist keys` and `composer-dist schema`: what a run's configuration may say."""
 
+import shutil
+import textwrap
 from typing import Annotated
 
 import typer
@@ -23,7 +25,6 @@ def keys(
     ] = None,
 ) -> None:
     """List the keys of a configuration, with their types and defaults, and one line on each."""
-    from composer_dist.distributed.plan.text import table
     from composer_dist.recipe.keys import sections
 
     known = sections()
@@ -34,10 +35,13 @@ def keys(
             f"there is no section {section!r}.{near_miss(str(section), names)} Sections: {', '.join(names)}",
             param_hint="SECTION",
         )
-    headings = {"key": "left", "type": "left", "default": "left", "meaning": "left"}
+    columns = min(shutil.get_terminal_size().columns, 100)
     for name in chosen:
-        rows = [[entry.key, entry.type, entry.default, entry.text] for entry in known[name]]
-        typer.echo(table(name or "the top of the file", headings, rows))
+        typer.echo(f"\n{name or 'The top of the file'}:")
+        for entry in known[name]:
+            default = entry.default if entry.default == "required" else f"default {entry.default}"
+            typer.echo(_wrapped(f"{entry.key} ({entry.type}, {default})", "  ", columns))
+            typer.echo(_wrapped(entry.text, "      ", columns))
 
 
 def schema() -> None:
@@ -45,6 +49,11 @@ def schema() -> None:
     from composer_dist.recipe.outline import SCHEMA
 
     typer.echo(SCHEMA.read_text(), nl=False)
+
+
+def _wrapped(text: str, space: str, columns: int) -> str:
+    """Lines of whole words."""
+    return textwrap.fill(text, columns, initial_indent=space, subsequent_indent=space, break_long_words=False)
 
 
 def _is_in(name: str, section: str) -> bool:

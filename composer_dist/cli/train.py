@@ -99,10 +99,9 @@ def _refuse_at_once(config: Path, overrides: list[str]) -> None:
     if os.environ.get("RANK", "0") == "0":
         typer.echo("\n".join(told), err=True)
         try:
-            if config.is_file():
-                from composer_dist.recipe.read import read_configuration
+            from composer_dist.recipe.read import read_configuration
 
-                read_configuration(config, overrides)
+            read_configuration(config, overrides)
         except ConfigurationError as error:
             rest = [line for line in str(error).splitlines() if line not in told]
             typer.echo("\n".join(rest), nl=bool(rest), err=True)

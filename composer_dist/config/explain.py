@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from composer_dist.config.yaml import KeyPath
 
+_WORDS = {"a dictionary": "a mapping", "a boolean": "true, false", "a integer": "an integer"}
 _UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument"}
 _MISSING = {"missing", "missing_argument"}
 _MAPPINGS = {"dict_type", "model_type", "model_attributes_type", "dataclass_type"}
@@ -58,7 +59,7 @@ def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str], hint: C
             case kind if kind in _UNKNOWN:
                 said.append(unknown_key(name, known, hint))
             case kind if kind in _MISSING:
-                said.append(f"{name!r} is missing")
+                said.append("missing, the list is too short" if name.isdigit() else f"{name!r} is missing")
             case "union_tag_not_found":
                 said.append("'kind' is missing")
             case "union_tag_invalid":
@@ -70,7 +71,11 @@ def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str], hint: C
                 expected.append("a mapping")
             case _:
                 text = error["msg"].removeprefix("Input should be ").partition(", unable to parse")[0]
-                text = text.removesuffix(", unable to interpret input").replace("a valid ", "a ")
+                text = (
+                    text.removesuffix(", unable to interpret input")
+                    .replace("a valid ", "a ")
+                    .replace("a int", "an int")
+                )
                 expected.append(text.replace("a dictionary", "a mapping").replace("a boolean", "true, false"))
     if expected:
         *others, last = dict.fromkeys(expected)

@@ -143,10 +143,11 @@ def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Pro
 
 
 def faults_at_once(file: Path, assignments: Sequence[str]) -> list[str]:
-    """What is wrong with a configuration, as far as that is known without torch: its keys, most of all."""
-    try:
-        document, problems, _ = read_sections(file, assignments)
-    except ConfigurationError as error:
-        return [str(error)]
+    """What is wrong with a configuration, as far as that is known without torch: its keys, most of all.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or is not YAML, so that nothing else is known of it.
+    """
+    document, problems, _ = read_sections(file, assignments)
     problems.check_names(document.values, ("trainer", "callbacks", "checkpoints", "resume"))
     return problems.lines()

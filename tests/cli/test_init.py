@@ -34,8 +34,14 @@ def test_another_name_is_used_throughout(tmp_path: Path) -> None:
     assert read_configuration(tmp_path / "new" / "flowers.yaml").run.out == Path("runs/flowers")
 
 
+def test_an_unknown_preset_is_answered_with_the_nearest_one() -> None:
+    status, told = call("visoin")
+    assert (status, "Value error" in told) == (2, False)
+    words = " ".join(told.replace("│", "").split())
+    assert "there is no preset 'visoin'. Did you mean 'vision'? Presets: pretrain, finetune," in words
+
+
 def test_what_it_cannot_write_it_says(tmp_path: Path) -> None:
-    assert "'vison' is not one of" in call("vison")[1]
     assert "should end in .yaml" in call("lora", tmp_path / "lora.txt")[1]
 
 

@@ -42,6 +42,15 @@ def test_one_section_is_shown_and_an_unknown_one_names_the_others() -> None:
     assert "'chekpoints'" in told
 
 
+def test_no_key_or_type_is_cut_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = printed("keys", "trainer")[1].splitlines()
+    assert max(map(len, lines)) <= 60
+    at = lines.index("  device_train_microbatch_size (int | auto | null, default")
+    assert lines[1] == "trainer:"
+    assert lines[at + 1 : at + 3] == ["  null)", "      the most samples in one forward and backward"]
+
+
 def test_the_presets_match_the_schema_and_mistakes_do_not() -> None:
     status, shown, _ = printed("schema")
     assert status == 0

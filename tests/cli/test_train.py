@@ -91,6 +91,7 @@ def test_a_dry_run_with_a_strategy_by_name() -> None:
         (["loggers={torch.nn.ReLU: {}}"], "loggers takes a LoggerDestination"),
         (["loggers={console: {interval: 0ba}}"], "ConsoleLogger's interval must be positive"),
         (["loggers={wandb: {mode: no}}"], "expected 'online', 'offline' or 'disabled'"),
+        (["out=/proc/a"], "out=/proc/a cannot be written: /proc is not a folder to write to"),
         (["loggers={file: {path: /dev/null/a}}"], "loggers.file.path=/dev/null/a cannot be written"),
         (["checkpoints={folder: /dev/null/a}"], "checkpoints.folder=/dev/null/a cannot be written"),
         (["checkpoints={folder: nope://a}"], "nope://a cannot be reached"),

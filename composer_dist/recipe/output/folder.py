@@ -9,6 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -81,10 +82,12 @@ def check_places(run: Run) -> None:
             above = next(one for one in (path, *path.parents)[key.endswith("path") :] if one.exists())
         except OSError as error:  # a name that is too long, say
             raise ParallelismValueError(f"{key}={place} cannot be written: {error.strerror}.") from None
-        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        try:
+            tempfile.TemporaryFile(dir=above).close()  # permissions do not say it of every file system
+        except OSError:
             raise ParallelismValueError(
                 f"{key}={place} cannot be written: {above} is not a folder to write to."
-            )
+            ) from None
         if key.endswith("path") and path.is_dir():
             raise ParallelismValueError(f"{key}={place} is a folder: give the name of a file in it.")
 
