@@ -73,7 +73,7 @@ def _attributes(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]
     seen = {id(module) for module in structure.modules[""].modules()}
     for owner, module in structure.modules.items():
         for key, value in vars(module).items():
-            if key in _NO_COPIES or type(value) in _PLAIN:
+            if key in NO_COPIES or type(value) in _PLAIN:
                 continue
             for tensor in everything_in(value, seen=seen):
                 names = names or {_memory(held.get()): name for name, held in _sharded(structure, plain)}
@@ -92,7 +92,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.Tensor}
-_NO_COPIES = {*vars(nn.Module()), "_flat_weights"}  # torch's recurrent modules keep theirs up to date
+NO_COPIES = {*vars(nn.Module()), "_flat_weights"}  # torch's recurrent modules keep theirs up to date
 
 
 def _overlaps(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:

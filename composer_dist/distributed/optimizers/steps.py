@@ -5,6 +5,8 @@ from functools import cache, partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -12,8 +14,12 @@ from torch.optim import Optimizer
 
 from composer_dist import _torch
 from composer_dist.distributed.before_steps import Check, before_every_step
+from composer_dist.distributed.prepared import record
+from composer_dist.distributed.ranks.process_group import device_for_facts
+from composer_dist.distributed.training.average_gradients import groups_of
 from composer_dist.errors import Faults, ParallelismRuntimeError
 from composer_dist.structure.structure import Structure
+from composer_dist.tensors.fingerprint import fingerprint
 from composer_dist.wording import listed
 
 
@@ -95,9 +101,37 @@ def _choose(
     found = [
         (former[key][0], held[key]) for key in former.keys() & held.keys() if former[key][1]() is held[key]
     ]
+    if not found:
+        _check_apart(model, held)
     params = [param for unit in _units(model) for param in _torch.fsdp_params(unit)]
     mine = {id(param.sharded_param) for param in params} & held.keys()
     return partial(_before_step, found, mine) if found or mine else None
+
+
+def _check_apart(model: nn.Module, held: Mapping[int, Tensor]) -> None:
+    """Refuse gradients of parameters of no prepared model that differ between ranks: nobody averages them.
+
+    An optimizer that holds some of `model` too does the same steps on all ranks, so they can compare.
+    """
+    models = [one for there, _ in _former if (one := there()) is not None]
+    known = {id(parameter) for one in models for parameter in one.parameters()}
+    apart = [one for key, one in held.items() if key not in known and one.requires_grad]
+    apart = [one for one in apart if not isinstance(one, DTensor)]
+    mesh = record(model).mesh
+    if not apart or mesh is None or held.keys().isdisjoint(map(id, model.parameters())):
+        return
+    mine = torch.tensor([0 if p.grad is None else fingerprint(p.grad.to_dense()) >> 1 for p in apart])
+    extremes = torch.stack([mine, -mine])
+    for group in groups_of(mesh.fsdp) if mesh.fsdp else ():
+        extremes = extremes.to(device_for_facts(group))
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+    if differ := [tuple(p.shape) for p, total in zip(apart, extremes.sum(0).tolist(), strict=True) if total]:
+        raise ParallelismRuntimeError(
+            f"The optimizer holds {len(differ)} parameters of no prepared model, the first of shape "
+            f"{differ[0]}, whose gradients nobody averages: they differ between the ranks. Make their module "
+            "and the model parts of one module and prepare that, or average the gradients before each step. "
+            "If each rank should have its own, give them an optimizer of their own."
+        )
 
 
 def _before_step(

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from composer_dist.structure.check_aliasing import NO_COPIES
 from composer_dist.tensors.nested import may_hold
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -54,7 +55,7 @@ class Attributes:
             return self._modules
         self._sorted, self.containers, self.objects = now, [], []
         for one, attributes in zip(self._modules, held, strict=True):
-            for key in attributes.keys() - _OF_EVERY_MODULE:
+            for key in attributes.keys() - NO_COPIES:
                 if isinstance(value := attributes[key], (Tensor, list, tuple, dict, set)):
                     self.containers.append((one, key))
                 elif may_hold(value) and not key.startswith(_OURS):

@@ -75,7 +75,7 @@ class PlainGradientAveraging:
         self._mesh = mesh
         self._began, self._backward = -1, -1
         self._pending = False
-        averaged = parameters if _groups(mesh) else {}
+        averaged = parameters if groups_of(mesh) else {}
         self._local = LocalGradients(averaged)
         before_every_step(self, PlainGradientAveraging._check_of)
         self._hooked: set[torch.Tensor] = set()
@@ -139,7 +139,7 @@ class PlainGradientAveraging:
         """A parameter has got a gradient."""
         if not self.sync:
             self._local.add([parameter])
-        elif not self._pending and _groups(self._mesh):
+        elif not self._pending and groups_of(self._mesh):
             backward = _torch.current_backward()
             # At the end: an output may get its gradient after this parameter got its own.
             _torch.at_end_of_backward(lambda: self._refuse(parameter, backward))
@@ -156,7 +156,7 @@ class PlainGradientAveraging:
     def _average(self) -> None:
         """Replace each gradient by its mean over the ranks, including what `no_sync` has accumulated."""
         self._pending = False
-        groups = _groups(self._mesh)
+        groups = groups_of(self._mesh)
         if not self.sync or not groups:
             return
         self._local.clear()
@@ -175,7 +175,7 @@ class PlainGradientAveraging:
         self._hooks.finish()
 
 
-def _groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+def groups_of(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     """The groups whose all-reduces, one after the other, span all ranks of `mesh`."""
     if mesh is not None:
         return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]

@@ -20,6 +20,7 @@ from composer_dist.distributed.before_steps import Check, before_every_step
 from composer_dist.distributed.training.gradients import accumulate
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit.compare import close, fails, weights
+from tests.kit.toy import built
 from tests.kit.world import on_ranks
 
 
@@ -250,6 +251,32 @@ def test_a_weight_that_leaves_its_forward_is_refused_and_a_changed_argument_is_n
     name = "root returns or keeps weight" if way == "root" else "0 returns or keeps 0.weight"
     with torch.set_grad_enabled(way != "root"), fails(ParallelismRuntimeError, name, "parameter.clone()"):
         model(torch.ones(2, 4))
+
+
+@on_ranks(2)
+def test_a_recurrent_root_is_evaluated() -> None:
+    """`nn.LSTM` lists its own weights, which was taken for weights that leave their forward."""
+    model, alone = (built(lambda: nn.LSTM(4, 4)) for _ in range(2))
+    parallelize_model(model, FSDP2Config())
+    with torch.no_grad():
+        for x in (torch.ones(2, 4), torch.zeros(2, 4)):
+            assert torch.allclose(model(x)[0], alone(x)[0])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ddp", [True, False])
+def test_parameters_beside_the_model_need_gradients_that_are_alike_on_all_ranks(ddp: bool) -> None:
+    """Such as those of a loss: each rank stepped with its own gradient, and trained another loss."""
+    model, temperature = _net(), nn.Parameter(torch.ones(()))
+    parallelize_model(model, DDPConfig() if ddp else FSDP2Config())
+    (model(torch.ones(2, 4) * dist.get_rank()) * temperature).sum().backward()
+    with fails(ParallelismRuntimeError, "holds 1 parameters of no prepared model", "of shape (), whose"):
+        torch.optim.SGD([*model.parameters(), temperature], 0.1).step()
+    before = float(temperature.detach())
+    torch.optim.SGD([temperature], 0.1).step()
+    dist.all_reduce(temperature.grad)
+    torch.optim.SGD([*model.parameters(), temperature], 0.1).step()
+    assert float(temperature.detach()) != before
 
 
 @on_ranks(2)
