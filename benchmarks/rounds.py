@@ -41,24 +41,28 @@ def device() -> torch.device:
 
 
 def timed(body: Callable[[], object], made: int = 0) -> Figures:
-    """Seconds of the slowest rank, and its peak memory beyond what it held and the bytes that it made."""
+    """Seconds of the slowest rank, those of processor time of all ranks together, and the peak memory.
+
+    The memory is of the rank with the most, beyond what it held and the bytes that it made.
+    """
     gc.collect()
     here = device()
     reset_peak(here)
     before = peak(here)
     dist.barrier()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     body()
     if here.type != "cpu":
         torch.accelerator.synchronize(here)
-    seconds = time.perf_counter() - start
-    return slowest({"seconds": seconds, "extra MiB": (peak(here) - before - made) / 2**20})
+    seconds, used = time.perf_counter() - start, time.process_time() - used
+    most = reduced({"seconds": seconds, "extra MiB": (peak(here) - before - made) / 2**20})
+    return {**most, **reduced({"processor s": used}, dist.ReduceOp.SUM)}
 
 
-def slowest(figures: Figures) -> Figures:
-    """The largest of every figure over the ranks."""
+def reduced(figures: Figures, how: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> Figures:
+    """The largest of every figure over the ranks, or their sum."""
     numbers = torch.tensor(list(figures.values()), dtype=torch.float64, device=device())
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    dist.all_reduce(numbers, op=how)
     return dict(zip(figures, numbers.tolist(), strict=True))
 
 

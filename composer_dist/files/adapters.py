@@ -14,7 +14,7 @@ from torch import nn
 
 from composer_dist.errors import CheckpointValueError
 from composer_dist.structure.families import is_a
-from composer_dist.structure.names import ancestors, canonical_name, child_name
+from composer_dist.structure.names import canonical_name, child_name
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.blueprint import Blueprint
 
@@ -99,10 +99,10 @@ def _entries(name: str, host: Any, directory: str) -> dict[str, str]:
 
 def _outermost(structure: Structure, wanted: Callable[[nn.Module], bool]) -> Iterator[tuple[str, Any]]:
     """The modules of a kind that are in no other module of that kind."""
-    inside: list[str] = []
+    inside: tuple[str, ...] = ()
     for name, module in structure.modules.items():
-        if not any(above in inside for above in ancestors(name)) and wanted(module):
-            inside.append(name)
+        if not f"{name}.".startswith(inside) and wanted(module):
+            inside = (*inside, f"{name}." if name else "")
             yield name, module
 
 

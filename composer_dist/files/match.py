@@ -209,7 +209,7 @@ def _may_miss(names: _Names, first: str) -> bool:
 def _misfits(
     held: Held, blueprint: Blueprint, entries: Mapping[str, Entry], keys: list[str]
 ) -> Iterator[str]:
-    info, shape = held.info, tuple(blueprint.shape)
+    info, shape = held.info, blueprint.dims
     name = info.name if keys[0] == info.name else f"{info.name} (from {', '.join(keys[:2])})"
     if shape != info.shape:
         yield f"{name} is {shape} in the checkpoint, {info.shape} in the model"

@@ -104,7 +104,7 @@ def plan_reads(
         first: the first element of the part to read.
         last: the one after the last; None means the part's end.
     """
-    boxes = reshape(blueprint.boxes, tuple(blueprint.shape), part.shape)
+    boxes = reshape(blueprint.boxes, blueprint.dims, part.shape)
     lows = tuple(low for low, _ in part.window)
     sizes = tuple(high - low for low, high in part.window)
     steps = contiguous_strides(sizes)

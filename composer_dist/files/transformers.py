@@ -90,7 +90,7 @@ def _as_in_model(given: Mapping[str, Blueprint], shapes: Mapping[str, tuple[int,
     dimensions; others may be registered by users, but the tables have been made then.
     """
     return given.keys() == shapes.keys() and all(
-        tuple(value.shape) == shapes[name] and len(shapes[name]) < 3 for name, value in given.items()
+        value.dims == shapes[name] and len(shapes[name]) < 3 for name, value in given.items()
     )
 
 

@@ -35,8 +35,9 @@ def check_aliasing(structure: Structure, plain: Mapping[str, str]) -> None:
 def _untied(structure: Structure) -> Iterator[str]:
     """Pairs of parameters on the meta device that the configuration of a transformers model ties."""
     for model in transformers_models(structure.modules[""]):
-        held = dict(model.named_parameters(remove_duplicate=False))
-        for first, second in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        held = dict(model.named_parameters(remove_duplicate=False)) if tied else {}
+        for first, second in tied.items():
             one, other = held.get(first), held.get(second)
             if one is not other and one is not None and other is not None and one.is_meta and other.is_meta:
                 yield (

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -52,8 +53,13 @@ def quiet_imports() -> Iterator[None]:
 
 def is_a(module: object, *kinds: str) -> bool:
     """Whether `module` is an instance of one of these classes of other libraries (the keys of `_HOMES`)."""
+    return _is_of(type(module), kinds)  # type: ignore[arg-type]
+
+
+@cache
+def _is_of(cls: type, kinds: tuple[str, ...]) -> bool:
     classes = (getattr(sys.modules.get(_HOMES[kind]), kind, None) for kind in kinds)
-    return isinstance(module, tuple(filter(None, classes)))
+    return issubclass(cls, tuple(filter(None, classes)))
 
 
 def transformers_models(model: nn.Module) -> list[Any]:

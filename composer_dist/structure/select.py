@@ -8,7 +8,6 @@ from torch import nn
 
 from composer_dist.config.rule import Match
 from composer_dist.structure.blocks import has_forward
-from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
 from composer_dist.wording import near_miss
 
@@ -49,10 +48,13 @@ def parts_of(match: Match) -> list[Match]:
     return [match]
 
 
-def inherited(name: str, modules: Mapping[str, nn.Module], attribute: str) -> Any:
-    """`attribute` of the module `name` or of its nearest ancestor that has it, else None."""
-    values = (getattr(modules.get(above), attribute, None) for above in ancestors(name))
-    return next((value for value in values if value is not None), None)
+def inherited(modules: Mapping[str, nn.Module], attribute: str) -> dict[str, Any]:
+    """`attribute` of each module or of its nearest ancestor that has it, else None; parents come first."""
+    found: dict[str, Any] = {}
+    for name, module in modules.items():
+        own = getattr(module, attribute, None)
+        found[name] = own if own is not None or not name else found[name.rpartition(".")[0]]
+    return found
 
 
 def _type_names(module: nn.Module) -> set[str]:

@@ -145,15 +145,14 @@ def read_structure(model: nn.Module) -> Structure:
         ParallelismValueError: names modules that are lazy and have no shapes yet.
     """
     modules: dict[str, nn.Module] = {}
-    for name, module in _walk(model):
-        # A wrapper comes before the module it wraps, and represents it.
-        modules.setdefault(canonical_name(name), module)
+    registered: dict[int, list[tuple[str, Registration]]] = {}  # owner and place, by tensor
+    for path, module in _walk(model):
+        name = canonical_name(path)
+        modules.setdefault(name, module)  # a wrapper comes before the module it wraps, and represents it
+        for place in _places(module):
+            registered.setdefault(id(place.get()), []).append((name, place))
     first_of: dict[int, str] = {}
     first = {name: first_of.setdefault(id(module), name) for name, module in modules.items()}
-    registered: dict[int, list[tuple[str, Registration]]] = {}  # owner and place, by tensor
-    for name, module in _walk(model):
-        for place in _places(module):
-            registered.setdefault(id(place.get()), []).append((canonical_name(name), place))
     if lazy := [name for ((name, place), *_) in registered.values() if nn.parameter.is_lazy(place.get())]:
         raise ParallelismValueError(
             f"{listed(list(dict.fromkeys(lazy)))}: a lazy module has no shapes before its first call. Run "

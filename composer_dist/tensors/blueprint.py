@@ -37,6 +37,8 @@ class Box:
         first, last = max(self.start[dim], low), min(self.start[dim] + self.sizes[dim], high)
         if first >= last:
             return None
+        if last - first == self.sizes[dim]:
+            return self
         return replace(
             self,
             start=_splice(self.start, dim, 1, first),
@@ -68,6 +70,8 @@ class Blueprint(torch.Tensor):
     """A tensor on the meta device that records the slices it consists of."""
 
     boxes: tuple[Box, ...]
+    dims: Dims
+    """The shape, which torch takes much longer to give."""
 
     @classmethod
     def stored(cls, name: str, shape: Dims, dtype: torch.dtype) -> Self:
@@ -79,7 +83,7 @@ class Blueprint(torch.Tensor):
     def made_of(cls, boxes: Sequence[Box], shape: Dims, dtype: torch.dtype) -> Self:
         """A tensor that consists of these boxes."""
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
-        made.boxes = tuple(boxes)
+        made.boxes, made.dims = tuple(boxes), tuple(shape)
         return made
 
     @property

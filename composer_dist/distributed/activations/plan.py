@@ -146,10 +146,11 @@ def checkpointed_modules(model: nn.Module, check_fn: CheckFn | None = None) -> l
     own (a ModuleList) represents its children.
     """
     modules = dict(model.named_modules())
+    functions = inherited(modules, "activation_checkpointing_fn")
     chosen: list[str] = []
     through: set[str] = set()
     for name, module in modules.items():
-        asked = name in through or _wants_checkpoint(name, module, modules, check_fn)
+        asked = name in through or _wants_checkpoint(module, check_fn, functions[name])
         if name and asked and has_forward(module):
             chosen.append(name)
         elif name and asked:
@@ -157,15 +158,12 @@ def checkpointed_modules(model: nn.Module, check_fn: CheckFn | None = None) -> l
     return chosen
 
 
-def _wants_checkpoint(
-    name: str, module: nn.Module, modules: Mapping[str, nn.Module], check_fn: CheckFn | None
-) -> bool:
+def _wants_checkpoint(module: nn.Module, check_fn: CheckFn | None, function: CheckFn | None) -> bool:
     if check_fn is not None:
         return bool(check_fn(module))
     own = getattr(module, "_activation_checkpointing", None)
     if own is not None:
         return bool(own)
-    function = inherited(name, modules, "activation_checkpointing_fn")
     return function is not None and bool(function(module))
 
 

@@ -108,7 +108,7 @@ def _shard_unit(unit: Unit, structure: Structure, mesh: DeviceMesh) -> None:
         reshard_after_forward=unit.reshard_after_forward,
         mp_policy=unit.mp_policy,
         offload_policy=CPUOffloadPolicy(unit.offload == "pinned") if unit.offload else OffloadPolicy(),
-        ignored_params=others,
+        ignored_params=others or None,  # with None, torch looks at fewer modules
     )
     known = fsdp_params_by_place(modules[0])
     places = {name: [place.key_of for place in structure.tensors[name].places] for name in unit.parameters}

@@ -289,10 +289,10 @@ _names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 @functools.cache
 def _explain_methods(kind: type[nn.Module]) -> None:
     """Have the public methods of a sharded module's class, which torch has made, explain torch's errors."""
-    own = _torch.original_class(kind)
-    for name in set(dir(own)) - set(dir(nn.Module)):
-        method = inspect.getattr_static(own, name)
-        if isinstance(method, FunctionType) and not name.startswith("_"):
+    bases = [base for base in _torch.original_class(kind).__mro__ if base not in nn.Module.__mro__]
+    methods = {name: method for base in reversed(bases) for name, method in vars(base).items()}
+    for name, method in methods.items():
+        if isinstance(method, FunctionType) and not name.startswith("_") and not hasattr(nn.Module, name):
             setattr(kind, name, _explained(method))
 
 

@@ -4,7 +4,7 @@ The first of these that has an answer for a module decides. The structure decide
 chosen no unit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,7 +58,7 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
         for name, module in modules.items()
         if _is_metric(module) and holds_parameters(module)
     }
-    skippable = wishes.ruled("skippable")
+    skippable, asked = wishes.ruled("skippable"), inherited(modules, "fsdp_wrap_fn")
     for name in modules:  # a rank that skips one name of a module may skip the module
         if (above := _first_above(name, skippable)) is not None:
             skippable.setdefault(structure.first[name], skippable[above])
@@ -82,7 +82,7 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
             plain[name] = f"{source} leaves it replicated"
         elif shard:
             chosen[name] = Choice(True, source)
-        elif (choice := _ask(name, module, modules, policy)) is not None:
+        elif (choice := _ask(name, module, asked[name], policy)) is not None:
             chosen[name] = choice
         elif name in wishes.children:
             chosen[name] = Choice(True, "it is a direct child of the ComposerModel")
@@ -90,7 +90,7 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
     refused_root = any(shard for shard, _ in wishes.ruled("shard").values())
     refused_root |= "" in plain or ("" in chosen and not chosen[""].unit)
     units = {n: choice for n, choice in chosen.items() if choice.unit and _first_above(n, skippable) is None}
-    if not units and (policy is not None or any(hasattr(m, "fsdp_wrap_fn") for m in modules.values())):
+    if not units and (policy is not None or any(asked.values())):
         raise ParallelismValueError(
             "Nothing would be sharded: the wrap policy (fsdp_wrap_policy or fsdp_wrap_fn) chooses no "
             "module. Return True for at least one, or remove the policy."
@@ -106,7 +106,7 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
 
 
 def _first_above(name: str, names: Mapping[str, Any]) -> str | None:
-    return next((above for above in ancestors(name) if above in names), None)
+    return next((above for above in ancestors(name) if above in names), None) if names else None
 
 
 def _with_rules(choice: Choice, rules: Mapping[str, tuple[Any, str]]) -> Choice:
@@ -119,19 +119,18 @@ def _with_rules(choice: Choice, rules: Mapping[str, tuple[Any, str]]) -> Choice:
 
 
 def _ask(
-    name: str, module: nn.Module, modules: Mapping[str, nn.Module], policy: WrapPolicy | None
+    name: str, module: nn.Module, function: Callable[[nn.Module], Any] | None, policy: WrapPolicy | None
 ) -> Choice | None:
     """The answer of the caller's policy, else of the attributes, for one module; None if there is none.
 
     If a function returns False, the module may still be chosen in another way.
     """
     if policy is not None:
-        function = _torch.policy_function(policy) if isinstance(policy, CustomPolicy) else policy
-        return _read_answer(function(module), name, "fsdp_wrap_policy")
+        decide = _torch.policy_function(policy) if isinstance(policy, CustomPolicy) else policy
+        return _read_answer(decide(module), name, "fsdp_wrap_policy")
     own = getattr(module, "_fsdp_wrap", None)
     if own is not None:
         return Choice(bool(own), f"_fsdp_wrap={bool(own)}")
-    function = inherited(name, modules, "fsdp_wrap_fn")
     return None if function is None else _read_answer(function(module), name, "fsdp_wrap_fn")
 
 

@@ -55,7 +55,8 @@ class Component:
 
 def assert_no_meta(model: nn.Module) -> None:
     """Raise a ParallelismRuntimeError if parameters or buffers of `model` are still on the meta device."""
-    if not any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers())):
+    own = ((*module._parameters.values(), *module._buffers.values()) for module in model.modules())
+    if not any(tensor is not None and tensor.is_meta for tensor in chain.from_iterable(own)):
         return
     left = [
         f"{held.info.kind} {name}"
@@ -199,13 +200,13 @@ def _find_initializers(
     modules = structure.modules
     bare = {owner for name in needed for owner in structure.tensors[name].info.owners}
     concerned = {above for owner in bare for above in ancestors(owner)}
-    seen: set[int] = set()
+    functions, seen = inherited(modules, "param_init_fn"), set[int]()
     for name in _post_order(modules):
         module = modules[name]
         if id(module) in seen or name not in concerned:
             continue
         seen.add(id(module))
-        own = param_init_fn or inherited(name, modules, "param_init_fn")
+        own = param_init_fn or functions[name]
         hugging_face = None if own else transformers_owner(name, modules)
         if own is not None:
             if name in bare:

@@ -209,6 +209,6 @@ def test_another_model_is_refused() -> None:
 def test_attributes_are_inherited() -> None:
     model = models.Composers()
     model.m2.color = "red"
-    modules = read_structure(model).modules
-    assert inherited("m2.a", modules, "color") == "red"
-    assert inherited("m5.a", modules, "color") is None
+    found = inherited(read_structure(model).modules, "color")
+    assert found["m2.a"] == "red"
+    assert found["m5.a"] is None
