@@ -254,6 +254,11 @@ def finish_lazily(root: FSDPModule) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
+def is_initialized(module: FSDPModule) -> bool:
+    """Whether FSDP2 has initialized it lazily, so that it can no longer become a part of another root."""
+    return module._get_fsdp_state()._is_root is not None
+
+
 def gather_before_backward_of(module: FSDPModule, tensors: Iterable[torch.Tensor]) -> None:
     """Have FSDP2 gather a unit when the gradient of one of `tensors` arrives, as it does for its outputs.
 

@@ -9,11 +9,13 @@ tie or merging blocks.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from composer_dist._torch import is_initialized
 from composer_dist.distributed.sharding.choose_units import Choice, Choices
 from composer_dist.distributed.wishes import Wishes
 from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
@@ -115,6 +117,12 @@ def _already_sharded(structure: Structure, choices: Choices) -> tuple[dict[str, 
     sharded = {name for name, module in structure.modules.items() if isinstance(module, FSDPModule)}
     if "" in sharded:
         raise ParallelismValueError("The model is already sharded; prepare an unsharded model, once.")
+    used = [n for n in sorted(sharded) if is_initialized(cast(FSDPModule, structure.modules[n]))]
+    if used:
+        raise ParallelismValueError(
+            f"{used[0]} is a model that was prepared already, or has run under FSDP2, so it cannot become a "
+            "part of another. Prepare the whole once, before any of its parts."
+        )
     skipped = {
         name: "it, or a module that contains it, is already sharded"
         for name in choices.units

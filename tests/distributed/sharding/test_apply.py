@@ -370,4 +370,6 @@ def test_a_model_is_prepared_once() -> None:
     parallelize_model(model, "fsdp")
     with pytest.raises(ParallelismValueError, match="already sharded"):
         parallelize_model(model, "fsdp")
+    with pytest.raises(ParallelismValueError, match=r"^0 is a model that was prepared already, .* the whole"):
+        parallelize_model(torch.nn.Sequential(model), "fsdp")
     model(batch(model)).mean().backward()
