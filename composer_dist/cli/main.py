@@ -1,10 +1,22 @@
-"""The entry point of `composer-dist` and of `python -m composer_dist`."""
+"""The entry point of `composer-dist` and of `python -m composer_dist`.
 
-from composer_dist.cli.interrupt import CtrlC
+Ctrl-C while it and the commands are imported ends the process without a traceback.
+"""
+
+import os
+import signal
+
+_before = signal.getsignal(signal.SIGINT)
+if _before is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
 
 
 def main() -> None:
-    """Run the command that was asked for; Ctrl-C while typer is imported ends it without a traceback."""
-    with CtrlC(quiet=True, at_once=True):
-        from composer_dist.cli.commands import app
-    app(prog_name="composer-dist")
+    """Run the command that was asked for."""
+    from typer.main import get_command
+
+    from composer_dist.cli.commands import app
+
+    command = get_command(app)
+    signal.signal(signal.SIGINT, _before)
+    command(prog_name="composer-dist")

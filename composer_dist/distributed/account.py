@@ -62,7 +62,8 @@ class Preparation:
     def close(self) -> None:
         """At the end of training, log advice on the configuration on rank 0, if there is any."""
         replica = replica_of(self.model)
-        if replica is not None and (hint := replica.hint()) and self.mesh.get_rank() == 0:
+        alone = self.plan.world_size == 1
+        if replica is not None and not alone and (hint := replica.hint()) and self.mesh.get_rank() == 0:
             _log.warning(hint)
 
     def __str__(self) -> str:

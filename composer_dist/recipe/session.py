@@ -1,14 +1,12 @@
 """A run from its start to its end."""
 
-import os
 import sys
 from contextlib import ExitStack, nullcontext
-
-import torch
 
 from composer_dist.checkpoint import export_pretrained, full_model_state
 from composer_dist.distributed import process_group
 from composer_dist.errors import ParallelismValueError
+from composer_dist.files.checked import CheckedFile, LocalSink
 from composer_dist.models import ComposerClassifier
 from composer_dist.recipe.build import Session, batches, build, epoch_of
 from composer_dist.recipe.output.folder import run_folder
@@ -63,8 +61,8 @@ def _steps(session: Session) -> str:
     assert isinstance(loader, DistributedDataLoader)
     epoch = epoch_of(loader)
     try:
-        steps = f"{batches(session.run.trainer['max_duration'], epoch):,} steps in all"
-        return f"{steps}, {epoch:,} in an epoch." if epoch is not None else f"{steps}."
+        steps = f"{batches(session.run.trainer['max_duration'], epoch):,} in all"
+        return f"Steps: {steps}, {epoch:,} in an epoch." if epoch is not None else f"Steps: {steps}."
     except ParallelismValueError:
         return ""
 
@@ -97,10 +95,8 @@ def _write_module(session: Session) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             aside = path.with_name(f".{path.name}.tmp")
             aside.unlink(missing_ok=True)
-            with aside.open("xb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
+            with CheckedFile(LocalSink(aside), aside.name, where=str(path)) as file:
+                file.save_object(state)
             aside.replace(path)  # an earlier one is valid until now
     _say(f"Model saved to {path}; load it with torch.load and load_state_dict.")
 

@@ -121,8 +121,16 @@ def test_a_fault_in_a_worker_shows_the_frames_of_the_user_only(tmp_path: Path) -
     )
 
 
+SIGINT = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+
+
 @pytest.mark.parametrize(
-    "command", [["-m", "composer_dist"], ["-c", "from composer_dist.cli.main import main; main()"]]
+    "command",
+    [
+        ["-m", "composer_dist"],
+        ["-c", "from composer_dist.cli.main import main; main()"],
+        ["-c", f"import composer_dist.cli.main; {SIGINT}"],
+    ],
 )
 def test_ctrl_c_before_typer_is_there_ends_without_a_word(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")

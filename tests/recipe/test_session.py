@@ -1,15 +1,19 @@
 """What a run leaves: the user's module as one file."""
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn
 
-from composer_dist.errors import ParallelismError, ParallelismKeyError
+from composer_dist import users_code
+from composer_dist.errors import CheckpointRuntimeError, ParallelismError, ParallelismKeyError
+from composer_dist.files.checked import LocalSink
 from composer_dist.recipe import session
 from composer_dist.recipe.problems import ConfigurationError
 from composer_dist.recipe.session import _write_module
@@ -23,8 +27,7 @@ def test_a_models_file_appears_in_one_step(tmp_path: Path, monkeypatch: pytest.M
     before: dict[str, torch.Tensor] = {}
 
     def cut_short(state: object, file: Any) -> None:
-        save(state, file)
-        file.truncate(file.tell() // 2)
+        file.write(b"half")
         raise SystemExit("killed while it writes")
 
     for number in range(2):
@@ -40,6 +43,15 @@ def test_a_models_file_appears_in_one_step(tmp_path: Path, monkeypatch: pytest.M
         _write_module(session)
         torch.testing.assert_close(torch.load(tmp_path / "model.pt"), before)
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_a_full_disk_is_named_with_the_models_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session: Any = SimpleNamespace(model=nn.Linear(2, 1), run=SimpleNamespace(out=tmp_path))
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(LocalSink, "write", full)
+    with pytest.raises(CheckpointRuntimeError) as error:
+        _write_module(session)
+    assert str(error.value) == f"Cannot write {tmp_path}/model.pt: No space left on device."
 
 
 @pytest.mark.parametrize(
@@ -58,6 +70,7 @@ def test_only_a_metric_that_nothing_logs_is_the_configurations_fault(
     for name in ("process_group", "build", "run_folder"):
         monkeypatch.setattr(session, name, MagicMock())
     monkeypatch.setattr(session, "_run", fails)
+    monkeypatch.setattr(users_code, "_is_users", lambda file: False)  # this file stands for ours
     configuration: Any = SimpleNamespace(document=Document({}, "a.yaml"), run=MagicMock())
     with pytest.raises(ParallelismError) as caught:
         session.run(configuration)

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.promise(109)
 
 def test_time_losses_and_where_everything_is(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "metrics.jsonl").touch()
+    for name in ("metrics.jsonl", "metrics.1.jsonl", "configuration.12.yaml", ".lock"):
+        (tmp_path / name).touch()
     summary = RunSummary()
     trainer, log = fitted(callbacks=summary, max_duration="2ep", eval_dataloader=loader())
     lines = summary.text(trainer.state, tmp_path).splitlines()

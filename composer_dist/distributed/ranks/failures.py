@@ -21,7 +21,7 @@ def is_lost(error: BaseException | None) -> bool:
     )
 
 
-class Packed(NamedTuple):
+class PackedError(NamedTuple):
     """An error as JSON's types have it."""
 
     kind: str
@@ -29,9 +29,9 @@ class Packed(NamedTuple):
     of_users_code: bool
 
 
-def pack(error: BaseException) -> Packed:
+def pack(error: BaseException) -> PackedError:
     """What the other ranks learn of an error."""
-    return Packed(kind_of(error).__name__, in_words(error), is_of_users_code(error))
+    return PackedError(kind_of(error).__name__, in_words(error), is_of_users_code(error))
 
 
 def unpack(kind: str, text: str, of_users_code: bool) -> ParallelismError:
@@ -41,7 +41,7 @@ def unpack(kind: str, text: str, of_users_code: bool) -> ParallelismError:
     return error
 
 
-def merge(failed: dict[int, Packed], world: int, step: str | None) -> Packed:
+def merge(failed: dict[int, PackedError], world: int, step: str | None) -> PackedError:
     """One error from those of several ranks: each different text once, with the ranks that have it.
 
     Args:
@@ -53,6 +53,6 @@ def merge(failed: dict[int, Packed], world: int, step: str | None) -> Packed:
     kind = next(iter(failed.values()))[0]
     users = any(of_users_code for _, _, of_users_code in failed.values())
     if len(by_text) == 1 and len(failed) == world:
-        return Packed(kind, next(iter(by_text)), users)
+        return PackedError(kind, next(iter(by_text)), users)
     lines = [f"{ranks_named(ranks).capitalize()}: {text}" for text, ranks in by_text.items()]
-    return Packed(kind, "\n".join(lines) + (f" (at {step!r})" if step else ""), users)
+    return PackedError(kind, "\n".join(lines) + (f" (at {step!r})" if step else ""), users)

@@ -1,6 +1,7 @@
 """What a run has come to: how long it trained, its losses, and where everything is."""
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,4 +69,6 @@ class RunSummary(Callback):
 
 
 def _entries(out: Path) -> list[Path]:
-    return [one for one in out.iterdir() if not one.name.startswith(".")] if out.is_dir() else []
+    """What is of this run, without the numbered files of earlier ones."""
+    files = out.iterdir() if out.is_dir() else ()
+    return [one for one in files if not re.search(r"^\.|\.\d+\.\w+$", one.name)]

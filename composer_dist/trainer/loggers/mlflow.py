@@ -1,8 +1,10 @@
 """A logger for MLflow."""
 
+import os
 import sys
 import time as clock
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from composer_dist.errors import ParallelismRuntimeError
@@ -13,6 +15,19 @@ from composer_dist.trainer.loggers.writing import WritingLogger, require
 
 _MOST_METRICS, _MOST_PARAMS, _LONGEST = 1000, 100, 6000
 """What an MLflow server takes at once, and the longest value of a parameter."""
+
+
+@contextmanager
+def _few_retries() -> Iterator[None]:
+    """A server that does not answer is an error after seconds, unless the user has set how often to try."""
+    name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+    given = name in os.environ
+    os.environ.setdefault(name, "2")  # 7 take minutes
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ[name]
 
 
 class MLflowLogger(WritingLogger):
@@ -54,13 +69,14 @@ class MLflowLogger(WritingLogger):
 
         self.failures = (OSError, MlflowException)
         self._client = MlflowClient(self._uri)
-        if id is None:
-            self._known = None
-            run = self._client.create_run(self._experiment_id(), run_name=self._run_name, tags=self._tags)
-        else:
-            self._known = {}
-            self._client.update_run(id, status="RUNNING")
-            run = self._client.get_run(id)
+        with _few_retries():
+            if id is None:
+                self._known = None
+                run = self._client.create_run(self._experiment_id(), run_name=self._run_name, tags=self._tags)
+            else:
+                self._known = {}
+                self._client.update_run(id, status="RUNNING")
+                run = self._client.get_run(id)
         self._run_id = run_id = str(run.info.run_id)
         return run_id
 

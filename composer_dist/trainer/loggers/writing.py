@@ -16,6 +16,7 @@ from torch import Tensor
 
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
+from composer_dist.progress import Progress
 from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.events import Every
 from composer_dist.trainer.logger import Logger, Metrics, Row
@@ -106,12 +107,13 @@ class WritingLogger(LoggerDestination):
         if self._is_open:
             return
         error: Exception | None = None
+        step = f"opening {type(self).__name__}"
         if state.rank == 0:
             try:
-                self._id = self._open(state.timestamp, self._id)
+                with Progress(shown=True).stage(step):  # a server may not answer for a while
+                    self._id = self._open(state.timestamp, self._id)
             except Exception as caught:  # any error must be reported to the other ranks
                 error = caught
-        step = f"opening {type(self).__name__}"
         self._id = Agreement().reach(step, self._id, lambda found: found[0], error=error)
         self._is_open, self._writes = True, state.rank == 0
         self._flush()

@@ -188,6 +188,15 @@ def test_a_constant_graph_is_hinted_at_once_when_training_ends() -> None:
     logging.getLogger("composer_dist").removeHandler(handler)
 
 
+def test_one_rank_is_not_hinted_at_what_would_save_averaging(caplog: pytest.LogCaptureFixture) -> None:
+    done = parallelize_model(built(Branches), ddp())
+    for _ in range(3):
+        done.model(torch.ones(4, 8), True).sum().backward()
+    done.close()
+    assert "static_graph" not in caplog.text
+    assert replica_of(done.model).could_be_static  # type: ignore[union-attr]
+
+
 # Manual optimization
 
 

@@ -1,11 +1,12 @@
 """MLflow, in a local database."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from composer_dist.trainer import Callback, MLflowLogger, Trainer
+from composer_dist.trainer import Callback, MLflowLogger, Timestamp, Trainer
 from tests.kit.training import At, Table, loader, quiet, raising
 
 # mlflow 3.17 with SQLAlchemy 2.1: its own models use a loader that is deprecated there.
@@ -38,6 +39,26 @@ def only_run(uri: str, name: str) -> tuple[Any, Any]:
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
     return client, run
+
+
+def test_a_server_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    name, seen = "MLFLOW_HTTP_REQUEST_MAX_RETRIES", []
+
+    def get(*args: Any) -> None:
+        seen.append(os.environ[name])
+        raise TimeoutError
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", get)
+    for given in (None, "5"):
+        monkeypatch.delenv(name, raising=False)
+        if given:
+            monkeypatch.setenv(name, given)
+        with pytest.raises(TimeoutError):
+            MLflowLogger(tracking_uri="http://127.0.0.1:9")._open(Timestamp(), None)
+        assert os.environ.get(name) == given
+    assert seen == ["2", "5"]
 
 
 def test_metrics_tables_and_parameters_reach_the_run_and_it_is_resumed(uri: str) -> None:
