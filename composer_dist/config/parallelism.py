@@ -63,7 +63,7 @@ class ParallelismConfig(FromDict):
     transport: Literal["auto", "memory", "messages"] = "auto"
     """How weights are delivered: "memory" lets every rank read them from the source's memory, which works
     on one host; "messages" sends them to every rank; "auto" reads memory if all ranks can, else sends
-    messages."""
+    messages, as it does with less than a megabyte."""
     bucket_bytes: int = 256 * MIB
     """The most bytes to send, or to hold in a staging buffer, at one time."""
 

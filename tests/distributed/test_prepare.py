@@ -215,7 +215,8 @@ def fails_at(stage: str, failing: int, error: BaseException) -> Outcome:
         patched["delivery"] = (transport.Transport, "_copy", fail)
         patched["checkpointing"] = (prepare, "divide", fail)
     with mock.patch.object(*patched[stage]) if stage in patched else nullcontext():
-        outcome = attempt(model, config(), **options)
+        way: Any = "memory" if stage == "delivery" else "auto"
+        outcome = attempt(model, config(transport=way), **options)
     if stage != "policy":
         interrupted = isinstance(error, KeyboardInterrupt)
         unusable(model, "KeyboardInterrupt" if interrupted else outcome[1], everybody=not interrupted)

@@ -1,9 +1,9 @@
 """How weights travel from one rank to the others: by memory or by messages.
 
-If the ranks can read each other's memory, each one copies its own part from the source's storage into
-its shards, all ranks at once; targets on an accelerator are filled through host buffers
-(`memory.Staging`). Otherwise, and for tensors that have no plain address (not contiguous, or not in host
-memory), weights travel by messages (`deliver.deliver`).
+If there is much to send and the ranks can read each other's memory, each one copies its own part from the
+source's storage into its shards, all ranks at once; targets on an accelerator are filled through host
+buffers (`memory.Staging`). Otherwise, and for tensors that have no plain address (not contiguous, or not in
+host memory), weights travel by messages (`deliver.deliver`).
 """
 
 import os
@@ -25,6 +25,8 @@ from composer_dist.progress import Progress, Stage
 from composer_dist.tensors.parts import as_bytes
 
 Way = Literal["memory", "messages"]
+FEW = 1 << 20
+"""Fewer bytes than this are sent by messages sooner than the ranks find out whether they can read memory."""
 
 
 @dataclass
@@ -36,7 +38,7 @@ class Transport:
     bucket_bytes: int
     """Most bytes of one source that are on their way in messages at one time."""
     asked: Literal["auto", "memory", "messages"] = "auto"
-    """"auto" reads memory if every rank can and otherwise sends messages; the others are binding."""
+    """"auto" reads memory if it is worthwhile and every rank can; the others are binding."""
     way: Way = field(default="messages", init=False)
     """How contiguous tensors are sent."""
     moved: int = field(default=0, init=False)
@@ -64,7 +66,8 @@ class Transport:
         """
         if not any(cargoes.values()):
             return
-        if not self._pids:
+        few = sum(cargo.nbytes for items in cargoes.values() for cargo in items) < FEW
+        if not self._pids and not (few and self.asked == "auto"):
             self._choose_way()
         with self.progress.stage("delivering weights") as stage:
             if self.way == "memory":

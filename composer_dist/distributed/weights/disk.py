@@ -132,12 +132,17 @@ class Pretrained:
             return None
         index, stored = Index.unpack(found[0]), [StoredFile(*facts) for facts in found[1]]
         root = here if here.is_dir() else here.parent
-        check_same_files(root, index, agreement)
-        with agreement.together("the checkpoint's names"):
+        matched: list[Match] = []
+
+        def match_them() -> None:
             _check_dense(structure, index, here)
-            match = match_names(structure, index.tensors, root.name, index.adapter)
-            match.check(structure, index.entries, strict)
-            with Files(root, index.files) as files:
+            matched.append(match_names(structure, index.tensors, root.name, index.adapter))
+            matched[0].check(structure, index.entries, strict)
+
+        check_same_files(root, index, agreement, match_them)
+        (match,) = matched
+        if match.twins or (verify and stored):
+            with agreement.together("the checkpoint's contents"), Files(root, index.files) as files:
                 for name, twin in match.twins:
                     _check_twin(name, match.tensors[name], twin, index, files)
                 if verify and stored:
@@ -243,16 +248,20 @@ def _gather(target: UnfilledPart, bucket_bytes: int) -> int:
     return moved
 
 
-def check_same_files(root: Path, index: Index, agreement: Agreement) -> None:
-    """Raise a CheckpointValueError if ranks see files of different contents."""
+def check_same_files(
+    root: Path, index: Index, agreement: Agreement, also: Callable[[], object] = bool
+) -> None:
+    """Raise a CheckpointValueError if ranks see files of different contents, or what `also` raises."""
 
     def look(read: Callable[[Files], Any]) -> Any:
         with Files(root, index.files) as files:
             return read(files)
 
-    first = agreement.each(
-        "the checkpoint's files", lambda: look(identities), lambda all: [all.index(one) for one in all]
-    )
+    def first_look() -> Any:
+        also()
+        return look(identities)
+
+    first = agreement.each("the checkpoint's files", first_look, lambda all: [all.index(one) for one in all])
     if any(first):
         number = agreement.ranks.index(agreement.rank)
         mine = first[number] == number
