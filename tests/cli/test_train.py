@@ -265,6 +265,17 @@ def test_errors_of_the_users_own_code_show_where_they_come_from(tmp_path: Path) 
     assert "composer_dist/recipe/data.py" in told
 
 
+def test_an_error_of_the_users_forward_has_its_class(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    (tmp_path / "mine.py").write_text(
+        CODE.replace("def data", "    def forward(self, x):\n        return {}['oops']\n\ndef data")
+    )
+    status, _, told = call(tmp_path / "mine.yaml", "--dry-run")
+    assert status == 1
+    assert 'mine.py", line 8, in forward' in told
+    assert told.endswith("fails in the forward: KeyError: 'oops'\n"), told
+
+
 @pytest.mark.parametrize(("kind", "said"), [("KeyError", "KeyError: 'a'"), ("ValueError", "ValueError: a")])
 def test_an_error_of_the_users_own_code_fails_all_ranks_alike(
     world2: World, tmp_path: Path, kind: str, said: str

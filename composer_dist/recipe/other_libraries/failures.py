@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from composer_dist.errors import CheckpointError, ParallelismError, ParallelismValueError
+from composer_dist.errors import CheckpointError, ParallelismError, ParallelismValueError, in_words
 from composer_dist.files.index import check_inside, read_text
 from composer_dist.files.safetensors import read_index
 from composer_dist.recipe.schema import Arguments, HubModel
+from composer_dist.users_code import is_of_users_code
 from composer_dist.wording import listed, near_miss
 
 _WEIGHTS = (
@@ -38,14 +39,15 @@ def blaming(what: str) -> Iterator[None]:
     """Errors of libraries become ours, about `what`.
 
     Raises:
-        ParallelismValueError: what a library says, without its class and its advice.
+        ParallelismValueError: what a library says, without its advice; with the class from the user's code.
     """
     try:
         yield
     except ParallelismError:
         raise
     except Exception as error:  # each library has kinds of its own
-        text = textwrap.shorten(str(error).strip().partition("\n")[0], 300, placeholder=" ...")
+        said = in_words(error) if is_of_users_code(error) else str(error)
+        text = textwrap.shorten(said.strip().partition("\n")[0], 300, placeholder=" ...")
         raise ParallelismValueError(f"{what}: {text or type(error).__name__}") from error
 
 
