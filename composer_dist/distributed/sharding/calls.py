@@ -318,7 +318,8 @@ def refused(error: RuntimeError) -> str | None:
     freed = (
         f"Backward needs {name}, which FSDP2 has freed: a loss was computed from it in forward, and "
         "kept where nothing shows it (in a global list, for example). Return the loss from the "
-        "module's forward, or set it as an attribute of the module."
+        "module's forward, or set it as an attribute of the module. If it holds a gradient that was taken "
+        "with create_graph=True, run the model's other forwards before that is taken."
     )
     changed = (
         f"Backward needs {name} as forward found it, but it has changed since (by a step of the optimizer, "

@@ -195,6 +195,10 @@ def test_what_a_backward_with_create_graph_leaves_gathered_follows_the_optimizer
     assert not torch.equal(model(x).detach(), before)
     with pytest.raises(RuntimeError, match="norm of a sharded parameter"):
         model[0].linear.weight.norm().item()
+    [gradient] = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    model(x)
+    with fails(ParallelismRuntimeError, "create_graph=True, run the model's other forwards before that"):
+        gradient.square().sum().backward()
 
 
 class Parts(nn.Module):
