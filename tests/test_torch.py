@@ -228,8 +228,9 @@ def test_fsdp_s_collectives_can_be_watched() -> None:
     linear = _sharded()
     told: list[tuple[bool, int, int]] = []
 
-    def tell(reduces: bool, numel: int, groups: list[Any]) -> None:
-        told.append((reduces, numel, len(groups)))
+    def tell(reduces: bool, sent: torch.Tensor, groups: list[Any], plain: bool) -> None:
+        assert plain
+        told.append((reduces, sent.numel(), len(groups)))
 
     _torch.before_collectives(linear, tell)
     linear.to_empty(device="cpu")

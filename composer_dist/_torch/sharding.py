@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import collect_grad_tensors
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -157,32 +158,47 @@ def shard_home(param: Any, device: torch.device) -> tuple[torch.device, bool]:
 
 
 class _Watched:
-    """A collective for FSDP2's `set_custom_all_gather` that first calls a function."""
+    """A collective for FSDP2's `set_custom_all_gather` or `set_custom_reduce_scatter`; see below."""
 
-    def __init__(self, collective: Any, tell: Callable[[int, Any], None]) -> None:
+    def __init__(self, collective: Any, tell: Callable[[Any, Any, Any], torch.Tensor | None]) -> None:
         self._collective, self._tell = collective, tell
         self.allocate = collective.allocate
 
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
-        self._tell(input_tensor.numel(), group)
-        return self._collective(output_tensor, input_tensor, group, *args, **kwargs)
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any = None, **kwargs: Any
+    ) -> Any:
+        rows = self._tell(input_tensor, group, op)
+        if rows is None:
+            kwargs |= {} if op is None else {"op": op}
+            return self._collective(output_tensor, input_tensor, group, **kwargs)
+        if op is None:
+            output_tensor.view(rows.shape).copy_(rows)
+        else:
+            torch.sum(rows.view(len(rows), len(rows), -1)[:, group.rank()], 0, out=output_tensor)
+            if op == ReduceOp.AVG:
+                output_tensor.div_(len(rows))
+        return None  # no work: it is done
 
 
-def before_collectives(module: nn.Module, tell: Callable[[bool, int, list[Any]], None]) -> None:
-    """Call `tell(reduces, numel, groups)` before each collective of the FSDP2 unit `module`.
+def before_collectives(
+    module: nn.Module, tell: Callable[[bool, torch.Tensor, list[Any], bool], torch.Tensor | None]
+) -> None:
+    """Call `tell(reduces, sent, groups, plain)` before each collective of the FSDP2 unit `module`.
 
-    `numel` is the number of elements that this rank sends; `groups` are the groups of the collective,
-    followed by the replicas' if gradients are all-reduced next. The current collectives still run; they are
-    not public. Since torch 2.9.
+    `sent` is what this rank sends; `groups` are the groups of the collective, followed by the replicas' if
+    gradients are all-reduced next; `plain` says that it gathers, sums or averages. What `tell` returns, all
+    that the first group's ranks send, `(ranks, numel)`, stands for the collective; if it is None, the current
+    one runs. They are not public. Since torch 2.9.
     """
     for group in fsdp_param_groups(module) if isinstance(module, FSDPModule) else ():
 
-        def gathers(numel: int, shards: Any) -> None:
-            tell(False, numel, [shards])
+        def gathers(sent: torch.Tensor, shards: Any, op: Any) -> torch.Tensor | None:
+            return tell(False, sent, [shards], True)
 
-        def reduces(numel: int, shards: Any, group: Any = group) -> None:
+        def reduces(sent: torch.Tensor, shards: Any, op: Any, group: Any = group) -> torch.Tensor | None:
             replicas = group.all_reduce_grads and _has_replicas(group)
-            tell(True, numel, [shards, group._all_reduce_process_group] if replicas else [shards])
+            groups = [shards, group._all_reduce_process_group] if replicas else [shards]
+            return tell(True, sent, groups, op in (ReduceOp.SUM, ReduceOp.AVG))
 
         group._all_gather_comm = _Watched(group._all_gather_comm, gathers)
         group._reduce_scatter_comm = _Watched(group._reduce_scatter_comm, reduces)

@@ -13,6 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_dist import _torch
 from composer_dist.distributed.moving import gather
+from composer_dist.distributed.ranks.board import Board
+
+
+def by_messages() -> Any:
+    """Inside, what small units gather and reduce is sent in messages, also on one host."""
+    return mock.patch.object(Board, "places", return_value=None)
 
 
 class Collectives(TorchDispatchMode):
@@ -66,7 +72,8 @@ def profiled(function: Any) -> int:
     return peak
 
 
-def record(calls: set[torch.dtype], *names: str) -> Any:
+@contextmanager
+def record(calls: set[torch.dtype], *names: str) -> Iterator[None]:
     """Patches the collective that torch uses, by its newest or older name, to note its dtype."""
     name = next(name for name in names if hasattr(dist, name))
     original = getattr(dist, name)
@@ -75,4 +82,5 @@ def record(calls: set[torch.dtype], *names: str) -> Any:
         calls.update(value.dtype for value in (*args, *kwargs.values()) if torch.is_tensor(value))
         return original(*args, **kwargs)
 
-    return mock.patch.object(dist, name, recording)
+    with by_messages(), mock.patch.object(dist, name, recording):
+        yield

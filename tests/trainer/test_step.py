@@ -14,7 +14,7 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import GradientClipping, State
 from composer_dist.trainer.step import total_loss
 from tests.kit.compare import close, weights
-from tests.kit.measure import Collectives
+from tests.kit.measure import Collectives, by_messages
 from tests.kit.training import At, Tagger, fitted, fitted_on_parts, joined, seen_at, sgd, tagged, tagger
 from tests.kit.world import World
 
@@ -149,7 +149,7 @@ def collectives(microbatch_size: int | None, how: str = "sharded") -> Counter[st
     """What one batch of 3 samples sends."""
     options = {"device_train_microbatch_size": microbatch_size, "accumulate": how, "max_duration": "1ba"}
     trainer, _ = fitted_on_parts([3, 3], "fsdp", **options)
-    with Collectives() as counted:
+    with by_messages(), Collectives() as counted:
         trainer.fit(duration="1ba")
     return counted.counts
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from composer_dist import MeshConfig, ParallelismConfig
 from composer_dist.distributed import parallelize_model
@@ -16,6 +17,7 @@ from composer_dist.distributed.ranks.failures import LostError
 from composer_dist.distributed.sharding import check_order
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.compare import fails_alike
+from tests.kit.measure import Collectives
 from tests.kit.models import WIDTH, Layer, Multimodal
 from tests.kit.world import on_ranks
 
@@ -100,6 +102,47 @@ def test_only_the_first_comparison_of_a_group_is_a_message_where_memory_is_share
         for _ in range(2):
             model(torch.randn(3, WIDTH), torch.randn(3, WIDTH))[0].mean().backward()
     assert exchange.call_count == (2 if shared else 26)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(4)
+def test_small_units_of_one_host_need_no_messages_and_get_the_same_gradients(dtype: Any) -> None:
+    gradients, counts = [], []
+    for make in (Board.make, lambda group: None):
+        torch.manual_seed(0)
+        model = Multimodal().to(dtype)
+        parallelize_model(model, ParallelismConfig())
+        text, images = (torch.randn(3, WIDTH) * (1 + dist.get_rank())).to(dtype).split([1, 2])
+        with mock.patch.object(Board, "make", make):
+            for _ in range(3):
+                with Collectives() as collectives:
+                    model(text, images)[0].mean().backward()
+        counts.append([collectives.counts[name] for name in ("_allgather_base_", "_reduce_scatter_base_")])
+        gradients.append(
+            [one.grad.full_tensor() for one in model.parameters() if isinstance(one.grad, DTensor)]
+        )
+    assert counts == [[0, 0], [8, 5]]
+    assert len(gradients[0]) > 5
+    torch.testing.assert_close(*gradients)
+
+
+@on_ranks(2)
+def test_data_of_the_last_two_turns_stays_where_it_is() -> None:
+    board = Board.make(dist.group.WORLD)
+    assert board is not None
+    assert board.places(torch.empty((4 << 20) + 1, dtype=torch.uint8)) is None
+    rank, rows = dist.get_rank(), []
+    for turn in range(3):
+        data = torch.arange(3, dtype=torch.float64) + 10 * rank + 100 * turn
+        places = board.places(data)
+        assert places is not None
+        places[0].copy_(data)
+        assert board.all_show(turn, timedelta(seconds=20))
+        rows.append(places[1])
+        expected = [[100.0 * turn + 10 * one + index for index in range(3)] for one in range(2)]
+        assert rows[-1].tolist() == expected
+    assert rows[1].tolist() == [[100, 101, 102], [110, 111, 112]]
+    dist.barrier()
 
 
 @on_ranks(2)

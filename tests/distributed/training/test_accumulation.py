@@ -11,7 +11,7 @@ from composer_dist._torch import fsdp_params
 from composer_dist.distributed import accumulate, accumulated_bytes, parallelize_model
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import close, grads
-from tests.kit.measure import Collectives
+from tests.kit.measure import Collectives, by_messages
 from tests.kit.meshes import MESHES, mine
 from tests.kit.toy import built
 from tests.kit.world import on_ranks
@@ -48,7 +48,7 @@ def test_microbatches_accumulate_to_the_batchs_gradients(kind: str, ranks: int, 
     single, model = built(Model), built(Model)
     single(inputs()).square().mean().backward()
     parallelize_model(model, MESHES[kind][1])
-    with Collectives() as counted:
+    with by_messages(), Collectives() as counted:
         for index, part in enumerate(mine(inputs()).chunk(PARTS)):
             with accumulate(model, index == PARTS - 1, how):
                 (model(part).square().mean() / PARTS).backward()
