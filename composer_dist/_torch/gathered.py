@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar, cast
@@ -47,6 +47,8 @@ class _Versions:
     """FSDP2's records by number."""
     cut = False
     """Whether tensor parallelism has cut a parameter of any unit."""
+    compared = 0
+    """How many parameters are compared later."""
     _numbers = count()
 
     def __init__(self, group: Any) -> None:
@@ -58,14 +60,19 @@ class _Versions:
         self._held: tuple[int, ...] = ()
         """The versions of `_tensors` while they are gathered, and while they are freed."""
         self._freed: tuple[int, ...] = ()
+        self._none = [0] * len(numbers)
+        self._gathered: list[torch.Tensor] = []
+        """The gathered parameters."""
         self._tensors: tuple[torch.Tensor, ...] = ()
-        """The gathered parameters, and this rank's parts of those that tensor parallelism has cut."""
-        self._shards: list[tuple[int, int]] = []
-        """The versions of the shards that were gathered last, and the writes through their `.data`."""
+        """And this rank's parts of those that tensor parallelism has cut."""
+        self._shards: list[int] = []
+        """The versions of the shards that were gathered last."""
         self._parts: list[torch.Tensor] = []
         """Of the shards, as they were then: their memory."""
+        self._shard_writes: list[int] = []
+        """Through `.data` of the shards, when they were gathered."""
         self._writes: list[int] = []
-        """Through `.data` of each parameter, when it was gathered."""
+        """Through `.data` of the gathered parameters, when they were gathered."""
         for name in ("_to_sharded", "_to_sharded_post_forward"):
             setattr(group, name, partial(self._free, getattr(group, name)))
         group._to_unsharded = partial(self._gather, group._to_unsharded)
@@ -80,7 +87,7 @@ class _Versions:
         lost = self._lost()
         to_unsharded()
         if not self._tensors:  # FSDP2 makes them once
-            gathered = [param._unsharded_param for param in self._group.fsdp_params]
+            self._gathered = gathered = [param._unsharded_param for param in self._group.fsdp_params]
             self._cut = [index for index, one in enumerate(gathered) if isinstance(one, DTensor)]
             _Versions.cut |= bool(self._cut)
             self._tensors = *gathered, *(gathered[index]._local_tensor for index in self._cut)
@@ -89,25 +96,26 @@ class _Versions:
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             self._parts = parts
             watch_data(parts)
-        self._writes = [data_writes(one) for one in self._tensors[: len(self._now)]]
+        self._writes = self._all_writes(self._gathered)
         if wrote_data():  # between a forward and its backward this is right: these are the new values
-            both = zip(self._shards, self._versions_of_shards(), strict=False)
-            self._shards = [(version, writes) for (version, _), (_, writes) in both]
+            self._shard_writes = self._all_writes(self._sharded())
         self.renew()
         self._refuse(lost)
 
     def is_stale(self) -> bool:
         """Whether the shards have changed since FSDP2 gathered them, and it would compute without that."""
-        return not self._group.is_sharded and self._versions_of_shards() != self._shards
+        return not self._group.is_sharded and self._versions_of_shards() != (self._shards, self._shard_writes)
 
     def renew(self) -> None:
         """Have autograd take the parameters for other ones if their shards have changed."""
-        shards = self._versions_of_shards()
-        if shards != self._shards:
-            for index, pair in enumerate(zip(shards, self._shards, strict=False)):
-                first, value = divmod(self._now[index], self.VALUES)
-                self._now[index] = first * self.VALUES + (value + len(set(pair)) - 1) % self.VALUES
-            self._shards = shards
+        shards, writes = self._versions_of_shards()
+        if (shards, writes) != (self._shards, self._shard_writes):
+            before = zip(self._shards, self._shard_writes, strict=False)
+            for index, (now, then) in enumerate(zip(zip(shards, writes, strict=True), before, strict=False)):
+                if now != then:
+                    first, value = divmod(self._now[index], self.VALUES)
+                    self._now[index] = first * self.VALUES + (value + 1) % self.VALUES
+            self._shards, self._shard_writes = shards, writes
             self._held = *self._now, *(self._now[index] for index in self._cut)
             self._freed = tuple(version + self.FREED for version in self._held)
         self._set(self._held)
@@ -117,9 +125,15 @@ class _Versions:
         self.renew()
         self._shards = []
 
-    def _versions_of_shards(self) -> list[tuple[int, int]]:
-        shards = [param.sharded_param for param in self._group.fsdp_params]
-        return [(one._version + one._local_tensor._version, data_writes(one)) for one in shards]
+    def _sharded(self) -> list[Any]:
+        return [param.sharded_param for param in self._group.fsdp_params]
+
+    def _versions_of_shards(self) -> tuple[list[int], list[int]]:
+        shards = self._sharded()
+        return [one._version + one._local_tensor._version for one in shards], self._all_writes(shards)
+
+    def _all_writes(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        return [data_writes(one) for one in tensors] if wrote_data() else self._none
 
     def _set(self, versions: tuple[int, ...]) -> None:
         if self._tensors:
@@ -131,18 +145,20 @@ class _Versions:
 
     def _lost(self) -> list[str]:
         """Which parameters somebody has changed who found something else than the shard in its place."""
-        params = self._group.fsdp_params
         if self._group.is_unsharded:
+            params = self._group.fsdp_params if _Versions.compared else ()
             checks = [(param, vars(param).pop(_IS_SAME)) for param in params if _IS_SAME in vars(param)]
+            _Versions.compared -= len(checks)
             if other := [param._param_fqn for param, is_same in checks if not is_same()]:
                 return other
-            tensors = self._tensors[: len(params)]
-            found = [one._version for one in tensors], [data_writes(one) for one in tensors]
-            if found != (self._now, self._writes):
-                both = zip(params, *found, self._now, self._writes, strict=True)
-                return [param._param_fqn for param, *now, first, writes in both if now != [first, writes]]
+            versions, writes = [one._version for one in self._gathered], self._all_writes(self._gathered)
+            if versions != self._now or writes != self._writes:
+                found = zip(versions, writes, strict=True)
+                before = zip(self._now, self._writes, strict=True)
+                both = zip(self._group.fsdp_params, found, before, strict=True)
+                return [param._param_fqn for param, now, then in both if now != then]
         elif self._group.is_sharded_post_forward:
-            shards = [(param, param._sharded_post_forward_param) for param in params]  # just made: version 0
+            shards = [(one, one._sharded_post_forward_param) for one in self._group.fsdp_params]  # version 0
             return [param._param_fqn for param, one in shards if one._version + one._local_tensor._version]
         return []
 
@@ -160,6 +176,7 @@ _IS_SAME = "_composer_dist_is_same"
 
 def compare_later(param: Any, is_same: Callable[[], bool]) -> None:
     """Refuse the gathered values of an `FSDPParam` that are not the same when they are next used or freed."""
+    _Versions.compared += _IS_SAME not in vars(param)
     setattr(param, _IS_SAME, is_same)
 
 
@@ -201,22 +218,23 @@ class _SecondOrder:
 
     def __init__(self, module: FSDPModule) -> None:
         self._watched: set[torch.Tensor] = set()
-        self._versions = [_Versions(group) for group in fsdp_param_groups(module)]
+        self._groups = fsdp_param_groups(module)
+        self._versions = [_Versions(group) for group in self._groups]
         self._module, self._state = module, module._get_fsdp_state()
         self._pre_backward = self._state._pre_backward
         self._reshard: list[bool] | None = None
         of_tree = vars(self._state._comm_ctx).setdefault("_composer_dist_forwards", ([], []))
-        self._inside: list[FSDPModule] = of_tree[0]
+        self._inside: list[_SecondOrder] = of_tree[0]
         """The units of this tree whose forwards run."""
-        self._gathered: list[FSDPModule] = of_tree[1]
+        self._gathered: list[_SecondOrder] = of_tree[1]
         """Those that they have left gathered; code after the outermost forward finds shards there too."""
         setattr(self._state, "_pre_backward", self.pre_backward)  # noqa: B010 - mypy takes it for a method
         cast(nn.Module, module).register_forward_pre_hook(self._before_forward, prepend=True)
         cast(nn.Module, module).register_forward_hook(self._after_forward, always_call=True)
 
     def pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        register_gathered(self._module)
-        groups = self._state._fsdp_param_groups
+        groups = self._groups
+        register_gathered(groups)
         if torch.is_grad_enabled() and self._reshard is None:
             self._reshard = [group.reshard_after_backward for group in groups]
             self._set([False] * len(groups))
@@ -234,7 +252,7 @@ class _SecondOrder:
             for parameter in filter(lambda one: one.requires_grad, gathered):
                 parameter.register_post_accumulate_grad_hook(self._finish)
             self._watched |= gathered
-            at_end_of_backward(partial(register_shards, self._module))
+            at_end_of_backward(partial(register_shards, groups))
         return result
 
     def _refuse_grad(self) -> None:
@@ -254,24 +272,24 @@ class _SecondOrder:
                     ) from None
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._module in self._inside:
-            self._inside.remove(self._module)
+        if self in self._inside:
+            self._inside.remove(self)
         if not torch.is_grad_enabled() or current_backward() != -1:
             return
-        if not all(group.is_sharded for group in self._state._fsdp_param_groups):
-            self._gathered.append(self._module)
+        if not all([group.is_sharded for group in self._groups]):
+            self._gathered.append(self)
         while not self._inside and self._gathered:
-            register_shards(self._gathered.pop())
+            register_shards(self._gathered.pop()._groups)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        self._inside.append(self._module)
-        register_gathered(self._module)
+        self._inside.append(self)
+        register_gathered(self._groups)
         for versions in self._versions:
             versions.refuse_lost()
         if self._reshard is not None and torch._C._current_graph_task_id() == -1:
             self._restore()
             self._module.reshard()
-        elif any(versions.is_stale() for versions in self._versions):
+        elif any([versions.is_stale() for versions in self._versions]):
             self._module.reshard()
 
     def _finish(self, parameter: torch.Tensor) -> None:
@@ -285,7 +303,7 @@ class _SecondOrder:
             self._reshard = None
 
     def _set(self, values: Iterable[bool]) -> None:
-        for group, value in zip(self._state._fsdp_param_groups, values, strict=True):
+        for group, value in zip(self._groups, values, strict=True):
             group.reshard_after_backward = value
 
 

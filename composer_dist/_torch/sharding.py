@@ -80,18 +80,18 @@ def gathered_params(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: one._unsharded_param for name, one in params.items() if one.sharded_state is unsharded}
 
 
-def register_shards(module: FSDPModule) -> None:
+def register_shards(groups: Iterable[Any]) -> None:
     """Have other code find the shards, which the optimizer holds, while a unit stays gathered."""
-    for group in fsdp_param_groups(module):
+    for group in groups:
         if not group.is_sharded:
             for param in group.fsdp_params:
                 param._setattr_on_modules(param.sharded_param)
             getattr(group, _PUT, bool)()
 
 
-def register_gathered(module: FSDPModule) -> None:
+def register_gathered(groups: Iterable[Any]) -> None:
     """The inverse of `register_shards`, for units that are gathered."""
-    for group in fsdp_param_groups(module):
+    for group in groups:
         if group.is_unsharded:
             for param in group.fsdp_params:
                 if param._unsharded_param.requires_grad != param.sharded_param.requires_grad:
@@ -103,12 +103,13 @@ def register_gathered(module: FSDPModule) -> None:
 def gather_for_call(module: Any, part: nn.Module) -> None:
     """Have one call of a part of a unit that is gathered, which begins now, find the gathered parameters."""
     handles: list[RemovableHandle] = []
+    groups = fsdp_param_groups(module)
 
     def after(part: nn.Module, args: Any, output: Any) -> None:
         handles.pop().remove()
-        register_shards(module)
+        register_shards(groups)
 
-    register_gathered(module)
+    register_gathered(groups)
     handles.append(part.register_forward_hook(after, always_call=True))
 
 

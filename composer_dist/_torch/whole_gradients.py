@@ -55,16 +55,17 @@ def drop_unreduced(module: FSDPModule, held: Set[int]) -> None:
             for param in group.fsdp_params
             if _is_unreduced(param, group) and any(id(one) in held for one in _forms(param))
         ]
+        if not mine:
+            continue
         rest = [p._param_fqn for p in group.fsdp_params if p.sharded_param.requires_grad and p not in mine]
-        if mine and rest and group._partial_reduce_output is not None:
+        if rest and group._partial_reduce_output is not None:
             raise ParallelismRuntimeError(
                 "zero_grad cannot drop a part of the gradients that are not reduced over the replicas yet: "
                 f"those of {', '.join(rest)} are in one sum with them. Call model.zero_grad()."
             )
         for param in mine:
             _drop(param)
-        if mine:
-            group._partial_reduce_output = None
+        group._partial_reduce_output = None
 
 
 def drop_with_gradients(module: FSDPModule) -> None:
@@ -96,9 +97,10 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _get_grad(tensor: DTensor) -> Any:
-    if (kept := _kept.get(id(tensor))) is not None and current_backward() == -1:
-        param, group = kept[1](), kept[2]()
-        if param is not None and param.sharded_param is tensor and _is_unreduced(param, group):
+    if (kept := _kept.get(id(tensor))) is not None:
+        param = kept[1]()
+        waits = param is not None and _is_unreduced(param, kept[2]())
+        if waits and param.sharded_param is tensor and current_backward() == -1:
             raise ParallelismRuntimeError(
                 f"The gradient of {param._param_fqn} is not reduced over the ranks yet, because the last "
                 "backward was inside of no_sync. Read or change .grad after a backward outside of it."
@@ -109,15 +111,18 @@ def _get_grad(tensor: DTensor) -> Any:
 def _set_grad(tensor: DTensor, value: torch.Tensor | None) -> None:
     _grad.__set__(tensor, value)
     if value is None and (kept := _kept.get(id(tensor))) is not None:
-        unit, param, group = kept[0](), kept[1](), kept[2]()
-        if param is not None and param.sharded_param is tensor and _is_unreduced(param, group):
-            drop_unreduced(unit, {id(tensor)})  # type: ignore[arg-type]
+        param = kept[1]()
+        if param is not None and _is_unreduced(param, kept[2]()) and param.sharded_param is tensor:
+            drop_unreduced(kept[0](), {id(tensor)})  # type: ignore[arg-type]
 
 
 def _is_unreduced(param: Any, group: Any) -> bool:
-    accumulated, gathered = vars(param).get("unsharded_accumulated_grad"), vars(param).get("_unsharded_param")
-    waits = accumulated is not None or group._partial_reduce_output is not None
-    return waits or (gathered is not None and gathered.grad is not None)
+    if group._partial_reduce_output is not None:
+        return True
+    held = vars(param)
+    gathered = held.get("_unsharded_param")
+    waits = gathered is not None and gathered.grad is not None
+    return waits or held.get("unsharded_accumulated_grad") is not None
 
 
 def _forms(param: Any) -> tuple[Any, ...]:
