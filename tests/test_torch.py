@@ -50,6 +50,7 @@ FEATURES = {
     "torch.distributed.tensor.experimental._attention._cp_options": "context parallelism over torch's ring",
     "torch.distributed.utils._apply_to_tensors": "outputs of units that are no views",
     "torch.distributed.fsdp._common_utils.collect_grad_tensors": "losses that a unit keeps elsewhere",
+    "torch.distributed.fsdp._common_utils.replace_grad_tensors": "inputs of units that are no views",
     "torch.distributed.fsdp._fully_shard._fsdp_common": "transforms of torch.func around units",
     "torch.distributed.fsdp._fully_shard._fsdp_param.ShardedState": "refusing to change parameters",
     "torch.utils._python_dispatch._disable_current_modes": "changes through .data",

@@ -28,6 +28,7 @@ from composer_dist._torch.sharding import (
     register_gathered,
     register_shards,
 )
+from composer_dist._torch.unit_hooks import shorten_hooks
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.wording import listed
 
@@ -276,7 +277,7 @@ class _SecondOrder:
             self._inside.remove(self)
         if not torch.is_grad_enabled() or current_backward() != -1:
             return
-        if not all([group.is_sharded for group in self._groups]):
+        if not all(group.is_sharded for group in self._groups):
             self._gathered.append(self)
         while not self._inside and self._gathered:
             register_shards(self._gathered.pop()._groups)
@@ -289,7 +290,7 @@ class _SecondOrder:
         if self._reshard is not None and torch._C._current_graph_task_id() == -1:
             self._restore()
             self._module.reshard()
-        elif any([versions.is_stale() for versions in self._versions]):
+        elif any(versions.is_stale() for versions in self._versions):
             self._module.reshard()
 
     def _finish(self, parameter: torch.Tensor) -> None:
@@ -316,6 +317,7 @@ def guard_backward(module: FSDPModule) -> None:
     for param in fsdp_params(module):
         for name in ("init_all_gather_outputs", "init_unsharded_param"):
             setattr(param, name, partial(_outside_inference, param, name))
+    shorten_hooks(module)
     _SecondOrder(module)
 
 

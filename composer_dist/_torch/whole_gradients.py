@@ -99,8 +99,12 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
 def _get_grad(tensor: DTensor) -> Any:
     if (kept := _kept.get(id(tensor))) is not None:
         param = kept[1]()
-        waits = param is not None and _is_unreduced(param, kept[2]())
-        if waits and param.sharded_param is tensor and current_backward() == -1:
+        if (
+            param is not None
+            and _is_unreduced(param, kept[2]())
+            and param.sharded_param is tensor
+            and current_backward() == -1
+        ):
             raise ParallelismRuntimeError(
                 f"The gradient of {param._param_fqn} is not reduced over the ranks yet, because the last "
                 "backward was inside of no_sync. Read or change .grad after a backward outside of it."

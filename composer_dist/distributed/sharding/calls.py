@@ -119,7 +119,7 @@ class Calls:
 
     def _inside(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         call = self._calls[-1]
-        call.before = self._watch.before(module, _torch.gathered_params(self._params))
+        call.before = self._watch.before(module, _torch.gathered_params(self._params), watched=True)
         return call.own.rejoin(call.arguments, (args, kwargs))
 
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -155,14 +155,14 @@ class Calls:
         thorough = torch.is_grad_enabled() and is_power_of_two(self._count)
         modules = self._attributes.sort()
         containers = [vars(one)[key] for one, key in self._attributes.containers]
-        objects: Iterable[tuple[nn.Module, str]] = self._attributes.objects
-        objects = objects if thorough else filter(self._holders.__contains__, objects)
+        objects = [one for one in self._attributes.objects if thorough or one in self._holders]
         shown = [output] if isinstance(output, Tensor) else list(everything_in(output))
         if containers:
             shown += everything_in(containers, objects=False)
         inside = {place: list(everything_in(vars(place[0])[place[1]])) for place in objects}
         registered = chain.from_iterable([vars(owner)["_parameters"].values() for owner in modules])
-        self._refuse_freed(filter(_torch.is_freed, chain(shown, *inside.values(), registered)))
+        whole = [one for one in registered if one is not None and type(one) is not DTensor]
+        self._refuse_freed([one for one in chain(shown, *inside.values(), whole) if _torch.is_freed(one)])
         if not torch.is_grad_enabled():  # what is still gathered is freed next
             still = [self._params[name] for name in _torch.gathered_params(self._params)]
             self._refuse_freed(one for one in shown if any(_torch.is_of(one, param) for param in still))

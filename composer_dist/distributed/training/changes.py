@@ -14,7 +14,7 @@ from composer_dist import _torch
 Key = TypeVar("Key")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Before(Generic[Key]):
     """Tensors as a forward finds them, by name or by where they are held."""
 
@@ -50,15 +50,17 @@ class Watch:
     def __init__(self) -> None:
         self._forwards: Counter[tuple[bool, bool]] = Counter()
 
-    def before(self, module: nn.Module, tensors: Mapping[Key, Tensor]) -> Before[Key]:
-        """What the forward of `module` that begins now finds."""
+    def before(self, module: nn.Module, tensors: Mapping[Key, Tensor], watched: bool = False) -> Before[Key]:
+        """What the forward of `module` that begins now finds; if `watched`, `watch_data` has the tensors."""
         kind = module.training, torch.is_grad_enabled()
         self._forwards[kind] += 1
         compared = is_power_of_two(self._forwards[kind])
         sums = {name: _sum(tensor) for name, tensor in tensors.items()} if compared else {}
-        _torch.watch_data(tensors.values())
+        if not watched:
+            _torch.watch_data(tensors.values())
         versions = {name: _torch.version(tensor) for name, tensor in tensors.items()}
-        return Before(versions, {name: _torch.data_writes(tensor) for name, tensor in tensors.items()}, sums)
+        given = tensors if _torch.wrote_data() else {}
+        return Before(versions, {name: _torch.data_writes(tensor) for name, tensor in given.items()}, sums)
 
 
 def is_power_of_two(number: int) -> bool:
