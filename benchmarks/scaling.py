@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from llama import shard
-from rounds import Figures, play, slowest, timed
+from rounds import Figures, play, reduced, timed
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -68,7 +68,7 @@ def many(prepare: Callable[[nn.Module], object], arguments: Namespace) -> Figure
     count, before = sum(1 for _ in model.parameters()), resident()
     figures = timed(lambda: prepare(model))
     del figures["extra MiB"]
-    return figures | slowest({"KiB a parameter": (resident() - before) / 1024 / count})
+    return figures | reduced({"KiB a parameter": (resident() - before) / 1024 / count})
 
 
 CONFIG = LlamaConfig(  # Llama 3.1 405B's shape, by Meta's published configuration

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from llama import shard
-from rounds import Figures, device, play, slowest
+from rounds import Figures, device, play, reduced
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -70,7 +70,7 @@ def measure(make: Callable[[], Train], arguments: argparse.Namespace) -> Figures
     seconds, loss = train(LlamaForCausalLM(config), [{"input_ids": row, "labels": row} for row in tokens])
     mean = torch.tensor(loss / dist.get_world_size())
     dist.all_reduce(mean)
-    return slowest({"seconds": seconds / arguments.steps}) | {"thousandths of loss": mean.item() * 1000}
+    return reduced({"seconds": seconds / arguments.steps}) | {"thousandths of loss": mean.item() * 1000}
 
 
 def steps(batches: Batches, step: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> tuple[float, float]:
