@@ -1,6 +1,6 @@
 """Modules, their initializers and their optimizers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,19 +38,29 @@ def _overwrite(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return tensor.copy_(tensor.new_empty(()))  # with values that no trace knows
 
 
+# Fills a tensor with numbers from a truncated normal distribution. Since torch 1.3.
+trunc_normal_: Callable[..., torch.Tensor] = nn.init._no_grad_trunc_normal_
+
+
+def _ask_modes(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    function = torch.nn.init._no_grad_trunc_normal_
+    return torch.overrides.handle_torch_function(function, (tensor,), tensor, *args, **kwargs)
+
+
 @contextmanager
 def all_initializers_write() -> Iterator[None]:
     """Inside, all functions of `nn.init` also write to meta tensors, so that tracing sees the writes.
 
-    Since torch 2.13 these four return early for meta tensors. Their code is replaced instead of their names,
-    because initializers import them by name.
+    `trunc_normal_` is told to the modes for functions instead, of which one must take it. Since torch 2.13
+    these four return early for meta tensors. Their code is replaced instead of their names, because
+    initializers import them by name.
     """
-    init = nn.init
-    silent = [init._no_grad_trunc_normal_, init.orthogonal_, init.sparse_, init.dirac_]
+    silent: list[Any] = [trunc_normal_, nn.init.orthogonal_, nn.init.sparse_, nn.init.dirac_]
     before = [(function, function.__code__, function.__defaults__) for function in silent]
     try:
         for function in silent:
-            function.__code__, function.__defaults__ = _overwrite.__code__, None
+            new = _ask_modes if function is trunc_normal_ else _overwrite
+            function.__code__, function.__defaults__ = new.__code__, None
         yield
     finally:
         for function, code, defaults in before:

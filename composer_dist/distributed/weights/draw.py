@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from composer_dist import _torch
 from composer_dist.structure.structure import Held
 from composer_dist.tensors.parts import Part
 
@@ -25,7 +26,7 @@ _CONSTANTS = (bool, int, float, complex, str, type(None))
 _aten = torch.ops.aten
 _DRAWS = {
     *(_aten.normal_, _aten.uniform_, _aten.bernoulli_, _aten.random_),
-    *(_aten.exponential_, _aten.cauchy_, _aten.log_normal_, _aten.geometric_),
+    *(_aten.exponential_, _aten.cauchy_, _aten.log_normal_, _aten.geometric_, _torch.trunc_normal_),
 }
 _FILLS = {_aten.zero_, _aten.fill_}
 
@@ -48,7 +49,7 @@ class Operation:
     @classmethod
     def of(cls, call: Any, tensor: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Operation | None":
         """A call that writes to its first argument, a view of a tensor; None if it is of another kind."""
-        target, kind = args[0], call.overloadpacket
+        target, kind = args[0], getattr(call, "overloadpacket", call)
         random, fills = kind in _DRAWS, kind in _FILLS
         known = random or fills or torch.Tag.pointwise in call.tags
         constant = all(isinstance(value, _CONSTANTS) for value in (*args[1:], *kwargs.values()))
@@ -77,7 +78,7 @@ class Fill:
     """Each with what seeds it."""
 
     def __str__(self) -> str:
-        calls = ((stream, str(one.call), one.arguments, one.options) for stream, one in self.operations)
+        calls = ((stream, one.call.__name__, one.arguments, one.options) for stream, one in self.operations)
         return f"{self.start}, {self.numel}: {list(calls)}"
 
 

@@ -144,9 +144,8 @@ class _Recorder(_torch.TorchDispatchMode):
                 if (writes or not view) and (name := self.names.get(_torch.storage_key(tensor))) is not None:
                     (self.writes if writes else self.reads).add(name)
                     touched = touched or name
-        if (touched or draws) and self.program is not None:
-            one = Operation.of(func, touched, args, kwargs) if touched and writes_first else None
-            self.program = None if one is None else [*self.program, one]
+        if touched or draws:
+            self._add(Operation.of(func, touched, args, kwargs) if touched and writes_first else None)
         if draws and writes_first and devices == {"meta"}:
             return args[0]  # normal_ and its kin write only; their meta kernels are slow
         try:
@@ -156,15 +155,27 @@ class _Recorder(_torch.TorchDispatchMode):
             self.lacked_values |= needs_values or isinstance(error, NotImplementedError)
             raise
 
+    def take(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Record a function that fills its first argument and is no operation."""
+        name = self.names.get(_torch.storage_key(args[0]))
+        self.writes.update([name] if name else ())
+        self._add(Operation.of(func, name, args, kwargs) if name else None)
+        return args[0]
+
+    def _add(self, one: Operation | None) -> None:
+        self.program = None if one is None or self.program is None else [*self.program, one]
+
 
 class _Escapes(TorchFunctionMode):
-    """Records failed calls that read a meta tensor's values without an operation."""
+    """Records what is no operation: `trunc_normal_`, and failed calls that read a meta tensor's values."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _torch.trunc_normal_:
+            return self.recorder.take(func, args, kwargs or {})
         try:
             return func(*args, **(kwargs or {}))
         except TypeError:

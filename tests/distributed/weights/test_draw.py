@@ -35,6 +35,7 @@ def pieces(weight: torch.Tensor) -> None:
     weight.normal_(1.0, 0.5).mul_(2).clamp_(-1, 3)
     weight[1:4].uniform_(5, 6)
     weight.data[2].zero_()
+    nn.init.trunc_normal_(weight[3], a=2.0, b=3.0)
 
 
 LAYOUTS = [
@@ -63,6 +64,7 @@ def test_parts_are_those_of_the_whole(layout: Layout, world: Coordinate) -> None
     assert not torch.equal(other, whole)
     assert torch.equal(whole[2], torch.zeros(230))
     assert 5 <= whole[1].min() <= whole[1].max() <= 6
+    assert 2 <= whole[3].min() < whole[3].median() < 2.5 < whole[3].max() <= 3
     rest = whole[4:]
     assert abs(rest.median() - 2) < 0.02
     assert rest.max() == 3
@@ -94,7 +96,9 @@ RUN_WHOLE: dict[str, Callable[[torch.Tensor], object]] = {
     "as integers": lambda weight: weight.zero_().view(torch.int32).random_(),
     "Python's generator": lambda weight: weight.fill_(random.random()),
     "NumPy's generator": lambda weight: weight.fill_(float(numpy.random.rand())),
-    "trunc_normal_": lambda weight: nn.init.trunc_normal_(weight),
+    "trunc_normal_ with a generator": lambda weight: nn.init.trunc_normal_(
+        weight, generator=torch.Generator()
+    ),
     "orthogonal_": lambda weight: nn.init.orthogonal_(weight),
 }
 
